@@ -1,0 +1,37 @@
+# `make quickstart` and `make test` do everything from an empty machine with Python 3.11 or newer.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: install quickstart test test-fast lint format clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing Isotype with every extra the tests need into $(VENV) (a few minutes the first time)"
+	@# the CPU build of torch first, pinned, so that nothing after it takes a larger one
+	@$(BIN)/pip install -q --constraint constraints.txt torch 2> $(VENV)/pip.log || { cat $(VENV)/pip.log; exit 1; }
+	@$(BIN)/pip install -q --constraint constraints.txt --editable '.[dev]' 2> $(VENV)/pip.log || { cat $(VENV)/pip.log; exit 1; }
+	@touch $@
+
+quickstart: install
+	$(BIN)/isotype quickstart
+
+lint: install
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest
+
+test-fast: install
+	$(BIN)/pytest -m "not slow"
+
+format: install
+	$(BIN)/ruff check --fix src tests benchmarks
+	$(BIN)/ruff format src tests benchmarks
+
+clean:
+	rm -rf $(VENV) quickstart

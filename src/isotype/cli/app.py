@@ -1,0 +1,66 @@
+"""`isotype`: finds the commands beside this file and maps errors to one line and an exit status.
+
+A command is a module `cli/NAME.py` with `register(app)`. Exit statuses: 0 done, 1 the run failed (or findings), 2 bad configuration
+or usage, 3 refused by preflight, 130 interrupted and saved.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import sys
+from importlib import import_module
+
+import typer
+
+from .. import __version__
+from ..errors import IsotypeError
+
+ENGINE, RUNS, DOCTOR, ABOUT = "Train", "With a run", "Doctor", "About"  # the panels of --help
+_PANEL_ORDER = (ENGINE, RUNS, DOCTOR, ABOUT)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"isotype {__version__}")
+        raise typer.Exit
+
+
+def build_app() -> typer.Typer:
+    app = typer.Typer(
+        name="isotype",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="markdown",
+        pretty_exceptions_enable=False,
+        help="Fine-tune transformers in mixed precision with every dtype declared and checked; find dtype faults in any training code.",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def root(
+        version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version and exit."),
+    ) -> None:
+        pass
+
+    package = import_module(__package__)
+    for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
+        command = import_module(f"{__package__}.{module}")
+        if hasattr(command, "register"):
+            command.register(app)
+    app.registered_commands.sort(key=lambda c: _PANEL_ORDER.index(c.rich_help_panel) if c.rich_help_panel in _PANEL_ORDER else 99)
+    return app
+
+
+def main() -> None:
+    """The entry point: errors a user caused are one line on stderr, never a traceback (`ISOTYPE_TRACEBACK=1` shows it)."""
+    try:
+        build_app()()
+    except IsotypeError as error:
+        if os.environ.get("ISOTYPE_TRACEBACK"):
+            raise
+        print(f"isotype: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

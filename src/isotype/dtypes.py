@@ -1,0 +1,174 @@
+"""Dtypes as words: `fp32 bf16 fp16 nf4`, the same in configuration, code, messages and documents. Imports no torch.
+
+Legend of a tensor spec: `bf16[T D]`, `F[*n d]` (F a free float dtype), `int[T]`, `any[...]`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+# name -> (torch attribute or None, bits, exponent bits, mantissa bits)
+_TABLE: dict[str, tuple[str | None, float, int, int]] = {
+    "fp64": ("float64", 64, 11, 52),
+    "fp32": ("float32", 32, 8, 23),
+    "tf32": (None, 32, 8, 10),
+    "bf16": ("bfloat16", 16, 8, 7),
+    "fp16": ("float16", 16, 5, 10),
+    "fp8_e4m3": ("float8_e4m3fn", 8, 4, 3),
+    "fp8_e5m2": ("float8_e5m2", 8, 5, 2),
+    "nf4": (None, 4, 0, 0),
+    "fp4": (None, 4, 0, 0),
+    "int64": ("int64", 64, 0, 0),
+    "int32": ("int32", 32, 0, 0),
+    "int16": ("int16", 16, 0, 0),
+    "int8": ("int8", 8, 0, 0),
+    "uint8": ("uint8", 8, 0, 0),
+    "bool": ("bool", 8, 0, 0),
+    "complex64": ("complex64", 64, 8, 23),
+    "complex128": ("complex128", 128, 11, 52),
+}
+_ALIASES = {
+    "float64": "fp64", "double": "fp64", "f64": "fp64",
+    "float32": "fp32", "float": "fp32", "f32": "fp32",
+    "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "f16": "fp16",
+    "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "fp8e4nv": "fp8_e4m3", "fp8e5": "fp8_e5m2",
+    "long": "int64", "int": "int32", "i64": "int64", "i32": "int32", "i16": "int16", "i8": "int8", "u8": "uint8", "i1": "bool",
+}  # fmt: skip
+FLOATS = ("fp64", "fp32", "bf16", "fp16")
+TRAINING_FLOATS = ("fp32", "bf16", "fp16")
+
+
+def parse(text: str) -> str:
+    """The canonical name of a dtype in any common spelling (`torch.bfloat16`, `BFloat16`, `c10::Half`, `f32`).
+
+    Raises  ValueError naming the known words.
+    """
+    word = str(text).strip().lower().removeprefix("torch.").removeprefix("c10::").removesuffix("tensor")
+    word = _ALIASES.get(word, word)
+    if word not in _TABLE:
+        raise ValueError(f"unknown dtype {text!r}: expected one of {' '.join(FLOATS)} nf4")
+    return word
+
+
+def name(dtype: torch.dtype | str) -> str:
+    """`torch.bfloat16` -> `bf16`; unknown dtypes keep torch's own word."""
+    try:
+        return parse(str(dtype))
+    except ValueError:
+        return str(dtype).removeprefix("torch.")
+
+
+def to_torch(dtype: str) -> torch.dtype:
+    """`bf16` -> `torch.bfloat16`.
+
+    Raises  ValueError for words that are no tensor dtype (`nf4`, `tf32`).
+    """
+    import torch
+
+    attribute = _TABLE[parse(dtype)][0]
+    if attribute is None:
+        raise ValueError(f"{dtype} is a storage format, not a tensor dtype")
+    return getattr(torch, attribute)
+
+
+def itemsize(dtype: str) -> float:
+    """Bytes an element (0.5 for nf4)."""
+    return _TABLE[parse(dtype)][1] / 8
+
+
+def is_float(dtype: str) -> bool:
+    return _TABLE[parse(dtype)][3] > 0 or parse(dtype) in ("nf4", "fp4")
+
+
+def eps(dtype: str) -> float:
+    """Distance from 1 to the next larger value."""
+    return 2.0 ** -_TABLE[parse(dtype)][3]
+
+
+def promote(left: str, right: str) -> str:
+    """What torch's type promotion makes of two floating tensors with dimensions: bf16 with fp16 gives fp32."""
+    left, right = parse(left), parse(right)
+    if left == right:
+        return left
+    if {left, right} == {"bf16", "fp16"}:
+        return "fp32"
+    order = ("bf16", "fp16", "fp32", "fp64")
+    return max(left, right, key=order.index)
+
+
+_SPEC = re.compile(r"^\s*(?P<dtype>[A-Za-z_][A-Za-z0-9_|]*)\s*\[(?P<dims>[^\]]*)\]\s*$")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A declared dtype and shape: `bf16[T D]`.
+
+    dtype  one word, several joined by `|`, `any`, `float`, `int`, or a capital letter that binds to the first dtype met
+    dims   a name binds to the first size met, a number must match, `*name` and `...` stand for any run of dimensions
+    """
+
+    dtype: str
+    dims: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> TensorSpec:
+        match = _SPEC.match(text)
+        if match is None:
+            raise ValueError(f"tensor spec {text!r}: expected something like 'bf16[T D]'")
+        dims = tuple(match["dims"].replace(",", " ").split())
+        if sum(d.startswith("*") or d == "..." for d in dims) > 1:
+            raise ValueError(f"tensor spec {text!r}: at most one of *name or ... may stand for a run of dimensions")
+        words = match["dtype"].split("|")
+        if not (len(words) == 1 and (words[0] in ("any", "float", "int") or (len(words[0]) == 1 and words[0].isupper()))):
+            words = [parse(word) for word in words]
+        return cls("|".join(words), dims)
+
+    @property
+    def free(self) -> bool:
+        """Whether the dtype is a letter to be bound."""
+        return len(self.dtype) == 1 and self.dtype.isupper()
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{' '.join(self.dims)}]"
+
+    def dtype_fault(self, observed: str, bound: dict[str, str]) -> str | None:
+        """The declared dtype when `observed` breaks it, else None; binds free letters in `bound`."""
+        if self.dtype == "any":
+            return None
+        if self.free:
+            expected = bound.setdefault(self.dtype, observed)
+            return None if expected == observed else expected
+        if self.dtype == "float":
+            return None if observed in _TABLE and is_float(observed) else "float"
+        if self.dtype == "int":
+            return None if observed.startswith(("int", "uint")) else "int"
+        return None if observed in self.dtype.split("|") else self.dtype
+
+    def shape_fault(self, shape: tuple[int, ...], bound: dict[str, Any]) -> str | None:
+        """A sentence about the first dimension that breaks the spec, else None; binds names in `bound`."""
+        run = next((i for i, d in enumerate(self.dims) if d.startswith("*") or d == "..."), None)
+        fixed = len(self.dims) - (run is not None)
+        if (run is None and len(shape) != fixed) or len(shape) < fixed:
+            return f"{len(shape)} dimensions where {self} has {'at least ' if run is not None else ''}{fixed}"
+        if run is None:
+            pairs = list(zip(self.dims, shape))
+        else:
+            tail = len(self.dims) - run - 1
+            middle = tuple(shape[run : len(shape) - tail])
+            pairs = [*zip(self.dims[:run], shape[:run]), *zip(self.dims[run + 1 :], shape[len(shape) - tail :])]
+            if self.dims[run] != "...":
+                expected = bound.setdefault(self.dims[run], middle)
+                if expected != middle:
+                    return f"{self.dims[run]} is {middle} here and {expected} before"
+        for dim, size in pairs:
+            if dim == "_":
+                continue
+            expected = int(dim) if dim.isdigit() else bound.setdefault(dim, size)
+            if expected != size:
+                return f"dimension {dim} is {size}, expected {expected}"
+        return None

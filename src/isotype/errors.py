@@ -1,0 +1,43 @@
+"""Errors a user meets, each with a code, the exit status of the command line, and a page.
+
+`UsageError` and its children are the caller's mistake: the command line prints one line and exits 2.
+"""
+
+from __future__ import annotations
+
+
+class IsotypeError(ValueError):
+    """Base of every error Isotype raises on purpose. `code` names its page (`isotype explain CODE`)."""
+
+    exit_status = 1
+
+    def __init__(self, message: str, *, code: str | None = None, fix: str | None = None) -> None:
+        self.code, self.message, self.fix = code, message, fix
+        text = message if code is None or message.startswith(code) else f"{code} {message}"
+        super().__init__(text if fix is None else f"{text}\n  fix       {fix}")
+
+
+class UsageError(IsotypeError):
+    """Bad configuration or usage: nothing was started."""
+
+    exit_status = 2
+
+
+class PreflightError(IsotypeError):
+    """Refused before step 1."""
+
+    exit_status = 3
+
+
+class RunError(IsotypeError):
+    """The run failed after it started."""
+
+    exit_status = 1
+
+
+class DtypeError(IsotypeError):
+    """A tensor's dtype is not the declared one."""
+
+
+class ShapeError(IsotypeError):
+    """A tensor's shape is not the declared one."""

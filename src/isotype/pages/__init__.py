@@ -1,0 +1,39 @@
+"""The page of a code: why it matters, an example, what to do instead. `isotype explain CODE` prints it.
+
+A page is `pages/CODE.md` here, or, for families whose pages are the docstrings of their rules, what `page(code)` of the family's
+module answers. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, resources
+from importlib.util import find_spec
+
+# Prefix of a code -> the torch-free module that has `page(code) -> str | None` and `codes() -> list[str]`.
+FAMILIES = {
+    "PR": "isotype.precision.rules",
+    "LT": "isotype.doctor.lint.pages",
+    "CF": "isotype.doctor.check.pages",
+    "EX": "isotype.doctor.explain.pages",
+}
+
+
+def codes() -> list[str]:
+    """Every code that has a page."""
+    here = [f.name.removesuffix(".md") for f in resources.files(__name__).iterdir() if f.name.endswith(".md")]
+    for module in FAMILIES.values():
+        if find_spec(module.rpartition(".")[0]) and find_spec(module):
+            here += import_module(module).codes()
+    return sorted(set(here))
+
+
+def page(code: str) -> str | None:
+    """The page as Markdown, or None for a code that does not exist."""
+    code = code.upper()
+    file = resources.files(__name__) / f"{code}.md"
+    if code.isalnum() and file.is_file():
+        return file.read_text(encoding="utf-8")
+    module = FAMILIES.get(code[:2])
+    if module and find_spec(module.rpartition(".")[0]) and find_spec(module):
+        return import_module(module).page(code)
+    return None
