@@ -8,7 +8,6 @@ is found by rendering it once more with other words and comparing.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,8 +89,8 @@ class ChatTemplate:
             return Span(len(opening), len(ending), closed=True)
         # The template renders this turn differently with the turns around it: find its words by changing them.
         other = self.render([*messages[:i], {**messages[i], "content": _SENTINEL}, *messages[i + 1 :]], tools=tools, place=place)
-        start = len(os.path.commonprefix([rendered, other]))
-        end = max(start, len(rendered) - len(os.path.commonprefix([rendered[::-1], other[::-1]])))
+        start = _agreeing(rendered, other)
+        end = max(start, len(rendered) - _agreeing(rendered[::-1], other[::-1]))
         if end <= start:
             raise UsageError(f"{place}: the chat template renders nothing for messages[{i}] (assistant)")
         if opens and len(opening) <= start:
@@ -101,7 +100,7 @@ class ChatTemplate:
 
 
 def chat_template(tokenizer: Any, file: str | None) -> ChatTemplate:
-    """The template of a run: the file of `data.chat_template`, else the tokenizer's own, else a plain default that needs an end-of-text token."""
+    """The template of a run: the file of `data.chat_template`, else the tokenizer's own, else a plain default."""
     if file is not None:
         path = Path(file).expanduser()
         text = read_text(path, file) if path.suffix in (".jinja", ".j2") and path.is_file() else read_text(existing_file(file), file)
@@ -113,7 +112,13 @@ def chat_template(tokenizer: Any, file: str | None) -> ChatTemplate:
         return ChatTemplate(tokenizer, own, "tokenizer")
     if tokenizer.eos_token is None:
         raise UsageError(
-            "data: the rows are chats, and the tokenizer has neither a chat template nor an end-of-text token: set data.chat_template to a Jinja file"
+            "data: the rows are chats, but the tokenizer has no chat template, and no end-of-text token for a plain one: "
+            "set data.chat_template to a Jinja file"
         )
     adds_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     return ChatTemplate(tokenizer, ("{{- bos_token }}" if adds_bos else "") + DEFAULT_TEMPLATE, "default")
+
+
+def _agreeing(one: str, other: str) -> int:
+    """How many characters two texts have in common from the beginning."""
+    return next((k for k, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))

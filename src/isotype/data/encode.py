@@ -2,8 +2,8 @@
 
 A chat is rendered by its template, which writes every special token itself: nothing is added, so no beginning-of-text token is doubled.
 Plain text, and prompt/completion under a tokenizer without a template, get what the tokenizer puts before a text by itself, and the
-end-of-text token after it. Where a token would span the border between prompt and answer, the two sides are tokenised apart: at
-generation the prompt is all there is.
+end-of-text token after it. The tokens of a prompt are those that generation will see: where the tokenizer would cut the prompt differently
+because of the answer behind it, the two are tokenised apart.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .formats import Example, Message
 from .rows import IGNORED, Row
 
 BATCH = 256  # texts handed to the tokenizer at once
+Offsets = Sequence[tuple[int, int]]  # of each token, in characters
 _PIECE = 1 << 16  # characters of a plain text tokenised at once, cut at line ends
 
 
@@ -32,7 +33,7 @@ class Tally:
     first_dropped: dict[str, str] = field(default_factory=dict)
     end_of_turn: Counter[str] = field(default_factory=Counter)
     borders: int = 0
-    """Answers whose first token had to be split from the prompt's last."""
+    """Answers that had to be tokenised apart from their prompts."""
     special_in_content: int = 0
 
     def drop(self, reason: str, place: str) -> None:
@@ -80,8 +81,10 @@ class Encoder:
         while batch := list(islice(examples, BATCH)):
             rendered = [self.render(example, tally) for example in batch]
             encoded = self.tokenizer([r.text for r in rendered], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            before = [r.text[: span.start] for r in rendered for span in r.spans]
+            prompts = iter(self.tokenizer(before, add_special_tokens=False, verbose=False)["input_ids"])
             for source, r, ids, offsets in zip(batch, rendered, encoded["input_ids"], encoded["offset_mapping"]):
-                row = self._row(r, ids, offsets, tally)
+                row = self._row(r, ids, offsets, list(islice(prompts, len(r.spans))), tally)
                 if row is not None:
                     yield source, row
 
@@ -115,9 +118,8 @@ class Encoder:
             else:
                 tally.drop("one token alone at the end of a text teaches nothing", place)
 
-    def _row(self, r: Rendered, ids: list[int], offsets: list[tuple[int, int]], tally: Tally) -> Row | None:
-        for span in r.spans:
-            ids, offsets = self._split_border(r.text, ids, offsets, span.start, tally)
+    def _row(self, r: Rendered, ids: list[int], offsets: Offsets, prompts: Iterable[list[int]], tally: Tally) -> Row | None:
+        ids, offsets = self._apart(r, ids, offsets, prompts, tally)
         learnt = [False] * len(ids)
         whole = len(r.spans) == 1 and r.spans[0].start == 0 and r.spans[0].end == len(r.text)
         for span in r.spans:
@@ -139,9 +141,7 @@ class Encoder:
         labels = shared if all(learnt) else tuple(i if on else IGNORED for i, on in zip(shared, learnt))
         return Row(shared, labels, learnt.index(True))
 
-    def _tokens(
-        self, r: Rendered, ids: list[int], offsets: list[tuple[int, int]], span: Span, tally: Tally, *, whole: bool
-    ) -> tuple[int, int]:
+    def _tokens(self, r: Rendered, ids: list[int], offsets: Offsets, span: Span, tally: Tally, *, whole: bool) -> tuple[int, int]:
         """The tokens of a span, from the first to its end-of-turn token; white space the template writes after that is not learnt."""
         first = next((k for k, (a, _) in enumerate(offsets) if a >= span.start), len(ids))
         last = next((k for k in range(first, len(ids)) if offsets[k][0] >= span.end), len(ids))
@@ -157,16 +157,33 @@ class Encoder:
         tally.end_of_turn["none"] += 1
         return first, last
 
-    def _split_border(
-        self, text: str, ids: list[int], offsets: list[tuple[int, int]], at: int, tally: Tally
-    ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokenises the text before and from `at` apart, if a token lies across."""
-        if not any(a < at < b for a, b in offsets):
-            return ids, offsets
-        tally.borders += 1
-        sides = self.tokenizer([text[:at], text[at:]], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        (left, right), (left_at, right_at) = sides["input_ids"], sides["offset_mapping"]
-        return left + right, list(left_at) + [(a + at, b + at) for a, b in right_at]
+    def _apart(
+        self, r: Rendered, ids: list[int], offsets: Offsets, prompts: Iterable[list[int]], tally: Tally
+    ) -> tuple[list[int], Offsets]:
+        """Tokenises the text from an answer on by itself, where the prompt alone has other tokens than the prompt with its answer.
+
+        A tokenizer may merge the last character of one with the first of the other, or cut white space differently at the end of a text.
+        """
+        cut_at, kept = 0, 0  # characters and tokens up to the last cut
+        for span, prompt in zip(r.spans, prompts):
+            if span.start == 0:
+                continue
+            if cut_at:
+                prompt = self.ids(r.text[cut_at : span.start])
+            if ids[kept : kept + len(prompt)] == prompt:
+                continue
+            tally.borders += 1
+            sides = [r.text[cut_at : span.start], r.text[span.start :]]
+            encoded = self.tokenizer(sides, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            (left, right), (left_at, right_at) = encoded["input_ids"], encoded["offset_mapping"]
+            ids = ids[:kept] + left + right
+            offsets = (
+                list(offsets[:kept])
+                + [(a + cut_at, b + cut_at) for a, b in left_at]
+                + [(a + span.start, b + span.start) for a, b in right_at]
+            )
+            cut_at, kept = span.start, kept + len(left)
+        return ids, offsets
 
     def _tuple(self, ids: Sequence[int]) -> tuple[int, ...]:
         shared = self._shared

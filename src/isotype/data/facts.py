@@ -62,6 +62,7 @@ def token_facts(encoder: Encoder, rows: Sequence[Row], tallies: Sequence[Tally])
             "rows_beginning_with_it": sum(bos is not None and row.input_ids[0] == bos for row in rows),
             "rows_beginning_with_two": sum(bos is not None and row.input_ids[:2] == (bos, bos) for row in rows),
         },
+        "answers_tokenised_apart": sum(t.borders for t in tallies),
         "end_of_turn": dict(end_of_turn.most_common()),
         "rows_ending_in_eos": sum(tokenizer.eos_token_id is not None and row.labels[-1] == tokenizer.eos_token_id for row in rows),
     }
@@ -142,8 +143,8 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
     own = (template or {}).get("own_mask")
     if own and own["rows_equal"] < own["rows_compared"]:
         said.append(
-            f"the template's own mask differs from the derived labels in {own['rows_compared'] - own['rows_equal']} of {own['rows_compared']} rows; "
-            "the derived labels are used"
+            f"the template's own mask differs from the derived labels in {own['rows_compared'] - own['rows_equal']} "
+            f"of {own['rows_compared']} rows; the derived labels are used"
         )
     special = sum(t.special_in_content for t in tallies)
     if special:

@@ -158,7 +158,8 @@ def _hold_out(train: Side, share: float, seed: int) -> Side:
     copies = Counter(row.input_ids for row in train.rows)
     distinct = list(copies)
     random.Random(seed).shuffle(distinct)
-    wanted, held, count = max(1, round(len(train.rows) * share)), set(), 0
+    wanted, count = max(1, round(len(train.rows) * share)), 0
+    held: set[tuple[int, ...]] = set()
     for key in distinct:
         if count >= wanted or len(held) == len(distinct) - 1:
             break

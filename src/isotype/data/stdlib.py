@@ -74,7 +74,7 @@ def stdlib_pairs() -> tuple[Pair, ...]:
 
 @cache
 def stdlib_text() -> tuple[str, ...]:
-    """Texts to learn a small model's English and Python from: every docstring under its signature, and the language reference that `help()` shows."""
+    """Texts that teach a small model English and Python: docstrings under their signatures, and the topics of `help()`."""
     texts: dict[str, None] = {}
     for item in documented():
         if len(item.doc) >= _SHORTEST:
@@ -83,9 +83,9 @@ def stdlib_text() -> tuple[str, ...]:
     try:
         from pydoc_data.topics import topics
     except ImportError:  # some distributions leave it out
-        topics = {}
-    for _, topic in sorted(topics.items()):
-        texts[inspect.cleandoc(topic)] = None
+        pass
+    else:
+        texts |= dict.fromkeys(inspect.cleandoc(topic) for _, topic in sorted(topics.items()))
     return tuple(sorted(texts, key=lambda text: (crc32(text.encode()), text)))
 
 
@@ -164,7 +164,7 @@ def _pairs_of(item: Documented, summary: str, *, new: bool) -> Iterator[Pair]:
     if item.kind == "module" or not item.signature:
         return
     short = item.name.rsplit(".", 1)[1]
-    if len(item.signature) <= 160 and (item.signature != "()" or number % 4 == 0):
+    if len(item.signature) <= 160 and number % 2 and (item.signature != "()" or number % 8 == 1):
         call = f"`{short}{item.signature}`"
         answer = f"Call it as {call}." if item.signature != "()" else f"It takes no arguments: {call}."
         yield Pair(item.name, _SIGNATURE[number // 7 % len(_SIGNATURE)].format(name=item.name), answer)
