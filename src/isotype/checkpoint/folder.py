@@ -34,7 +34,9 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
         _remove(replaced)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise RunError(f"could not write {target}: {error.strerror or error}", code="CK001", fix="free space or make it writable, then resume") from error
+        raise RunError(
+            f"could not write {target}: {error.strerror or error}", code="CK001", fix="free space or make it writable, then resume"
+        ) from error
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -101,4 +103,6 @@ def write_text(target: Path, text: str) -> None:
         aside.replace(target)
     except OSError as error:
         aside.unlink(missing_ok=True)
-        raise RunError(f"could not write {target}: {error.strerror or error}", code="CK001", fix="free space or make it writable") from error
+        raise RunError(
+            f"could not write {target}: {error.strerror or error}", code="CK001", fix="free space or make it writable"
+        ) from error

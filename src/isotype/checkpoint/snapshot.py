@@ -18,7 +18,7 @@ def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors = {"rng.torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors |= {f"rng.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    kind, words, *rest = np.random.get_state()  # noqa: NPY002
+    kind, words, *rest = np.random.get_state()
     version, internal, gauss = random.getstate()
     return tensors, {"python": [version, list(internal), gauss], "numpy": [kind, [int(w) for w in words], *rest]}
 
@@ -35,14 +35,16 @@ def restore_random_state(tensors: dict[str, Tensor], state: dict[str, Any]) -> N
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, words, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))  # noqa: NPY002
+    np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
 
 
 def trainable_tensors(model: nn.Module) -> dict[str, Tensor]:
     """`model.NAME` -> every trainable parameter, and the buffers that a state dict keeps."""
     kept = set(model.state_dict(keep_vars=True))
     tensors = {f"model.{name}": p for name, p in model.named_parameters() if p.requires_grad}
-    return tensors | {f"buffer.{name}": b for name, b in model.named_buffers() if name in kept and "quant" not in name and "absmax" not in name}
+    return tensors | {
+        f"buffer.{name}": b for name, b in model.named_buffers() if name in kept and "quant" not in name and "absmax" not in name
+    }
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-IGNORED = -100  # torch's and transformers' label of a token without loss
+from ..data.rows import IGNORED, Row
+
 MULTIPLE = 8  # rows are padded to it: half-precision products prefer aligned sizes
-
-
-class Row(Protocol):
-    @property
-    def input_ids(self) -> Sequence[int]: ...
-    @property
-    def labels(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .batches import Row, collate
+from ..data.rows import Row
+from .batches import collate
 from .loss import token_loss_sum
 
 

@@ -54,9 +54,15 @@ def non_finite_error(
     module = next((m for b in batches if (m := first_non_finite_module(model, b))), None)
     gradients = non_finite_gradients(model, gradient)
     if weights:
-        where, fix = f"parameter {weights[0]} is not finite", "it was so before this step: resume from an earlier checkpoint, and lower train.learning_rate"
+        where, fix = (
+            f"parameter {weights[0]} is not finite",
+            "it was so before this step: resume from an earlier checkpoint, and lower train.learning_rate",
+        )
     elif module:
-        where, fix = f"first in the output of {module}", "activations overflow: a lower train.learning_rate, or precision.compute: bf16 instead of fp16"
+        where, fix = (
+            f"first in the output of {module}",
+            "activations overflow: a lower train.learning_rate, or precision.compute: bf16 instead of fp16",
+        )
     elif gradients:
         where, fix = f"first in the gradient of {gradients[0]}", "lower train.learning_rate, set train.clip, or look at this step's rows"
     else:

@@ -19,7 +19,9 @@ RESOLVED = "resolved.yaml"
 
 def name_of(config: RunConfig) -> str:
     """`MODEL-DATA-TIME`, in letters that every file system takes."""
-    model = config.model.name or str((config.model.config or {}).get("model_type", "model") if isinstance(config.model.config, dict) else "model")
+    model = config.model.name or str(
+        (config.model.config or {}).get("model_type", "model") if isinstance(config.model.config, dict) else "model"
+    )
     data = config.data.train if isinstance(config.data.train, str) else (config.data.train or ["data"])[0]
     parts = [Path(model).name, Path(data).stem, time.strftime("%Y%m%d-%H%M%S")]
     return "-".join("".join(c if c.isalnum() or c in "._" else "-" for c in part) for part in parts)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..data.rows import IGNORED
 from ..dtypes import to_torch
-from .batches import IGNORED
 
 
 def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor, *, dtype: str = "fp32") -> Tensor:

@@ -156,7 +156,9 @@ def _explain(name: str, what: str, error: BaseException) -> UsageError:
     if Path(name).exists():
         if not (Path(name) / "config.json").is_file():
             kept = ", ".join(sorted(p.name for p in Path(name).iterdir())[:6]) if Path(name).is_dir() else "a file"
-            return UsageError(f"{what} {name}: no config.json there ({kept or 'an empty folder'})", fix="give the folder of a saved Hugging Face model")
+            return UsageError(
+                f"{what} {name}: no config.json there ({kept or 'an empty folder'})", fix="give the folder of a saved Hugging Face model"
+            )
         return UsageError(f"{what} {name}: {_first_line(error)}")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         return UsageError(f"{what} {name}: no such folder")
@@ -165,12 +167,21 @@ def _explain(name: str, what: str, error: BaseException) -> UsageError:
             f"{what} {name}: access is gated on the hub", fix=f"accept its terms at huggingface.co/{name}, then: hf auth login"
         )
     if "RepositoryNotFoundError" in kinds:
-        return UsageError(f"{what} {name}: neither a folder here nor a model on the hub", fix="check the spelling; for a private one: hf auth login")
+        return UsageError(
+            f"{what} {name}: neither a folder here nor a model on the hub", fix="check the spelling; for a private one: hf auth login"
+        )
     offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
     if offline and offline != "0":
-        return UsageError(f"{what} {name}: not in the local cache, and HF_HUB_OFFLINE is set", fix="unset HF_HUB_OFFLINE, or give a local folder")
-    if kinds & {"ConnectionError", "ConnectError", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectTimeout"} or "couldn't connect" in text.lower():
-        return UsageError(f"{what} {name}: not in the local cache, and the hub cannot be reached", fix="check the network, or give a local folder")
+        return UsageError(
+            f"{what} {name}: not in the local cache, and HF_HUB_OFFLINE is set", fix="unset HF_HUB_OFFLINE, or give a local folder"
+        )
+    if (
+        kinds & {"ConnectionError", "ConnectError", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectTimeout"}
+        or "couldn't connect" in text.lower()
+    ):
+        return UsageError(
+            f"{what} {name}: not in the local cache, and the hub cannot be reached", fix="check the network, or give a local folder"
+        )
     return UsageError(f"{what} {name}: {_first_line(error)}")
 
 

@@ -79,7 +79,7 @@ class MixedAdamW(torch.optim.Optimizer):
         square_fp32 = state["exp_avg_sq"].float().mul_(beta2).addcmul_(g_fp32, g_fp32, value=1 - beta2)
         state["exp_avg"].copy_(mean_fp32)
         state["exp_avg_sq"].copy_(square_fp32)
-        denominator = square_fp32.div_(1 - beta2 ** state["step"]).sqrt_().add_(group["eps"])
+        denominator = (square_fp32 / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
         # .float() of an fp32 weight is the weight itself: the update is then in place and there is nothing to store
         weight_fp32 = p.detach().float()
         weight_fp32.mul_(1 - group["lr"] * group["weight_decay"])

@@ -5,28 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..checkpoint.snapshot import random_state, restore_random_state
+from ..data.rows import SamplePrompt
 from ..precision.apply import generating
 from .evaluate import evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class Prompt(Protocol):
-    """text: what a person reads; input_ids: what the model gets; reference: the answer in the data, where there is one."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def input_ids(self) -> Sequence[int]: ...
-    @property
-    def reference(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +40,7 @@ def untouched_random_state() -> Iterator[None]:
 
 
 def sample(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], *, max_new_tokens: int, device: torch.device
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[SamplePrompt], *, max_new_tokens: int, device: torch.device
 ) -> list[Sample]:
     """Greedy answers, one prompt at a time; training goes on bit for bit as without them."""
     from transformers import GenerationConfig
