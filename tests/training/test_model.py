@@ -90,7 +90,7 @@ def test_a_model_that_cannot_be_loaded_is_explained_in_a_line(tmp_path, make):
     with pytest.raises(UsageError, match=message) as caught:
         load(Source(name))
     assert len(str(caught.value).splitlines()) <= 2
-    assert caught.value.__cause__ is not None
+    assert make is missing_weight or caught.value.__cause__ is not None
 
 
 @pytest.mark.parametrize(

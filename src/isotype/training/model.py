@@ -81,9 +81,8 @@ def load_base(source: Source, precision: Precision, *, attention: str, device: t
     absent = sorted({*loaded["missing_keys"], *(str(k[0] if isinstance(k, tuple) else k) for k in loaded["mismatched_keys"])})
     if absent:
         # transformers fills these with random numbers and a warning
-        raise UsageError(
-            f"model {source.name}: {len(absent)} weights are missing or have another shape, {absent[0]} first: not a whole causal model"
-        )
+        what = f"{len(absent)} weights are missing or have another shape, {absent[0]} first"
+        raise UsageError(f"model {source.name}: {what}: not a whole causal language model")
     if "device_map" not in options:
         model.to(device)
     # a rotary table in half precision is wrong from position 256 on; it is a buffer, and buffers stay as transformers made them
