@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -15,9 +16,9 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    run: Path = typer.Argument(..., help="The run's folder."),
-    out: Path | None = typer.Option(None, "--out", help="Write here instead of RUN/report.html."),
-    json_output: bool = typer.Option(False, "--json", help='Print `{"report": PATH}`.'),
+    run: Annotated[Path, typer.Argument(help="The run's folder.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Write here instead of RUN/report.html.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help='Print `{"report": PATH}`.')] = False,
 ) -> None:
     """Write report.html of a run: curves, precision declared and observed, samples, data, how to load the result.
 

@@ -77,7 +77,7 @@ def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
     """Round values that enclose [low, high]."""
     if high <= low:
         pad = abs(low) * 0.1 or 1.0
-        low, high = (0.0 if 0 <= low else low - pad), high + pad
+        low, high = (0.0 if low >= 0 else low - pad), high + pad
     step = (high - low) / about
     magnitude = 10.0 ** math.floor(math.log10(step))
     step = magnitude * next(m for m in (1, 2, 2.5, 5, 10) if m * magnitude >= step * 0.999)

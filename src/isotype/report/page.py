@@ -170,10 +170,7 @@ def figures(record: RunRecord) -> list[Figure]:
 
 def precision_rows(record: RunRecord) -> list[dict[str, Any]]:
     """One row a role: declared, why, observed, and whether they agree."""
-    declared = record.precision.get("declared")
-    observed = record.precision.get("observed")
-    declared = declared if isinstance(declared, dict) else {}
-    observed = observed if isinstance(observed, dict) else {}
+    declared, observed = _dict(record.precision.get("declared")), _dict(record.precision.get("observed"))
     broken = " ".join(str(v.get("declared")) for v in _list(record.precision.get("violations")) if isinstance(v, dict))
     rows = []
     for role in [r for r in ROLES if r in declared or r in observed] + [r for r in {**declared, **observed} if r not in ROLES]:
@@ -208,7 +205,7 @@ def data(record: RunRecord) -> dict[str, Any]:
         side = record.data.get(key)
         if not isinstance(side, dict):
             continue
-        lengths = side.get("lengths") if isinstance(side.get("lengths"), dict) else {}
+        lengths = _dict(side.get("lengths"))
         bars = [(f"≤{bar['up_to']}", bar["rows"]) for bar in _list(lengths.get("histogram")) if _is_bar(bar)]
         facts = [
             ("rows", side.get("rows")),
@@ -235,9 +232,7 @@ def use(record: RunRecord) -> dict[str, Any]:
     run = record.folder.resolve()
     adapter, model = run / "adapter", run / "model"
     base = record.result.get("base") or record.setting("model", "name") or "BASE MODEL"
-    declared = record.precision.get("declared")
-    table: dict[str, Any] = declared if isinstance(declared, dict) else {}
-    compute = table.get("compute", {}).get("value") if isinstance(table.get("compute"), dict) else None
+    compute = _dict(_dict(record.precision.get("declared")).get("compute")).get("value")
     dtype = _TORCH.get(str(compute).split(",")[0], "torch.float32")
     code = ""
     if adapter.is_dir():
@@ -281,6 +276,10 @@ def flat(value: dict[str, Any], prefix: str = "", depth: int = 0) -> list[tuple[
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _is_bar(bar: Any) -> bool:
