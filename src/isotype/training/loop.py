@@ -173,8 +173,12 @@ class Loop:
         """A step with every module hooked; raises DtypeError when something is not as declared."""
         accumulator, optimizer = self.stepper.accumulator, self.stepper.optimizer
         with self.observer.watch(step) as seen:
-            # the gradients are gone after the step: their dtypes are taken just before the optimizer reads them
-            hook = optimizer.register_step_pre_hook(lambda *_: self.observer.look(seen, gradient=accumulator.gradient))
+
+            def before_update(*_: Any) -> None:
+                # the gradients are gone after the step: their dtypes are taken just before the optimizer reads them
+                self.observer.look(seen, gradient=accumulator.gradient)
+
+            hook = optimizer.register_step_pre_hook(before_update)
             try:
                 result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=True)
             finally:

@@ -71,9 +71,7 @@ def _run(
     console.header(header_rows(config, prepared, loop.plan, folder))
     if resuming:
         _restore(loop, console)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        finished = loop.run(interrupt)
+    finished = loop.run(interrupt)
     if not finished:
         step = loop.progress.step
         result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
@@ -192,4 +190,7 @@ def _quiet_libraries() -> None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("peft").setLevel(logging.ERROR)
+    for library in ("peft", "bitsandbytes"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    for module in ("transformers", "peft", "torch"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=module)
