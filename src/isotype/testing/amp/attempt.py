@@ -27,6 +27,7 @@ class Outcome:
 
     stage  where it failed, with `error`; None when it ran
     grads  name -> gradient as the caller sees it (after the engine's cast), None where there is none
+    passed name -> the tensor handed to the function, and a copy of what it held then (kept when `watch_inputs`)
     states what surrounds a call (autocast, grad mode, default dtype) and was not put back, as `what: before -> after`
     """
 
@@ -39,6 +40,7 @@ class Outcome:
     error: BaseException | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     grad_outputs: list[Tensor] = field(default_factory=list)
+    passed: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def ran(self) -> bool:
@@ -62,8 +64,12 @@ def attempt(
     seed: int = 0,
     around: Callable[[], Any] = nullcontext,
     relative_noise: float = 0.0,
+    noise_seed: int = 0,
     arrange: Callable[[Tensor], Tensor] | None = None,
-    keep_graph: bool = False,
+    watch_inputs: bool = False,
+    gradient: Callable[[Tensor, int], Tensor] | None = None,
+    passes: int = 1,
+    forward_only: bool = False,
 ) -> Outcome:
     """Runs forward and backward once.
 
@@ -71,6 +77,9 @@ def attempt(
     grad_scale      factor on the incoming gradient
     relative_noise  perturb the floating inputs by this much, to see how much results depend on them
     arrange         another memory layout for each floating input (same values)
+    gradient        another incoming gradient than `incoming_gradient`
+    passes          backward runs this often over one graph
+    forward_only    stop after forward
     """
     outcome = Outcome()
     autocast = setting.autocast if exact is None else None
@@ -82,7 +91,7 @@ def attempt(
     outcome.tensors = tensors | owned
     with torch.no_grad():
         if relative_noise:
-            generator = torch.Generator().manual_seed(seed + 1)
+            generator = torch.Generator().manual_seed(noise_seed + 1)
             for t in outcome.tensors.values():
                 t.mul_(1 + relative_noise * torch.randn(t.shape, generator=generator, dtype=torch.float64).clamp(-2, 2).to(t))
     if arrange is not None:
@@ -91,6 +100,10 @@ def attempt(
             leaves[slot.index] = tensors[slot.name] = arrange(tensors[slot.name].detach()).requires_grad_(wanted)
         outcome.tensors |= tensors
     args, kwargs = sample.call_arguments(leaves)
+    if watch_inputs:
+        outcome.passed = {f"argument {i}": (t, t.detach().clone()) for i, t in enumerate(leaves) if isinstance(t, Tensor)}
+        outcome.passed |= {s.name: outcome.passed.pop(f"argument {s.index}") for s in sample.slots}
+        outcome.passed |= {n: (t, t.detach().clone()) for n, t in owned.items()}
     torch.manual_seed(seed)
     before = _surroundings(sample.device)
     with warnings.catch_warnings(), around():
@@ -107,16 +120,18 @@ def attempt(
         outcome.outputs = floating(result)
         outcome.output_dtypes = [t.dtype for t in outcome.outputs]
         differentiable = [t for t in outcome.outputs if t.requires_grad]
-        outcome.grad_outputs = [incoming_gradient(t, i) * grad_scale for i, t in enumerate(differentiable)]
+        outcome.grad_outputs = [(gradient or incoming_gradient)(t, i) for i, t in enumerate(differentiable)]
+        outcome.grad_outputs = [g * grad_scale if grad_scale != 1.0 else g for g in outcome.grad_outputs]
         wanted_grads = {n: t for n, t in outcome.tensors.items() if t.requires_grad}
-        if not differentiable or not wanted_grads:
+        if forward_only or not differentiable or not wanted_grads:
             return outcome
         try:
             with _autocast(sample.device, autocast if setting.inside else None), watching_backwards() as calls:
                 outcome.calls = calls
                 within = _surroundings(sample.device)
                 # .backward() and not autograd.grad: reentrant checkpointing refuses the latter
-                torch.autograd.backward(differentiable, outcome.grad_outputs, retain_graph=keep_graph)
+                for left in reversed(range(passes)):
+                    torch.autograd.backward(differentiable, outcome.grad_outputs, retain_graph=left > 0)
                 outcome.states += _changed(within, _surroundings(sample.device), BACKWARD)
         except Exception as error:
             _restore(before, sample.device)

@@ -65,11 +65,11 @@ def failure_of(error: BaseException) -> Failure | None:
     function = next((f.f_code.co_qualname for f, _ in reversed(mine) if _is_function_method(f)), None)
     source = _source(frame.f_code.co_filename, span[0], span[1])
     return Failure(
-        place=Place(file=frame.f_code.co_filename, line=span[0], symbol=_symbol(frame)),
+        place=Place(file=frame.f_code.co_filename, line=span[0], symbol=symbol_of(frame)),
         source=source,
         function=_clean(function) if function else None,
         operands=_operands(frame, span),
-        chain=tuple(f"{f.f_code.co_filename}:{t.tb_lineno} {_symbol(f)}" for f, t in mine),
+        chain=tuple(f"{f.f_code.co_filename}:{t.tb_lineno} {symbol_of(f)}" for f, t in mine),
         raised_by_hand=frames[-1].tb_frame is frame and _is_raise(source),
     )
 
@@ -80,8 +80,17 @@ def _frames(tb: TracebackType | None) -> Iterator[TracebackType]:
         tb = tb.tb_next
 
 
-def _symbol(frame: FrameType) -> str:
+def symbol_of(frame: FrameType) -> str:
     return _clean(frame.f_code.co_qualname)
+
+
+def owner_of(frame: FrameType | None) -> str | None:
+    """`Class.forward` or `Class.backward` of the hand-written Function this frame belongs to or was called from."""
+    while frame is not None:
+        if is_users(frame.f_code.co_filename) and _is_function_method(frame):
+            return symbol_of(frame)
+        frame = frame.f_back
+    return None
 
 
 def _clean(qualname: str) -> str:

@@ -105,7 +105,7 @@ def _described(failure: Failure, outcome: Outcome) -> dict[str, str]:
         role = ""
         if call is not None and _same_storage(tensor, call.incoming):
             role = " (the incoming gradient)"
-        elif call is not None and _same_storage(tensor, call.saved):
+        elif call is not None and _same_storage(tensor, call.saved()):
             role = " (a saved tensor)"
         else:
             owner = next((n for n, t in outcome.tensors.items() if _same_storage(tensor, [t])), None)
@@ -146,7 +146,7 @@ def _cause(outcome: Outcome, setting: Setting, failure: Failure | None, operands
         )
     if outcome.stage == BACKWARD and auto and not setting.inside:
         incoming = {_word(t.dtype) for call in outcome.calls[-1:] for t in call.incoming}
-        saved = {_word(t.dtype) for call in outcome.calls[-1:] for t in call.saved}
+        saved = {_word(t.dtype) for call in outcome.calls[-1:] for t in call.saved()}
         return (
             f"forward ran under autocast, backward ran outside it (as trainers call it): the incoming gradient is {'/'.join(sorted(incoming)) or auto}, "
             f"the saved tensors (the weight or master weight among them) are {'/'.join(sorted(saved)) or 'as given'}, and this branch of backward "

@@ -19,14 +19,22 @@ class BackwardCall:
     expected  for each input: the dtype the engine will cast its gradient to, None where it wants none
     leaves    for each input: the leaf tensor it is, if it is one
     returned  what backward gave back, as dtypes
+    context   its ctx, kept only when it raised (reading saved tensors a second time would disturb checkpointing)
     """
 
     function: type
     incoming: list[Tensor] = field(default_factory=list)
-    saved: list[Tensor] = field(default_factory=list)
+    context: Any = None
     expected: list[torch.dtype | None] = field(default_factory=list)
     leaves: list[Tensor | None] = field(default_factory=list)
     returned: list[torch.dtype | None] | None = None
+
+    def saved(self) -> list[Tensor]:
+        """What it had saved, after it raised."""
+        try:
+            return [t for t in self.context.saved_tensors if isinstance(t, Tensor)] if self.context is not None else []
+        except RuntimeError:  # freed, or changed since
+            return []
 
 
 @contextmanager
@@ -39,7 +47,11 @@ def watching_backwards() -> Iterator[list[BackwardCall]]:
         def apply(ctx: Any, *grads: Any) -> Any:
             call = _met(ctx, grads[0] if boxed else grads)
             calls.append(call)
-            result = original(ctx, *grads)
+            try:
+                result = original(ctx, *grads)
+            except Exception:
+                call.context = ctx
+                raise
             given = result if isinstance(result, (tuple, list)) else (result,)
             call.returned = [g.dtype if isinstance(g, Tensor) else None for g in given]
             return result
@@ -57,10 +69,6 @@ def watching_backwards() -> Iterator[list[BackwardCall]]:
 
 def _met(ctx: Any, grads: Any) -> BackwardCall:
     call = BackwardCall(ctx._forward_cls, incoming=[g for g in grads if isinstance(g, Tensor)])
-    try:
-        call.saved = [t for t in ctx.saved_tensors if isinstance(t, Tensor)]
-    except RuntimeError:  # freed, or changed since: backward itself will say so
-        call.saved = []
     for node, index in ctx.next_functions:
         if node is None:
             call.expected.append(None)
