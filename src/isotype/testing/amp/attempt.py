@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as _checkpoint
 
 from .samples import Sample
 from .settings import Setting
 from .subjects import Subject
 from .watch import BackwardCall, watching_backwards
 
+# without the wrapper that imports torch._dynamo, a second of every check
+checkpoint = inspect.unwrap(_checkpoint)
 FORWARD, BACKWARD = "forward", "backward"
 
 
@@ -104,7 +107,7 @@ def attempt(
         outcome.passed = {f"argument {i}": (t, t.detach().clone()) for i, t in enumerate(leaves) if isinstance(t, Tensor)}
         outcome.passed |= {s.name: outcome.passed.pop(f"argument {s.index}") for s in sample.slots}
         outcome.passed |= {n: (t, t.detach().clone()) for n, t in owned.items()}
-    torch.manual_seed(seed)
+    _seed(seed)
     before = _surroundings(sample.device)
     with warnings.catch_warnings(), around():
         warnings.simplefilter("ignore")
@@ -139,6 +142,13 @@ def attempt(
             return outcome
     outcome.grads = {n: t.grad for n, t in wanted_grads.items()}
     return outcome
+
+
+def _seed(seed: int) -> None:
+    """torch.manual_seed, without the stack trace it keeps for every call on a machine whose GPU is not in use."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 def floating(result: Any) -> list[Tensor]:

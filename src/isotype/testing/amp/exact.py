@@ -20,6 +20,10 @@ class Exact(TorchDispatchMode):
     Code that is not made of torch operators (a Triton kernel) is not reached; it computes as it is written.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled under it; True would import torch._dynamo, a second of every check
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -61,6 +61,10 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.steps: list[_Step] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `Exact`
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
