@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,15 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint as _checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from .samples import Sample
 from .settings import Setting
 from .subjects import Subject
 from .watch import BackwardCall, watching_backwards
 
-# without the wrapper that imports torch._dynamo, a second of every check
-checkpoint = inspect.unwrap(_checkpoint)
 FORWARD, BACKWARD = "forward", "backward"
 
 
