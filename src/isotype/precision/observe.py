@@ -65,18 +65,13 @@ class Observer:
         gradient: Callable[[nn.Parameter], Tensor | None] | None = None,
         states: Callable[[nn.Parameter], Mapping[str, Any]] | None = None,
         averages: Iterable[tuple[str, Tensor]] = (),
+        parameters: bool = True,
     ) -> Observation:
         """Adds parameters, and what is given of gradients, optimizer states and weight averages (EMA), to `observation`."""
         p = self.precision
         for full, parameter in self._names.items():
-            if is_quantised(parameter):
-                kind = getattr(getattr(parameter, "quant_state", None), "quant_type", "int8")
-                self._note(observation, "base", full, kind, p.base)
-                continue
-            if not parameter.is_floating_point():
-                continue
-            role = "trainable" if parameter.requires_grad else "base"
-            self._note(observation, role, full, name(parameter.dtype), p.trainable if parameter.requires_grad else p.unquantised)
+            if parameters:
+                self._look_at_parameter(observation, full, parameter)
             if parameter.requires_grad and gradient is not None and (g := gradient(parameter)) is not None:
                 self._note(observation, "grads", f"gradient of {full}", name(g.dtype), p.grads)
             if parameter.requires_grad and states is not None:
@@ -87,6 +82,15 @@ class Observer:
         for full, average in averages:
             self._note(observation, "averages", f"average of {full}", name(average.dtype), p.optimizer)
         return observation
+
+    def _look_at_parameter(self, observation: Observation, full: str, parameter: nn.Parameter) -> None:
+        p = self.precision
+        if is_quantised(parameter):
+            kind = getattr(getattr(parameter, "quant_state", None), "quant_type", "int8")
+            self._note(observation, "base", full, kind, p.base)
+        elif parameter.is_floating_point():
+            role, declared = ("trainable", p.trainable) if parameter.requires_grad else ("base", p.unquantised)
+            self._note(observation, role, full, name(parameter.dtype), declared)
 
     @contextmanager
     def watch(self, step: int) -> Iterator[Observation]:

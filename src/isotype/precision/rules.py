@@ -416,3 +416,25 @@ def compute_wider_than_base(f: Facts) -> Iterator[Finding]:
             cause="autocast does not widen: torch would refuse the product of two dtypes",
             fix=f"precision.{keys[1]}: fp32, or precision.compute: {held}",
         )  # fmt: skip
+
+
+@rule("PR018")
+def eight_bit_optimizer_on_bf16_weights(f: Facts) -> Iterator[Finding]:
+    """`adamw8bit` on bf16 weights has neither fp32 gradients nor stochastic rounding
+
+    **Why it matters.** bitsandbytes reads each gradient in its weight's dtype and rounds the update to nearest: `grads: fp32` and
+    `rounding: stochastic` would have no effect, and most updates of bf16 weights would vanish.
+
+    **Example.** `preset: bf16-pure` with `train.optimizer: adamw8bit`.
+
+    **What to do.** `train.optimizer: adamw`, or fp32 weights (`bf16-mixed`).
+    """
+    if f.value("optimizer_name") == "adamw8bit" and f.value("trainable") == "bf16":
+        lost = [role for role, plain in (("grads", "bf16"), ("rounding", "nearest")) if f.value(role) != plain]
+        if lost:
+            yield _finding(
+                "PR018", f, ("optimizer_name", "trainable", *lost),
+                f"adamw8bit on bf16 weights ignores {' and '.join('precision.' + role for role in lost)}",
+                cause="bitsandbytes takes gradients in the weight's dtype and rounds updates to nearest",
+                fix="train.optimizer: adamw, or precision.preset: bf16-mixed",
+            )  # fmt: skip
