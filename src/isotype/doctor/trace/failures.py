@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MENTIONS_DTYPE = re.compile(
     r"dtype|scalar ?type|\bdata type|BFloat16|\bHalf\b|\bFloat\b|float(16|32|64)|\b(fp|bf)(16|32)\b|not implemented for '|without overflow|floating|CheckpointError",
+    re.IGNORECASE,
 )
 _READERS = 8  # operands shown in full
 

@@ -53,7 +53,7 @@ class Names:
 
     def find_live(self) -> None:
         """Learns the models that exist but have not run yet (for an error while wrapping or preparing one)."""
-        found = [thing for thing in gc.get_objects() if isinstance(thing, torch.nn.Module) and id(thing) not in self.modules]
+        found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module) and id(thing) not in self.modules]
         children = {id(child) for module in found for child in module.modules() if child is not module}
         for module in found:
             if id(module) not in children and next(module.parameters(), None) is not None:

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,6 +22,7 @@ from .naming import Names
 from .ops import FLOATS, Op, dtype_of_tensors
 from .origin import Origin
 from .provenance import MARK, Provenance
+from .updates import UPDATES, Updates
 from .source import Locator, Site, statement
 
 _CASTING = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "_apply", "copy_", "tensor", "as_tensor", "cpu", "cuda"})
@@ -64,6 +66,7 @@ class Tracer(TorchDispatchMode):
         self.failures = Failures(self)
         self.autocast = Autocast(self)
         self.defaults = DefaultDtype()
+        self.updates = Updates(self)
         self.device = "cpu"
         self.ops = 0
         self.forwards = 0  # calls of root modules
@@ -80,6 +83,8 @@ class Tracer(TorchDispatchMode):
         modules = torch.nn.modules.module
         self._hooks.append(modules.register_module_forward_pre_hook(self._enter_module))
         self._hooks.append(modules.register_module_forward_hook(self._leave_module, always_call=True))
+        self._hooks.append(register_optimizer_step_pre_hook(self.updates.stepping))
+        self._hooks.append(register_optimizer_step_post_hook(self.updates.stepped))
         self.defaults.start()
         self._calls.__enter__()
         super().__enter__()
@@ -112,6 +117,7 @@ class Tracer(TorchDispatchMode):
         if not self.stack:
             self.forwards += 1
             self.provenance.prune()
+            self.updates.prune()
             self.defaults.look()
         self.stack.append(module)
         self.autocast.entered(module)
@@ -124,13 +130,16 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         op = self._ops.get(func)
         if op is None:
-            op = self._ops[func] = Op(func)
+            op = self._ops[func] = self._learn_op(func)
         self.ops += 1
+        token = op.before(op, args, kwargs) if op.before is not None else None
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
         except Exception as error:
             self.failures.op_failed(error, op, args, kwargs)
             raise
+        if token is not None:
+            op.after(token)
         if self.stack and torch._C._current_autograd_node() is None:
             # an op in forward: the autograd node that it gets has its number already
             number = torch._C._autograd._get_sequence_nr() - 1
@@ -149,6 +158,12 @@ class Tracer(TorchDispatchMode):
                     inputs = dtype_of_tensors(args) if inputs is None else inputs
                     self.provenance.record(op, inputs, item)
         return out
+
+    def _learn_op(self, func: Any) -> Op:
+        op = Op(func)
+        if op.name in UPDATES:
+            op.before, op.after = self.updates.before, self.updates.after
+        return op
 
     # ---- what the others ask
     def here(self) -> tuple[Site | None, str, str]:
@@ -213,7 +228,7 @@ class Tracer(TorchDispatchMode):
 
     def findings(self) -> list[Finding]:
         """What failed silently, as far as seen until now."""
-        return [*self.defaults.findings(), *self.autocast.findings()]
+        return [*self.defaults.findings(), *self.autocast.findings(), *self.updates.findings()]
 
     # ---- events
     def promoted(self, op: Op, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None: ...
