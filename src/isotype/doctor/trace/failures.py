@@ -38,6 +38,7 @@ class Failures:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._seen: list[Explained] = []
+        self.told: set[Any] = set()  # places and names in the chains that a failure shows: a silent finding need not repeat them
 
     def op_failed(self, error: Exception, op: Op, args: tuple, kwargs: dict | None) -> None:
         """Called below the dispatcher, with what the op itself got."""
@@ -81,6 +82,9 @@ class Failures:
             return  # mixed operands, but the complaint is about something else (a shape, an index)
         self._tracer.before_explaining()
         operands = [Operand.of(self._tracer, label, tensor) for label, tensor in tensors]
+        for operand in operands:
+            for origin in operand.origin.chain():
+                self.told |= {origin.site, origin.what} - {None}
         self._attach(error, self._finding(error, name, operands))
 
     def _finding(self, error: Exception, name: str, operands: Sequence[Operand]) -> Finding:

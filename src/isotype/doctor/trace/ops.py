@@ -11,6 +11,11 @@ _aten = torch.ops.aten
 CASTS = {"_to_copy", "to", "type_as"}
 # an op on memory that is handed in from outside the dispatcher: its result is as good as created here
 LIFTS = {"lift", "lift_fresh", "lift_fresh_copy"}
+# matrix products and attention: where computing in a wider dtype costs
+PRODUCTS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "linear", "convolution"}
+    | {f"_scaled_dot_product_{kind}" for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")}
+)
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
 LOW = frozenset({torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
 
@@ -18,20 +23,22 @@ LOW = frozenset({torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float
 class Op:
     """One overload: what kind it is, and who wants to see it run.
 
+    product a matrix product or attention: where a promotion costs
     view    its result shares memory with its input
     before  called with (op, args, kwargs) first; what it returns goes to `after`
     after   called with (op, args, kwargs, result, token)
     """
 
-    __slots__ = ("after", "before", "cast", "func", "lift", "name", "view")
+    __slots__ = ("after", "before", "cast", "func", "lift", "name", "product", "view")
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.func = func
         self.name: str = schema.name.partition("::")[2]
-        self.view = bool(schema.returns) and schema.returns[0].alias_info is not None and not schema.is_mutable
-        self.cast = self.name in CASTS
         self.lift = self.name in LIFTS
+        self.product = self.name in PRODUCTS
+        self.view = bool(schema.returns) and schema.returns[0].alias_info is not None and not schema.is_mutable and not self.lift
+        self.cast = self.name in CASTS
         self.before: Any = None
         self.after: Any = None
 

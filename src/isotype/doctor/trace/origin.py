@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ class Origin:
     backward  the autograd node, when it happened in backward
     via       what it was before: a cast's operand, or the operand that forced a promotion
     writer    the op and module that wrote the operand `via` last
+    event     the promotion that made it, while its result may still spread
     """
 
     dtype: torch.dtype
@@ -37,6 +39,7 @@ class Origin:
     via: Origin | None = None
     writer: str = ""
     depth: int = 0
+    event: Any = None
 
     def __post_init__(self) -> None:
         if self.via is not None:

@@ -6,6 +6,7 @@ The modes only watch: each op runs once, unchanged, and its result is returned a
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import Any
 
 import torch
@@ -18,12 +19,16 @@ from ...finding import Finding
 from .autocast import Autocast, Recompute
 from .defaults import DefaultDtype
 from .failures import Failures
+from .gradients import Casts
 from .naming import Names
 from .ops import FLOATS, Op, dtype_of_tensors
 from .origin import Origin
 from .provenance import MARK, Provenance
-from .updates import UPDATES, Updates
+from .parameters import Parameters
+from .positions import WATCHED, Positions
+from .promotions import Promotions
 from .source import Locator, Site, statement
+from .updates import UPDATES, Updates
 
 _CASTING = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "_apply", "copy_", "tensor", "as_tensor", "cpu", "cuda"})
 _KEPT_SITES = 20_000  # autograd nodes whose forward place is remembered; a step makes a few thousand
@@ -67,6 +72,11 @@ class Tracer(TorchDispatchMode):
         self.autocast = Autocast(self)
         self.defaults = DefaultDtype()
         self.updates = Updates(self)
+        self.parameters = Parameters(self)
+        self.promotions = Promotions(self)
+        self.casts = Casts(self)
+        self.positions = Positions(self)
+        self._census: Counter[torch.dtype] | None = None
         self.device = "cpu"
         self.ops = 0
         self.forwards = 0  # calls of root modules
@@ -85,7 +95,9 @@ class Tracer(TorchDispatchMode):
         self._hooks.append(modules.register_module_forward_hook(self._leave_module, always_call=True))
         self._hooks.append(register_optimizer_step_pre_hook(self.updates.stepping))
         self._hooks.append(register_optimizer_step_post_hook(self.updates.stepped))
+        self._hooks.append(register_optimizer_step_post_hook(self.parameters.stepped))
         self.defaults.start()
+        self.parameters.start()
         self._calls.__enter__()
         super().__enter__()
         return self
@@ -93,6 +105,7 @@ class Tracer(TorchDispatchMode):
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
         self._calls.__exit__(kind, error, traceback)
+        self.parameters.stop()
         self.defaults.stop()
         for hook in self._hooks:
             hook.remove()
@@ -119,12 +132,21 @@ class Tracer(TorchDispatchMode):
             self.provenance.prune()
             self.updates.prune()
             self.defaults.look()
+            self.autocast.prune()
+            self._census = None
+        elif not type(module).__name__.endswith("Loss"):
+            for arg in args:
+                self.promotions.reached(arg, f"the input of {self.names.of(module)}")
         self.stack.append(module)
         self.autocast.entered(module)
+        self.parameters.called(module)
 
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         while self.stack and self.stack.pop() is not module:
             pass
+        if not self.stack and output is not None:
+            for item in output if isinstance(output, (tuple, list)) else output.values() if isinstance(output, dict) else (output,):
+                self.promotions.reached(item, f"the output of {type(module).__name__}")
 
     # ---- the mode
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -140,6 +162,8 @@ class Tracer(TorchDispatchMode):
             raise
         if token is not None:
             op.after(token)
+        if op.product or self.autocast.stale:
+            self._feeds(op, args)
         if self.stack and torch._C._current_autograd_node() is None:
             # an op in forward: the autograd node that it gets has its number already
             number = torch._C._autograd._get_sequence_nr() - 1
@@ -159,8 +183,21 @@ class Tracer(TorchDispatchMode):
                     self.provenance.record(op, inputs, item)
         return out
 
+    def _feeds(self, op: Op, args: tuple) -> None:
+        """What goes into a product matters to promotions; while copies are stale, what goes into anything matters."""
+        if torch._C._current_autograd_node() is not None:
+            return
+        inputs = dtype_of_tensors(args)
+        if op.product:
+            for tensor in inputs:
+                self.promotions.reached(tensor, f"{op.name} in {self.names.of(self.stack[-1])}" if self.stack else op.name)
+        if self.autocast.stale and not op.view:
+            self.autocast.consumed(inputs)
+
     def _learn_op(self, func: Any) -> Op:
         op = Op(func)
+        if op.name in WATCHED:
+            op.before = self.positions.before
         if op.name in UPDATES:
             op.before, op.after = self.updates.before, self.updates.after
         return op
@@ -224,18 +261,37 @@ class Tracer(TorchDispatchMode):
         return self.autocast.recomputation()
 
     def parameter_history(self, tensor: torch.Tensor) -> str:
-        return ""
+        return self.parameters.of(tensor)
 
     def findings(self) -> list[Finding]:
         """What failed silently, as far as seen until now."""
-        return [*self.defaults.findings(), *self.autocast.findings(), *self.updates.findings()]
+        found = [*self.defaults.findings(), *self.autocast.findings(), *self.parameters.findings(), *self.updates.findings()]
+        return [*found, *self.promotions.findings(self.failures.told), *self.casts.findings(), *self.positions.findings()]
 
     # ---- events
-    def promoted(self, op: Op, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None: ...
+    def promoted(self, op: Op, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None:
+        self.promotions.happened(op, origin, wide, narrow, out)
 
-    def cast(self, op: Op, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None: ...
+    def cast(self, op: Op, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
+        self.casts.happened(origin, source, out)
+        if origin.kind == "autocast":
+            if isinstance(source, torch.nn.Parameter):
+                self.autocast.copied(source, out, origin)
+            else:
+                self.promotions.reached(source, f"autocast, which casts it down for {origin.what} in {origin.module}")
 
-    def attribute_set(self, func: Any, tensor: torch.Tensor, value: Any) -> None: ...
+    def attribute_set(self, func: Any, tensor: torch.Tensor, value: Any) -> None:
+        if func.__self__.__name__ == "data":
+            self.parameters.data_set(tensor, value)
+
+    def dtypes_changed(self) -> None:
+        self._census = None
+
+    def census(self) -> Counter[torch.dtype]:
+        """Parameter elements by dtype of the model that is running."""
+        if self._census is None:
+            self._census = self.names.census(self.stack[0] if self.stack else None)
+        return self._census
 
     def call_failed(self, error: Exception, func: Any, args: tuple, kwargs: dict | None) -> None:
         self.failures.call_failed(error, func, args, kwargs)

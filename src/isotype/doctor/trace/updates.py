@@ -82,10 +82,15 @@ class Updates:
         """The fp32 movement of those of the op's destinations that are due for a comparison."""
         target = args[0]
         if isinstance(target, torch.Tensor):
+            if torch.is_autocast_enabled(target.device.type):
+                self._tracer.autocast.updated(target)
             if target.dtype not in LOW:
                 return None
             due = self._due(op, target, args)
             return [self._repeat(op, due, args, kwargs, None)] if due is not None else None
+        if len(target) and torch.is_autocast_enabled(target[0].device.type):
+            for tensor in target:
+                self._tracer.autocast.updated(tensor)
         picked = [i for i, t in enumerate(target) if t.dtype in LOW and t.numel() > 1][:_PAIR]
         samples = []
         for index in picked:
