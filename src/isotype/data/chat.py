@@ -67,9 +67,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise UsageError(f"chat template ({self.source}), line {error.lineno}: {error.message}") from None
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
-            raise UsageError(
-                f"{place}: the chat template refuses the row: {str(error).splitlines()[0] if str(error) else error!r}"
-            ) from None
+            said = (str(error).splitlines() or [repr(error)])[0].strip("'")
+            raise UsageError(f"{place}: the chat template refuses the row: {said}") from None
 
     def spans(self, example: Example, rendered: str) -> list[Span]:
         """Where the answers are in `rendered`, which is `render(example.messages)`."""
