@@ -32,8 +32,8 @@ def run(*arguments: str) -> dict:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--help",), ("--version",), ("schema",), ("schema", "--markdown"), ("init", "-"), ("train", "--help"), ("plan", "--help"), ("env", "--help"),
-     ("init", "--help"), ("schema", "--help")],
+    [("--help",), ("--version",), ("schema",), ("schema", "--markdown"), ("init", "-"), ("train", "--help"), ("plan", "--help"),
+     ("env", "--help"), ("init", "--help"), ("schema", "--help")],
 )  # fmt: skip
 def test_answers_at_once_without_torch(arguments):
     answer = run(*arguments)
@@ -57,8 +57,9 @@ def test_the_doctors_static_commands_too(command, tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("train",), ("train", "no-such.yaml"), ("plan", "train.foo=1"), ("train", "--preset", "bf17"), ("train", "--resume", "nowhere"),
-     ("train", "x.yaml", "--resume", "nowhere"), ("train", "--yes", "--model", "m"), ("train", "--steps", "0", "--model", "m", "--data", "d")],
+    [("train",), ("train", "no-such.yaml"), ("plan", "train.foo=1"), ("train", "--preset", "bf17"),
+     ("train", "--resume", "nowhere"), ("train", "x.yaml", "--resume", "nowhere"), ("train", "--yes", "--model", "m"),
+     ("train", "--steps", "0", "--model", "m", "--data", "d")],
 )  # fmt: skip
 def test_mistakes_are_told_before_torch_is_imported(arguments):
     answer = run(*arguments)
