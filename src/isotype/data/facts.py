@@ -124,6 +124,12 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
         said += [f"{d['rows']} {name} rows dropped: {d['why']} (first: {d['first']})" for d in side["dropped"]]
         for file in side["files"]:
             said += [f"{file['path']}: the key {key} is not read ({n} rows)" for key, n in file.get("ignored_keys", {}).items()]
+    longest = max(train["lengths"]["longest"], evaluation["lengths"]["longest"])
+    if longest > encoder.tokenizer.model_max_length:
+        most = encoder.tokenizer.model_max_length
+        said.append(f"rows have up to {longest} tokens, and the tokenizer says its model takes {most}: lower data.max_length")
+    if evaluation["held_out"] and not evaluation["rows"] and facts["eval_split"]:
+        said.append(f"only {train['rows']} rows: none is held out for evaluation")
     if facts["duplicates_between"]:
         said.append(f"{facts['duplicates_between']} evaluation rows are also training rows: the evaluation loss is too good")
     if train["duplicates"]:

@@ -83,6 +83,7 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
         "duplicates_between": sum(row.input_ids in keys for row in evaluation.rows),
         "max_length": data.max_length,
         "loss_on": data.loss_on,
+        "eval_split": data.eval_split if held_out else None,
         "template": template_facts(encoder, [e for s in sources for e in s.examples if e.completion is not None or e.messages is not None]),
         "tokens": token_facts(encoder, [*train.rows, *evaluation.rows], [train.tally, evaluation.tally]),
     }
