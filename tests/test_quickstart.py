@@ -50,11 +50,11 @@ def test_given_again_it_shows_the_result_and_trains_nothing(made: Path, capsys: 
     assert (made / "tune" / "metrics.jsonl").stat().st_mtime_ns == before
     said = json.loads(capsys.readouterr().out)
     assert len(said["samples"]) == 4
-    assert {"prompt", "before", "after"} == set(said["samples"][0])
+    assert {"prompt", "before", "after", "reference"} == set(said["samples"][0])
     assert quickstart(made, size=SMALL) == 0
     shown = capsys.readouterr().out
     assert "loss of pretrain" in shown
-    assert "> What does `os.path.join` do?" in shown
+    assert f"> {said['samples'][0]['prompt']}" in shown
     assert str(made / "tune" / "report.html") in shown
 
 
