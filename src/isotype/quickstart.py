@@ -157,8 +157,9 @@ adapter:
 train:
   steps: {size.pretrain_steps}
   batch_size: 4
-  learning_rate: 2.0e-3
+  learning_rate: 1.0e-3
   beta2: 0.95
+  eval_every: {max(1, size.pretrain_steps // 5)}
 run:
   folder: {_quoted(folder / "pretrain")}
   keep: 1
@@ -183,6 +184,7 @@ train:
   steps: {size.tune_steps}
   batch_size: 16
   learning_rate: 3.0e-3
+  eval_every: {max(1, size.tune_steps // 5)}
 run:
   folder: {_quoted(folder / "tune")}
   keep: 1

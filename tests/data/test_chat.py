@@ -26,7 +26,7 @@ END_AT_END = """\
 def learnt(families: SimpleNamespace, template: str, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, Tally]:
     tokenizer, tally = families.of("chatml"), Tally()
     encoder = Encoder(tokenizer, max_length=512, loss_on="assistant", template=ChatTemplate(tokenizer, template, "file"))
-    ((_, row),) = list(encoder.rows([Example("x:1", messages=tuple(messages), tools=tools)], tally))
+    ((_, row, _),) = list(encoder.rows([Example("x:1", messages=tuple(messages), tools=tools)], tally))
     return tokenizer.decode([label for label in row.labels if label != IGNORED]), tally
 
 

@@ -172,9 +172,16 @@ def test_limit_and_unread_keys(write: Any, load: Any) -> None:
 def test_cut_and_dropped_rows_are_in_the_notes(write: Any, load: Any) -> None:
     rows = [chat("hi", "yes " * 90), chat("word " * 90, "yes"), chat("a", "b")]
     loaded = load(train=write("chats.jsonl", rows), max_length=48, eval_split=0.0)
-    assert loaded.facts["train"]["truncated"] == 2
+    assert loaded.facts["train"]["truncated"] == 1
     assert loaded.facts["train"]["dropped"] == [{"why": "no answer left within data.max_length 48", "rows": 1, "first": "chats.jsonl:2"}]
     assert len(loaded.facts["notes"]) == 2
+
+
+def test_cut_rows_are_counted_on_the_side_they_are_on(write: Any, load: Any) -> None:
+    rows = [chat(f"hi {i}", "yes " * (90 if i % 2 else 1)) for i in range(40)]
+    loaded = load(train=write("chats.jsonl", rows), max_length=48, eval_split=0.25)
+    for side, name in ((loaded.train, "train"), (loaded.eval, "eval")):
+        assert loaded.facts[name]["truncated"] == sum(len(row.input_ids) == 48 for row in side) > 0
 
 
 def test_stdlib_works_with_any_tokenizer(families: SimpleNamespace) -> None:

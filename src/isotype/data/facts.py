@@ -14,7 +14,7 @@ from .rows import IGNORED, Row
 _COMPARED = 64  # rows whose labels are compared with the template's own mask
 
 
-def side_facts(rows: Sequence[Row], tally: Tally, files: list[dict[str, Any]]) -> dict[str, Any]:
+def side_facts(rows: Sequence[Row], tally: Tally, files: list[dict[str, Any]], *, truncated: int) -> dict[str, Any]:
     """Counts of one side, training or evaluation."""
     lengths = sorted(len(row.input_ids) for row in rows)
     distinct = len({row.input_ids for row in rows})
@@ -23,7 +23,7 @@ def side_facts(rows: Sequence[Row], tally: Tally, files: list[dict[str, Any]]) -
         "rows": len(rows),
         "tokens": sum(lengths),
         "supervised_tokens": sum(row.supervised for row in rows),
-        "truncated": tally.truncated,
+        "truncated": truncated,
         "dropped": [{"why": why, "rows": n, "first": tally.first_dropped[why]} for why, n in tally.dropped.most_common()],
         "duplicates": len(rows) - distinct,
         "lengths": {
@@ -86,7 +86,7 @@ def compare_with_own_mask(encoder: Encoder, template: ChatTemplate, examples: Se
     only_derived: Counter[str] = Counter()
     for example in examples[:_COMPARED]:
         messages = as_messages(example)
-        _, row = next(encoder.rows([example], Tally()), (None, None))
+        _, row, _ = next(encoder.rows([example], Tally()), (None, None, False))
         if messages is None or row is None:
             continue
         own = encoder.tokenizer.apply_chat_template(
