@@ -1,4 +1,7 @@
-"""Shared by every test: one thread a process (tiny tensors; spinning threads would fight), no network, and the read-only inputs beside the checkout."""
+"""Shared by every test: no network, the read-only inputs beside the checkout, and one thread a process.
+
+The tensors are tiny: a second thread would spin more than it works.
+"""
 
 from __future__ import annotations
 
