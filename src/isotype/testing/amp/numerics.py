@@ -1,0 +1,235 @@
+"""AC006, AC007: results worse than the dtypes excuse, at the length given and at thousands of rows.
+
+The truth is the reference (or the function itself) in fp64 on the very values the narrow dtypes hold. What is excused is `SLACK` times
+the error that the yardstick makes at the same dtypes: the reference, else the function's plain twin. Where there is neither, what a
+rounding of the inputs does to the result. No tolerance is typed anywhere else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dtypes import name
+from .attempt import Outcome, attempt
+from .exact import exact
+from .samples import Sample
+from .settings import Setting
+from .subjects import Subject
+from .twin import plain_functions
+from .watch import function_classes
+
+SLACK = 4.0  # how many times worse than the yardstick a result may be
+BLIND_SLACK = 8.0  # the same where only the inputs' rounding is known
+ROW_SLACK = 16.0  # a single row may be unlucky
+FEW = 8  # results of fewer numbers may be near the truth by luck
+
+
+@dataclass(frozen=True)
+class Excess:
+    """A result further from the truth than is excused. Errors are relative to the truth's norm."""
+
+    result: str
+    error: float
+    excused: float
+    yardstick: str
+    worst_row: int | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Relative error of each result, and those in excess."""
+
+    errors: dict[str, float]
+    excesses: tuple[Excess, ...]
+
+
+class Numerics:
+    """Errors of one subject on one sample; truths and yardsticks are computed once for each dtype combination."""
+
+    def __init__(self, subject: Subject, plain: Subject | None, sample: Sample, *, inside_fp32: bool = False) -> None:
+        self.subject, self.plain, self.sample, self.inside_fp32 = subject, plain, sample, inside_fp32
+        self._truths: dict[Any, dict[str, Tensor]] = {}
+        self._noise: dict[Any, list[dict[str, Tensor]]] = {}
+
+    def on(self, sample: Sample) -> Numerics:
+        """The same subject on another sample."""
+        return Numerics(self.subject, self.plain, sample, inside_fp32=self.inside_fp32)
+
+    def truth(self, setting: Setting) -> dict[str, Tensor]:
+        key = setting.dtypes
+        if key not in self._truths:
+            self._truths[key] = self._exactly(self.plain or self.subject, setting)
+        return self._truths[key]
+
+    def noise(self, setting: Setting) -> list[dict[str, Tensor]]:
+        """Exact results for inputs moved by one rounding of the lowest dtype in play."""
+        unit = torch.finfo(setting.lowest(self.sample)).eps / 2
+        key = (setting.dtypes, unit)
+        if key not in self._noise:
+            runs = [self._exactly(self.plain or self.subject, setting, relative_noise=unit, noise_seed=seed) for seed in (0, 1)]
+            self._noise[key] = [run for run in runs if run]
+        return self._noise[key]
+
+    def _exactly(self, subject: Subject, setting: Setting, relative_noise: float = 0.0, noise_seed: int = 0) -> dict[str, Tensor]:
+        for wide in (torch.float64, torch.float32):
+            around = exact if wide == torch.float64 else _as_is
+            outcome = attempt(
+                subject, self.sample, setting, exact=wide, around=around, relative_noise=relative_noise, noise_seed=noise_seed
+            )
+            if outcome.ran:
+                return {n: t.detach().double() for n, t in outcome.results().items()}
+        return {}
+
+    @cached_property
+    def twin_agrees(self) -> bool:
+        """Whether the subject is made of hand-written Functions whose forward autograd can differentiate to the same gradients."""
+        setting = Setting(None)
+        twin = attempt(self.subject, self.sample, setting, exact=torch.float64, around=_exact_twin)
+        truth = self.truth(setting)
+        results = twin.results()
+        if not twin.ran or function_classes(twin.outputs) or set(results) != set(truth):
+            return False
+        return all(_distance(results[n], truth[n]) <= 1e-5 * _norm(truth[n]) + 1e-12 for n in truth)
+
+    def measure(self, outcome: Outcome, setting: Setting) -> Measured:
+        truth = self.truth(setting)
+        yardstick, label = self._yardstick(setting)
+        unit = torch.finfo(setting.lowest(self.sample)).eps / 2
+        errors, excesses = {}, []
+        for result, given in outcome.results().items():
+            if result not in truth or truth[result].shape != given.shape:
+                continue
+            exactly, given = truth[result], given.detach().double()
+            size = _norm(exactly)
+            rounding = max(unit, torch.finfo(outcome.results()[result].dtype).eps / 2)
+            moved = max((_distance(noisy[result], exactly) for noisy in self.noise(setting) if result in noisy), default=0.0)
+            if yardstick is not None and result in yardstick:
+                own = _distance(yardstick[result].detach().double(), exactly)
+                base = max(own, rounding * size, moved if exactly.numel() < FEW else 0.0)
+                allowed = SLACK * base
+            else:
+                base, allowed = moved, BLIND_SLACK * max(moved, rounding * size)
+            distance = _distance(given, exactly)
+            errors[result] = distance / size if size else float(distance > 0)
+            if distance > allowed and distance > 0:
+                excesses.append(Excess(result, errors[result], allowed / size if size else 0.0, label))
+            elif yardstick is not None and result in yardstick and exactly.dim() > 1:
+                row = _worst_row(given, exactly, yardstick[result].detach().double(), self.noise(setting), result, rounding)
+                if row is not None:
+                    excesses.append(Excess(result, row[1], row[2], label, worst_row=row[0]))
+        return Measured(errors, tuple(excesses))
+
+    def alike(self, result: str, left: Tensor | None, right: Tensor | None, setting: Setting) -> bool:
+        """Equal but for the order of a few additions.
+
+        Where that is exceeded, but for what one rounding of the inputs changes, or for the error the function always has.
+        """
+        if left is None or right is None:
+            return (left is None) == (right is None)
+        if left.shape != right.shape:
+            return False
+        distance, size = _distance(left, right), _norm(right)
+        if distance <= 8 * torch.finfo(setting.lowest(self.sample)).eps * size:
+            return True
+        return distance <= SLACK * self._slip(result, setting) * size
+
+    def _slip(self, result: str, setting: Setting) -> float:
+        """Relative error that a result has anyway, from rounded inputs or inside."""
+        exactly = self.truth(setting).get(result)
+        if exactly is None or not _norm(exactly):
+            return 0.0
+        runs = [*self.noise(setting), attempt(self.subject, self.sample, setting).results()]
+        return max((_distance(run[result], exactly) for run in runs if result in run), default=0.0) / _norm(exactly)
+
+    def _yardstick(self, setting: Setting) -> tuple[dict[str, Tensor] | None, str]:
+        if self.plain is not None:
+            wide = Setting(setting.dtypes)
+            if self.inside_fp32:
+                outcome = attempt(self.plain, self.sample, wide, exact=torch.float32)
+                return (outcome.results(), "the reference in fp32, rounded once") if outcome.ran else (None, "")
+            outcome = attempt(self.plain, self.sample, setting)
+            return (outcome.results(), "the reference at the same dtypes") if outcome.ran else (None, _BLIND)
+        if self.twin_agrees:
+            outcome = attempt(self.subject, self.sample, setting, around=plain_functions)
+            if outcome.ran and not function_classes(outcome.outputs):
+                return outcome.results(), "plain PyTorch running the same forward"
+        return None, _BLIND
+
+
+_BLIND = "what one rounding of the inputs changes"
+
+
+@contextmanager
+def _as_is() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _exact_twin() -> Iterator[None]:
+    with exact(), plain_functions():
+        yield
+
+
+def _norm(t: Tensor) -> float:
+    finite = t.detach().double()
+    return float(finite[torch.isfinite(finite)].norm())
+
+
+def _distance(given: Tensor, exactly: Tensor) -> float:
+    """Norm of the difference where the truth is finite; infinite where the result is not."""
+    given, exactly = given.detach().double(), exactly.detach().double()
+    finite = torch.isfinite(exactly)
+    difference = (given - exactly)[finite]
+    return float("inf") if not bool(torch.isfinite(difference).all()) else float(difference.norm())
+
+
+def _worst_row(
+    given: Tensor, exactly: Tensor, plain: Tensor, noise: list[dict[str, Tensor]], result: str, rounding: float
+) -> tuple[int, float, float] | None:
+    """The row (of the last dimension) furthest beyond what is excused: its number, its error, what is excused; None when none is."""
+
+    def rows(t: Tensor) -> Tensor:
+        return torch.nan_to_num(t.reshape(-1, t.shape[-1])).norm(dim=1)
+
+    size = rows(exactly)
+    base = torch.maximum(rows(plain - exactly), rounding * size)
+    for noisy in noise:
+        if result in noisy:
+            base = torch.maximum(base, rows(noisy[result] - exactly) / ROW_SLACK)
+    floor = rounding * float(size.square().mean().sqrt()) * 0.1  # rows of almost nothing are no evidence
+    excess = rows(given - exactly) / (ROW_SLACK * (base + floor)).clamp_min(1e-300)
+    worst = int(excess.argmax())
+    if float(excess[worst]) <= 1 or float(size[worst]) == 0:
+        return None
+    return worst, float(rows(given - exactly)[worst] / size[worst]), float(ROW_SLACK * (base + floor)[worst] / size[worst])
+
+
+def rows_worth_trying(sample: Sample, seconds: float, wanted: int = 4096, budget: float = 1.0) -> int:
+    """How many rows a lengthened run may have, given what one run of the sample took (an interpreted kernel takes a while)."""
+    lead = next((sample.tensor(s).shape[0] for s in sample.slots if sample.tensor(s).dim()), 1)
+    widest = max((sample.tensor(s).numel() // max(1, sample.tensor(s).shape[0]) for s in sample.slots if sample.tensor(s).dim()), default=1)
+    by_memory = max(1, 8_000_000 // max(1, widest))
+    by_time = wanted if seconds < 0.02 else int(lead * budget / seconds)
+    return min(wanted, by_memory, by_time)
+
+
+def timed(run: Any) -> tuple[Outcome, float]:
+    started = time.perf_counter()
+    outcome = run()
+    return outcome, time.perf_counter() - started
+
+
+def percent(value: float) -> str:
+    return "not finite" if value == float("inf") else f"{value:.2g}"
+
+
+def words(dtype: torch.dtype) -> str:
+    return name(str(dtype))
