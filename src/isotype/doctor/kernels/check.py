@@ -81,8 +81,9 @@ def check_kernel(
         bases = inferred_combinations(whole, constexprs or {})
     else:
         named = signatures if isinstance(signatures, Mapping) else {f"signature {i}": s for i, s in enumerate(signatures)}
-        bases = [given(whole.function, label, types, whole.with_defaults(constexprs or {})) for label, types in named.items()]
-        bases = [replace(b, options=config.options | dict(b.options), constexprs={**config.constexprs, **b.constexprs}) for b in bases for config in whole.configs[:1]]  # fmt: skip
+        values = whole.with_defaults(constexprs or {})
+        config = whole.configs[0]
+        bases = [replace(given(whole.function, label, types, values), options=config.options) for label, types in named.items()]
     return check_combinations(whole.function, bases, targets, binary=binary, extend=extend)
 
 
@@ -94,13 +95,15 @@ def given(function: Any, label: str, types: Mapping[str, str], constexprs: Mappi
     names = list(function.arg_names)
     unknown = [n for n in [*types, *constexprs] if n not in names]
     if unknown:
-        raise UsageError(f"{function.__name__}: signature {label!r} names {', '.join(unknown)}, which the kernel has not (it has {', '.join(names)})")  # fmt: skip
+        raise UsageError(
+            f"{function.__name__}: signature {label!r} names {', '.join(unknown)}, which the kernel has not (it has {', '.join(names)})"
+        )
     values = {n: v for n, v in constexprs.items() if n not in types or types[n] == "constexpr"}
     full = {n: "constexpr" if n in values else types.get(n) for n in names}
     missing = [n for n, word in full.items() if word is None or (word == "constexpr" and n not in values)]
     if missing:
         raise UsageError(f"{function.__name__}: signature {label!r} says nothing of {', '.join(missing)}")
-    return Combination(label, full, {n: v for n, v in values.items()})
+    return Combination(label, full, values)
 
 
 def extended(function: Any, bases: Sequence[Combination]) -> list[Combination]:

@@ -125,7 +125,11 @@ def _redefined_in_branch(scene: Scene) -> Fault | None:
     flags = _flags(scene.frame, test) if test is not None else []
     if flags:
         fix += f"; or, where it is known at launch, declare {' and '.join(f'{f}: tl.constexpr' for f in flags)}: a constexpr branch may change a dtype"
-    message = f"{name} is {before} and a run-time branch redefines it as {after}" if first else f"{name} is {before} in one branch and {after} in the other"  # fmt: skip
+    message = (
+        f"{name} is {before} and a run-time branch redefines it as {after}"
+        if first
+        else f"{name} is {before} in one branch and {after} in the other"
+    )
     return scene.fault("KN001", name, message, cause=cause, fix=fix, line=line, dtypes=(before, after), facts=_origin_facts(scene, entered))
 
 
@@ -211,7 +215,14 @@ def _ternary(scene: Scene) -> Fault | None:
     fix = f"cast both sides to one dtype, for example .to(tl.{_tl(_wider(left, right))}), or use tl.where, which promotes"
     flags = _flags(scene.frame, scene.node.test)
     fix += f"; or declare {' and '.join(f'{f}: tl.constexpr' for f in flags)}" if flags else ""
-    return scene.fault("KN001", name, f"`{source_text(scene.node)}` is {left} on one side and {right} on the other", cause=cause, fix=fix, dtypes=(left, right))  # fmt: skip
+    return scene.fault(
+        "KN001",
+        name,
+        f"`{source_text(scene.node)}` is {left} on one side and {right} on the other",
+        cause=cause,
+        fix=fix,
+        dtypes=(left, right),
+    )
 
 
 def _return_types(scene: Scene) -> Fault | None:
@@ -220,17 +231,33 @@ def _return_types(scene: Scene) -> Fault | None:
         return None
     left, right = scalar_word(found[1]), scalar_word(found[2])
     cause = f"{scene.frame.name} returns {left} on one path and {right} on another; a function called from a kernel has one return type"
-    return scene.fault("KN001", "return", f"{scene.frame.name} returns {left} or {right}", cause=cause, fix=f"cast every return value of {scene.frame.name} to one dtype", dtypes=(left, right))  # fmt: skip
+    return scene.fault(
+        "KN001",
+        "return",
+        f"{scene.frame.name} returns {left} or {right}",
+        cause=cause,
+        fix=f"cast every return value of {scene.frame.name} to one dtype",
+        dtypes=(left, right),
+    )
 
 
 def _dot_operands(scene: Scene) -> Fault | None:
-    found = re.search(r"same dtype\. Got (\w+) and (\w+)", scene.message) or re.search(r"First input \((\w+)\) and second input \((\w+)\) must have the same dtype", scene.message)  # fmt: skip
+    found = re.search(r"same dtype\. Got (\w+) and (\w+)", scene.message) or re.search(
+        r"First input \((\w+)\) and second input \((\w+)\) must have the same dtype", scene.message
+    )
     if not found:
         return None
     left, right = found[1], found[2]
     call = scene.node
     if not isinstance(call, ast.Call) or len(call.args) < 2:
-        return scene.fault("KN003", "tl.dot", f"tl.dot got {left} and {right}", cause="the operands of tl.dot must have one dtype", fix="cast one operand to the other's dtype", dtypes=(left, right))  # fmt: skip
+        return scene.fault(
+            "KN003",
+            "tl.dot",
+            f"tl.dot got {left} and {right}",
+            cause="the operands of tl.dot must have one dtype",
+            fix="cast one operand to the other's dtype",
+            dtypes=(left, right),
+        )
     a, b = call.args[:2]
     name_a, name_b = variable_of(a), variable_of(b)
     from_a, from_b = origin(scene.frame, a), origin(scene.frame, b)
@@ -241,12 +268,14 @@ def _dot_operands(scene: Scene) -> Fault | None:
     if promoted:
         name, step = promoted
         other = name_b if name == name_a else name_a
-        fix = f"apply {step.name} after the dot (its fp32 accumulator keeps the precision), or cast back before it: {name} = (...).to({other}.dtype)"  # fmt: skip
+        fix = f"apply {step.name} after the dot (its fp32 accumulator keeps the precision), or cast back before it: {name} = (...).to({other}.dtype)"
         message = f"a scalar promotes {name} before tl.dot, which then gets {left} and {right}"
     else:
         fix, message = cast, f"tl.dot got {name_a} in {left} and {name_b} in {right}"
     variable = promoted[0] if promoted else name_b
-    return scene.fault("KN003", variable, message, cause=cause, fix=fix, dtypes=(left, right), facts=(("operands", f"{name_a} {left}, {name_b} {right}"),))  # fmt: skip
+    return scene.fault(
+        "KN003", variable, message, cause=cause, fix=fix, dtypes=(left, right), facts=(("operands", f"{name_a} {left}, {name_b} {right}"),)
+    )
 
 
 def _dot_accumulator(scene: Scene) -> Fault | None:
@@ -273,7 +302,13 @@ def _math_on_low_precision(scene: Scene) -> Fault | None:
     function = call_name(call) or "the function"
     argument = call.args[0] if isinstance(call, ast.Call) and call.args else None
     name = variable_of(argument) if argument is not None else function
-    got = found[2] if found else scene.frame.dtypes.get(argument, scalar_word(extern[2].split("'")[1] if extern and "'" in extern[2] else "?")) if argument is not None else "?"  # fmt: skip
+    got = (
+        found[2]
+        if found
+        else scene.frame.dtypes.get(argument, scalar_word(extern[2].split("'")[1] if extern and "'" in extern[2] else "?"))
+        if argument is not None
+        else "?"
+    )
     wanted = " or ".join(re.findall(r"fp\d+|\w*float\d+", found[1])) if found else "fp32 or fp64"
     where = origin(scene.frame, argument) if argument is not None else None
     kind = "math" if found else "libdevice"
@@ -284,11 +319,22 @@ def _math_on_low_precision(scene: Scene) -> Fault | None:
     fix = f"upcast before the call: {function}({wrapped}.to(tl.float32))"
     if where and where.kind == "load":
         fix += f", or once at load: {where.source}.to(tl.float32)"
-    return scene.fault("KN004", name, f"{function} on {name}, which is {got}", cause=cause, fix=fix, dtypes=(got, "fp32"), facts=_origin_facts(scene, where))  # fmt: skip
+    return scene.fault(
+        "KN004",
+        name,
+        f"{function} on {name}, which is {got}",
+        cause=cause,
+        fix=fix,
+        dtypes=(got, "fp32"),
+        facts=_origin_facts(scene, where),
+    )
 
 
 def _lost_constexpr(scene: Scene) -> Fault | None:
-    if not re.search(r"must be of type (?:`)?(?:tl\.)?constexpr|must have type `?constexpr|did you forget .*constexpr|constexpr\[int\]|not a constexpr|tl\.constexpr", scene.message):  # fmt: skip
+    if not re.search(
+        r"must be of type (?:`)?(?:tl\.)?constexpr|must have type `?constexpr|did you forget .*constexpr|constexpr\[int\]|not a constexpr|tl\.constexpr",
+        scene.message,
+    ):
         return None
     nodes = [*getattr(scene.node, "args", []), *(k.value for k in getattr(scene.node, "keywords", []))] or [scene.node]
     suspects = [p for node in nodes for p in _runtime_parameters_behind(scene.frame, node)]
@@ -300,7 +346,14 @@ def _lost_constexpr(scene: Scene) -> Fault | None:
     cause = (
         f"`{source_text(scene.node)}` needs a value known when compiling, and {name} is a run-time {got}: its `: tl.constexpr` is missing"
     )
-    return scene.fault("KN005", name, f"{name} must be a constexpr and is a run-time {got}", cause=cause, fix=f"declare it {name}: tl.constexpr in {scene.frame.name}", dtypes=(got, "constexpr"))  # fmt: skip
+    return scene.fault(
+        "KN005",
+        name,
+        f"{name} must be a constexpr and is a run-time {got}",
+        cause=cause,
+        fix=f"declare it {name}: tl.constexpr in {scene.frame.name}",
+        dtypes=(got, "constexpr"),
+    )
 
 
 def _runtime_parameters_behind(frame: Frame, node: ast.AST, depth: int = 0) -> list[str]:
@@ -344,8 +397,19 @@ def _store(scene: Scene) -> Fault | None:
     if not found and method is False and got not in ("fp64", "fp32", "bf16", "fp16"):
         return None
     cause = f"`{source_text(call)}` stores {got} where the memory holds {wanted}: {scene.message}"
-    fix = f"cast before the store: {name}.to(tl.{_tl(wanted)})" if found else f"cast {name} to the pointer's element type before the store: .to(ptr.dtype.element_ty)"  # fmt: skip
-    return scene.fault("KN007", name, f"{name} is {got} and is stored as {wanted}" if found else f"storing {name} is refused", cause=cause, fix=fix, dtypes=(wanted, got))  # fmt: skip
+    fix = (
+        f"cast before the store: {name}.to(tl.{_tl(wanted)})"
+        if found
+        else f"cast {name} to the pointer's element type before the store: .to(ptr.dtype.element_ty)"
+    )
+    return scene.fault(
+        "KN007",
+        name,
+        f"{name} is {got} and is stored as {wanted}" if found else f"storing {name} is refused",
+        cause=cause,
+        fix=fix,
+        dtypes=(wanted, got),
+    )
 
 
 _REFUSED = re.compile(
@@ -378,10 +442,27 @@ def _unrecognised(scene: Scene) -> Fault:
     parts = [n for n in ast.iter_child_nodes(scene.node) if n in scene.frame.dtypes]
     seen = ", ".join(f"{variable_of(n)} {scene.frame.dtypes[n]}" for n in parts)
     facts = (("types here", seen),) if seen else ()
-    return scene.fault("KN009", variable_of(scene.node) if isinstance(scene.node, ast.expr) else "", f"{scene.kernel} does not compile at `{text}`", cause=scene.message, fix="read Triton's own message above; the types are listed here as it saw them", facts=facts, is_dtype=False)  # fmt: skip
+    return scene.fault(
+        "KN009",
+        variable_of(scene.node) if isinstance(scene.node, ast.expr) else "",
+        f"{scene.kernel} does not compile at `{text}`",
+        cause=scene.message,
+        fix="read Triton's own message above; the types are listed here as it saw them",
+        facts=facts,
+        is_dtype=False,
+    )
 
 
 RECOGNISERS: tuple[Callable[[Scene], Fault | None], ...] = (
-    _redefined_in_branch, _reassigned_in_loop, _ternary, _return_types, _dot_operands, _dot_accumulator, _math_on_low_precision,
-    _lost_constexpr, _atomic, _store, _refused,
-)  # fmt: skip
+    _redefined_in_branch,
+    _reassigned_in_loop,
+    _ternary,
+    _return_types,
+    _dot_operands,
+    _dot_accumulator,
+    _math_on_low_precision,
+    _lost_constexpr,
+    _atomic,
+    _store,
+    _refused,
+)

@@ -86,7 +86,11 @@ class _Reader(ast.NodeVisitor):
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Attribute) and node.func.attr in ("to", "cast") and not _of_module(node.func):
                 return self.base(node.func.value, seen)
-            return self.base(node.args[0], seen) if node.args and _called(node) in ("multiple_of", "max_contiguous", "cast", "make_block_ptr", "advance") else None  # fmt: skip
+            return (
+                self.base(node.args[0], seen)
+                if node.args and _called(node) in ("multiple_of", "max_contiguous", "cast", "make_block_ptr", "advance")
+                else None
+            )
         if isinstance(node, ast.Subscript):
             return self.base(node.value, seen)
         if isinstance(node, ast.IfExp):
@@ -269,7 +273,11 @@ def _guess(parameter: Any, use: Use, flags: bool) -> Any:
         return tl.float32
     if parameter.has_default and parameter.default is not None and not isinstance(parameter.default, bool):
         return parameter.default
-    if name in use.sizes or any(w in lower for w in ("block", "tile", "size", "dim", "_bk", "_bv", "_bt")) or lower in ("bk", "bv", "bt", "bc", "bs", "bd", "m", "n", "k", "d"):  # fmt: skip
+    if (
+        name in use.sizes
+        or any(w in lower for w in ("block", "tile", "size", "dim", "_bk", "_bv", "_bt"))
+        or lower in ("bk", "bv", "bt", "bc", "bs", "bd", "m", "n", "k", "d")
+    ):
         return 64
     if name in use.tests or lower.startswith(("has_", "use_", "is_", "with_", "do_")):
         return flags

@@ -12,7 +12,18 @@ from typing import Any
 
 from ...dtypes import parse
 
-_POINTER_WORD = {"int64": "*i64", "int32": "*i32", "int16": "*i16", "int8": "*i8", "uint8": "*u8", "bool": "*i1", "fp64": "*fp64", "fp32": "*fp32", "bf16": "*bf16", "fp16": "*fp16"}  # fmt: skip
+_POINTER_WORD = {
+    "int64": "*i64",
+    "int32": "*i32",
+    "int16": "*i16",
+    "int8": "*i8",
+    "uint8": "*u8",
+    "bool": "*i1",
+    "fp64": "*fp64",
+    "fp32": "*fp32",
+    "bf16": "*bf16",
+    "fp16": "*fp16",
+}
 _MAKERS = (
     "empty",
     "zeros",

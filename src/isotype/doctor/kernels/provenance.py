@@ -64,7 +64,11 @@ def variable_of(node: ast.AST) -> str:
 
 
 def _is_module_call(node: ast.Call) -> bool:
-    return isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name) and node.func.value.id in ("tl", "libdevice", "math", "triton", "language")  # fmt: skip
+    return (
+        isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id in ("tl", "libdevice", "math", "triton", "language")
+    )
 
 
 def call_name(node: ast.AST) -> str:

@@ -52,7 +52,14 @@ class Combination:
     @property
     def key(self) -> str:
         """Equal for combinations that Triton would compile to the same program."""
-        return repr((sorted(self.types.items()), sorted(map(repr, self.constexprs.items())), sorted(self.attributes.items()), sorted(map(repr, self.options.items()))))  # fmt: skip
+        return repr(
+            (
+                sorted(self.types.items()),
+                sorted(map(repr, self.constexprs.items())),
+                sorted(self.attributes.items()),
+                sorted(map(repr, self.options.items())),
+            )
+        )
 
     @property
     def written(self) -> str:

@@ -27,7 +27,19 @@ def static_faults(kernel: str, observation: Observation) -> Iterator[Fault]:
         yield from _int32_offsets(kernel, frame)
 
 
-def _fault(code: str, severity: Severity, kernel: str, frame: Frame, node: ast.AST, variable: str, message: str, *, cause: str, fix: str, dtypes: tuple = ()) -> Fault:  # fmt: skip
+def _fault(
+    code: str,
+    severity: Severity,
+    kernel: str,
+    frame: Frame,
+    node: ast.AST,
+    variable: str,
+    message: str,
+    *,
+    cause: str,
+    fix: str,
+    dtypes: tuple = (),
+) -> Fault:
     return Fault(code, frame.file, frame.line(node), kernel, variable, message, cause, fix, dtypes=dtypes, severity=severity)
 
 
@@ -39,9 +51,20 @@ def _low_precision_sums(kernel: str, frame: Frame) -> Iterator[Fault]:
                 continue
             dtype = next((b.dtype for b in reversed(frame.bindings) if b.node is statement and b.name == name), None)
             if dtype in LOW:
-                cause = f"`{source_text(statement)}` adds into a {dtype} value once a round: each addition rounds, and the error grows with the length of the loop"  # fmt: skip
+                cause = f"`{source_text(statement)}` adds into a {dtype} value once a round: each addition rounds, and the error grows with the length of the loop"
                 fix = f"start {name} in fp32 (tl.zeros(..., dtype=tl.float32)), widen what is added, and cast once at the store"
-                yield _fault("KN020", Severity.WARNING, kernel, frame, statement, name, f"{name} accumulates in {dtype}", cause=cause, fix=fix, dtypes=(dtype, "fp32"))  # fmt: skip
+                yield _fault(
+                    "KN020",
+                    Severity.WARNING,
+                    kernel,
+                    frame,
+                    statement,
+                    name,
+                    f"{name} accumulates in {dtype}",
+                    cause=cause,
+                    fix=fix,
+                    dtypes=(dtype, "fp32"),
+                )
     for call in [n for n in ast.walk(frame.tree) if isinstance(n, ast.Call) and call_name(n) in _SUMS]:  # type: ignore[arg-type]
         argument = call.args[0] if call.args else call.func.value if isinstance(call.func, ast.Attribute) else None
         dtype = frame.dtypes.get(call)
@@ -53,7 +76,18 @@ def _low_precision_sums(kernel: str, frame: Frame) -> Iterator[Fault]:
         ):
             continue
         cause = f"`{source_text(call)}` adds in {dtype}: Triton's {call_name(call)} keeps its argument's dtype"
-        yield _fault("KN020", Severity.WARNING, kernel, frame, call, variable_of(argument), f"{call_name(call)} of {variable_of(argument)} is computed in {dtype}", cause=cause, fix=f"widen first: {variable_of(argument)}.to(tl.float32), and cast the result", dtypes=(dtype, "fp32"))  # fmt: skip
+        yield _fault(
+            "KN020",
+            Severity.WARNING,
+            kernel,
+            frame,
+            call,
+            variable_of(argument),
+            f"{call_name(call)} of {variable_of(argument)} is computed in {dtype}",
+            cause=cause,
+            fix=f"widen first: {variable_of(argument)}.to(tl.float32), and cast the result",
+            dtypes=(dtype, "fp32"),
+        )
 
 
 def _accumulated(statement: ast.AST) -> str | None:
@@ -86,7 +120,18 @@ def _low_precision_dots(kernel: str, frame: Frame) -> Iterator[Fault]:
         dtype = frame.dtypes[call]
         if dtype in LOW:
             cause = f"`{source_text(call)}` accumulates its products in {dtype}"
-            yield _fault("KN020", Severity.WARNING, kernel, frame, call, variable_of(call.args[0]), f"tl.dot accumulates in {dtype}", cause=cause, fix="leave out_dtype at fp32 (the default) and cast the result", dtypes=(dtype, "fp32"))  # type: ignore[attr-defined] # fmt: skip
+            yield _fault(
+                "KN020",
+                Severity.WARNING,
+                kernel,
+                frame,
+                call,
+                variable_of(call.args[0]),
+                f"tl.dot accumulates in {dtype}",
+                cause=cause,
+                fix="leave out_dtype at fp32 (the default) and cast the result",
+                dtypes=(dtype, "fp32"),
+            )  # type: ignore[attr-defined]
 
 
 def _fp64_arithmetic(kernel: str, frame: Frame) -> Iterator[Fault]:
@@ -95,7 +140,18 @@ def _fp64_arithmetic(kernel: str, frame: Frame) -> Iterator[Fault]:
     for node, dtype in frame.dtypes.items():
         if dtype == "fp64" and isinstance(node, ast.BinOp) and (where := origin(frame, node)) is not None:
             cause = f"no parameter is fp64, and `{source_text(node)}` is: {where.text}"
-            yield _fault("KN021", Severity.WARNING, kernel, frame, node, variable_of(node), f"{variable_of(node)} is computed in fp64", cause=cause, fix="keep constants inside fp32's range and cast to tl.float32", dtypes=("fp64", "fp32"))  # fmt: skip
+            yield _fault(
+                "KN021",
+                Severity.WARNING,
+                kernel,
+                frame,
+                node,
+                variable_of(node),
+                f"{variable_of(node)} is computed in fp64",
+                cause=cause,
+                fix="keep constants inside fp32's range and cast to tl.float32",
+                dtypes=("fp64", "fp32"),
+            )
             return
 
 
@@ -109,13 +165,27 @@ def _int32_offsets(kernel: str, frame: Frame) -> Iterator[Fault]:
         programs = [n for n in left + right if _is_program_id(frame, n)] or ["tl.program_id"] * ("program_id" in source_text(node))
         if sizes and programs and _meets_pointer(frame, node):
             row = programs[0]
-            cause = f"`{source_text(node)}` is int32 and is added to a pointer: from 2**31 elements on (16,384 rows of 131,072) it wraps and reads elsewhere"  # fmt: skip
-            yield _fault("KN022", Severity.NOTE, kernel, frame, node, row, f"the offset `{source_text(node)}` is computed in int32", cause=cause, fix=f"widen first: {row}.to(tl.int64) * ...", dtypes=("int32", "int64"))  # fmt: skip
+            cause = f"`{source_text(node)}` is int32 and is added to a pointer: from 2**31 elements on (16,384 rows of 131,072) it wraps and reads elsewhere"
+            yield _fault(
+                "KN022",
+                Severity.NOTE,
+                kernel,
+                frame,
+                node,
+                row,
+                f"the offset `{source_text(node)}` is computed in int32",
+                cause=cause,
+                fix=f"widen first: {row}.to(tl.int64) * ...",
+                dtypes=("int32", "int64"),
+            )
             return
 
 
 def _is_program_id(frame: Frame, name: str) -> bool:
-    return any(b.name == name and assigns(b.node, name) and call_name(getattr(b.node, "value", None) or ast.Pass()) == "program_id" for b in frame.bindings)  # fmt: skip
+    return any(
+        b.name == name and assigns(b.node, name) and call_name(getattr(b.node, "value", None) or ast.Pass()) == "program_id"
+        for b in frame.bindings
+    )
 
 
 def _meets_pointer(frame: Frame, product: ast.AST) -> bool:

@@ -176,7 +176,11 @@ def _check_name(module: ModuleType, name: str, targets: Sequence[str], binary: b
 def _check_one(module: ModuleType, kernel: Any, matrix: Any, targets: Sequence[str], binary: bool, report: Report) -> None:
     """A kernel with its module's MATRIX and CONSTEXPRS, or with inferred signatures."""
     whole = unwrap(kernel)
-    signatures = matrix if isinstance(matrix, Mapping) and matrix and all(isinstance(v, Mapping) for v in matrix.values()) else getattr(module, "MATRIX", None)  # fmt: skip
+    signatures = (
+        matrix
+        if isinstance(matrix, Mapping) and matrix and all(isinstance(v, Mapping) for v in matrix.values())
+        else getattr(module, "MATRIX", None)
+    )
     if isinstance(signatures, Mapping) and all(set(s) <= set(whole.function.arg_names) for s in signatures.values()):
         constexprs = whole.with_defaults(getattr(module, "CONSTEXPRS", {}))
         bases = [given(whole.function, label, types, constexprs) for label, types in signatures.items()]
@@ -205,7 +209,7 @@ def _check_callable(
     elif is_kernel(result):
         _check_one(module, result, None, targets, binary, report)
     elif isinstance(result, tuple) and len(result) == 2 and callable(result[0]):
-        from ...testing.compile_matrix import several
+        from ...testing.kernel_matrix import several
 
         for inputs in several(result[1]):
             answer = check_wrapper(result[0], inputs, targets, binary=binary)
@@ -224,7 +228,7 @@ def _first(remarks: Sequence[str]) -> str:
 
 def _required(function: Callable[..., Any]) -> list[str]:
     if isinstance(function, type) and hasattr(function, "apply") and hasattr(function, "forward"):
-        return [p for p in list(inspect.signature(function.forward).parameters)[1:]]
+        return list(inspect.signature(function.forward).parameters)[1:]
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -104,7 +104,9 @@ def trap_launches() -> Iterator[Trap]:
         try:
             configs = list(tuner.prune_configs(kwargs))
         except Exception as error:
-            trap.remarks.append(f"{getattr(tuner.base_fn, '__name__', 'a kernel')}: its pruning of configurations failed ({error}); the first ones are used")  # fmt: skip
+            trap.remarks.append(
+                f"{getattr(tuner.base_fn, '__name__', 'a kernel')}: its pruning of configurations failed ({error}); the first ones are used"
+            )
             configs = list(tuner.configs)
         result: Any = None
         for config in configs[:MOST_CONFIGURATIONS]:
