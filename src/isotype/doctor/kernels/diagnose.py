@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ...finding import Severity
 from .observe import Frame, Observation
-from .provenance import Origin, assigns, call_name, names_in, origin, source_text, variable_of
+from .provenance import LOW, Origin, assigns, call_name, names_in, origin, source_text, variable_of
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,8 @@ def _widening(name: str, before: str, after: str, entered: Origin | None, when: 
     wide = _wider(before, after)
     if entered and entered.kind == "load":
         return f"widen at load, {when}: {name} = {entered.source}.to(tl.{_tl(wide)})"
+    if entered and entered.kind == "constant":
+        return f"start it in {wide} {when}: a Python 0 is int32, so write {name} = 0.0 or tl.zeros(..., tl.{_tl(wide)})"
     if before == wide:
         return f"keep {name} in {before}: cast what is assigned to it, .to(tl.{_tl(before)})"
     return f"give {name} its final dtype {when}: {name} = {name}.to(tl.{_tl(wide)})"
@@ -189,19 +191,13 @@ def _reassigned_in_loop(scene: Scene) -> Fault | None:
     elif before == _wider(before, after):
         fix = f"keep {name} in {before} inside the loop: cast what is assigned, (...).to(tl.{_tl(before)})"
     else:
-        fix = f"start the loop with {name} in {_wider(before, after)}: " + _widening(name, before, after, entered, "before the loop")
+        fix = "give it one dtype: " + _widening(name, before, after, entered, "before the loop")
     message = f"{name} enters a loop as {before} and is re-assigned as {after} in it"
     return scene.fault("KN002", name, message, cause=cause, fix=fix, line=line, dtypes=(before, after), facts=_origin_facts(scene, made))
 
 
 def _statement_origin(frame: Frame, statement: ast.AST | None) -> Origin | None:
-    if isinstance(statement, ast.AugAssign):
-        probe = ast.BinOp(left=statement.target, op=statement.op, right=statement.value)
-        ast.copy_location(probe, statement)
-        probe.left = ast.copy_location(ast.Name(id=getattr(statement.target, "id", "?"), ctx=ast.Load()), statement.target)
-        frame.dtypes[probe] = next((b.dtype for b in reversed(frame.bindings) if b.node is statement), "?")
-        return origin(frame, probe)
-    value = getattr(statement, "value", None)
+    value = next((b.value for b in reversed(frame.bindings) if b.node is statement), None)
     return origin(frame, value) if value is not None else None
 
 
@@ -226,7 +222,7 @@ def _ternary(scene: Scene) -> Fault | None:
 
 
 def _return_types(scene: Scene) -> Fault | None:
-    found = re.search(r"(?:[Rr]eturn type mismatch|[Ii]nconsistent return types)[: ]*(.+?) (?:and|vs\.?|!=) (.+)$", scene.message)
+    found = re.search(r"(?:[Rr]eturn type mismatch|[Ii]nconsistent return types)[: ]*(<.*?>|\S+) (?:and|vs\.?|!=) (<.*?>|\w\S*)", scene.message)
     if not found:
         return None
     left, right = scalar_word(found[1]), scalar_word(found[2])
@@ -272,7 +268,8 @@ def _dot_operands(scene: Scene) -> Fault | None:
         message = f"a scalar promotes {name} before tl.dot, which then gets {left} and {right}"
     else:
         fix, message = cast, f"tl.dot got {name_a} in {left} and {name_b} in {right}"
-    variable = promoted[0] if promoted else name_b
+    computed = [n for n, o in ((name_a, from_a), (name_b, from_b)) if o and o.kind not in ("load", "parameter")]
+    variable = promoted[0] if promoted else computed[0] if len(computed) == 1 else name_b
     return scene.fault(
         "KN003", variable, message, cause=cause, fix=fix, dtypes=(left, right), facts=(("operands", f"{name_a} {left}, {name_b} {right}"),)
     )
@@ -293,41 +290,41 @@ def _dot_accumulator(scene: Scene) -> Fault | None:
     return scene.fault("KN003", name, f"tl.dot refuses the dtype of {name}", cause=cause, fix=fix, dtypes=tuple(seen[:2]))
 
 
+def _math_function(scene: Scene) -> str | None:
+    """`math` or `libdevice` when the node calls one of their functions."""
+    if not isinstance(scene.node, ast.Call):
+        return None
+    value: object = scene.frame.scope.get(names_in(scene.node.func)[0]) if names_in(scene.node.func) else None
+    for attribute in source_text(scene.node.func).split(".")[1:]:
+        value = getattr(value, attribute, None)
+    module = str(getattr(value, "__module__", ""))
+    return "libdevice" if "libdevice" in module else "math" if module.endswith("language.math") else None
+
+
 def _math_on_low_precision(scene: Scene) -> Fault | None:
     found = re.search(r"Expected dtype (\[.*?\]) but got (\w+)", scene.message)
-    extern = re.search(r"input arg type does not match\.?.*?[Ee]xpect(?:ed)? (?:one of )?(.+?),? *got \(?(.+?)\)?$", scene.message)
-    if not found and not extern:
-        return None
     call = scene.node
+    arguments = [*call.args, *(k.value for k in call.keywords)] if isinstance(call, ast.Call) else []
+    kind = _math_function(scene)
+    wrong = [a for a in arguments if scene.frame.dtypes.get(a) in (*LOW, "int32", "int64")]
+    if not found and not (kind and wrong):
+        return None
+    # libdevice's table of functions by dtype has no entry: its message is the dtypes it was asked for
+    argument = next((a for a in wrong if not found or scene.frame.dtypes[a] == found[2]), arguments[0] if arguments else None)
     function = call_name(call) or "the function"
-    argument = call.args[0] if isinstance(call, ast.Call) and call.args else None
     name = variable_of(argument) if argument is not None else function
-    got = (
-        found[2]
-        if found
-        else scene.frame.dtypes.get(argument, scalar_word(extern[2].split("'")[1] if extern and "'" in extern[2] else "?"))
-        if argument is not None
-        else "?"
-    )
-    wanted = " or ".join(re.findall(r"fp\d+|\w*float\d+", found[1])) if found else "fp32 or fp64"
+    got = found[2] if found else scene.frame.dtypes[wrong[0]]
+    wanted = " or ".join(re.findall(r"fp\d+", found[1])) if found else "fp32 or fp64"
     where = origin(scene.frame, argument) if argument is not None else None
-    kind = "math" if found else "libdevice"
-    cause = f"Triton's {kind} function {function} takes {wanted} only, and {name} is {got}"
+    cause = f"Triton's {kind or 'math'} function {function} takes {wanted} only, and {name} is {got}"
     cause += f": {where.text}{scene.at(where)}" if where else ""
     text = source_text(argument) if argument is not None else "x"
     wrapped = text if isinstance(argument, (ast.Name, ast.Call, ast.Subscript)) else f"({text})"
     fix = f"upcast before the call: {function}({wrapped}.to(tl.float32))"
     if where and where.kind == "load":
         fix += f", or once at load: {where.source}.to(tl.float32)"
-    return scene.fault(
-        "KN004",
-        name,
-        f"{function} on {name}, which is {got}",
-        cause=cause,
-        fix=fix,
-        dtypes=(got, "fp32"),
-        facts=_origin_facts(scene, where),
-    )
+    facts = _origin_facts(scene, where)
+    return scene.fault("KN004", name, f"{function} on {name}, which is {got}", cause=cause, fix=fix, dtypes=(got, "fp32"), facts=facts)
 
 
 def _lost_constexpr(scene: Scene) -> Fault | None:
@@ -419,11 +416,22 @@ _REFUSED = re.compile(
 )
 
 
+def _parts(scene: Scene) -> list[ast.AST]:
+    """The typed operands of the expression or loop at which Triton stopped."""
+    node = scene.node.iter if isinstance(scene.node, ast.For) else scene.node
+    return [n for n in ast.walk(node) if n in scene.frame.dtypes and n is not scene.node and not _inside_other(n, node, scene)]
+
+
+def _inside_other(part: ast.AST, whole: ast.AST, scene: Scene) -> bool:
+    typed = [n for n in ast.walk(whole) if n in scene.frame.dtypes and n is not whole and n is not part]
+    return any(part in ast.walk(other) for other in typed)
+
+
 def _refused(scene: Scene) -> Fault | None:
     """An operation that does not take these dtypes: `%` on floats, `&` on a float, a float index, pointer arithmetic with a float."""
     if not _REFUSED.search(scene.message):
         return None
-    parts = [n for n in ast.iter_child_nodes(scene.node) if n in scene.frame.dtypes]
+    parts = _parts(scene)
     seen = [(variable_of(n), scene.frame.dtypes[n]) for n in parts if not scene.frame.dtypes[n].startswith("constexpr")]
     if not seen:
         return None
@@ -439,7 +447,7 @@ def _refused(scene: Scene) -> Fault | None:
 
 def _unrecognised(scene: Scene) -> Fault:
     text = source_text(scene.node).splitlines()[0]
-    parts = [n for n in ast.iter_child_nodes(scene.node) if n in scene.frame.dtypes]
+    parts = _parts(scene)
     seen = ", ".join(f"{variable_of(n)} {scene.frame.dtypes[n]}" for n in parts)
     facts = (("types here", seen),) if seen else ()
     return scene.fault(

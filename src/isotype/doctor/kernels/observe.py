@@ -25,6 +25,7 @@ class Binding:
     name: str
     dtype: str
     node: ast.AST | None
+    value: ast.AST | None = None  # the typed right side; of `x += y`, Triton's own `x + y`
 
 
 @dataclass(eq=False)
@@ -40,8 +41,10 @@ class Frame:
     shapes: dict[ast.AST, tuple[int, ...]] = field(default_factory=dict)
     bindings: list[Binding] = field(default_factory=list)
     parameters: dict[str, str] = field(default_factory=dict)
+    written: set[ast.AST] = field(default_factory=set)  # the nodes of `tree`: Triton adds its own, an `x = x + y` for an `x += y`
     statements: list[ast.stmt] = field(default_factory=list)
-    caller: tuple[Frame, ast.AST] | None = None
+    assigned: ast.AST | None = None  # the right side of the last assignment visited
+    scope: dict[str, Any] = field(default_factory=dict)
 
     def line(self, node: ast.AST | None) -> int:
         return self.first_line + getattr(node, "lineno", 1) - 1
@@ -83,8 +86,8 @@ def dtype_word(value: Any) -> str | None:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    sizes = getattr(value, "shape", None) or ()
-    return tuple(int(getattr(n, "value", n)) for n in sizes)
+    sizes = [getattr(n, "value", n) for n in getattr(value, "shape", None) or ()]
+    return tuple(n for n in sizes if isinstance(n, int))  # a tensor descriptor's sizes are run-time values
 
 
 def _original(error: BaseException) -> BaseException:
@@ -127,16 +130,12 @@ def _recording(observation: Observation) -> Iterator[None]:
 
     visit, set_value = CodeGenerator.visit, CodeGenerator.set_value
     frames: dict[int, tuple[Any, Frame]] = {}  # the generator is kept, so that its id stays its own
-    stack: list[Frame] = []
 
     def frame_of(generator: Any) -> Frame:
         known = frames.get(id(generator))
         if known is None:
-            frame = Frame(generator.jit_fn.__name__, str(generator.file_name), generator.begin_line + 1)
-            if stack:
-                outer = stack[-1]
-                node = next((g.cur_node for g, f in frames.values() if f is outer), None)
-                frame.caller = (outer, node) if node is not None else None
+            function = generator.jit_fn
+            frame = Frame(function.__name__, str(generator.file_name), generator.begin_line + 1, scope=function.__globals__)
             observation.frames.append(frame)
             known = frames[id(generator)] = generator, frame
         return known[1]
@@ -145,17 +144,17 @@ def _recording(observation: Observation) -> Iterator[None]:
         frame = frame_of(generator)
         if frame.tree is None and isinstance(node, ast.Module):
             frame.tree = node
+            frame.written = set(ast.walk(node))
         if isinstance(node, ast.stmt):
-            frame.statements.append(node)
-        stack.append(frame)
+            if node in frame.written:
+                frame.statements.append(node)
+            frame.assigned = getattr(node, "value", None)
         try:
             value = visit(generator, node)
         except Exception:
             if node is not None and all(f is not frame for f, _ in observation.failures):
                 observation.failures.append((frame, node))
             raise
-        finally:
-            stack.pop()
         if isinstance(node, ast.expr) and (word := dtype_word(value)) is not None:
             frame.dtypes[node] = word
             if word.startswith("constexpr"):
@@ -170,7 +169,7 @@ def _recording(observation: Observation) -> Iterator[None]:
             node = generator.cur_node
             if isinstance(node, (ast.FunctionDef, ast.arguments, ast.arg)) or node is None:
                 frame.parameters.setdefault(name, word)
-            frame.bindings.append(Binding(name, word, _statement(frame, node)))
+            frame.bindings.append(Binding(name, word, _statement(frame, node), frame.assigned))
         set_value(generator, name, value)
 
     CodeGenerator.visit, CodeGenerator.set_value = recorded_visit, recorded_set_value

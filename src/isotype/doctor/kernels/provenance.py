@@ -94,11 +94,9 @@ def origin(frame: Frame, node: ast.AST, *, before: int | None = None, _depth: in
             if bound.name == node.id and assigns(statement, node.id) and getattr(statement, "lineno", 0) <= line:
                 if wanted is not None and bound.dtype != wanted:
                     continue
-                value = getattr(statement, "value", None)
+                value = bound.value
                 if value is None or (isinstance(value, ast.Name) and value.id == node.id):
                     continue
-                if isinstance(statement, ast.AugAssign):
-                    return _binary(frame, statement, statement.target, value, bound.dtype, _depth)
                 found = origin(frame, value, before=getattr(statement, "lineno", line) - 1, _depth=_depth + 1)
                 return found or Origin("value", f"`{source_text(value)}`", frame.line(statement), source_text(value))
         if node.id in frame.parameters:
@@ -117,6 +115,10 @@ def origin(frame: Frame, node: ast.AST, *, before: int | None = None, _depth: in
     return None
 
 
+def _described(node: ast.AST) -> str:
+    return f"what is loaded through {variable_of(node)}" if call_name(node) == "load" else variable_of(node)
+
+
 def _binary(
     frame: Frame, node: ast.AST, left: ast.AST, right: ast.AST, result: str, depth: int, before: int | None = None
 ) -> Origin | None:
@@ -127,7 +129,7 @@ def _binary(
             scalar = not frame.shapes.get(other) and bool(frame.shapes.get(one))
             kind = "scalar" if scalar else "promotion"
             what = f"the {theirs} scalar {source_text(other)}" if scalar else f"{source_text(other)}, which is {theirs}"
-            text = f"`{source_text(node)}` promotes {variable_of(one)} from {mine} to {result}: it meets {what}"
+            text = f"`{source_text(node)}` promotes {_described(one)} from {mine} to {result}: it meets {what}"
             return Origin(kind, text, frame.line(node), source_text(node), variable_of(other))
     for side in (left, right):
         if sides[side] == result and not isinstance(side, ast.Constant):
