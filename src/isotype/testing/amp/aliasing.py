@@ -24,7 +24,7 @@ def aliasing_faults(numerics: Numerics, setting: Setting, baseline: Outcome) -> 
     subject, sample = numerics.subject, numerics.sample
     faults = [*_overwritten_inputs(subject, baseline), *_written_gradient(subject, baseline)]
     if baseline.grads:
-        faults += _expanded_gradient(numerics, setting)
+        faults += _expanded_gradient(numerics, setting, baseline)
         faults += _second_backward(numerics, setting, baseline)
     faults += _reused_output(subject, sample, setting)
     return faults
@@ -87,7 +87,7 @@ def _written_gradient(subject: Subject, baseline: Outcome) -> list[Fault]:
     ]
 
 
-def _expanded_gradient(numerics: Numerics, setting: Setting) -> list[Fault]:
+def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
     """`f(x).sum().backward()` hands over one number seen as a whole tensor."""
 
     def dense(t: Tensor, _: int) -> Tensor:
@@ -109,7 +109,7 @@ def _expanded_gradient(numerics: Numerics, setting: Setting) -> list[Fault]:
         spot = Place(file=failure.place.file, line=failure.place.line, symbol=place.symbol) if failure else place
         message = f"{place.symbol} raises on an expanded gradient: {first_line(given.error)}"
     else:
-        wrong = _differing(given, right, setting, numerics)
+        wrong = _differing(given, right, setting, numerics, baseline)
         if not wrong:
             return []
         spot, message = place, f"{place.symbol} gives a wrong gradient of {wrong} for an expanded incoming gradient"
@@ -177,10 +177,13 @@ def _reused_output(subject: Subject, sample: Sample, setting: Setting) -> list[F
     ]
 
 
-def _differing(given: Outcome, right: Outcome, setting: Setting, numerics: Numerics) -> str:
+def _differing(given: Outcome, right: Outcome, setting: Setting, numerics: Numerics, usual: Outcome | None = None) -> str:
     """Names of the gradients that differ by more than the order of additions explains."""
-    grads = right.grads.items()
-    return ", ".join(n for n, g in grads if not numerics.alike(f"gradient of {n}", given.grads.get(n), g, setting))
+    sizes = usual.grads if usual is not None else {}
+    wrong = [
+        n for n, g in right.grads.items() if not numerics.alike(f"gradient of {n}", given.grads.get(n), g, setting, usual=sizes.get(n))
+    ]
+    return ", ".join(wrong)
 
 
 def same(left: Tensor, right: Tensor) -> bool:

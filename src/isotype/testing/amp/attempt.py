@@ -97,7 +97,8 @@ def attempt(
     if arrange is not None:
         for slot in sample.slots:
             wanted = tensors[slot.name].requires_grad
-            leaves[slot.index] = tensors[slot.name] = arrange(tensors[slot.name].detach()).requires_grad_(wanted)
+            tensors[slot.name] = arrange(tensors[slot.name].detach()).requires_grad_(wanted)
+            leaves[slot.index] = arrange(tensors[slot.name]) if sample.behind_clone else tensors[slot.name]
         outcome.tensors |= tensors
     args, kwargs = sample.call_arguments(leaves)
     if watch_inputs:
@@ -165,7 +166,7 @@ def incoming_gradient(output: Tensor, index: int) -> Tensor:
 
 def _call(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], wrap: str) -> Any:
     if wrap in ("reentrant", "non-reentrant"):
-        return checkpoint(lambda *a: call(*a, **kwargs), *args, use_reentrant=wrap == "reentrant")
+        return checkpoint(lambda *a: tuple(floating(call(*a, **kwargs))), *args, use_reentrant=wrap == "reentrant")
     if wrap:
         torch._dynamo.reset()
         return torch.compile(call, backend=wrap)(*args, **kwargs)

@@ -143,8 +143,8 @@ def wrapped_faults(numerics: Numerics, setting: Setting, baseline: Outcome, wrap
     faults: list[Fault] = []
     for wrap in wraps:
         compiled = wrap not in ("reentrant", "non-reentrant")
-        if wrap == "reentrant" and not any(slot.wants_grad for slot in sample.slots):
-            continue  # torch itself gives no gradients then, and warns
+        if wrap == "reentrant" and (sample.behind_clone or not sample.differentiates_positionally()):
+            continue  # torch itself cannot: it sees leaves that are positional arguments only
         outcome = attempt(subject, sample, replace(setting, wrap=wrap))
         place = _place(subject, baseline, "backward")
         under = f"torch.compile (backend {wrap})" if compiled else f"{wrap} gradient checkpointing"
