@@ -15,7 +15,7 @@ from .attempt import Outcome
 from .samples import Sample, parameter_names
 from .settings import Setting
 from .subjects import Subject
-from .watch import BackwardCall, function_classes
+from .watch import BackwardCall
 
 Fault = tuple[tuple[object, ...], Finding]
 
@@ -72,12 +72,12 @@ def _gradient_fault(call: BackwardCall, i: int, returned: torch.dtype, expected:
 def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: Subject, plain: Outcome | None) -> list[Fault]:
     """Outputs narrower than anything in play, or not in the dtype in which the reference returns them."""
     inputs = sample.met(setting.by_group)
-    classes = function_classes([t for t in outcome.outputs if t.requires_grad])
+    classes = outcome.functions
     faults: list[Fault] = []
-    for i, (tensor, dtype) in enumerate(zip(outcome.outputs, outcome.output_dtypes)):
-        which = "its output" if len(outcome.outputs) == 1 else f"output {i}"
+    for i, (tensor, dtype) in enumerate(((t, t.dtype) for t in outcome.values)):
+        which = "its output" if len(outcome.values) == 1 else f"output {i}"
         if plain is not None:
-            wanted = plain.output_dtypes[i] if plain.ran and i < len(plain.output_dtypes) else dtype
+            wanted = plain.values[i].dtype if plain.ran and i < len(plain.values) else dtype
             if wanted == dtype:
                 continue
             wider = torch.finfo(dtype).bits > torch.finfo(wanted).bits

@@ -7,7 +7,7 @@ rounding of the inputs does to the result. No tolerance is typed anywhere else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from ...dtypes import name
-from .attempt import Outcome, attempt
+from .attempt import Outcome, attempt, incoming_gradient
 from .exact import exact
 from .samples import Sample
 from .settings import Setting
 from .subjects import Subject
 from .twin import plain_functions
-from .watch import function_classes
 
 SLACK = 4.0  # how many times worse than the yardstick a result may be
 BLIND_SLACK = 8.0  # the same where only the inputs' rounding is known
@@ -90,13 +89,19 @@ class Numerics:
     @cached_property
     def twin_agrees(self) -> bool:
         """Whether the subject is made of hand-written Functions whose forward autograd can differentiate to the same gradients."""
-        setting = Setting(None)
-        twin = attempt(self.subject, self.sample, setting, exact=torch.float64, around=_exact_twin)
-        truth = self.truth(setting)
-        results = twin.results()
-        if not twin.ran or function_classes(twin.outputs) or set(results) != set(truth):
-            return False
-        return all(_distance(results[n], truth[n]) <= 1e-5 * _norm(truth[n]) + 1e-12 for n in truth)
+        twin, own = self._twin_and_own(incoming_gradient)
+        return twin is not None and set(twin) == set(own) and all(_agree(twin[n], own[n]) for n in own)
+
+    def is_derivative(self, result: str) -> bool | None:
+        """Whether the gradient is the derivative of forward for an incoming gradient of one; None where autograd cannot say."""
+        twin, own = self._twin_and_own(lambda t, _: torch.ones_like(t))
+        return None if twin is None or result not in own else result in twin and _agree(twin[result], own[result])
+
+    def _twin_and_own(self, gradient: Callable[[Tensor, int], Tensor]) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
+        wide, setting = torch.float64, Setting(None)
+        own = attempt(self.subject, self.sample, setting, exact=wide, around=exact, gradient=gradient)
+        twin = attempt(self.subject, self.sample, setting, exact=wide, around=_exact_twin, gradient=gradient)
+        return (twin.results() if twin.ran and not twin.functions else None), own.results()
 
     @property
     def sighted(self) -> bool:
@@ -167,7 +172,7 @@ class Numerics:
             return (outcome.results(), "the reference at the same dtypes") if outcome.ran else (None, _BLIND)
         if self.twin_agrees:
             outcome = attempt(self.subject, self.sample, setting, around=plain_functions)
-            if outcome.ran and not function_classes(outcome.outputs):
+            if outcome.ran and not outcome.functions:
                 return outcome.results(), "plain PyTorch running the same forward"
         return None, _BLIND
 
@@ -184,6 +189,10 @@ def _as_is() -> Iterator[None]:
 def _exact_twin() -> Iterator[None]:
     with exact(), plain_functions():
         yield
+
+
+def _agree(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and _distance(left, right) <= 1e-5 * _norm(right) + 1e-12
 
 
 def _norm(t: Tensor) -> float:

@@ -82,7 +82,8 @@ class Subject:
     ) -> tuple[Callable[..., Any], dict[str, Tensor]]:
         """A callable for one run and the parameters it owns, by name; a module is copied, so that no run sees another's."""
         if self.function_class is not None:
-            return self.function_class.apply, {}
+            function = self.function_class
+            return lambda *args, **kwargs: function.apply(*args, **kwargs), {}  # looked up when called: `twin` exchanges it
         if self.module is None:
             return self.target, {}
         module = copy.deepcopy(self.module)
