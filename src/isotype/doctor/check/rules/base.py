@@ -1,0 +1,59 @@
+"""What a rule is: a function from a record to findings that names the settings, where each was set, and who wins; its docstring is its page."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+
+from ....finding import Finding, Severity
+from ..record import Record
+from ..settings import Setting
+
+Rule = Callable[[Record], Iterator[Finding]]
+RULES: dict[str, Rule] = {}
+ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
+
+
+def rule(code: str) -> Callable[[Rule], Rule]:
+    def register(function: Rule) -> Rule:
+        assert code not in RULES, code
+        RULES[code] = function
+        return function
+
+    return register
+
+
+def found(
+    code: str,
+    severity: Severity,
+    message: str,
+    *settings: Setting | None,
+    cause: str,
+    fix: str,
+    wins: str | None = None,
+    holds: str | None = None,
+) -> Finding:
+    """A finding at the first setting, listing all of them.
+
+    wins   what happens today, when two settings disagree
+    holds  the versions the rule is known for
+    """
+    given = [s for s in dict.fromkeys(settings) if s is not None]
+    details = [("set", str(s)) for s in given]
+    if wins:
+        details.append(("today", wins))
+    if holds:
+        details.append(("holds for", holds))
+    finding = Finding(code=code, severity=severity, message=message, cause=cause, fix=fix, details=tuple(details))
+    return (
+        finding
+        if not given
+        else Finding(code=code, severity=severity, message=message, place=given[0].place, cause=cause, fix=fix, details=tuple(details))
+    )
+
+
+def page(code: str) -> str | None:
+    if code not in RULES:
+        return None
+    first, _, rest = (inspect.getdoc(RULES[code]) or "").partition("\n")
+    return f"# {code}: {first}\n{rest}\n"
