@@ -47,7 +47,7 @@ def check(paths: Iterable[str], *, device: str | None = None, environment: bool 
             findings += _isotype(facts, found)
             continue
         record = compile_record(facts)
-        if record.roles or any(d.tool in collecting.MAIN for d in facts.documents):
+        if record.roles or any(d.tool in collecting.MAIN or d.tool in ("accelerate", "deepspeed") for d in facts.documents):
             records.append(record)
         for function in RULES.values():
             findings += function(record)

@@ -101,7 +101,7 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
     name, suffix, shown = path.name, path.suffix.lower(), _shown(path)
 
     def keep(document: Document | None) -> None:
-        if document is not None and (document.settings or document.attributes):
+        if document is not None and document.settings:
             found.documents.append((path.parent, document))
 
     try:
@@ -167,11 +167,9 @@ def _document(tree: Tree, name: str, shown: str) -> Document | None:
     if tool is None:
         return None
     document = Document(tool, shown)
+    document.attributes["repeated"] = [(".".join(map(str, path)), line) for path, line in tree.repeated]
     for key, value, line in tree.leaves():
         document.add(key.removeprefix("--"), value, line, written=key)
-    for key, value in tree.data.items():  # a section can be asked for as a whole
-        if isinstance(value, dict) and value:
-            document.attributes.setdefault("sections", {})[str(key).removeprefix("--")] = (value, tree.lines.get((key,)))
     if tool == "model" and any(str(k).startswith(("bnb_", "load_in_")) for k in tree.data):
         for key, setting in list(document.settings.items()):
             if key.startswith(("bnb_", "load_in_")):
@@ -188,6 +186,16 @@ def _safetensors(path: Path, shown: str) -> Document | None:
     document = Document("checkpoint", shown, attributes={"dtypes": held, "reader": "safetensors"})
     document.add("stored_dtype", max(held, key=held.__getitem__), None, written="safetensors header")
     return document
+
+
+def _plain(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The known values of an argument, nested ones under dotted keys."""
+    if isinstance(value, dict):
+        for inner, item in value.items():
+            if inner != "__call__":
+                yield from _plain(f"{key}.{inner}", item)
+    elif value is not python_calls.Unknown:
+        yield key, value
 
 
 _TRL = re.compile(r"^(?:SFT|DPO|GRPO|ORPO|CPO|KTO|RLOO|Reward|PRM|BCO|GKD|OnlineDPO|NashMD|XPO|PPO)Config$")
@@ -213,12 +221,11 @@ def _python(text: str, shown: str) -> list[Document]:
         for key, (value, line) in call.arguments.items():
             if key.isdigit():
                 continue
-            if isinstance(value, dict):
-                for inner, item in value.items():
-                    if item is not python_calls.Unknown and inner != "__call__":
-                        into.add(f"{prefix}{key}.{inner}", item, line)
-            elif value is not python_calls.Unknown:
-                into.add(prefix + key, value, line)
+            known = list(_plain(prefix + key, value))
+            for name, plain in known:
+                into.add(name, plain, line)
+            if not known:
+                into.attributes.setdefault("unknown", set()).add(prefix + key)
 
     code = Document("code", shown)
     accelerators: list[python_calls.Call] = []
@@ -334,6 +341,8 @@ def _command(words: list[str], line: int, shown: str) -> list[Document]:
         tool = "llamafactory"
     elif first == "axolotl":
         tool = "axolotl"
+    elif "mixed_precision" in given and not {"bf16", "fp16"} & set(given):
+        tool = "script"
     else:
         tool = identify(given)
         tool = (
@@ -342,7 +351,6 @@ def _command(words: list[str], line: int, shown: str) -> list[Document]:
             and {"bf16", "fp16", "output_dir", "tf32", "deepspeed"} & set(given)
             else tool
         )
-        tool = "script" if tool in (None, "accelerate", "lightning") and "mixed_precision" in given else tool
     if tool is None:
         return documents
     document = Document(tool, shown, attributes={"reader": "command line"})
@@ -370,17 +378,21 @@ def process_environment(variables: Mapping[str, str]) -> Document:
     return document
 
 
+def _first_line(document: Document) -> int:
+    return min((s.line or 0 for s in document.settings.values()), default=0)
+
+
 def runs(found: Collection, device: str | None) -> list[Facts]:
     """One Facts for each main document, with what stands beside it; what belongs to none forms runs of its own."""
     made: list[Facts] = []
     used: set[int] = set()
     mains = [(folder, d) for folder, d in found.documents if d.tool in MAIN]
     for folder, main in mains:
-        referenced = {
-            os.path.basename(str(s.value))
-            for s in main.settings.values()
-            if isinstance(s.value, str) and re.search(r"\.(?:json|ya?ml)$", s.value)
-        }
+        own_launcher = [
+            d for _, d in found.documents if d.attributes.get("launcher") and d.file == main.file and _first_line(d) == _first_line(main)
+        ]
+        values = [s.value for d in (main, *own_launcher) for s in d.settings.values() if isinstance(s.value, str)]
+        referenced = {os.path.basename(value) for value in values if re.search(r"\.(?:json|ya?ml)$", value)}
         together = [main]
         by_tool: dict[str, list[Document]] = {}
         for other_folder, other in found.documents:
@@ -398,6 +410,10 @@ def runs(found: Collection, device: str | None) -> list[Facts]:
             same_file = [d for d in candidates if d.file == main.file]
             beside = [d for d in candidates if os.path.dirname(d.file) == os.path.dirname(main.file)]
             chosen = named or same_file or beside or candidates
+            if tool == "accelerate" and own_launcher:  # its options win over its file's
+                together += own_launcher
+                used |= {id(d) for d in own_launcher}
+                chosen = named or [d for d in beside if not d.attributes.get("launcher")]
             several_fit = tool in ("env", "versions", "code", "hardware") or (
                 tool == "checkpoint" and len({os.path.dirname(d.file) for d in chosen}) == 1
             )

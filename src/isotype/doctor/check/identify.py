@@ -129,8 +129,10 @@ def identify(data: Any, name: str = "") -> str | None:
         scores["deepspeed"] += 2
     if keys & {"base_model"} == set() and scores["axolotl"] < 6:
         scores["axolotl"] = 0
-    if scores["llamafactory"] and not keys & set(["finetuning_type", "pure_bf16", "quantization_bit", "upcast_layernorm", "template", "stage"]):
+    if not keys & {"finetuning_type", "pure_bf16", "quantization_bit", "upcast_layernorm", "template", "stage"}:
         scores["llamafactory"] = 0
+    if keys & {"finetuning_type", "pure_bf16"}:
+        scores["llamafactory"] += 10
     best = max(scores.values())
     if best == 0 or (best == 1 and keys & {"mixed_precision"} == set()):
         return "model" if keys & {"dtype", "torch_dtype"} else None

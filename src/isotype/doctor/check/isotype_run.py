@@ -82,6 +82,7 @@ def _bad_value(document: Document, tree: Tree, problem: Any) -> Finding:
         severity=Severity.ERROR,
         message=f"{key}: {problem['msg'][:1].lower()}{problem['msg'][1:]}",
         place=Place(file=document.file, line=tree.lines.get(path), symbol=key),
+        cause="unknown keys are refused: a typo would have no effect" if problem["type"] == "extra_forbidden" else "the schema of a run",
         observed=str(problem.get("input"))[:80],
         fix=fix,
     )

@@ -1,13 +1,13 @@
-"""The pages of `check`'s codes: the docstrings of its rules, and CF000, CF098, CF099."""
+"""The pages of `check`'s codes: the docstrings of its rules, and CF096 and CF099."""
 
 from __future__ import annotations
 
 from . import rules
 
 _OTHERS = {
-    "CF098": """# CF098: a key is given twice
+    "CF096": """# CF096: a key or value that Isotype's schema of a run refuses
 
-The later value wins in JSON and in PyYAML, and nothing is printed. Remove one.
+Unknown keys are refused, since a typo would have no effect. `isotype schema` prints every key.
 """,
     "CF099": """# CF099: a file cannot be read
 

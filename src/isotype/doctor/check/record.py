@@ -320,13 +320,15 @@ def _hf(record: Record) -> None:
     _quantised(record, f"model.{BNB}", "model", "hf", f"hf.model_init_kwargs.{BNB}", f"checkpoint.{BNB}", f"hf.{BNB}")
     record.set("parameters", dtype, "as loaded", dtype_by)
     flag, launcher = mixed_flag(facts), launcher_mode(facts)
-    made_by = (facts.tool("hf") or _NO_DOCUMENT).attributes.get("made_by", "")
+    attributes = document.attributes if (document := facts.tool("hf")) else {}
+    made_by = attributes.get("made_by", "")
+    undecided = {"bf16", "fp16"} & attributes.get("unknown", set())  # set by code that only runs on the machine
     compute, by, why = None, flag, "the trainer's flag: autocast"
     if flag is not None:
         compute = flag.key.lstrip("-").rpartition("_")[2] if flag.key.endswith(("bf16", "fp16")) else "bf16"
     elif launcher is not None and str(launcher.value).lower() in ("bf16", "fp16", "fp8"):
         compute, by, why = str(launcher.value).lower(), launcher, "the launcher's mode: autocast"
-    elif made_by.endswith("Config") and facts.given("hf.bf16") is None and not facts.on("hf.fp16"):
+    elif made_by.endswith("Config") and not undecided and facts.given("hf.bf16") is None and not facts.on("hf.fp16"):
         compute, why = "bf16", f"{made_by}'s default"
     section = next((s for half in ("bf16", "fp16") if (s := deepspeed_setting(facts, f"{half}.enabled")) and truth(s.value) is True), None)
     if section is not None and compute is None:
@@ -335,8 +337,8 @@ def _hf(record: Record) -> None:
         record.set("compute", "fp32", "fp16 has no effect on a CPU", by)
     elif compute:
         record.set("compute", compute, why, by)
-    elif dtype:
-        record.set("compute", dtype, "no mixed precision: the weights' own dtype", dtype_by)
+    elif not undecided:
+        record.set("compute", dtype or "as weights", "no mixed precision: the weights' own dtype", dtype_by)
     if compute == "fp16" and not (record.device and record.device.kind == "cpu"):
         record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", by)
     explicit = facts.get("hf.trainable_dtype", "model.trainable_dtype", "peft.trainable_dtype")
@@ -557,12 +559,6 @@ def _script(record: Record) -> None:
     mixed = record.facts.get("script.mixed_precision")
     record.set("compute", dtype_of(mixed.value) if mixed else None, "the script's argument", mixed)
 
-
-class _NoDocument:
-    attributes: dict[str, str] = {}
-
-
-_NO_DOCUMENT = _NoDocument()
 
 _COMPILERS: dict[str, Callable[[Record], None]] = {
     "simpletuner": _simpletuner,

@@ -23,12 +23,13 @@ class Setting:
     def place(self) -> Place:
         return Place(file=self.file, line=self.line, symbol=self.key)
 
-    def __str__(self) -> str:
-        shown = (
-            {True: "true", False: "false", None: "null"}[self.value] if self.value is None or isinstance(self.value, bool) else self.value
-        )
+    @property
+    def shown(self) -> str:
+        """`true  (train.yaml:3)`."""
+        value = self.value
+        word = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
         where = f"{self.file}:{self.line}" if self.file and self.line else self.file or "default"
-        return f"{self.key}={shown}  ({where})"
+        return f"{word}  ({where})"
 
 
 @dataclass(slots=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
-from importlib import metadata
 
 from .settings import Document
 
@@ -37,6 +35,8 @@ def read_versions(text: str, name: str, file: str) -> Document | None:
     """Exact pins only: a range does not say what is installed."""
     document = Document("versions", file)
     if name.endswith(".lock") and "[[package]]" in text:
+        import tomllib
+
         try:
             packages = tomllib.loads(text).get("package", [])
         except tomllib.TOMLDecodeError:
@@ -60,6 +60,8 @@ def read_versions(text: str, name: str, file: str) -> Document | None:
 
 def installed() -> Document:
     """What importlib finds beside this Python."""
+    from importlib import metadata
+
     document = Document("versions", "this Python")
     for name in WATCHED:
         try:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickletools
-import zipfile
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +30,8 @@ class Inert:
 
 def read(data: bytes) -> dict[str, Any]:
     """The attributes of the pickled object. Raises BadPickle."""
+    import zipfile  # here, because few folders hold a training_args.bin and these two are slow to import
+
     if data[:2] == b"PK":
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -88,6 +88,8 @@ _IGNORED = {"PROTO", "FRAME", "STOP", "NEXT_BUFFER", "READONLY_BUFFER"}
 
 
 def _follow(data: bytes) -> tuple[Any, int]:
+    import pickletools
+
     stack: list[Any] = []
     memo: dict[int, Any] = {}
 

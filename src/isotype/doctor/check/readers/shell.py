@@ -140,7 +140,7 @@ def _split(text: str) -> list[tuple[str, bool]]:
 
 
 def read_line_by_line(text: str) -> dict[str, Assignment]:
-    """As SimpleTuner's own reader takes a config.env: one assignment a line, quotes only at both ends, no expansion, no trailing comment."""
+    """As SimpleTuner's own reader takes a config.env: an assignment a line, quotes only at both ends, no expansion, comments kept."""
     found: dict[str, Assignment] = {}
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.strip()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 
 from .tree import Path, Tree
 
@@ -19,6 +18,8 @@ class BadToml(ValueError):
 
 def read(text: str) -> Tree:
     """Raises BadToml."""
+    import tomllib
+
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

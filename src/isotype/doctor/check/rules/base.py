@@ -1,4 +1,4 @@
-"""What a rule is: a function from a record to findings that names the settings, where each was set, and who wins; its docstring is its page."""
+"""What a rule is: a function from a record to findings, naming the settings, their places and who wins; its docstring is its page."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ def found(
     wins   what happens today, when two settings disagree
     holds  the versions the rule is known for
     """
-    given = [s for s in dict.fromkeys(settings) if s is not None]
-    details = [("set", str(s)) for s in given]
+    given = list({(s.key, s.file, s.line): s for s in settings if s is not None}.values())
+    details: list[tuple[str, str]] = []
+    for setting in given:
+        label = setting.key if all(setting.key != known for known, _ in details) else f"{setting.key}, also"
+        details.append((label, setting.shown))
     if wins:
         details.append(("today", wins))
     if holds:
@@ -50,6 +53,31 @@ def found(
         if not given
         else Finding(code=code, severity=severity, message=message, place=given[0].place, cause=cause, fix=fix, details=tuple(details))
     )
+
+
+@rule("CF098")
+def key_given_twice(r: Record) -> Iterator[Finding]:
+    """A key is given twice in one file
+
+    **Why it matters.** JSON and PyYAML take the later one, and print nothing.
+
+    **Example.** `bf16: true` at the top, `bf16: false` further down.
+
+    **What to do.** Remove one.
+    """
+    for document in r.facts.documents:
+        for key, line in document.attributes.get("repeated", ()):
+            setting = document.settings.get(key)
+            shown = Setting(setting.value if setting else "...", key, document.file, line)
+            yield found(
+                "CF098",
+                WARNING,
+                f"{key} is given twice",
+                shown,
+                cause="the later value wins, without a word",
+                fix="remove one of them",
+                wins="the later one",
+            )
 
 
 def page(code: str) -> str | None:
