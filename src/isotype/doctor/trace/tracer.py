@@ -129,7 +129,6 @@ class Tracer(TorchDispatchMode):
             self.learn(module)
         if not self.stack:
             self.forwards += 1
-            self.provenance.prune()
             self.updates.prune()
             self.defaults.look()
             self.autocast.prune()
