@@ -109,7 +109,7 @@ class Provenance:
             return Origin(out.dtype, "op", called or op.name, **made)
         if tracer.cast_by_engine():
             origin = Origin(out.dtype, "engine", f"{node} returned {inputs[0].dtype} for a {out.dtype} tensor".replace("torch.", ""), **made)
-        elif tracer.cast_by_autocast(out):
+        elif tracer.cast_by_autocast():
             origin = Origin(out.dtype, "autocast", called or op.name, **made)
         else:
             origin = Origin(out.dtype, "cast", f".{called}()" if called else op.name, **made)
