@@ -23,6 +23,7 @@ MENTIONS_DTYPE = re.compile(
     r"dtype|scalar ?type|\bdata type|BFloat16|\bHalf\b|\bFloat\b|float(16|32|64)|\b(fp|bf)(16|32)\b|not implemented for '|without overflow|floating|CheckpointError",
     re.IGNORECASE,
 )
+_ENGINE = frozenset({"backward", "grad"})
 _READERS = 8  # operands shown in full
 
 
@@ -47,6 +48,8 @@ class Failures:
     def call_failed(self, error: Exception, func: Any, args: tuple, kwargs: dict | None) -> None:
         """Called above the dispatcher: a check made in a composite op or in Python."""
         name = getattr(func, "__name__", str(func))
+        if name in _ENGINE:
+            return  # what failed is inside: an op has explained it, or the program's end will
         named = [(f"argument {position}", value) for position, value in enumerate(args)] + list((kwargs or {}).items())
         self._explain(error, name, list(floating(named)))
 

@@ -80,6 +80,7 @@ class Tracer(TorchDispatchMode):
         self.compiled = Compiled(self)
         self._census: Counter[torch.dtype] | None = None
         self.device = "cpu"
+        self.factory_dtype: torch.dtype | None = None  # what the running factory call names
         self.autocast_around = False  # whether autocast was on where the program called the running function
         self.ops = 0
         self.forwards = 0  # calls of root modules
@@ -162,6 +163,8 @@ class Tracer(TorchDispatchMode):
         if op is None:
             op = self._ops[func] = self._learn_op(func)
         self.ops += 1
+        if op.factory:
+            self.factory_dtype = (kwargs or {}).get("dtype")
         token = op.before(op, args, kwargs) if op.before is not None else None
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
@@ -228,7 +231,9 @@ class Tracer(TorchDispatchMode):
 
     def default_dtype_decides(self, site: Site | None, dtype: torch.dtype, op: Op) -> bool:
         """Whether a factory call took the default dtype because it names none."""
-        return site is not None and not op.cast and dtype == torch.get_default_dtype() and "dtype" not in statement(site)
+        if dtype != torch.get_default_dtype() or self.factory_dtype is not None:
+            return False
+        return not op.lift or (site is not None and "dtype" not in statement(site) and self.calling_name() in ("tensor", "Tensor"))
 
     def cast_by_engine(self) -> bool:
         """Whether autograd itself cast what a custom Function's backward returned: no Python frame of that backward is left."""
