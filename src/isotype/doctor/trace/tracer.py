@@ -31,6 +31,7 @@ from .promotions import Promotions
 from .source import Locator, Site, statement
 from .updates import UPDATES, Updates
 
+_CASTING = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy", "tensor", "as_tensor", "cpu", "cuda"})
 _KEPT_SITES = 20_000  # autograd nodes whose forward place is remembered; a step makes a few thousand
 
 
@@ -81,7 +82,7 @@ class Tracer(TorchDispatchMode):
         self._census: Counter[torch.dtype] | None = None
         self.device = "cpu"
         self.factory_dtype: torch.dtype | None = None  # what the running factory call names
-        self.autocast_around = False  # whether autocast was on where the program called the running function
+        self.autocast_around = False  # whether autocast was on where the program called; it reads as off below the dispatcher
         self.ops = 0
         self.forwards = 0  # calls of root modules
         self._model = model
@@ -246,8 +247,8 @@ class Tracer(TorchDispatchMode):
         return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
     def cast_by_autocast(self) -> bool:
-        """Whether autocast put the running cast in: it was on around the call, and is masked inside it, as autocast does around its own casts."""
-        return self.autocast_around and not torch.is_autocast_enabled(self.device)
+        """Whether autocast put the running cast in: it is on, and what the program called is no cast."""
+        return self.autocast_around and self.calling_name() not in _CASTING
 
     def unrecorded(self, tensor: torch.Tensor) -> Origin:
         """An origin for a tensor that no traced op made: a parameter under a new dtype or not yet named, or something from outside."""
