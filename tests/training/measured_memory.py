@@ -19,6 +19,7 @@ def main(architecture: dict, settings: list[str], length: int) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from isotype.config.load import load
+    from isotype.dtypes import to_torch
     from isotype.precision.accumulate import GradientAccumulator
     from isotype.precision.apply import apply_precision
     from isotype.precision.precision import Precision
@@ -26,7 +27,6 @@ def main(architecture: dict, settings: list[str], length: int) -> None:
     from isotype.training.batches import Batch
     from isotype.training.optimizer import build_optimizer
     from isotype.training.step import Stepper
-    from isotype.dtypes import to_torch
 
     config = load(None, settings).config
     precision = Precision.preset(config.precision.preset)
