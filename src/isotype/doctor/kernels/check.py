@@ -38,6 +38,7 @@ class Result:
     compiled: int  # combinations tried, over all targets
     failed: int
     observations: list[Observation] = field(default_factory=list)
+    usages: list[str] = field(default_factory=list)  # with `binary`: a line for each program made
 
 
 def check(
@@ -140,11 +141,13 @@ def check_combinations(
     for target in parsed[1:]:
         observations += [observe(function, c, target) for c in combinations if c.reach > Reach.LATENT]
     findings = as_findings(function, observations)
+    usages: list[str] = []
     if binary:
         from .binary import binary_findings
 
-        findings += binary_findings(function, [o for o in observations if not o.failed and o.combination.reach > Reach.LATENT], parsed)
-    return Result(findings, len(observations), sum(o.failed for o in observations), observations)
+        more, usages = binary_findings(function, [o for o in observations if not o.failed and o.combination.reach > Reach.LATENT], parsed)
+        findings += more
+    return Result(findings, len(observations), sum(o.failed for o in observations), observations, usages)
 
 
 def as_findings(function: Any, observations: Sequence[Observation]) -> list[Finding]:
