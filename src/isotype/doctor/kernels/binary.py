@@ -13,6 +13,7 @@ from typing import Any
 from ...finding import Finding, Place, Severity
 from .observe import Observation
 from .targets import limits, target_name
+from .unwrap import place_of
 
 MANY_SPILLS = 64  # 4-byte values a thread; fewer cost nothing one can measure
 
@@ -51,7 +52,8 @@ def binary_findings(function: Any, observations: Sequence[Observation], targets:
 
 def _compiled(function: Any, observation: Observation, target: Any) -> tuple[list[Finding], Usage | None]:
     combination, where = observation.combination, target_name(target)
-    place = Place(file=function.file_name, line=function.def_file_line_number, symbol=function.__name__)
+    file, line = place_of(function)
+    place = Place(file=file, line=line, symbol=function.__name__)
     details = (("kernel", function.__name__), ("signature", combination.written), ("target", where), ("reach", combination.reach.words))
     try:
         usage = machine_code(function, combination, target)

@@ -13,6 +13,7 @@ from .observe import Observation, observe
 from .signature import Combination, Reach, distinct, float_pointer_matrix, scalar_variations
 from .static_checks import static_faults
 from .targets import DEFAULT, parse_target, require_triton
+from .unwrap import place_of
 
 Signatures = Mapping[str, Mapping[str, str]] | Sequence[Mapping[str, str]]
 _SEVERITY = {Reach.GIVEN: Severity.ERROR, Reach.MIXED: Severity.WARNING, Reach.INFERRED: Severity.WARNING, Reach.LATENT: Severity.NOTE}
@@ -164,7 +165,7 @@ def as_findings(function: Any, observations: Sequence[Observation]) -> list[Find
 
 def _faults(function: Any, observation: Observation) -> Iterable[Fault]:
     if observation.failed:
-        return [diagnose(function.__name__, function.file_name, function.def_file_line_number, observation)]
+        return [diagnose(function.__name__, *place_of(function), observation)]
     if observation.combination.reach == Reach.LATENT:
         return []
     return static_faults(function.__name__, observation)
