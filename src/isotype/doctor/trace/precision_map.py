@@ -85,6 +85,11 @@ class PrecisionMap:
             nodes.append({"path": clean(path), "name": self._tracer.names.of(module), "class": type(module).__name__, "tensors": own})
         return nodes
 
+    def _worth_drawing(self, node: dict[str, Any], nodes: list[dict[str, Any]]) -> bool:
+        """A module that ran, holds something, or has something below it that does."""
+        below = f"{node['path']}." if node["path"] else ""
+        return any(n["tensors"] or n["name"] in self._outputs or n["name"] in self._changes for n in nodes if n is node or n["path"].startswith(below))
+
     def write(self, file: Path, findings: list[Finding]) -> None:
         """Draws the map.
 
@@ -94,6 +99,8 @@ class PrecisionMap:
         for title, nodes in self._trees.items():
             drawn = []
             for node in nodes:
+                if not self._worth_drawing(node, nodes):
+                    continue
                 name = node["name"]
                 changes = [
                     {"kind": kind, "change": change, "what": what, "place": place, "count": count, "bytes": size}

@@ -89,7 +89,7 @@ class Tracer(TorchDispatchMode):
         self.ops = 0
         self.forwards = 0  # calls of root modules
         self._model = model
-        self._ops: dict[Any, Op] = {}
+        self._ops: dict[int, Op] = {}
         self._forward_sites: dict[int, tuple[torch.nn.Module | None, Site | None]] = {}
         self._hooks: list[Any] = []
         self._calls = Calls(self)
@@ -153,7 +153,7 @@ class Tracer(TorchDispatchMode):
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         while self.stack and self.stack.pop() is not module:
             pass
-        if self._mapped and output is not None:
+        if self._mapped:
             self.picture.left(module, args, output, root=not self.stack)
         if not self.stack and output is not None:
             for item in output if isinstance(output, (tuple, list)) else output.values() if isinstance(output, dict) else (output,):
@@ -165,9 +165,9 @@ class Tracer(TorchDispatchMode):
         return False  # spares each op the wrapper that torch.compile puts around a mode; Dynamo does not trace under one anyway
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        op = self._ops.get(func)
+        op = self._ops.get(id(func))  # its own hash is slow; the entry keeps the op alive, so the id stays its own
         if op is None:
-            op = self._ops[func] = self._learn_op(func)
+            op = self._ops[id(func)] = self._learn_op(func)
         self.ops += 1
         if op.factory:
             self.factory_dtype = (kwargs or {}).get("dtype")
