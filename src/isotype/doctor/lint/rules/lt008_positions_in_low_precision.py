@@ -66,6 +66,7 @@ class PositionsInLowPrecision(Rule):
                 if by_autocast
                 else f"`{file.snippet(at, 50)}` rounds positions to {event.scenario.inputs}"
             )
+            word = event.scenario.autocast or event.scenario.inputs
             yield Hit(
                 node=at,
                 message=f"positions in {word} before {event.operation} (line {event.node.lineno})",

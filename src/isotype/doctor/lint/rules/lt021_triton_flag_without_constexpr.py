@@ -86,9 +86,9 @@ def _as_shape(file: SourceFile, kernel: Kernel, name: str) -> ast.expr | None:
         called = last_name(node.func)
         if called == "arange" and any(isinstance(a, ast.Name) and a.id == name for a in node.args):
             return node
-        if called in ("zeros", "full") and node.args and isinstance(node.args[0], (ast.Tuple, ast.List)):
-            if any(isinstance(e, ast.Name) and e.id == name for e in node.args[0].elts):
-                return node
+        shape = node.args[0] if called in ("zeros", "full") and node.args else None
+        if isinstance(shape, (ast.Tuple, ast.List)) and any(isinstance(e, ast.Name) and e.id == name for e in shape.elts):
+            return node
     return None
 
 

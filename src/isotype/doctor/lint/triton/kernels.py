@@ -123,7 +123,9 @@ class _Run:
             value = self.value(node.value)
             for target in node.targets:
                 self.assign(target, value, node)
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+        elif isinstance(node, ast.AnnAssign):
+            if node.value is None:
+                return
             self.assign(node.target, self.value(node.value), node)
             if isinstance(node.target, ast.Name) and "constexpr" in ast.unparse(node.annotation):
                 self.compile_time.add(node.target.id)
@@ -390,9 +392,9 @@ class _Run:
 
     def dot(self, node: ast.Call, args: list[Value]) -> Value:
         left, right = (args[0], args[1]) if len(args) >= 2 else (NOTHING, NOTHING)
-        if left.type and right.type and left.type != right.type and not (left.loaded and right.loaded):
-            if "int" not in (left.type, right.type):
-                self.emit("dot", node, "tl.dot", left, right)
+        types = {left.type, right.type}
+        if len(types) == 2 and not types & {None, "int"} and not (left.loaded and right.loaded):
+            self.emit("dot", node, "tl.dot", left, right)
         given = keyword(node, "out_dtype")
         out = self.dtype_of(given) or ("fp32" if given is None else None)
         acc = keyword(node, "acc") or (node.args[2] if len(node.args) > 2 else None)
