@@ -139,8 +139,9 @@ class _Run:
             self.branch(node)
         elif isinstance(node, (ast.For, ast.While)):
             self.loop(node)
-        elif isinstance(node, ast.Expr) or (isinstance(node, ast.Return) and node.value is not None):
-            self.value(node.value)
+        elif isinstance(node, (ast.Expr, ast.Return)):
+            if node.value is not None:
+                self.value(node.value)
         elif isinstance(node, ast.With):
             self.block(node.body)
 
