@@ -48,7 +48,7 @@ def gradient_precision(r: Record) -> Iterator[Finding]:
                 "newer ones ignore it, so gradients accumulate in bf16"
             ),
             fix=(
-                "remove --gradient_precision=fp32, or set it to unmodified, whatever the optimizer; if bf16 weights with fp32 gradients are "
+                "remove --gradient_precision=fp32, or set it to unmodified; if bf16 weights with fp32 gradients are "
                 "meant, Isotype has it: precision: {preset: bf16-pure, grads: fp32}"
             ),
             wins="unmodified: gradients have the weights' dtype",
