@@ -14,6 +14,7 @@ from isotype.training.batches import collate
 from isotype.training.evaluate import evaluate
 from isotype.training.optimizer import build_optimizer
 from isotype.training.sample import sample
+from isotype.training.setup import enable_checkpointing
 from isotype.training.step import Stepper
 
 
@@ -38,7 +39,7 @@ def quantised(folder):
 def trained(preset, folder, *, interludes, checkpointing=False):
     model = quantised(folder) if preset == "nf4-lora" else tiny()
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_checkpointing(model)
     if preset.endswith("lora"):
         model = lora(model, lora_dropout=0.1)
     precision = PRESETS[preset]

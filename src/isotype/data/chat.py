@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
@@ -30,6 +29,7 @@ DEFAULT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
 
+_ENDINGS = (".jinja", ".jinja2", ".j2", ".txt")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SENTINEL = "\U000f0f0e\U000f0f0f"  # private-use characters: in no template, in no text
 
@@ -67,9 +67,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise UsageError(f"chat template ({self.source}), line {error.lineno}: {error.message}") from None
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
-            raise UsageError(
-                f"{place}: the chat template refuses the row: {str(error).splitlines()[0] if str(error) else error!r}"
-            ) from None
+            said = (str(error).splitlines() or [repr(error)])[0].strip("'")
+            raise UsageError(f"{place}: the chat template refuses the row: {said}") from None
 
     def spans(self, example: Example, rendered: str) -> list[Span]:
         """Where the answers are in `rendered`, which is `render(example.messages)`."""
@@ -102,9 +101,7 @@ class ChatTemplate:
 def chat_template(tokenizer: Any, file: str | None) -> ChatTemplate:
     """The template of a run: the file of `data.chat_template`, else the tokenizer's own, else a plain default."""
     if file is not None:
-        path = Path(file).expanduser()
-        text = read_text(path, file) if path.suffix in (".jinja", ".j2") and path.is_file() else read_text(existing_file(file), file)
-        return ChatTemplate(tokenizer, text, "file")
+        return ChatTemplate(tokenizer, read_text(existing_file(file, _ENDINGS), file), "file")
     own = tokenizer.chat_template
     if isinstance(own, dict):
         own = own.get("default") or next(iter(own.values()), None)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..config.schema import ModelSection
@@ -66,6 +67,15 @@ def base_source(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, fo
     return Source(str(folder))
 
 
+def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """The configuration of the model that a run would load or build, without its weights."""
+    if section.init == "random":
+        return _random_config(section, tokenizer)
+    assert section.name is not None, "the command line asks for a model before anything is loaded"
+    with _explained(section.name, "model"):
+        return AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
+
+
 def load_base(source: Source, precision: Precision, *, attention: str, device: torch.device, trainable: bool) -> PreTrainedModel:
     """The base model on `device`; every weight in `trainable`'s dtype when all are trained, else in the base's, quantised for nf4."""
     dtype = precision.trainable if trainable else precision.unquantised
@@ -74,9 +84,14 @@ def load_base(source: Source, precision: Precision, *, attention: str, device: t
         options["quantization_config"] = _nf4(precision)
         options["device_map"] = {"": device}
     with _explained(source.name, "model"):
-        model = AutoModelForCausalLM.from_pretrained(
-            source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, **options
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, output_loading_info=True, **options
         )
+    absent = sorted({*loaded["missing_keys"], *(str(k[0] if isinstance(k, tuple) else k) for k in loaded["mismatched_keys"])})
+    if absent:
+        # transformers fills these with random numbers and a warning
+        what = f"{len(absent)} weights are missing or have another shape, {absent[0]} first"
+        raise UsageError(f"model {source.name}: {what}: not a whole causal language model")
     if "device_map" not in options:
         model.to(device)
     # a rotary table in half precision is wrong from position 256 on; it is a buffer, and buffers stay as transformers made them
@@ -139,7 +154,7 @@ def _explained(name: str, what: str) -> Iterator[None]:
     """Turns what transformers and the hub raise into one line with a fix; the original stays attached."""
     try:
         yield
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         if isinstance(error, UsageError):
             raise
         raise _explain(name, what, error) from error

@@ -27,7 +27,7 @@ from .optimizer import build_optimizer
 from .step import Stepper
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass
@@ -86,10 +86,18 @@ def build_model(
     check_vocabulary(base, tokenizer)
     base.config.use_cache = False
     if config.train.gradient_checkpointing:
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_checkpointing(base)
     model: nn.Module = base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed)
     apply_precision(model, precision, device_type=device.type)
     return model
+
+
+def enable_checkpointing(base: PreTrainedModel) -> None:
+    """Recomputes each layer in backward, without re-entrance. The method's name changed in transformers 5.2x."""
+    if hasattr(base, "activation_checkpointing_enable"):
+        base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
