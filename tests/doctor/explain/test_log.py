@@ -1,3 +1,4 @@
+# ruff: noqa: E501  real texts
 """Logs of any shape: ranks interleaved, chained exceptions, notebooks, megabytes of progress, several errors."""
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ def test_the_last_error_wins_and_all_are_reported():
 
 
 def test_a_chained_exception_reports_its_root():
-    lines = [*ONE, MAT, "", "The above exception was the direct cause of the following exception:", "", *ONE, "RuntimeError: training failed"]
+    lines = [
+        *ONE,
+        MAT,
+        "",
+        "The above exception was the direct cause of the following exception:",
+        "",
+        *ONE,
+        "RuntimeError: training failed",
+    ]
     assert [f.code for f in explain(lines)] == ["EX001"]
 
 
@@ -59,7 +68,12 @@ def test_a_triton_message_of_several_lines_is_one_incident():
 
 
 def test_a_stamped_and_coloured_log():
-    lines = ["2026-01-01 10:00:00,123 ERROR Traceback (most recent call last):", '\x1b[31m  File "/home/me/a.py", line 3, in f\x1b[0m', "    g()", MAT]
+    lines = [
+        "2026-01-01 10:00:00,123 ERROR Traceback (most recent call last):",
+        '\x1b[31m  File "/home/me/a.py", line 3, in f\x1b[0m',
+        "    g()",
+        MAT,
+    ]
     assert explain(lines)[0].place.line == 3
 
 

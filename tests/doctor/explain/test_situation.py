@@ -1,3 +1,4 @@
+# ruff: noqa: E501  real texts
 """The same text has another first cause in another situation, and the evidence is named."""
 
 from __future__ import annotations
@@ -52,8 +53,14 @@ def test_expected_scalar_type_in_an_optimizer_is_the_optimizers():
 
 @pytest.mark.parametrize(
     ("q", "k", "v", "cause"),
-    [("float", "float", "c10::BFloat16", "rotary"), ("float", "c10::BFloat16", "c10::BFloat16", "KV cache"), ("c10::Half", "float", "c10::Half", "key")],
+    [
+        ("float", "float", "c10::BFloat16", "rotary"),
+        ("float", "c10::BFloat16", "c10::BFloat16", "KV cache"),
+        ("c10::Half", "float", "c10::Half", "key"),
+    ],
 )
 def test_the_odd_one_of_query_key_value(q: str, k: str, v: str, cause: str):
-    (finding,) = explain([f"Expected query, key, and value to have the same dtype, but got query.dtype: {q} key.dtype: {k} and value.dtype: {v} instead."])
+    (finding,) = explain(
+        [f"Expected query, key, and value to have the same dtype, but got query.dtype: {q} key.dtype: {k} and value.dtype: {v} instead."]
+    )
     assert cause in (finding.cause or "")
