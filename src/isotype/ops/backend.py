@@ -21,7 +21,7 @@ def has_triton() -> bool:
 
 @contextmanager
 def using(backend: str) -> Iterator[None]:
-    """Within this block every op takes its "triton" or "eager" path, whatever the device: for the interpreter, compile checks and comparisons."""
+    """Within this block every op takes its "triton" or "eager" path, whatever the device: for tests and comparisons."""
     if backend not in ("triton", "eager"):
         raise ValueError(f"backend {backend!r}: expected triton or eager")
     token = _forced.set(backend)
