@@ -1,4 +1,7 @@
-"""Shared by every test: threads for two cores, no network, and the read-only inputs beside the checkout."""
+"""Shared by every test: no network, the read-only inputs beside the checkout, and one thread a process.
+
+The tensors are tiny: a second thread would spin more than it works.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
