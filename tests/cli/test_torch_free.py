@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 
 import pytest
 
-# 0.3 s on an idle machine; four times that for machines under load or slower than the one it was measured on
-CPU_SECONDS = 1.2
+CPU_SECONDS = 0.3
+ATTEMPTS = 8  # a busy machine only ever adds
 PROGRAM = """
 import json, resource, runpy, sys
 sys.argv = ["isotype", *json.loads(sys.argv[1])]
@@ -25,9 +24,17 @@ print(json.dumps({"status": status, "heavy": heavy, "seconds": used.ru_utime + u
 """
 
 
-def run(*arguments: str) -> dict:
-    ended = subprocess.run([sys.executable, "-c", PROGRAM, json.dumps(arguments)], capture_output=True, text=True, timeout=120)
-    return json.loads(ended.stderr.splitlines()[-1]) | {"stdout": ended.stdout, "stderr": ended.stderr}
+def run(*arguments: str, given: str = "") -> dict:
+    """The quickest of some attempts; the first that is quick enough ends them."""
+    quickest: dict = {"seconds": float("inf")}
+    for _ in range(ATTEMPTS):
+        command = [sys.executable, "-c", PROGRAM, json.dumps(arguments)]
+        ended = subprocess.run(command, input=given, capture_output=True, text=True, timeout=120)
+        answer = json.loads(ended.stderr.splitlines()[-1]) | {"stdout": ended.stdout, "stderr": ended.stderr}
+        quickest = min(quickest, answer, key=lambda one: one["seconds"])
+        if quickest["seconds"] < CPU_SECONDS:
+            break
+    return quickest
 
 
 @pytest.mark.parametrize(
@@ -43,15 +50,17 @@ def test_answers_at_once_without_torch(arguments):
     assert answer["seconds"] < CPU_SECONDS
 
 
-@pytest.mark.parametrize("command", ["check", "lint", "explain"])
-def test_the_doctors_static_commands_too(command, tmp_path):
-    if importlib.util.find_spec(f"isotype.cli.{command}") is None:
-        pytest.skip(f"isotype {command} is not in this build")
+LOG = "RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16\n"
+
+
+@pytest.mark.parametrize("arguments", [("check", "FOLDER", "--json"), ("lint", "FOLDER"), ("explain", "--json"), ("explain", "CF001")])
+def test_the_doctors_static_commands_too(arguments, tmp_path):
     (tmp_path / "x.py").write_text("x = 1\n")
-    (tmp_path / "x.json").write_text('{"bf16": true}\n')
-    subject = {"check": str(tmp_path / "x.json"), "lint": str(tmp_path / "x.py"), "explain": "DT001"}[command]
-    answer = run(command, subject)
-    assert answer["heavy"] == [], answer["stderr"]
+    (tmp_path / "args.yaml").write_text("output_dir: o\nbf16: true\nfp16: true\nlogging_steps: 1\n")
+    answer = run(*(str(tmp_path) if word == "FOLDER" else word for word in arguments), given=LOG)
+    assert answer["status"] in (0, 1), answer["stderr"]
+    assert answer["stdout"]
+    assert answer["heavy"] == []
     assert answer["seconds"] < CPU_SECONDS
 
 

@@ -13,8 +13,8 @@ from isotype.config.load import load
 from isotype.errors import UsageError
 
 PIECES = (
-    "model:", "train:", "x:", ": ", "\n", "\n  ", "- ", "[", "{", "&a ", "*a", "<<: ", "!!int ", "!!binary ", "1e999", "'", '"', "|", ">", "%",
-    "0x1g", "2024-01-01", "~", "?",
+    "model:", "train:", "x:", ": ", "\n", "\n  ", "- ", "[", "{", "&a ", "*a", "<<: ", "!!int ", "!!binary ", "1e999", "'", '"',
+    "|", ">", "%", "0x1g", "2024-01-01", "~", "?",
 )  # fmt: skip
 QUIET = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
