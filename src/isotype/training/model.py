@@ -67,6 +67,15 @@ def base_source(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, fo
     return Source(str(folder))
 
 
+def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """The configuration of the model that a run would load or build, without its weights."""
+    if section.init == "random":
+        return _random_config(section, tokenizer)
+    assert section.name is not None, "the command line asks for a model before anything is loaded"
+    with _explained(section.name, "model"):
+        return AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
+
+
 def load_base(source: Source, precision: Precision, *, attention: str, device: torch.device, trainable: bool) -> PreTrainedModel:
     """The base model on `device`; every weight in `trainable`'s dtype when all are trained, else in the base's, quantised for nf4."""
     dtype = precision.trainable if trainable else precision.unquantised

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 N = TypeVar("N", bound=ast.AST)
@@ -21,6 +21,9 @@ class SourceFile:
         self.path, self.text = path, text
         self.tree = ast.parse(text, filename=path)
         self.parents: dict[ast.AST, ast.AST] = {}
+        self.memo: dict[str, Any] = {}  # what several rules need and one of them has worked out
+        self._snippets: dict[ast.AST, str] = {}
+        self._own: dict[ast.AST, list[ast.AST]] = {}
         self._by_type: dict[type[ast.AST], list[ast.AST]] = {}
         self._index()
 
@@ -89,8 +92,16 @@ class SourceFile:
 
     def snippet(self, node: ast.AST, limit: int = 60) -> str:
         """The node's own source on one line, shortened."""
-        text = " ".join(ast.unparse(node).split())
+        if node not in self._snippets:
+            self._snippets[node] = " ".join(ast.unparse(node).split())
+        text = self._snippets[node]
         return text if len(text) <= limit else text[: limit - 3] + "..."
+
+    def own(self, function: ast.AST) -> list[ast.AST]:
+        """The nodes of a function without those of functions and classes defined inside it, worked out once."""
+        if function not in self._own:
+            self._own[function] = list(own_nodes(function))
+        return self._own[function]
 
 
 def keyword(call: ast.Call, *names: str) -> ast.expr | None:

@@ -23,6 +23,7 @@ MENTIONS_DTYPE = re.compile(
     r"dtype|scalar ?type|\bdata type|BFloat16|\bHalf\b|\bFloat\b|float(16|32|64)|\b(fp|bf)(16|32)\b|not implemented for '|without overflow|floating|CheckpointError",
     re.IGNORECASE,
 )
+_ENGINE = frozenset({"backward", "grad"})
 _READERS = 8  # operands shown in full
 
 
@@ -47,8 +48,14 @@ class Failures:
     def call_failed(self, error: Exception, func: Any, args: tuple, kwargs: dict | None) -> None:
         """Called above the dispatcher: a check made in a composite op or in Python."""
         name = getattr(func, "__name__", str(func))
+        if name in _ENGINE:
+            return  # what failed is inside: an op has explained it, or the program's end will
         named = [(f"argument {position}", value) for position, value in enumerate(args)] + list((kwargs or {}).items())
         self._explain(error, name, list(floating(named)))
+
+    def launch_failed(self, error: Exception, kernel: str, arguments: list[tuple[str, Any]]) -> None:
+        """A Triton kernel that did not compile or launch for what it got."""
+        self._explain(error, kernel, list(floating(arguments)), any_error=True)
 
     def escaped(self, error: BaseException) -> Finding | None:
         """The explanation of an exception that ended the program, or of what led to it; made now if no op failed (a check in Python)."""
@@ -73,8 +80,9 @@ class Failures:
         error.add_note(finding.render())
         self._seen.append(Explained(error, finding))
 
-    def _explain(self, error: Exception, name: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        if any(explained.error is error for explained in self._seen) or not isinstance(error, (RuntimeError, ValueError, TypeError)):
+    def _explain(self, error: Exception, name: str, tensors: list[tuple[str, torch.Tensor]], *, any_error: bool = False) -> None:
+        known = any_error or isinstance(error, (RuntimeError, ValueError, TypeError))
+        if not known or any(explained.error is error for explained in self._seen):
             return
         if not tensors or not (len({t.dtype for _, t in tensors}) > 1 or MENTIONS_DTYPE.search(str(error))):
             return

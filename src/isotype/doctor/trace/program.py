@@ -14,7 +14,7 @@ from types import ModuleType
 
 from ...errors import UsageError
 from ...finding import Finding
-from .source import OURS
+from .source import OURS, TORCH
 from .session import program_failed, trace
 
 
@@ -55,7 +55,7 @@ class Outcome:
     def findings(self) -> list[Finding]:
         found = list(self.seen.findings)
         if self.error is not None and self.seen.failure is None and not isinstance(self.error, SystemExit):
-            spot = next((f for f in reversed(traceback.extract_tb(self.error.__traceback__)) if not f.filename.startswith(OURS)), None)
+            spot = next((f for f in reversed(traceback.extract_tb(self.error.__traceback__)) if not f.filename.startswith((OURS, TORCH))), None)
             found.append(program_failed(self.error, spot.filename if spot else None, spot.lineno if spot else None))
         return found
 

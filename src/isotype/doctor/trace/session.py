@@ -48,7 +48,7 @@ class trace:
         """Worst first; a silent fault that the failure already explains is not said twice."""
         found = list(self._silent)
         if self._failure is not None:
-            found = [f for f in found if f.code != self._failure.code]
+            found = [f for f in found if f.code != self._failure.code and f.cause != self._failure.cause]
             found.insert(0, self._failure)
         return worst_first(found)
 

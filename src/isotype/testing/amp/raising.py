@@ -58,8 +58,7 @@ def legitimate(
     if outcome.stage == BACKWARD:
         return None
     if setting.autocast is None:
-        dtypes = {sample.tensor(s).dtype for s in sample.slots} if setting.dtypes is None else {d for _, d in setting.dtypes}
-        if len(dtypes | subject.captured_dtypes()) > 1:
+        if len(sample.met(setting.by_group) | subject.captured_dtypes()) > 1:
             return "plain PyTorch refuses mixed dtypes with autocast off"
         return None
     if failure.function is None and not _skips_autocast(failure) and not setting.produced_by_any_trainer(sample):
