@@ -1,0 +1,98 @@
+"""The 81 cells, held."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from isotype.errors import DtypeError
+from isotype.lora import matrix
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[matrix.Outcome]:
+    layer = matrix.peft_layer()
+    return [matrix.measure(cell, layer=layer) for cell in matrix.cells()]
+
+
+def test_fused_runs_fused_wherever_peft_runs(outcomes):
+    assert len(outcomes) == 81
+    assert sum(o.peft_runs for o in outcomes) == 63
+    assert all(o.ran_fused for o in outcomes)
+    assert [o.cell for o in outcomes if o.fused_runs] == [o.cell for o in outcomes if o.peft_runs]
+
+
+def test_the_other_eighteen_get_one_clear_error(outcomes):
+    refused = [o for o in outcomes if not o.fused_runs]
+    assert len(refused) == 18
+    for o in refused:
+        assert o.cell.autocast is None
+        assert o.cell.x != o.cell.weight
+        assert o.fused.startswith(f"<DtypeError: DT001 LoRA linear got an input in {o.cell.x} and a weight in {o.cell.weight}")
+
+
+def test_outputs_have_pefts_dtype(outcomes):
+    assert [o.fused for o in outcomes if o.peft_runs] == [o.peft for o in outcomes if o.peft_runs]
+
+
+def test_no_gradient_is_farther_from_fp64_than_pefts(outcomes):
+    # equal products round equally; a percent is what the order of two sums may shift
+    far = [f"{o.cell}: {o.worst} {o.share:.3f}" for o in outcomes if o.share is not None and o.share > 1.01]
+    assert not far
+
+
+@pytest.mark.parametrize("scale", [0.37, 8.0])
+@pytest.mark.parametrize("bias", [False, True])
+def test_other_scales_and_a_frozen_weight(scale, bias):
+    layer = matrix.peft_layer(bias=bias, scale=scale, trainable=False)
+    for cell in matrix.cells():
+        if cell.autocast == "bf16" and cell.weight == "bf16":
+            outcome = matrix.measure(cell, layer=layer)
+            assert outcome.share is not None
+            assert outcome.share <= 1.02, str(cell)
+
+
+def test_adapter_gradients_are_no_bf16_roundings():
+    # the fp32 sum of bf16 operands: the error is the operands', an eighth of what a rounded result adds
+    cell = matrix.Cell("bf16", "bf16", "fp32", "bf16")
+    layer = matrix.in_cell(matrix.peft_layer(trainable=False), cell)
+    matrix.attach.fuse_lora(layer)
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(64, matrix.FEATURES, generator=g).bfloat16()
+    dy = torch.randn(64, matrix.OUT, generator=g).bfloat16()
+    _, grads = matrix.gradients(layer, x, dy, cell.context("cpu"))
+    for key in ("A", "B"):
+        assert not torch.equal(grads[key], grads[key].bfloat16().float())
+
+
+def test_a_wrong_op_is_seen(monkeypatch):
+    # the measurement itself: adapter gradients 2% off must not pass
+    from isotype.lora import linear
+
+    exact = linear.gradient_product
+
+    def coarse(*args):
+        return exact(*args) * 1.02
+
+    monkeypatch.setattr(linear, "gradient_product", coarse)
+    assert matrix.measure(matrix.Cell("bf16", "bf16", "fp32", "bf16")).share > 1.2
+
+
+def test_command_prints_the_table_and_json(monkeypatch, capsys):
+    some = [cell for cell in matrix.cells() if cell.x == "bf16" and cell.adapter == "fp32" and cell.autocast != "fp16"]
+    monkeypatch.setattr(matrix, "cells", lambda: iter(some))
+    assert matrix.main([]) == 0
+    printed = capsys.readouterr().out
+    assert "PEFT runs 4 of 6 cells" in printed
+    assert "refused" in printed
+    assert matrix.main(["--json"]) == 0
+    assert {row["fused"].startswith("<") for row in json.loads(capsys.readouterr().out)} == {True, False}
+
+
+def test_refusal_is_a_dtype_error():
+    layer = matrix.in_cell(matrix.peft_layer(), matrix.Cell("fp32", "bf16", "fp32", None))
+    matrix.attach.fuse_lora(layer)
+    with pytest.raises(DtypeError, match="DT001"):
+        layer(torch.randn(3, matrix.FEATURES))
