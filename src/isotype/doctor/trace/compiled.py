@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...finding import Finding, Place, Severity
-from .source import Site
+from .source import Site, in_library
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -21,7 +21,7 @@ class Compiled:
         self._tracer = tracer
         self._compile: Any = torch.compile
         self._stance: Any = None
-        self._regions: dict[Site | None, None] = {}
+        self._regions: dict[Site, None] = {}
         self._launches: dict[str, int] = {}
         self._jit: Any = None
         self._jit_run: Any = None
@@ -48,7 +48,9 @@ class Compiled:
 
     def _compiling(self, *args: Any, **kwargs: Any) -> Any:
         self._hold_off()
-        self._regions[self._tracer.locator.here()] = None
+        site = self._tracer.locator.here()
+        if site is not None and not in_library(site.file):
+            self._regions[site] = None
         return self._compile(*args, **kwargs)
 
     def _watch_launches(self) -> None:
@@ -78,7 +80,7 @@ class Compiled:
                     code="TR020",
                     severity=Severity.NOTE,
                     message="a torch.compile'd region was run eagerly while tracing",
-                    place=Place(file=site.file if site else None, line=site.line if site else None, symbol=site.function if site else None),
+                    place=Place(file=site.file, line=site.line, symbol=site.function),
                     cause="a compiled graph shows the tracer its inputs and outputs only; run eagerly, every op in it is seen. What the compiler itself decides is not: "
                     "Inductor keeps fused intermediates in fp32, and its backward runs under the autocast state of its forward",
                     fix="nothing to mend; for dtypes inside compiled code see TORCH_LOGS=output_code",

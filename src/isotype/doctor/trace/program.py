@@ -73,13 +73,13 @@ class Outcome:
                 return 1
 
 
-def run(target: Target, arguments: Sequence[str] = ()) -> Outcome:
+def run(target: Target, arguments: Sequence[str] = (), *, map: Path | None = None) -> Outcome:
     """Runs it under a trace; its exceptions end it, not us.
 
     Raises  UsageError when the file has no such function
     """
     with _as_main(target, arguments):
-        seen = trace()
+        seen = trace(map=map.resolve() if map is not None else None)
         error: BaseException | None = None
         try:
             if target.function is None:
@@ -100,6 +100,17 @@ def run(target: Target, arguments: Sequence[str] = ()) -> Outcome:
         except BaseException as raised:
             error = raised
     return Outcome(seen, error)
+
+
+def plain_traceback(error: BaseException) -> str:
+    """The traceback as it would be without the trace: no frames of ours, and no note, since the finding says it."""
+    shown = traceback.TracebackException.from_exception(error)
+    link: traceback.TracebackException | None = shown
+    while link is not None:
+        link.stack = traceback.StackSummary.from_list([frame for frame in link.stack if not frame.filename.startswith(OURS)])
+        link.__notes__ = None
+        link = link.__cause__ or link.__context__
+    return "".join(shown.format()).rstrip()
 
 
 def _function(target: Target) -> Callable[[], object]:

@@ -68,17 +68,17 @@ class Provenance:
         module = tracer.stack[-1] if tracer.stack else None
         dtype = out.dtype
         same = None
-        mixed = False
+        narrower = False  # whether an operand was widened to the result's dtype
         for tensor in inputs:
             if tensor.dtype == dtype:
                 same = same if same is not None else tensor
-            else:
-                mixed = True
+            elif tensor.dtype.itemsize < dtype.itemsize:
+                narrower = True
         if op.lift:
             if tracer.provenance.known(out) is None:
                 self.set(out, self._made(op, [], out))
             return
-        if same is not None and not mixed:
+        if same is not None and not narrower:
             if out is not same:
                 self.set(out, self.get(same), (op.name, module))
             return

@@ -27,6 +27,7 @@ from .origin import Origin
 from .provenance import MARK, Provenance
 from .parameters import Parameters
 from .positions import WATCHED, Positions
+from .precision_map import PrecisionMap
 from .promotions import Promotions
 from .source import Locator, Site, statement
 from .updates import UPDATES, Updates
@@ -63,7 +64,7 @@ class Tracer(TorchDispatchMode):
     watchers  objects with any of the methods below named `on_...`
     """
 
-    def __init__(self, model: torch.nn.Module | None = None) -> None:
+    def __init__(self, model: torch.nn.Module | None = None, *, mapped: bool = False) -> None:
         super().__init__()
         self.names = Names()
         self.stack: list[torch.nn.Module] = []
@@ -79,6 +80,8 @@ class Tracer(TorchDispatchMode):
         self.casts = Casts(self)
         self.positions = Positions(self)
         self.compiled = Compiled(self)
+        self.picture = PrecisionMap(self)
+        self._mapped = mapped
         self._census: Counter[torch.dtype] | None = None
         self.device = "cpu"
         self.factory_dtype: torch.dtype | None = None  # what the running factory call names
@@ -86,7 +89,7 @@ class Tracer(TorchDispatchMode):
         self.ops = 0
         self.forwards = 0  # calls of root modules
         self._model = model
-        self._ops: dict[Any, Op] = {}
+        self._ops: dict[int, Op] = {}
         self._forward_sites: dict[int, tuple[torch.nn.Module | None, Site | None]] = {}
         self._hooks: list[Any] = []
         self._calls = Calls(self)
@@ -150,6 +153,8 @@ class Tracer(TorchDispatchMode):
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         while self.stack and self.stack.pop() is not module:
             pass
+        if self._mapped:
+            self.picture.left(module, args, output, root=not self.stack)
         if not self.stack and output is not None:
             for item in output if isinstance(output, (tuple, list)) else output.values() if isinstance(output, dict) else (output,):
                 self.promotions.reached(item, f"the output of {type(module).__name__}")
@@ -160,9 +165,9 @@ class Tracer(TorchDispatchMode):
         return False  # spares each op the wrapper that torch.compile puts around a mode; Dynamo does not trace under one anyway
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        op = self._ops.get(func)
+        op = self._ops.get(id(func))  # its own hash is slow; the entry keeps the op alive, so the id stays its own
         if op is None:
-            op = self._ops[func] = self._learn_op(func)
+            op = self._ops[id(func)] = self._learn_op(func)
         self.ops += 1
         if op.factory:
             self.factory_dtype = (kwargs or {}).get("dtype")
@@ -186,6 +191,8 @@ class Tracer(TorchDispatchMode):
                         del self._forward_sites[old]
         if type(out) is torch.Tensor:
             if out.dtype in FLOATS:
+                if self._mapped and (node := torch._C._current_autograd_node()) is not None and not op.view:
+                    self.picture.gradient(self._forward_sites.get(node._sequence_nr(), (None, None))[0], out)
                 self.provenance.record(op, dtype_of_tensors(args), out)
         elif type(out) in (tuple, list):
             inputs = None
@@ -285,9 +292,13 @@ class Tracer(TorchDispatchMode):
     # ---- events
     def promoted(self, op: Op, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None:
         self.promotions.happened(op, origin, wide, narrow, out)
+        if self._mapped:
+            self.picture.changed(origin, narrow.dtype, out)
 
     def cast(self, op: Op, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         self.casts.happened(origin, source, out)
+        if self._mapped:
+            self.picture.changed(origin, source.dtype, out)
         if origin.kind == "autocast":
             if isinstance(source, torch.nn.Parameter):
                 self.autocast.copied(source, out, origin)
