@@ -600,7 +600,8 @@ def indexed_write(s: Seen) -> Explained:
             fix=cast + ", or allocate the destination with dtype=src.dtype",
         )
     )
-    return Explained(message=f"{name}: {src} source, {dst} destination", causes=causes)
+    named = f"{src} source, {dst} destination" if "source" in s.dtypes else "source and destination differ in dtype"
+    return Explained(message=f"{name}: {named}", causes=causes)
 
 
 @family("EX008", "integer input")
