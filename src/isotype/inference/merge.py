@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +71,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
     return Merged(out, dtype, count, noise, adapter_loss, merged_loss)
 
 
+@torch.no_grad()
 def merged_state(model: nn.Module, dtype: torch.dtype) -> tuple[dict[str, Tensor], float, int]:
     """The plain model's state dict, the merge noise, and how many weights were merged. Sums in fp32 whatever the base is kept in."""
     inner = model.get_base_model()  # type: ignore[operator]
@@ -79,17 +79,17 @@ def merged_state(model: nn.Module, dtype: torch.dtype) -> tuple[dict[str, Tensor
     effect = error = 0.0
     count = 0
     layers = {name: m for name, m in inner.named_modules() if hasattr(m, "get_delta_weight") and hasattr(m, "base_layer")}
-    for name, parameter in inner.named_parameters():
+    for name, parameter in inner.named_parameters(remove_duplicate=False):
         plain = _plain_name(name)
         if plain is None:
             continue
         value = dequantised(parameter)
         layer = layers.get(plain.rpartition(".")[0])
         if layer is not None and plain.endswith(".weight"):
-            delta = sum((layer.get_delta_weight(a).float() for a in layer.active_adapters if a in layer.lora_A), torch.zeros(()))
+            delta: Tensor = sum((layer.get_delta_weight(a).float() for a in layer.active_adapters if a in layer.lora_A), torch.zeros(()))
             exact = value + delta
             value = exact.to(dtype)
-            effect += float(torch.as_tensor(delta).double().square().sum())
+            effect += float(delta.double().square().sum())
             error += float((value.double() - exact.double()).square().sum())
             count += 1
         state[plain] = value.to(dtype).contiguous().cpu()
@@ -124,7 +124,8 @@ def _loss(model: nn.Module, run: LoadedRun, rows: list) -> float:
 
 
 def _merged_loss(out: Path, run: LoadedRun, dtype: str, rows: list) -> float:
-    held: Mapping[str, str] = {"base": dtype, "trainable": dtype, "save": dtype, "rounding": "nearest", "loss_scaling": "none"}
-    precision = run.precision.but(**held)
+    # fp32 products of half-precision weights do not exist: the merged model computes in what it is kept in
+    compute = dtype if run.precision.compute == "fp32" else run.precision.compute
+    precision = run.precision.but(base=dtype, trainable=dtype, compute=compute, generate=compute, save=dtype)
     model = load_result(out, Source(str(out)), precision, attention=run.config.model.attention, device=run.device)
     return _loss(model, run, rows)
