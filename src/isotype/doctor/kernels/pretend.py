@@ -25,34 +25,52 @@ _FRESH = {
     torch.Tensor.new_empty: torch.Tensor.new_zeros,
 }
 _HOST = (torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.pin_memory)
+_TO, _LIKE = torch.Tensor.to, (torch.Tensor.new_empty, torch.Tensor.new_zeros)
 
 
 def _is_cuda(value: Any) -> bool:
     return (isinstance(value, torch.device) and value.type == "cuda") or (isinstance(value, str) and value.split(":")[0] == "cuda")
 
 
-class _OnTheCpu(TorchFunctionMode):
-    """Turns requests for CUDA into CPU tensors."""
+_MAKERS = (
+    "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "linspace", "eye", "tensor", "as_tensor", "scalar_tensor", "randperm",
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_strided",
+)  # fmt: skip
+_METHODS = ("to", "cuda", "cpu", "pin_memory", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided")
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _HOST:
-            return args[0]
-        if func is torch.empty_strided:
-            return func(*args, **_host(kwargs)).zero_()
-        func = _FRESH.get(func, func)
-        if func is torch.Tensor.to or func in _FRESH.values() or "device" in kwargs:
-            args = tuple(torch.device("cpu") if _is_cuda(a) else a for a in args)
-        if func is torch.Generator:
-            args = ()
-        return func(*args, **_host(kwargs))
+
+def _on_the_cpu(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Calls `func` with CUDA devices replaced by the CPU, and with fresh memory zeroed."""
+    if func in _HOST:
+        return args[0]
+    if func in (torch.empty_strided, torch.Tensor.new_empty_strided):
+        return func(*args, **_host(kwargs)).zero_()
+    if func is _TO or func in _LIKE or "device" in kwargs:
+        args = tuple(torch.device("cpu") if _is_cuda(a) else a for a in args)
+    return _FRESH.get(func, func)(*args, **_host(kwargs))
 
 
 def _host(kwargs: dict[str, Any]) -> dict[str, Any]:
     if _is_cuda(kwargs.get("device")):
-        kwargs["device"] = torch.device("cpu")
-    kwargs.pop("pin_memory", None)
-    return kwargs
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    return {name: value for name, value in kwargs.items() if name != "pin_memory"}
+
+
+class _OnTheCpu(TorchFunctionMode):
+    """Every call of torch's, also under `with torch.device("cuda")`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return _on_the_cpu(func, args, kwargs or {})
+
+
+def _patched(func: Any) -> Any:
+    """`torch.empty` and the like themselves, for code that a function mode does not reach: backward, and the inside of custom operators."""
+
+    def on_the_cpu(*args: Any, **kwargs: Any) -> Any:
+        return _on_the_cpu(func, args, kwargs)
+
+    on_the_cpu.__name__ = getattr(func, "__name__", "torch_function")
+    return on_the_cpu
 
 
 class _Stream:
@@ -160,16 +178,7 @@ def _nothing(name: str) -> Any:
 @contextlib.contextmanager
 def pretend_gpu(target: Any) -> Iterator[None]:
     """Everything inside believes in a GPU of this target; afterwards everything is as it was."""
-    import torch.autograd as autograd
     from triton.runtime.driver import driver
-
-    mode = _OnTheCpu()
-    run_backward = autograd._engine_run_backward  # type: ignore[attr-defined]
-
-    def backward_on_the_cpu(*args: Any, **kwargs: Any) -> Any:
-        # torch takes the mode off while it handles `backward`; the user's own backward needs it as much as the forward
-        with mode:
-            return run_backward(*args, **kwargs)
 
     with contextlib.ExitStack() as stack:
         for name, answer in _cuda_answers(target).items():
@@ -178,12 +187,15 @@ def pretend_gpu(target: Any) -> Iterator[None]:
             stack.enter_context(_attribute(torch.Tensor, name, value))
         # torch.compile's import reaches for it once CUDA says it is available
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True))
-        stack.enter_context(mock.patch.object(autograd, "_engine_run_backward", backward_on_the_cpu))
+        for name in _MAKERS:
+            stack.enter_context(mock.patch.object(torch, name, _patched(getattr(torch, name))))
+        for name in _METHODS:
+            stack.enter_context(_attribute(torch.Tensor, name, _patched(getattr(torch.Tensor, name))))
         stack.enter_context(mock.patch.object(torch.nn.Module, "cuda", lambda self, device=None: self))
         before = getattr(driver, "_active", None)
         driver.set_active(_Driver(target))
         stack.callback(_restore_driver, driver, before)
-        stack.enter_context(mode)
+        stack.enter_context(_OnTheCpu())
         yield
 
 
