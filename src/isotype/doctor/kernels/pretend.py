@@ -1,4 +1,4 @@
-"""A machine that says it has a GPU: code that chooses its Triton path by `x.is_cuda`, asks for device properties or calls `.cuda()` runs on the CPU.
+"""A machine that says it has a GPU: code that asks `x.is_cuda`, for device properties or for `.cuda()` runs on the CPU.
 
 Inside `pretend_gpu(target)` tensors live on the CPU and say `cuda:0`; a request for a CUDA device makes a CPU tensor; fresh memory is
 zeroed, so that what a kernel would have written is a plausible value; Triton's active driver answers for `target`. Nothing runs on any
@@ -33,7 +33,8 @@ def _is_cuda(value: Any) -> bool:
 
 
 _MAKERS = (
-    "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "linspace", "eye", "tensor", "as_tensor", "scalar_tensor", "randperm",
+    "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "linspace", "eye", "tensor", "as_tensor",
+    "scalar_tensor", "randperm",
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_strided",
 )  # fmt: skip
 _METHODS = ("to", "cuda", "cpu", "pin_memory", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided")
@@ -101,10 +102,19 @@ class _Stream:
 def _properties(target: Any) -> SimpleNamespace:
     major, minor = divmod(int(target.arch), 10) if target.backend == "cuda" else (9, 4)
     return SimpleNamespace(
-        name=f"pretended {target.arch}", major=major, minor=minor, multi_processor_count=132, total_memory=80 << 30, warp_size=target.warp_size,
-        max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, shared_memory_per_block=48 << 10, L2_cache_size=50 << 20,
-        shared_memory_per_block_optin=limits(target).shared_bytes, gcnArchName=str(target.arch),
-    )  # fmt: skip
+        name=f"pretended {target.arch}",
+        major=major,
+        minor=minor,
+        multi_processor_count=132,
+        total_memory=80 << 30,
+        warp_size=target.warp_size,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_block_optin=limits(target).shared_bytes,
+        L2_cache_size=50 << 20,
+        gcnArchName=str(target.arch),
+    )
 
 
 class _Driver:
@@ -113,7 +123,15 @@ class _Driver:
     def __init__(self, target: Any) -> None:
         self.target = target
         shape = _properties(target)
-        found = {"max_shared_mem": limits(target).shared_bytes, "max_num_regs": 65536, "multiprocessor_count": shape.multi_processor_count, "warpSize": target.warp_size, "sm_clock_rate": 1_700_000, "mem_clock_rate": 2_600_000, "mem_bus_width": 5120}  # fmt: skip
+        found = {
+            "max_shared_mem": limits(target).shared_bytes,
+            "max_num_regs": shape.regs_per_multiprocessor,
+            "multiprocessor_count": shape.multi_processor_count,
+            "warpSize": target.warp_size,
+            "sm_clock_rate": 1_700_000,
+            "mem_clock_rate": 2_600_000,
+            "mem_bus_width": 5120,
+        }
         self.utils = SimpleNamespace(get_device_properties=lambda device: dict(found))
 
     def get_current_target(self) -> Any:
@@ -148,19 +166,36 @@ class _Driver:
         return lambda call, *args, **kwargs: [1.0, 1.0, 1.0]
 
 
+_WITHOUT_EFFECT = (
+    "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all", "ipc_collect", "_lazy_init",
+)  # fmt: skip
+
+
 def _cuda_answers(target: Any) -> dict[str, Any]:
     """`torch.cuda`'s questions and their answers."""
     shape = _properties(target)
     answers: dict[str, Any] = {
-        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
-        "get_device_capability": lambda device=None: (shape.major, shape.minor), "get_device_properties": lambda device=None: shape,
-        "get_device_name": lambda device=None: shape.name, "is_bf16_supported": lambda *a, **k: True, "get_arch_list": lambda: [f"sm_{target.arch}"],
-        "current_stream": lambda device=None: _Stream(), "default_stream": lambda device=None: _Stream(), "Stream": _Stream, "Event": _Stream,
-        "stream": lambda stream: contextlib.nullcontext(), "device": lambda device: contextlib.nullcontext(),
-        "device_of": lambda tensor: contextlib.nullcontext(), "memory_allocated": lambda *a: 0, "max_memory_allocated": lambda *a: 0,
-        "mem_get_info": lambda *a: (70 << 30, 80 << 30),
-    }  # fmt: skip
-    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all", "ipc_collect", "_lazy_init"):  # fmt: skip
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_capability": lambda device=None: (shape.major, shape.minor),
+        "get_device_properties": lambda device=None: shape,
+        "get_device_name": lambda device=None: shape.name,
+        "is_bf16_supported": lambda *args, **kwargs: True,
+        "get_arch_list": lambda: [f"sm_{target.arch}"],
+        "current_stream": lambda device=None: _Stream(),
+        "default_stream": lambda device=None: _Stream(),
+        "Stream": _Stream,
+        "Event": _Stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "device": lambda device: contextlib.nullcontext(),
+        "device_of": lambda tensor: contextlib.nullcontext(),
+        "memory_allocated": lambda *args: 0,
+        "max_memory_allocated": lambda *args: 0,
+        "mem_get_info": lambda *args: (70 << 30, 80 << 30),
+    }
+    for name in _WITHOUT_EFFECT:
         answers[name] = _nothing(name)
     return answers
 
@@ -183,10 +218,11 @@ def pretend_gpu(target: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, answer in _cuda_answers(target).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        for name, value in {"is_cuda": property(lambda self: True), "device": property(lambda self: _CUDA), "get_device": lambda self: 0}.items():  # fmt: skip
+        said = {"is_cuda": property(lambda self: True), "device": property(lambda self: _CUDA), "get_device": lambda self: 0}
+        for name, value in said.items():
             stack.enter_context(_attribute(torch.Tensor, name, value))
         # torch.compile's import reaches for it once CUDA says it is available
-        stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True))
+        stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _nothing("_cuda_getCurrentRawStream"), create=True))
         for name in _MAKERS:
             stack.enter_context(mock.patch.object(torch, name, _patched(getattr(torch, name))))
         for name in _METHODS:
