@@ -254,7 +254,7 @@ def _return_types(scene: Scene) -> Fault | None:
         return None
     left, right = scalar_word(found[1]), scalar_word(found[2])
     returns = [n for n in ast.walk(scene.frame.tree or scene.node) if isinstance(n, ast.Return) and n.value is not None]
-    line = next((scene.frame.line(n) for n in returns if scene.frame.dtypes.get(n.value) == left), None)
+    line = next((scene.frame.line(n) for n in returns if scene.frame.dtypes.get(n.value or n) == left), None)
     cause = f"{scene.frame.name} returns {left} on one path and {right} on another; a function called from a kernel has one return type"
     return scene.fault(
         "KN001",
