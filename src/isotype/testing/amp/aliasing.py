@@ -24,7 +24,7 @@ def aliasing_faults(numerics: Numerics, setting: Setting, baseline: Outcome) -> 
     subject, sample = numerics.subject, numerics.sample
     faults = [*_overwritten_inputs(subject, baseline), *_written_gradient(subject, baseline)]
     if baseline.grads:
-        faults += _expanded_gradient(numerics, setting)
+        faults += _strange_gradients(numerics, setting, baseline)
         faults += _second_backward(numerics, setting, baseline)
     faults += _reused_output(subject, sample, setting)
     return faults
@@ -40,7 +40,7 @@ def _place(subject: Subject, outcome: Outcome, stage: str) -> Place:
 
 
 def _finding(code: str, message: str, place: Place, cause: str, fix: str, severity: Severity = Severity.ERROR, **more: str) -> Fault:
-    return (code, place.symbol, place.line), Finding(
+    return (code, place.symbol, place.line, severity), Finding(
         code=code, severity=severity, message=message, place=place, cause=cause, fix=fix, observed=more.get("observed")
     )
 
@@ -87,40 +87,56 @@ def _written_gradient(subject: Subject, baseline: Outcome) -> list[Fault]:
     ]
 
 
-def _expanded_gradient(numerics: Numerics, setting: Setting) -> list[Fault]:
-    """`f(x).sum().backward()` hands over one number seen as a whole tensor."""
+def _strange_gradients(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
+    """`f(x).sum().backward()` hands over one number seen as a whole tensor; a transpose after f, a transposed gradient."""
+    subject, sample = numerics.subject, numerics.sample
+    if all(t.dim() == 0 for t in baseline.outputs):
+        return []
 
-    def dense(t: Tensor, _: int) -> Tensor:
+    def ones(t: Tensor, _: int) -> Tensor:
         return torch.ones_like(t)
 
     def expanded(t: Tensor, _: int) -> Tensor:
         return torch.ones((), dtype=t.dtype, device=t.device).expand(t.shape)
 
-    subject, sample = numerics.subject, numerics.sample
-    right = attempt(subject, sample, setting, gradient=dense)
-    if not right.ran or all(t.dim() == 0 for t in right.outputs):
-        return []
-    given = attempt(subject, sample, setting, gradient=expanded)
+    def transposed(t: Tensor, i: int) -> Tensor:
+        dense = incoming_gradient(t, i)
+        return dense.transpose(-1, -2).contiguous().transpose(-1, -2) if t.dim() > 1 else dense
+
+    faults = []
+    for gradient, right, kind in (
+        (expanded, attempt(subject, sample, setting, gradient=ones), "expanded"),
+        (transposed, baseline, "transposed"),
+    ):
+        given = attempt(subject, sample, setting, gradient=gradient)
+        if right.ran:
+            faults += _strange_gradient(given, right, kind, _differing(given, right, setting, numerics, baseline), subject)
+    return faults
+
+
+def _strange_gradient(given: Outcome, right: Outcome, kind: str, wrong: str, subject: Subject) -> list[Fault]:
     place = _place(subject, right, "backward")
+    severity = Severity.ERROR
     if given.error is not None:
         failure = failure_of(given.error)
         if failure is not None and failure.raised_by_hand:
             return []
-        spot = Place(file=failure.place.file, line=failure.place.line, symbol=place.symbol) if failure else place
-        message = f"{place.symbol} raises on an expanded gradient: {first_line(given.error)}"
+        place = Place(file=failure.place.file, line=failure.place.line, symbol=place.symbol) if failure else place
+        message = f"{place.symbol} raises on an {kind} gradient: {first_line(given.error)}".replace("an tr", "a tr")
+        severity = Severity.ERROR if kind == "expanded" else Severity.NOTE  # at least it is loud
+    elif wrong:
+        message = f"{place.symbol} gives a wrong gradient of {wrong} for an {kind} incoming gradient".replace("an tr", "a tr")
     else:
-        wrong = _differing(given, right, setting, numerics)
-        if not wrong:
-            return []
-        spot, message = place, f"{place.symbol} gives a wrong gradient of {wrong} for an expanded incoming gradient"
+        return []
     return [
         _finding(
             "AC009",
             message,
-            spot,
-            "`f(x).sum().backward()` and `.mean()` hand backward one number expanded over the whole shape (stride 0); "
-            "code that assumes a dense layout, or writes into it, reads or writes the wrong memory",
+            place,
+            "`f(x).sum().backward()` and `.mean()` hand backward one number expanded over the whole shape (stride 0), and a transpose after f a "
+            "transposed gradient; code that assumes a dense layout, or writes into it, reads or writes the wrong memory",
             "call `d = d.contiguous()` first, use .reshape instead of .view, and pass strides to kernels",
+            severity,
         )
     ]
 
@@ -177,10 +193,13 @@ def _reused_output(subject: Subject, sample: Sample, setting: Setting) -> list[F
     ]
 
 
-def _differing(given: Outcome, right: Outcome, setting: Setting, numerics: Numerics) -> str:
+def _differing(given: Outcome, right: Outcome, setting: Setting, numerics: Numerics, usual: Outcome | None = None) -> str:
     """Names of the gradients that differ by more than the order of additions explains."""
-    grads = right.grads.items()
-    return ", ".join(n for n, g in grads if not numerics.alike(f"gradient of {n}", given.grads.get(n), g, setting))
+    sizes = usual.grads if usual is not None else {}
+    wrong = [
+        n for n, g in right.grads.items() if not numerics.alike(f"gradient of {n}", given.grads.get(n), g, setting, usual=sizes.get(n))
+    ]
+    return ", ".join(wrong)
 
 
 def same(left: Tensor, right: Tensor) -> bool:

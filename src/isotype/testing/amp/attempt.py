@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from .samples import Sample
 from .settings import Setting
 from .subjects import Subject
-from .watch import BackwardCall, watching_backwards
+from .watch import BackwardCall, function_classes, watching_backwards
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -28,11 +28,14 @@ class Outcome:
     stage  where it failed, with `error`; None when it ran
     grads  name -> gradient as the caller sees it (after the engine's cast), None where there is none
     passed name -> the tensor handed to the function, and a copy of what it held then (kept when `watch_inputs`)
+    values  copies of the outputs as they were when forward returned
+    functions  the hand-written Functions above the outputs
     states what surrounds a call (autocast, grad mode, default dtype) and was not put back, as `what: before -> after`
     """
 
     outputs: list[Tensor] = field(default_factory=list)
-    output_dtypes: list[torch.dtype] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    functions: list[type] = field(default_factory=list)
     grads: dict[str, Tensor | None] = field(default_factory=dict)
     calls: list[BackwardCall] = field(default_factory=list)
     states: list[tuple[str, str]] = field(default_factory=list)
@@ -49,7 +52,7 @@ class Outcome:
     def results(self) -> dict[str, Tensor]:
         """Every number it gave, by name."""
         single = len(self.outputs) == 1
-        given = {"output" if single else f"output {i}": t for i, t in enumerate(self.outputs)}
+        given = {"output" if single else f"output {i}": t for i, t in enumerate(self.values)}
         return given | {f"gradient of {n}": g for n, g in self.grads.items() if g is not None}
 
 
@@ -97,7 +100,8 @@ def attempt(
     if arrange is not None:
         for slot in sample.slots:
             wanted = tensors[slot.name].requires_grad
-            leaves[slot.index] = tensors[slot.name] = arrange(tensors[slot.name].detach()).requires_grad_(wanted)
+            tensors[slot.name] = arrange(tensors[slot.name].detach()).requires_grad_(wanted)
+            leaves[slot.index] = arrange(tensors[slot.name]) if sample.behind_clone else tensors[slot.name]
         outcome.tensors |= tensors
     args, kwargs = sample.call_arguments(leaves)
     if watch_inputs:
@@ -118,7 +122,8 @@ def attempt(
             outcome.stage, outcome.error = FORWARD, error
             return outcome
         outcome.outputs = floating(result)
-        outcome.output_dtypes = [t.dtype for t in outcome.outputs]
+        outcome.values = [t.detach().clone() for t in outcome.outputs]
+        outcome.functions = function_classes([t for t in outcome.outputs if t.requires_grad])
         differentiable = [t for t in outcome.outputs if t.requires_grad]
         outcome.grad_outputs = [(gradient or incoming_gradient)(t, i) for i, t in enumerate(differentiable)]
         outcome.grad_outputs = [g * grad_scale if grad_scale != 1.0 else g for g in outcome.grad_outputs]
@@ -165,7 +170,7 @@ def incoming_gradient(output: Tensor, index: int) -> Tensor:
 
 def _call(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], wrap: str) -> Any:
     if wrap in ("reentrant", "non-reentrant"):
-        return checkpoint(lambda *a: call(*a, **kwargs), *args, use_reentrant=wrap == "reentrant")
+        return checkpoint(lambda *a: tuple(floating(call(*a, **kwargs))), *args, use_reentrant=wrap == "reentrant")
     if wrap:
         torch._dynamo.reset()
         return torch.compile(call, backend=wrap)(*args, **kwargs)

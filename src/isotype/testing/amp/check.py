@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from .report import ConformanceError, Report, merged
 from .samples import Sample, read_samples
 from .settings import LOW, Setting, settings
 from .subjects import Subject
-from .watch import function_classes
 
 
 def ampcheck(
@@ -56,7 +55,8 @@ def ampcheck(
     """
     subject, plain = Subject(fn), Subject(reference) if reference is not None else None
     names = list(contract.inputs) if contract else subject.argument_names or (plain.argument_names if plain else [])
-    samples = read_samples(inputs, params, contract=contract, names=names, grads_by_default=not subject.groups)
+    samples = read_samples(inputs, params, contract=contract, names=names, owns_parameters=bool(subject.groups))
+    samples = [replace(sample, owned=subject.owned_dtypes()) for sample in samples]
     checks = [_Check(subject, plain, sample, contract, (compile,) if compile else ()) for sample in samples]
     with torch.enable_grad():
         for check in checks:
@@ -94,6 +94,9 @@ class _Check:
         self.numerics = Numerics(self.subject, self.plain, self.sample, inside_fp32=inside_fp32)
 
     def run(self) -> None:
+        if _needs_own_copy(attempt(self.subject, self.sample, Setting(None))):
+            self.sample = replace(self.sample, behind_clone=True)
+            self.numerics = self.numerics.on(self.sample)
         ran: dict[Setting, Outcome] = {}
         failures: list[tuple[Setting, Outcome]] = []
         for setting in settings(self.sample, self._groups(), every=self.plain is not None or self.contract is not None):
@@ -134,7 +137,9 @@ class _Check:
         plain_runs = attempt(self.plain, self.sample, setting).ran if self.plain is not None else None
         why = raising.legitimate(outcome, setting, self.sample, self.subject, plain_runs=plain_runs, declared=self.contract is not None)
         if why is None:
-            self._note([raising.finding_for(outcome, setting, self.subject)], setting)
+            unlikely = Severity.NOTE if plain_runs is None else Severity.WARNING
+            severity = Severity.ERROR if setting.produced or self.contract is not None else unlikely
+            self._note([raising.finding_for(outcome, setting, self.subject, severity=severity)], setting)
         else:
             assert outcome.error is not None
             self.refused[setting.describe()] = f"{why}: {raising.first_line(outcome.error)}"
@@ -145,7 +150,7 @@ class _Check:
         return all(n in other and _near(other[n], t) for n, t in one.items())
 
     def _numerics(self, ran: dict[Setting, Outcome]) -> None:
-        hand_written = any(function_classes([t for t in o.outputs if t.requires_grad]) for o in ran.values())
+        hand_written = any(o.functions for o in ran.values())
         judged = [s for s in ran if not s.inside and s.produced]
         if self.plain is not None or hand_written:
             for setting in judged:
@@ -155,9 +160,11 @@ class _Check:
         # as built when that is low, else all of it low, else fp32 under autocast
         low = [s for s in judged if s.lowest(self.sample) in LOW]
         for setting in [s for s in low if s.autocast is None][:1] + [s for s in low if s.autocast is not None][:1]:
-            faults, why = long_sums(self.numerics, setting)
+            faults, why = long_sums(self.numerics, setting, hand_written=hand_written)
             self._note(faults, setting)
             self.skipped += [why] if why else []
+            if faults:
+                break
 
     def _under_other_circumstances(self, ran: dict[Setting, Outcome]) -> None:
         # rounding differences between two orders of addition are smallest in fp32
@@ -169,6 +176,11 @@ class _Check:
         for setting in [base, *([amp] if amp is not None else [])]:
             wraps = ("non-reentrant", "reentrant", *self.compilers)
             self._note(wrapped_faults(self.numerics, setting, ran[setting], wraps), setting)
+
+
+def _needs_own_copy(outcome: Outcome) -> bool:
+    """An operator that is in place by intention cannot work on a leaf that wants a gradient."""
+    return outcome.error is not None and "leaf Variable that requires grad" in str(outcome.error)
 
 
 def _near(left: Tensor, right: Tensor) -> bool:

@@ -15,7 +15,7 @@ from .attempt import Outcome
 from .samples import Sample, parameter_names
 from .settings import Setting
 from .subjects import Subject
-from .watch import BackwardCall, function_classes
+from .watch import BackwardCall
 
 Fault = tuple[tuple[object, ...], Finding]
 
@@ -71,17 +71,19 @@ def _gradient_fault(call: BackwardCall, i: int, returned: torch.dtype, expected:
 
 def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: Subject, plain: Outcome | None) -> list[Fault]:
     """Outputs narrower than anything in play, or not in the dtype in which the reference returns them."""
-    inputs = {sample.tensor(s).dtype for s in sample.slots} if setting.dtypes is None else {d for _, d in setting.dtypes}
-    classes = function_classes([t for t in outcome.outputs if t.requires_grad])
-    faults = []
-    for i, (tensor, dtype) in enumerate(zip(outcome.outputs, outcome.output_dtypes)):
-        which = "its output" if len(outcome.outputs) == 1 else f"output {i}"
+    inputs = sample.met(setting.by_group)
+    classes = outcome.functions
+    faults: list[Fault] = []
+    for i, (tensor, dtype) in enumerate(((t, t.dtype) for t in outcome.values)):
+        which = "its output" if len(outcome.values) == 1 else f"output {i}"
+        if dtype in inputs or dtype == setting.autocast:
+            continue  # following an input, or autocast, is a decision; a dtype from nowhere is none
         if plain is not None:
-            wanted = plain.output_dtypes[i] if plain.ran and i < len(plain.output_dtypes) else dtype
+            wanted = plain.values[i].dtype if plain.ran and i < len(plain.values) else dtype
             if wanted == dtype:
                 continue
             wider = torch.finfo(dtype).bits > torch.finfo(wanted).bits
-            if wider and tensor.dim() < max(sample.tensor(s).dim() for s in sample.slots):
+            if wider and tensor.dim() < max((sample.tensor(s).dim() for s in sample.slots), default=0):
                 continue  # a loss in fp32 is what every fused loss returns, and harms nothing
             severity, against = Severity.WARNING if wider else Severity.ERROR, "the reference returns"
         elif (

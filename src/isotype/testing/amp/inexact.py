@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import torch
@@ -12,12 +13,15 @@ from .aliasing import _place
 from .attempt import Outcome, attempt
 from .dtype_rules import Fault
 from .locate import Culprit, locate, running_sums
-from .numerics import Excess, Numerics, percent, rows_worth_trying, timed
+from .numerics import Excess, Numerics, percent
 from .samples import Sample, lengthened
 from .settings import Setting
 from .subjects import Subject
 
 GROWTH = 3.0  # an error that grows by this factor with the number of rows is a sum in low precision
+SOME, LONG = 512, 4096  # rows tried first, and at most
+BUDGET, RUNS = 3.0, 6  # processor seconds (a busy machine must not find less) for the long runs of one setting, and how many exact runs they are worth
+LARGEST = 8_000_000  # numbers in the lengthened inputs
 MANY = 16  # additions into one low-precision tensor
 
 
@@ -30,35 +34,56 @@ def inexact(outcome: Outcome, setting: Setting, numerics: Numerics) -> list[Faul
     return [_finding("AC006", worst, outcome, setting, numerics.subject, numerics.sample)]
 
 
-def long_sums(numerics: Numerics, setting: Setting) -> tuple[list[Fault], str | None]:
-    """AC007: what only shows at thousands of rows; and why it could not be looked at, if so."""
+def long_sums(numerics: Numerics, setting: Setting, *, hand_written: bool) -> tuple[list[Fault], str | None]:
+    """AC007: what only shows at thousands of rows; and why it could not be looked at, if so.
+
+    Plain code without a reference is its own yardstick: of it, only running sums that can be seen at work are reported.
+    """
     subject, sample = numerics.subject, numerics.sample
-    short, seconds = timed(lambda: attempt(subject, sample, setting))
-    if not short.ran:
+    judged = hand_written or numerics.plain is not None
+    short = attempt(subject, sample, setting)
+    some = lengthened(sample, SOME)
+    if not short.ran or some is None:
         return [], None
-    grown = lengthened(sample, rows_worth_trying(sample, seconds))
-    if grown is None:
+    if not judged and not _sums_grow(subject, sample, some, setting):
         return [], None
-    lead = next(grown.tensor(s).shape[0] for s in grown.slots if grown.tensor(s).dim())
+    if not attempt(subject, some, setting).ran:
+        return [], f"long reductions: the function refuses its inputs lengthened to {_rows(some)} rows"
+    started = time.process_time()
+    numerics.on(some).truth(setting)
+    affordable = int(SOME * BUDGET / (RUNS * max(1e-4, time.process_time() - started)))
+    grown = lengthened(sample, max(SOME, min(LONG, affordable, LARGEST * SOME // max(1, _numbers(some))))) or some
     outcome = attempt(subject, grown, setting)
     if not outcome.ran:
-        return [], f"long reductions: the function refuses its inputs lengthened to {lead} rows"
-    before = numerics.measure(short, setting)
-    long = numerics.on(grown)
+        return [], f"long reductions: the function refuses its inputs lengthened to {_rows(grown)} rows"
+    before, long = numerics.measure(short, setting), numerics.on(grown)
     measured = long.measure(outcome, setting)
+    excesses = [e for e in measured.excesses if e.result not in {x.result for x in before.excesses}] if judged else []
     unit = torch.finfo(setting.lowest(sample)).eps / 2
-    excesses = [e for e in measured.excesses if e.result not in {x.result for x in before.excesses}]
-    has_yardstick = numerics.plain is not None or long.twin_agrees
+    if not numerics.sighted:
+        excesses = [e for e in excesses if e.error > GROWTH * max(before.errors.get(e.result, 0.0), unit)]
     if not excesses:
         excesses = _growing(subject, sample, grown, setting, before.errors, measured.errors, unit)
-    elif not has_yardstick:
-        excesses = [e for e in excesses if e.error > GROWTH * max(before.errors.get(e.result, 0.0), unit)]
     if not excesses:
         return [], None
     worst = max(excesses, key=lambda e: e.error / max(e.excused, 1e-30))
     key, finding = _finding("AC007", worst, outcome, setting, subject, grown)
-    rows = f"relative error {percent(before.errors.get(worst.result, 0.0))} as given, {percent(worst.error)} at {lead} rows"
+    rows = f"relative error {percent(before.errors.get(worst.result, 0.0))} as given, {percent(worst.error)} at {_rows(grown)} rows"
     return [(key, replace(finding, details=(("length", rows), *finding.details)))], None
+
+
+def _rows(sample: Sample) -> int:
+    return next((sample.tensor(s).shape[0] for s in sample.slots if sample.tensor(s).dim()), 1)
+
+
+def _numbers(sample: Sample) -> int:
+    return sum(sample.tensor(s).numel() for s in sample.slots)
+
+
+def _sums_grow(subject: Subject, sample: Sample, grown: Sample, setting: Setting) -> bool:
+    """Whether more rows mean more additions into one low-precision tensor."""
+    few, many = running_sums(subject, sample, setting), running_sums(subject, grown, setting)
+    return any(count >= MANY and count >= 4 * few.get(place, 0) for place, count in many.items())
 
 
 def _growing(
@@ -68,8 +93,7 @@ def _growing(
     worse = [n for n, error in long.items() if error > 2 * unit and error > GROWTH * max(short.get(n, 0.0), unit / 2)]
     if not worse:
         return []
-    few, many = running_sums(subject, sample, setting), running_sums(subject, grown, setting)
-    if not any(count >= MANY and count >= 4 * few.get(place, 0) for place, count in many.items()):
+    if not _sums_grow(subject, sample, grown, setting):
         return []
     return [Excess(n, long[n], GROWTH * max(short.get(n, 0.0), unit), "the same function on fewer rows") for n in worse]
 

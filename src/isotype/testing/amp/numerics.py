@@ -7,8 +7,7 @@ rounding of the inputs does to the result. No tolerance is typed anywhere else.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,13 +17,12 @@ import torch
 from torch import Tensor
 
 from ...dtypes import name
-from .attempt import Outcome, attempt
+from .attempt import Outcome, attempt, incoming_gradient
 from .exact import exact
 from .samples import Sample
 from .settings import Setting
 from .subjects import Subject
 from .twin import plain_functions
-from .watch import function_classes
 
 SLACK = 4.0  # how many times worse than the yardstick a result may be
 BLIND_SLACK = 8.0  # the same where only the inputs' rounding is known
@@ -91,13 +89,24 @@ class Numerics:
     @cached_property
     def twin_agrees(self) -> bool:
         """Whether the subject is made of hand-written Functions whose forward autograd can differentiate to the same gradients."""
-        setting = Setting(None)
-        twin = attempt(self.subject, self.sample, setting, exact=torch.float64, around=_exact_twin)
-        truth = self.truth(setting)
-        results = twin.results()
-        if not twin.ran or function_classes(twin.outputs) or set(results) != set(truth):
-            return False
-        return all(_distance(results[n], truth[n]) <= 1e-5 * _norm(truth[n]) + 1e-12 for n in truth)
+        twin, own = self._twin_and_own(incoming_gradient)
+        return twin is not None and set(twin) == set(own) and all(_agree(twin[n], own[n]) for n in own)
+
+    def is_derivative(self, result: str) -> bool | None:
+        """Whether the gradient is the derivative of forward for an incoming gradient of one; None where autograd cannot say."""
+        twin, own = self._twin_and_own(lambda t, _: torch.ones_like(t))
+        return None if twin is None or result not in own else result in twin and _agree(twin[result], own[result])
+
+    def _twin_and_own(self, gradient: Callable[[Tensor, int], Tensor]) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
+        wide, setting = torch.float64, Setting(None)
+        own = attempt(self.subject, self.sample, setting, exact=wide, around=exact, gradient=gradient)
+        twin = attempt(self.subject, self.sample, setting, exact=wide, around=_exact_twin, gradient=gradient)
+        return (twin.results() if twin.ran and not twin.functions else None), own.results()
+
+    @property
+    def sighted(self) -> bool:
+        """Whether there is a yardstick: a reference, or a twin."""
+        return self.plain is not None or self.twin_agrees
 
     def measure(self, outcome: Outcome, setting: Setting) -> Measured:
         truth = self.truth(setting)
@@ -110,36 +119,40 @@ class Numerics:
             exactly, given = truth[result], given.detach().double()
             size = _norm(exactly)
             rounding = max(unit, torch.finfo(outcome.results()[result].dtype).eps / 2)
-            moved = max((_distance(noisy[result], exactly) for noisy in self.noise(setting) if result in noisy), default=0.0)
-            if yardstick is not None and result in yardstick:
-                own = _distance(yardstick[result].detach().double(), exactly)
-                base = max(own, rounding * size, moved if exactly.numel() < FEW else 0.0)
-                allowed = SLACK * base
-            else:
-                base, allowed = moved, BLIND_SLACK * max(moved, rounding * size)
+            sighted = yardstick is not None and result in yardstick
+            own = _distance(yardstick[result], exactly) if yardstick is not None and sighted else 0.0
+            slack = SLACK if sighted else BLIND_SLACK
+            allowed = slack * max(own, rounding * size)
             distance = _distance(given, exactly)
             errors[result] = distance / size if size else float(distance > 0)
-            if distance > allowed and distance > 0:
+            if distance > allowed and (not sighted or exactly.numel() < FEW):
+                allowed = max(allowed, slack * self._moved(result, setting, exactly))
+            if distance > allowed:
                 excesses.append(Excess(result, errors[result], allowed / size if size else 0.0, label))
-            elif yardstick is not None and result in yardstick and exactly.dim() > 1:
-                row = _worst_row(given, exactly, yardstick[result].detach().double(), self.noise(setting), result, rounding)
+            elif yardstick is not None and sighted and exactly.dim() > 1:
+                row = _worst_row(given, exactly, yardstick[result].detach().double(), rounding)
                 if row is not None:
                     excesses.append(Excess(result, row[1], row[2], label, worst_row=row[0]))
         return Measured(errors, tuple(excesses))
 
-    def alike(self, result: str, left: Tensor | None, right: Tensor | None, setting: Setting) -> bool:
+    def alike(self, result: str, left: Tensor | None, right: Tensor | None, setting: Setting, usual: Tensor | None = None) -> bool:
         """Equal but for the order of a few additions.
 
         Where that is exceeded, but for what one rounding of the inputs changes, or for the error the function always has.
+        usual  the same result where it is of its usual size, should `right` be nothing but rounding errors
         """
         if left is None or right is None:
             return (left is None) == (right is None)
         if left.shape != right.shape:
             return False
-        distance, size = _distance(left, right), _norm(right)
+        distance, size = _distance(left, right), max(_norm(right), _norm(usual) if usual is not None else 0.0)
         if distance <= 8 * torch.finfo(setting.lowest(self.sample)).eps * size:
             return True
         return distance <= SLACK * self._slip(result, setting) * size
+
+    def _moved(self, result: str, setting: Setting, exactly: Tensor) -> float:
+        """How far one rounding of the inputs moves a result."""
+        return max((_distance(noisy[result], exactly) for noisy in self.noise(setting) if result in noisy), default=0.0)
 
     def _slip(self, result: str, setting: Setting) -> float:
         """Relative error that a result has anyway, from rounded inputs or inside."""
@@ -159,7 +172,7 @@ class Numerics:
             return (outcome.results(), "the reference at the same dtypes") if outcome.ran else (None, _BLIND)
         if self.twin_agrees:
             outcome = attempt(self.subject, self.sample, setting, around=plain_functions)
-            if outcome.ran and not function_classes(outcome.outputs):
+            if outcome.ran and not outcome.functions:
                 return outcome.results(), "plain PyTorch running the same forward"
         return None, _BLIND
 
@@ -178,6 +191,10 @@ def _exact_twin() -> Iterator[None]:
         yield
 
 
+def _agree(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and _distance(left, right) <= 1e-5 * _norm(right) + 1e-12
+
+
 def _norm(t: Tensor) -> float:
     finite = t.detach().double()
     return float(finite[torch.isfinite(finite)].norm())
@@ -191,9 +208,7 @@ def _distance(given: Tensor, exactly: Tensor) -> float:
     return float("inf") if not bool(torch.isfinite(difference).all()) else float(difference.norm())
 
 
-def _worst_row(
-    given: Tensor, exactly: Tensor, plain: Tensor, noise: list[dict[str, Tensor]], result: str, rounding: float
-) -> tuple[int, float, float] | None:
+def _worst_row(given: Tensor, exactly: Tensor, plain: Tensor, rounding: float) -> tuple[int, float, float] | None:
     """The row (of the last dimension) furthest beyond what is excused: its number, its error, what is excused; None when none is."""
 
     def rows(t: Tensor) -> Tensor:
@@ -201,30 +216,12 @@ def _worst_row(
 
     size = rows(exactly)
     base = torch.maximum(rows(plain - exactly), rounding * size)
-    for noisy in noise:
-        if result in noisy:
-            base = torch.maximum(base, rows(noisy[result] - exactly) / ROW_SLACK)
     floor = rounding * float(size.square().mean().sqrt()) * 0.1  # rows of almost nothing are no evidence
     excess = rows(given - exactly) / (ROW_SLACK * (base + floor)).clamp_min(1e-300)
     worst = int(excess.argmax())
     if float(excess[worst]) <= 1 or float(size[worst]) == 0:
         return None
     return worst, float(rows(given - exactly)[worst] / size[worst]), float(ROW_SLACK * (base + floor)[worst] / size[worst])
-
-
-def rows_worth_trying(sample: Sample, seconds: float, wanted: int = 4096, budget: float = 1.0) -> int:
-    """How many rows a lengthened run may have, given what one run of the sample took (an interpreted kernel takes a while)."""
-    lead = next((sample.tensor(s).shape[0] for s in sample.slots if sample.tensor(s).dim()), 1)
-    widest = max((sample.tensor(s).numel() // max(1, sample.tensor(s).shape[0]) for s in sample.slots if sample.tensor(s).dim()), default=1)
-    by_memory = max(1, 8_000_000 // max(1, widest))
-    by_time = wanted if seconds < 0.02 else int(lead * budget / seconds)
-    return min(wanted, by_memory, by_time)
-
-
-def timed(run: Any) -> tuple[Outcome, float]:
-    started = time.perf_counter()
-    outcome = run()
-    return outcome, time.perf_counter() - started
 
 
 def percent(value: float) -> str:

@@ -18,11 +18,8 @@ from torch import Tensor
 from ...dtypes import name
 from ...finding import Place
 
-_OURS = str(Path(__file__).resolve().parent)
-_NOT_USERS = tuple(
-    str(folder)
-    for folder in (Path(torch.__file__).parent, _OURS, Path(sysconfig.get_paths()["stdlib"]), Path(_OURS).parent / "interpreter.py")
-)
+_TESTING = Path(__file__).resolve().parents[1]
+_NOT_USERS = tuple(str(folder) for folder in (Path(torch.__file__).parent, _TESTING, Path(sysconfig.get_paths()["stdlib"])))
 
 
 def is_users(file: str) -> bool:
@@ -57,6 +54,9 @@ class Failure:
 def failure_of(error: BaseException) -> Failure | None:
     """None when no line of the user's own is on the way."""
     frames = list(_frames(error.__traceback__))
+    while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:  # a Triton kernel: its own line is in the cause
+        error = error.__cause__
+        frames += list(_frames(error.__traceback__))
     mine = [(tb.tb_frame, tb) for tb in frames if is_users(tb.tb_frame.f_code.co_filename)]
     if not mine:
         return None

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ...finding import Finding, Place
+from ...finding import Finding, Place, Severity
 from .aliasing import _finding, _place
 from .attempt import FORWARD, Outcome, attempt
 from .dtype_rules import Fault
@@ -61,6 +61,8 @@ def _scaled_loss(numerics: Numerics, setting: Setting, baseline: Outcome) -> lis
     if not wrong or not baseline.calls:
         return []
     place = _place(subject, baseline, "backward")
+    # a gradient that is no derivative at all (a penalty added to logits) was not meant to be scaled
+    meant = any(numerics.is_derivative(f"gradient of {n}") is False for n in wrong)
     return [
         _finding(
             "AC015",
@@ -68,6 +70,7 @@ def _scaled_loss(numerics: Numerics, setting: Setting, baseline: Outcome) -> lis
             place,
             "four times the incoming gradient must give four times the result: loss scaling (fp16), gradient accumulation and a loss that is one term of several rely on it",
             "multiply by the incoming gradient in backward, also when the gradient was made in forward",
+            Severity.NOTE if meant else Severity.ERROR,
         )
     ]
 
@@ -143,8 +146,8 @@ def wrapped_faults(numerics: Numerics, setting: Setting, baseline: Outcome, wrap
     faults: list[Fault] = []
     for wrap in wraps:
         compiled = wrap not in ("reentrant", "non-reentrant")
-        if wrap == "reentrant" and not any(slot.wants_grad for slot in sample.slots):
-            continue  # torch itself gives no gradients then, and warns
+        if wrap == "reentrant" and (sample.behind_clone or not sample.differentiates_positionally()):
+            continue  # torch itself cannot: it sees leaves that are positional arguments only
         outcome = attempt(subject, sample, replace(setting, wrap=wrap))
         place = _place(subject, baseline, "backward")
         under = f"torch.compile (backend {wrap})" if compiled else f"{wrap} gradient checkpointing"

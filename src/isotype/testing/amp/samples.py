@@ -43,6 +43,8 @@ class Sample:
     tree: Any
     slots: tuple[Slot, ...]
     guessed: bool  # whether the groups were guessed from shapes
+    owned: frozenset[torch.dtype] = frozenset()  # dtypes of the parameters that the subject itself owns, as built
+    behind_clone: bool = False  # whether the function is handed clones, so that it may work in place
 
     @property
     def device(self) -> str:
@@ -62,9 +64,17 @@ class Sample:
             found.setdefault(slot.group, self.tensor(slot).dtype)
         return found
 
-    def mixed_within_group(self) -> bool:
-        built = self.as_built()
-        return any(self.tensor(slot).dtype != built[slot.group] for slot in self.slots if slot.group != FIXED)
+    def met(self, dtypes: Mapping[str, torch.dtype] | None) -> set[torch.dtype]:
+        """Every floating dtype in play with each group in its dtype (None: as built)."""
+        if dtypes is not None:
+            return set(dtypes.values())
+        return {self.tensor(slot).dtype for slot in self.slots} | self.owned
+
+    def differentiates_positionally(self) -> bool:
+        """Whether an argument passed by position is a tensor that wants a gradient (reentrant checkpointing sees no others)."""
+        asking = {slot.index for slot in self.slots if slot.wants_grad}
+        args, _ = self.call_arguments([i in asking for i in range(len(self.leaves))])
+        return any(a is True for a in args)
 
     def fresh(
         self, dtypes: Mapping[str, torch.dtype] | None, *, exact: torch.dtype | None = None, frozen: str | None = None
@@ -83,7 +93,7 @@ class Sample:
             copy = copy.to(exact) if exact is not None else copy
             copy = copy.clone() if copy.data_ptr() == given.data_ptr() else copy
             copy.requires_grad_(slot.wants_grad and slot.name != frozen)
-            leaves[slot.index] = named[slot.name] = copy
+            leaves[slot.index], named[slot.name] = copy.clone() if self.behind_clone else copy, copy
         return leaves, named
 
     def call_arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -103,12 +113,12 @@ def read_samples(
     *,
     contract: OpContract | None = None,
     names: Sequence[str] = (),
-    grads_by_default: bool = True,
+    owns_parameters: bool = False,
 ) -> list[Sample]:
     """What a caller may pass as `inputs`: one tensor, a tuple of arguments, a dict of keyword arguments, or a list of such samples."""
     several = isinstance(inputs, list) and inputs and all(isinstance(item, (tuple, Mapping)) for item in inputs)
-    samples = [_read(item, tuple(params), contract, names, grads_by_default) for item in (inputs if several else [inputs])]
-    if not any(sample.slots for sample in samples):
+    samples = [_read(item, tuple(params), contract, names, not owns_parameters) for item in (inputs if several else [inputs])]
+    if not owns_parameters and not any(sample.slots for sample in samples):
         raise UsageError("ampcheck needs at least one floating tensor among its inputs", fix="pass the tensors the function is called with")
     return samples
 

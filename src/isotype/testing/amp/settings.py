@@ -33,14 +33,10 @@ class Setting:
     def by_group(self) -> dict[str, torch.dtype] | None:
         return None if self.dtypes is None else dict(self.dtypes)
 
-    def uniform(self, sample: Sample) -> bool:
-        return len({sample.tensor(s).dtype for s in sample.slots} if self.dtypes is None else {d for _, d in self.dtypes}) <= 1
-
     def lowest(self, sample: Sample) -> torch.dtype:
         """The narrowest dtype in play: what results may be rounded to."""
-        met = [sample.tensor(s).dtype for s in sample.slots] if self.dtypes is None else [d for _, d in self.dtypes]
-        met += [self.autocast] if self.autocast else []
-        return max(met, key=lambda d: torch.finfo(d).eps)
+        met = sample.met(self.by_group) | ({self.autocast} if self.autocast else set())
+        return max(met, key=lambda d: torch.finfo(d).eps, default=torch.float32)
 
     def produced_by_any_trainer(self, sample: Sample) -> bool:
         """Under autocast: not the combination that torch's own layers refuse (inputs wider than the weights)."""

@@ -61,7 +61,7 @@ class Subject:
     def argument_names(self) -> list[str]:
         if self.function_class is not None:
             return parameter_names(self.function_class.forward, skip=0 if self.sets_up_context else 1)
-        return parameter_names(self.module.forward if isinstance(self.target, nn.Module) else self.target)
+        return parameter_names(self.target.forward if isinstance(self.target, nn.Module) else self.target)
 
     @property
     def sets_up_context(self) -> bool:
@@ -73,12 +73,17 @@ class Subject:
         """`param` when it owns parameters of its own."""
         return (PARAM,) if self.module is not None and any(p.is_floating_point() for p in self.module.parameters()) else ()
 
+    def owned_dtypes(self) -> frozenset[torch.dtype]:
+        """Dtypes of its own floating parameters, as built."""
+        return frozenset(p.dtype for p in self.module.parameters() if p.is_floating_point()) if self.module is not None else frozenset()
+
     def ready(
         self, dtypes: Mapping[str, torch.dtype] | None, *, exact: torch.dtype | None = None, frozen: str | None = None
     ) -> tuple[Callable[..., Any], dict[str, Tensor]]:
         """A callable for one run and the parameters it owns, by name; a module is copied, so that no run sees another's."""
         if self.function_class is not None:
-            return self.function_class.apply, {}
+            function = self.function_class
+            return lambda *args, **kwargs: function.apply(*args, **kwargs), {}  # looked up when called: `twin` exchanges it
         if self.module is None:
             return self.target, {}
         module = copy.deepcopy(self.module)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 import traceback
 from collections.abc import Mapping
@@ -167,9 +166,11 @@ def _number(text: str) -> Any:
     raise UsageError(f"--inputs {text!r}: neither a tensor like fp32[4 16] nor a number")
 
 
-def use_interpreter_without_gpu() -> bool:
-    """Runs Triton code in the repaired interpreter where there is no GPU; says whether it did. Call before the target is imported."""
-    if torch.cuda.is_available() or find_spec("triton") is None:
+def interpret_triton_without_gpu() -> bool:
+    """Runs Triton kernels, if any were imported, in the repaired interpreter where there is no GPU; says whether it did."""
+    if torch.cuda.is_available() or "triton" not in sys.modules:
         return False
-    os.environ["TRITON_INTERPRET"] = "1"
+    from ..interpreter import install
+
+    install()
     return True
