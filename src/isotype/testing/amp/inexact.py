@@ -140,12 +140,14 @@ def _cause(code: str, culprit: Culprit | None, low: str) -> str:
         return f"a running sum is kept in {low}{times}: once it is 256 times larger than what is added (2048 in fp16), additions round away"
     if culprit and culprit.accumulates and culprit.after > 8 * max(culprit.before, 1e-9):
         return (
-            f"cancellation after rounding: a value was rounded to {low} when it was stored in a buffer of that precision, and then a nearly equal "
+            f"cancellation after rounding: a value was rounded to {low} when it was stored in a buffer of that precision, and "
+            "then a nearly equal "
             "one is subtracted from it, so that mostly the rounding error is left"
         )
     if culprit and culprit.accumulates and culprit.repeats >= 4:
         return f"a running sum is kept in {low} ({culprit.repeats} additions into one buffer): every addition rounds, and small ones vanish"
-    return f"an intermediate is kept or computed in {low}: its rounding is carried into the result, where fp32 inside and one rounding at the end would not"
+    return f"an intermediate is kept or computed in {low}: its rounding is carried into the result, where fp32 inside and one "
+    "rounding at the end would not"
 
 
 def _fix(code: str, culprit: Culprit | None) -> str:

@@ -23,7 +23,19 @@ from .settings import Setting
 from .subjects import Subject
 
 _NO_ARITHMETIC = {"_to_copy", "detach", "alias", "lift_fresh", "view", "_unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze"}
-_NO_ARITHMETIC |= {"squeeze", "slice", "select", "empty", "empty_like", "new_empty", "empty_strided", "clone", "as_strided", "split"}
+_NO_ARITHMETIC |= {
+    "squeeze",
+    "slice",
+    "select",
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "clone",
+    "as_strided",
+    "split",
+    "set_",
+}
 _ADDS = {"add", "add_", "sub", "sub_", "addmm", "addmm_", "baddbmm", "baddbmm_", "index_add", "index_add_", "index_put", "index_put_"}
 
 
