@@ -157,7 +157,7 @@ class Numerics:
         return max((_distance(noisy[result], exactly) for noisy in self.noise(setting) if result in noisy), default=0.0)
 
     def _doubt(self, result: str, setting: Setting, exactly: Tensor) -> float:
-        """How far the truth itself is from the same run in fp32: a Triton kernel given fp64 computes as it is written, perhaps no better."""
+        """How far the truth is from the same run in fp32: a Triton kernel given fp64 computes as it is written, perhaps no better."""
         single = attempt(self.subject, self.sample, setting, exact=torch.float32).results()
         return _distance(single[result], exactly) if result in single else float("inf")
 
