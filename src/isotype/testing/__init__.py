@@ -10,6 +10,7 @@ from typing import Any
 
 _LAZY = {
     "ampcheck": "isotype.testing.amp.check",
+    "compile_matrix": "isotype.testing.kernel_matrix",
     "ConformanceError": "isotype.testing.amp.report",
     "Report": "isotype.testing.amp.report",
 }

@@ -1,0 +1,85 @@
+"""`isotype lint PATH...`: dtype faults in source code, found without importing it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import UsageError
+from .app import DOCTOR
+
+HELP = """Find dtype faults in source code; nothing is imported or run.
+
+Examples:
+
+    isotype lint src train.py
+
+    isotype lint src --fix                      # apply the fixes that are safe
+
+    isotype lint src --select LT002,LT004       # these rules only
+
+    isotype lint src --sarif > isotype.sarif    # for code scanning
+
+    isotype lint --rules                        # every rule, and whether it is on
+
+Silence one line with `# isotype: ignore[LT004] reason`, a file with `# isotype: ignore-file[LT004] reason`; configure in
+`[tool.isotype.lint]` of pyproject.toml (select, extend-select, ignore, exclude, per-file-ignores). Exit status 1 when there is a
+finding of `--fail-on` severity or worse.
+"""
+
+
+def lint(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Files and folders; the current folder when none is given.", show_default=False)
+    ] = None,
+    fix: bool = typer.Option(False, "--fix", help="Apply the safe fixes, then report what is left (needs the extra `fix`)."),
+    unsafe_fixes: bool = typer.Option(False, "--unsafe-fixes", help="With --fix: also those that change computed values."),
+    select: str = typer.Option("", help="Only these codes or prefixes, comma separated; ALL includes those off by default."),
+    extend_select: str = typer.Option("", help="These as well."),
+    ignore: str = typer.Option("", help="Never these."),
+    exclude: str = typer.Option("", help="Glob patterns of files and folders to leave out, comma separated."),
+    config: Annotated[Path | None, typer.Option(help="A pyproject.toml; else the nearest with [tool.isotype].", show_default=False)] = None,
+    fail_on: str = typer.Option("warning", help="Exit 1 from this severity on: error, warning or note."),
+    json_output: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    sarif: bool = typer.Option(False, "--sarif", help="Print SARIF 2.1.0."),
+    rules: bool = typer.Option(False, "--rules", help="List the rules and exit."),
+) -> None:
+    from ..doctor.lint.command import describe_rules, lint_command
+    from ..doctor.output import answer
+    from ..doctor.sarif import as_sarif
+    from ..finding import Severity, exit_code
+
+    if rules:
+        print(describe_rules(json_output))
+        return
+    try:
+        threshold = Severity.parse(fail_on)
+    except ValueError as error:
+        raise UsageError(f"--fail-on: {error}") from None
+    if json_output and sarif:
+        raise UsageError("--json and --sarif: choose one")
+    if unsafe_fixes and not fix:
+        raise UsageError("--unsafe-fixes does something only together with --fix")
+    run = lint_command(
+        paths or [Path(".")],
+        config_file=config,
+        select=select.split(","),
+        extend_select=extend_select.split(","),
+        ignore=ignore.split(","),
+        exclude=[pattern.strip() for pattern in exclude.split(",") if pattern.strip()],
+        fix=("unsafe" if unsafe_fixes else "safe") if fix else None,
+    )
+    if sarif:
+        print(json.dumps(as_sarif(run.findings), indent=1))
+        raise typer.Exit(exit_code(run.findings, threshold))
+    status = answer(
+        run.findings, subject=run.subject, json_output=json_output, fail_on=threshold, files=run.files, fixed=run.fixed, rules=run.rules
+    )
+    raise typer.Exit(status)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("lint", help=HELP, rich_help_panel=DOCTOR)(lint)

@@ -1,0 +1,107 @@
+"""One run of `isotype lint`: configuration and options together, files found, linted, perhaps mended and linted again."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from ...finding import Finding
+from .config import LintConfig, check_codes, find_pyproject, load
+from .files import python_files
+from .fix import apply_edits
+from .rule import Edit, FixSafety, all_rules
+from .run import Found, lint_files
+
+
+@dataclass(frozen=True, slots=True)
+class LintRun:
+    """What came out: findings (after fixes), files read, fixes made, codes of the rules that ran."""
+
+    findings: list[Finding]
+    files: int
+    fixed: int
+    rules: list[str]
+
+    @property
+    def subject(self) -> str:
+        mended = f", {self.fixed} fixed" if self.fixed else ""
+        return f"{self.files} file{'s' if self.files != 1 else ''}, {len(self.rules)} rules{mended}"
+
+
+def lint_command(
+    paths: Sequence[Path],
+    *,
+    config_file: Path | None = None,
+    select: Sequence[str] = (),
+    extend_select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    fix: Literal["safe", "unsafe"] | None = None,
+) -> LintRun:
+    """Options given here replace `select` of the configuration and add to its other lists.
+
+    Raises  UsageError for a path, code or configuration that means nothing.
+    """
+    config = settings(paths[0], config_file=config_file, select=select, extend_select=extend_select, ignore=ignore, exclude=exclude)
+    files = list(python_files(paths, config.exclude, config.root))
+    found = lint_files(files, config)
+    fixed = 0
+    if fix:
+        fixed = _mend(found, unsafe=fix == "unsafe")
+        found = lint_files(files, config) if fixed else found
+    return LintRun([f.finding for f in found], len(files), fixed, config.active())
+
+
+def settings(
+    near: Path,
+    *,
+    config_file: Path | None = None,
+    select: Sequence[str] = (),
+    extend_select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> LintConfig:
+    """The configuration for `near`, with what the command line adds."""
+    config = load(config_file if config_file else find_pyproject(near))
+    return replace(
+        config,
+        select=check_codes(select, "--select") or config.select,
+        extend_select=config.extend_select + check_codes(extend_select, "--extend-select"),
+        ignore=config.ignore + check_codes(ignore, "--ignore"),
+        exclude=config.exclude + tuple(exclude),
+    )
+
+
+def _mend(found: Sequence[Found], *, unsafe: bool) -> int:
+    """Writes the files that have an edit of the wanted safety; how many edits were made."""
+    edits: dict[str, list[Edit]] = defaultdict(list)
+    for item in found:
+        safety = all_rules()[item.finding.code].fix_safety if item.edit else FixSafety.NONE
+        if item.edit and item.finding.place.file and (safety is FixSafety.SAFE or (unsafe and safety is FixSafety.UNSAFE)):
+            edits[item.finding.place.file].append(item.edit)
+    made = 0
+    for file, wanted in edits.items():
+        changed, count = apply_edits(Path(file).read_bytes(), wanted)
+        if count:
+            Path(file).write_bytes(changed)
+            made += count
+    return made
+
+
+def describe_rules(as_json: bool) -> str:
+    """Every rule on a line: code, name, severity, whether it is on, whether it can mend."""
+    rows = [
+        {"code": r.code, "name": r.name, "severity": str(r.severity), "on": r.on, "fix": str(r.fix_safety)} for r in all_rules().values()
+    ]
+    if as_json:
+        return json.dumps({"rules": rows}, indent=1)
+    width = max(len(str(row["name"])) for row in rows)
+    return "\n".join(
+        f"{row['code']}  {row['name']:<{width}}  {row['severity']:<7}  {'on ' if row['on'] else 'off'}"
+        + ("" if row["fix"] == "none" else f"  {row['fix']} fix")
+        for row in rows
+    )

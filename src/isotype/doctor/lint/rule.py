@@ -1,0 +1,110 @@
+"""What a rule is: a code, a name, a fix safety, a docstring that is its page, and one visitor."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import ClassVar
+
+from ...finding import Severity
+from .source import SourceFile
+
+
+class FixSafety(StrEnum):
+    """safe: `--fix` applies it and no working program computes anything else; unsafe: it changes values; none: no automatic fix."""
+
+    SAFE = "safe"
+    UNSAFE = "unsafe"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A change of source, applied by `fix.py` with libcst.
+
+    kind      append: put `text` after the expression; keyword: add the argument `text` to the call; finally: move the statement at
+              `until` into a `finally` whose `try` holds the statements between the two
+    line, column, end_line, end_column  the expression or statement meant, as `ast` counts them
+    """
+
+    kind: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    text: str = ""
+    until: int = 0
+
+    @classmethod
+    def at(cls, kind: str, node: ast.expr | ast.stmt, text: str = "", until: int = 0) -> Edit:
+        return cls(kind, node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0, text, until)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hit:
+    """What a visitor yields; `run.py` makes a Finding of it."""
+
+    node: ast.expr | ast.stmt
+    message: str
+    cause: str
+    fix: str
+    severity: Severity | None = None
+    details: tuple[tuple[str, str], ...] = ()
+    symbol: str | None = None
+    edit: Edit | None = None
+
+
+SECTIONS = ("Why", "Example", "Use instead", "Fix safety", "Known problems")
+
+
+class Rule:
+    """Base of every rule.
+
+    words  the rule is asked only about files whose text has one of them (a cheap first look)
+    on     False for a rule that has to be selected by name because it errs too often, or is a matter of taste
+    """
+
+    code: ClassVar[str]
+    name: ClassVar[str]
+    severity: ClassVar[Severity] = Severity.WARNING
+    fix_safety: ClassVar[FixSafety] = FixSafety.NONE
+    on: ClassVar[bool] = True
+    words: ClassVar[tuple[str, ...]] = ("torch",)
+
+    def visit(self, file: SourceFile) -> Iterator[Hit]:
+        raise NotImplementedError
+
+    @classmethod
+    def page(cls) -> str:
+        """The docstring as Markdown: a title, the facts, the sections."""
+        title, _, body = _dedented(cls.__doc__ or "").partition("\n")
+        facts = f"severity {cls.severity}, {'on' if cls.on else 'off'} by default, automatic fix: {cls.fix_safety}"
+        body = re.sub(rf"^({'|'.join(SECTIONS)})\n-+$", r"## \1", body, flags=re.MULTILINE)
+        return f"# {cls.code} {cls.name}: {title}\n\n({facts})\n{body.rstrip()}\n"
+
+
+def _dedented(text: str) -> str:
+    first, _, rest = text.partition("\n")
+    margins = [len(line) - len(line.lstrip()) for line in rest.splitlines() if line.strip()]
+    margin = min(margins, default=0)
+    return "\n".join([first.strip(), *(line[margin:].rstrip() for line in rest.splitlines())])
+
+
+@cache
+def all_rules() -> dict[str, Rule]:
+    """Code -> rule, from the files `rules/ltNNN_*.py`."""
+    found: dict[str, Rule] = {}
+    for path in sorted((Path(__file__).parent / "rules").glob("lt[0-9]*.py")):
+        module = import_module(f"{__package__}.rules.{path.stem}")
+        own = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Rule) and v.__module__ == module.__name__]
+        assert len(own) == 1, f"{path.name} has {len(own)} rules, expected one"
+        rule = own[0]()
+        assert path.stem.startswith(rule.code.lower()), f"{path.name} holds {rule.code}"
+        found[rule.code] = rule
+    return found

@@ -1,0 +1,1 @@
+"""One file a rule: `ltNNN_name.py`."""

@@ -1,0 +1,38 @@
+"""Where autocast is switched on by a `with`: shared by the rules about what such a region holds."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ..source import SourceFile, keyword, last_name
+
+
+def autocast_regions(file: SourceFile) -> Iterator[ast.With]:
+    """`with` statements that switch autocast on (possibly on a condition): not those with a literal `enabled=False`."""
+    named = _named_contexts(file)
+    for node in file.nodes(ast.With):
+        for item in node.items:
+            expression = item.context_expr
+            if is_autocast_call(expression) or (isinstance(expression, ast.Name) and expression.id in named):
+                yield node
+                break
+
+
+def is_autocast_call(node: ast.AST) -> bool:
+    """`torch.autocast(...)`, `torch.cuda.amp.autocast(...)`, `accelerator.autocast()`, not switched off by a literal."""
+    if not isinstance(node, ast.Call) or last_name(node.func) != "autocast":
+        return False
+    enabled = keyword(node, "enabled")
+    positional = node.args[0] if node.args else None
+    return not any(isinstance(v, ast.Constant) and v.value is False for v in (enabled, positional))
+
+
+def _named_contexts(file: SourceFile) -> set[str]:
+    """Names bound to an autocast context: `ctx = nullcontext() if cpu else torch.autocast("cuda", dtype)`."""
+    return {
+        target.id
+        for node in file.nodes(ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and any(is_autocast_call(inner) for inner in ast.walk(node.value))
+    }

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ..rule import Edit, FixSafety, Hit, Rule
+from ..source import Function, SourceFile, own_nodes
+
+SETTERS = ("set_default_dtype", "set_default_tensor_type")
+
+
+class DefaultDtypeNotRestored(Rule):
+    """the default dtype is changed, and an exception keeps it changed
+
+    Why
+    ---
+    `torch.set_default_dtype` is global. When the code between the change and the restore raises (a corrupt checkpoint, an interrupted
+    download, the body of a `with` over a generator), the restore never runs, and every tensor made later without `dtype=`, in any
+    library, silently has the other dtype.
+
+    Example
+    -------
+    ```python
+    @contextmanager
+    def model_dtype(dtype):
+        previous = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        yield
+        torch.set_default_dtype(previous)
+    ```
+
+    Use instead
+    -----------
+    ```python
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(previous)
+    ```
+
+    Fix safety
+    ----------
+    Safe: the statements between are put into `try` and the restore into `finally`. Offered where both stand in one block.
+
+    Known problems
+    --------------
+    A program that sets the default once and means it for good is not reported; neither is a pair of `__enter__` and `__exit__`.
+    A restore by a helper function of another name is not recognised as one.
+    """
+
+    code = "LT006"
+    name = "default-dtype-not-restored"
+    fix_safety = FixSafety.SAFE
+    words = SETTERS
+
+    def visit(self, file: SourceFile) -> Iterator[Hit]:
+        for function in file.functions():
+            hit = _unguarded(file, function)
+            if hit:
+                yield hit
+
+
+def _unguarded(file: SourceFile, function: Function) -> Hit | None:
+    calls = [n for n in own_nodes(function) if isinstance(n, ast.Call) and file.dotted(n.func).rpartition(".")[2] in SETTERS]
+    calls.sort(key=lambda c: c.lineno)
+    saved = _saved(file, function)
+    guarded = any(_is_guarded(file, call, function) for call in calls)
+    restores = [c for c in calls if c.args and isinstance(c.args[0], ast.Name) and c.args[0].id in saved]
+    if guarded or not calls:
+        return None
+    restore = restores[-1] if restores else (calls[-1] if len(calls) > 1 and _in_sequence(file, calls[0], calls[-1]) else None)
+    if restore is None:
+        return None
+    changes = [c for c in calls if c.lineno < restore.lineno and c not in restores]
+    # the change itself may be made by a helper that hands back the former dtype: then the finding stands where that is kept
+    first = changes[0] if changes else saved[restores[-1].args[0].id]  # type: ignore[attr-defined]
+    risky = [
+        n
+        for n in own_nodes(function)
+        if isinstance(n, (ast.Call, ast.Yield, ast.YieldFrom, ast.Await, ast.Return)) and first.lineno < n.lineno < restore.lineno
+    ]
+    if not risky:
+        return None
+    where = "at the yield, where the caller's exceptions arrive," if any(isinstance(n, ast.Yield) for n in risky) else "in between"
+    change = f"{file.snippet(first, 50)} (line {first.lineno})"
+    return Hit(
+        node=first,
+        message=f"{function.name} changes the default dtype and restores it outside of `finally`",
+        cause=f"set_default_dtype is global: after an exception {where} {file.snippet(restore, 50)} (line {restore.lineno}) never runs, "
+        f"and the dtype set by {change} stays for the whole process",
+        fix=f"put what follows line {first.lineno} into `try:` and {file.snippet(restore, 50)} into `finally:`",
+        edit=_edit(file, first, restore),
+    )
+
+
+def _saved(file: SourceFile, function: Function) -> dict[str, ast.expr]:
+    """Names bound to the former default dtype: by get_default_dtype(), or by a helper that sets the default and returns the former."""
+    found: dict[str, ast.expr] = {}
+    for node in own_nodes(function):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and len(node.targets) == 1:
+            target, called = node.targets[0], file.dotted(node.value.func).rpartition(".")[2]
+            if isinstance(target, ast.Name) and (called == "get_default_dtype" or ("default" in called and "dtype" in called)):
+                found[target.id] = node.value
+    return found
+
+
+def _is_guarded(file: SourceFile, call: ast.Call, function: Function) -> bool:
+    """Whether it stands in a `finally`, an `except` or a nested function that will be called later."""
+    child: ast.AST = call
+    while child is not function:
+        parent = file.parents[child]
+        if isinstance(parent, ast.ExceptHandler) or (isinstance(parent, ast.Try) and child in parent.finalbody):
+            return True
+        child = parent
+    return False
+
+
+def _in_sequence(file: SourceFile, first: ast.Call, last: ast.Call) -> bool:
+    """Whether the second certainly follows the first: not the two arms of one `if`, and another argument."""
+    if ast.dump(first.args[0]) == ast.dump(last.args[0]) if first.args and last.args else True:
+        return False
+    above: list[tuple[ast.AST, ast.AST]] = []
+    child: ast.AST = first
+    while (parent := file.parents.get(child)) is not None:
+        above.append((parent, child))
+        child = parent
+    child = last
+    while (parent := file.parents.get(child)) is not None:
+        for other, branch in above:
+            if other is parent and isinstance(parent, ast.If):
+                return (branch in parent.body) == (child in parent.body)
+        child = parent
+    return True
+
+
+def _edit(file: SourceFile, first: ast.expr, restore: ast.Call) -> Edit | None:
+    before, after = file.parents.get(first), file.parents.get(restore)
+    if not isinstance(before, (ast.Expr, ast.Assign)) or not isinstance(after, ast.Expr):
+        return None
+    if file.parents.get(before) is not file.parents.get(after) or after.lineno - before.lineno < 2:
+        return None
+    return Edit.at("finally", before, until=after.lineno)

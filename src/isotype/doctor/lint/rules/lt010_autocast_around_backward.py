@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ....finding import Severity
+from ..rule import Hit, Rule
+from ..source import SourceFile, last_name, own_nodes
+from .autocast_regions import autocast_regions
+
+LOSS = re.compile(r"loss|^(scale|accelerator|fabric|sum|mean)$", re.IGNORECASE)
+OPTIMIZER = re.compile(r"optim|^opt(_\w+)?$|^(grad_)?scaler$", re.IGNORECASE)
+
+
+class AutocastAroundBackward(Rule):
+    """backward or an optimizer step inside an autocast region
+
+    Why
+    ---
+    Autocast chooses dtypes for the forward pass; backward takes them over by itself. Run inside the region, hand-written backwards and
+    recomputations see autocast a second time. An optimizer step inside it is worse: autocast keeps a low-precision copy of each weight
+    until the region ends, so that a forward pass after the step multiplies with the weights from before it.
+
+    Example
+    -------
+    ```python
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        for batch in batches:
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+    ```
+
+    Use instead
+    -----------
+    ```python
+    for batch in batches:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+    ```
+
+    Fix safety
+    ----------
+    There is no automatic fix.
+
+    Known problems
+    --------------
+    Only calls written inside the region are seen, not those of functions called from it. Regions with `enabled=False` are left alone.
+    """
+
+    code = "LT010"
+    name = "autocast-around-backward"
+    words = ("autocast",)
+
+    def visit(self, file: SourceFile) -> Iterator[Hit]:
+        for region in autocast_regions(file):
+            inner = [n for n in own_nodes(region) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+            for call in sorted(inner, key=lambda n: n.lineno):
+                told = _told(call)
+                if told:
+                    what, why, severity = told
+                    yield Hit(
+                        node=call,
+                        message=f"{what} runs inside the autocast region of line {region.lineno}",
+                        cause=why,
+                        fix="end the autocast region after the loss is computed: only the forward pass belongs inside `with autocast`",
+                        severity=severity,
+                    )
+
+
+def _told(call: ast.Call) -> tuple[str, str, Severity] | None:
+    """What the call is, why it does not belong in the region, how bad that is."""
+    assert isinstance(call.func, ast.Attribute)
+    receiver = last_name(call.func.value)
+    if call.func.attr in ("backward", "manual_backward"):
+        of_a_function = bool(call.args) and last_name(call.args[0]) == "ctx"
+        if not of_a_function and (LOSS.search(receiver) or call.func.attr == "manual_backward"):
+            why = "backward follows the dtypes that forward used; under autocast, hand-written backwards and recomputation are cast again"
+            return f"{receiver}.backward", why, Severity.WARNING
+    if call.func.attr == "step" and OPTIMIZER.search(receiver):
+        why = (
+            "autocast caches a low-precision copy of each weight until its region ends: "
+            "a forward pass after this optimizer step still uses the stale copies"
+        )
+        return f"{receiver}.step", why, Severity.ERROR
+    return None

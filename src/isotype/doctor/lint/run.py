@@ -1,0 +1,111 @@
+"""Lints files: reads, asks the rules, drops what is suppressed, answers Findings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+from ...finding import Finding, Place, Severity
+from .config import LintConfig
+from .files import read
+from .rule import Edit, Hit, Rule, all_rules
+from .source import SourceFile
+from .suppress import Suppression, suppressions
+
+PARALLEL_FROM = 200  # files: below this, starting a second process costs more than it saves
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A finding and, where its rule has one, the edit that mends it."""
+
+    finding: Finding
+    edit: Edit | None = None
+
+
+def lint_files(paths: Sequence[Path], config: LintConfig) -> list[Found]:
+    """Every finding in these files, file by file in the order given."""
+    one = partial(_lint_guarded, active=tuple(config.active()), config=config)
+    processes = min(os.cpu_count() or 1, 8)
+    if len(paths) < PARALLEL_FROM or processes < 2:
+        return list(chain.from_iterable(map(one, paths)))
+    with ProcessPoolExecutor(processes) as pool:
+        return list(chain.from_iterable(pool.map(one, paths, chunksize=16)))
+
+
+def _lint_guarded(path: Path, *, active: tuple[str, ...], config: LintConfig) -> list[Found]:
+    """`lint_text`, with trouble about one file told as a finding of that file instead of ending the run."""
+    try:
+        text = read(path)
+        return lint_text(text, path, active=active, config=config)
+    except (SyntaxError, UnicodeDecodeError, ValueError, OSError, RecursionError) as error:
+        line = getattr(error, "lineno", None)
+        reason = getattr(error, "msg", None) or str(error) or type(error).__name__
+        place = Place(file=str(path), line=line)
+        fix = "correct it, or leave the file out with `exclude` in [tool.isotype.lint]"
+        return [Found(Finding(code="LT000", severity=Severity.ERROR, message=f"could not be parsed: {reason}", place=place, fix=fix))]
+
+
+def lint_text(text: str, path: Path, *, active: Sequence[str], config: LintConfig | None = None) -> list[Found]:
+    """The findings of one file's text, suppressions applied, by line.
+
+    Raises  SyntaxError when the text is not Python.
+    """
+    rules = [all_rules()[code] for code in active]
+    rules = [rule for rule in rules if any(word in text for word in rule.words)]
+    silenced = suppressions(text)
+    if not rules and not silenced:
+        return []
+    file = SourceFile(str(path), text)
+    ignored = config.ignored_in(path) if config else ()
+    found: list[Found] = []
+    for rule in rules:
+        if ignored and rule.code.startswith(ignored):
+            continue
+        for hit in rule.visit(file):
+            last = min(hit.node.end_lineno or hit.node.lineno, hit.node.lineno + 20)
+            silent = [s for s in silenced if s.silences(rule.code, hit.node.lineno, last)]  # all of them, so that each counts as used
+            if not silent:
+                found.append(Found(_finding(rule, hit, file), hit.edit))
+    found += [Found(f) for s in silenced if (f := _about(s, file, active)) is not None]
+    return sorted(found, key=lambda f: (f.finding.place.line or 0, f.finding.place.column or 0, f.finding.code))
+
+
+def _finding(rule: Rule, hit: Hit, file: SourceFile) -> Finding:
+    symbol = hit.symbol or file.symbol(hit.node)
+    place = Place(file=file.path, line=hit.node.lineno, column=hit.node.col_offset + 1, symbol=symbol)
+    lines = file.text.splitlines()
+    code = lines[hit.node.lineno - 1].strip() if hit.node.lineno <= len(lines) else ""
+    return Finding(
+        code=rule.code,
+        severity=rule.severity if hit.severity is None else hit.severity,
+        message=hit.message,
+        place=place,
+        cause=hit.cause,
+        fix=hit.fix,
+        details=(("code", code), *hit.details),
+    )
+
+
+def _about(s: Suppression, file: SourceFile, active: Sequence[str]) -> Finding | None:
+    """What is wrong with a suppression, if anything."""
+    known = all_rules()
+    unknown = [code for code in s.codes if code not in known]
+    if not s.codes:
+        message = "a suppression names the rules it silences: `# isotype: ignore[LT004] reason`"
+    elif unknown:
+        message = f"the suppression names {', '.join(unknown)}, which is no rule"
+    elif not s.reason:
+        message = f"the suppression of {', '.join(s.codes)} has no reason"
+    else:
+        unused = [code for code in s.codes if code in active and code not in s.used]
+        if not unused:
+            return None
+        message = f"the suppression of {', '.join(unused)} silences nothing"
+    place = Place(file=file.path, line=s.line, column=s.column + 1)
+    return Finding(code="LT099", severity=Severity.NOTE, message=message, place=place, fix="say why, name the code, or remove the comment")
