@@ -48,9 +48,12 @@ def long_sums(numerics: Numerics, setting: Setting, *, hand_written: bool) -> tu
         return [], None
     if not judged and not _sums_grow(subject, sample, lengthened(sample, SOME // 4) or some, setting):
         return [], None
-    if not attempt(subject, some, setting).ran:
+    longer = attempt(subject, some, setting)
+    if not longer.ran:
         return [], f"long reductions: the function refuses its inputs lengthened to {_rows(some)} rows"
-    affordable = _affordable_rows(numerics, setting)
+    # a result of rows times rows (weights that look like rows, attention) costs too much at thousands
+    square = _results(longer) * _rows(sample) > 1.5 * _results(short) * _rows(some)
+    affordable = SOME if square else _affordable_rows(numerics, setting)
     grown = lengthened(sample, max(SOME, min(LONG, affordable, LARGEST * SOME // max(1, _numbers(some))))) or some
     outcome = attempt(subject, grown, setting)
     if not outcome.ran:
@@ -76,15 +79,19 @@ def _affordable_rows(numerics: Numerics, setting: Setting) -> int:
     taken = []
     for rows in (SOME // 4, SOME):
         sample = lengthened(numerics.sample, rows) or numerics.sample
-        started = time.perf_counter()
+        started = time.process_time()
         numerics.on(sample).truth(setting)
-        taken.append(time.perf_counter() - started)
+        taken.append(time.process_time() - started)
     power = min(2.0, max(1.0, math.log(taken[1] / taken[0], 4)))
     return int(SOME * (BUDGET / (RUNS * taken[1])) ** (1 / power))
 
 
 def _rows(sample: Sample) -> int:
     return next((sample.tensor(s).shape[0] for s in sample.slots if sample.tensor(s).dim()), 1)
+
+
+def _results(outcome: Outcome) -> int:
+    return sum(t.numel() for t in outcome.values)
 
 
 def _numbers(sample: Sample) -> int:
@@ -110,7 +117,7 @@ def _growing(
 
 
 def _finding(code: str, excess: Excess, outcome: Outcome, setting: Setting, subject: Subject, sample: Sample) -> Fault:
-    culprit = locate(subject, sample, setting)
+    culprit = locate(subject, sample, setting, long_sum=code == "AC007")
     stage = "backward" if excess.result.startswith("gradient") else "forward"
     place = culprit.place if culprit else _place(subject, outcome, stage)
     low = name(str(culprit.dtype)) if culprit and culprit.dtype is not None else name(str(setting.lowest(sample)))
