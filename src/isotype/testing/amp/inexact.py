@@ -21,7 +21,10 @@ from .subjects import Subject
 
 GROWTH = 3.0  # an error that grows by this factor with the number of rows is a sum in low precision
 SOME, LONG = 512, 4096  # rows tried first, and at most
-BUDGET, RUNS = 1.0, 6  # seconds for the long runs of one setting, and how many exact runs they are worth
+BUDGET, RUNS = (
+    3.0,
+    6,
+)  # processor seconds (a busy machine must not find less) for the long runs of one setting, and how many exact runs they are worth
 LARGEST = 8_000_000  # numbers in the lengthened inputs
 MANY = 16  # additions into one low-precision tensor
 
@@ -81,7 +84,7 @@ def _affordable_rows(numerics: Numerics, setting: Setting) -> int:
         sample = lengthened(numerics.sample, rows) or numerics.sample
         started = time.process_time()
         numerics.on(sample).truth(setting)
-        taken.append(time.process_time() - started)
+        taken.append(max(1e-4, time.process_time() - started))
     power = min(2.0, max(1.0, math.log(taken[1] / taken[0], 4)))
     return int(SOME * (BUDGET / (RUNS * taken[1])) ** (1 / power))
 
