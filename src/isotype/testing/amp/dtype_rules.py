@@ -47,10 +47,14 @@ def _gradient_fault(call: BackwardCall, i: int, returned: torch.dtype, expected:
     place = return_of(call.function, owner)
     got, wanted = _word(returned), _word(expected)
     if wider:
-        cause = f"{argument} is {wanted}; backward returns its gradient in {got}, and the engine casts it without a word, so "
-        ".grad.dtype looks right"
-        fix = f"return it in its tensor's dtype: `d{argument}.to({argument}.dtype)`; until then it holds twice the memory, and "
-        f"callers of backward by hand get {got}"
+        cause = (
+            f"{argument} is {wanted}; backward returns its gradient in {got}, and the engine casts it without a word, so "
+            ".grad.dtype looks right"
+        )
+        fix = (
+            f"return it in its tensor's dtype: `d{argument}.to({argument}.dtype)`; until then it holds twice the memory, and "
+            f"callers of backward by hand get {got}"
+        )
     else:
         cause = (
             f"every tensor of this call is {'/'.join(sorted({wanted}))} and autocast is "

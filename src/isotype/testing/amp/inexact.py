@@ -156,8 +156,10 @@ def _cause(code: str, culprit: Culprit | None, low: str) -> str:
         )
     if culprit and culprit.accumulates and culprit.repeats >= 4:
         return f"a running sum is kept in {low} ({culprit.repeats} additions into one buffer): every addition rounds, and small ones vanish"
-    return f"an intermediate is kept or computed in {low}: its rounding is carried into the result, where fp32 inside and one "
-    "rounding at the end would not"
+    return (
+        f"an intermediate is kept or computed in {low}: its rounding is carried into the result, "
+        "where fp32 inside and one rounding at the end would not"
+    )
 
 
 def _fix(code: str, culprit: Culprit | None) -> str:

@@ -170,8 +170,10 @@ def _fix(outcome: Outcome, setting: Setting, failure: Failure | None, owner: str
             "both know which dtype it is"
         )
     if failure and _SCATTER.search(failure.source):
-        return "make the buffer in the dtype of what is written into it, or cast the values to the dtype of the buffer: "
-        "`buffer.scatter_(1, index, values.to(buffer.dtype))`"
+        return (
+            "make the buffer in the dtype of what is written into it, or cast the values to the dtype of the buffer: "
+            "`buffer.scatter_(1, index, values.to(buffer.dtype))`"
+        )
     if outcome.stage == BACKWARD and setting.autocast:
         return (
             f'decorate forward with torch.amp.custom_fwd(device_type="{device}") and backward with '
@@ -180,8 +182,10 @@ def _fix(outcome: Outcome, setting: Setting, failure: Failure | None, owner: str
             "and return each gradient in its tensor's dtype"
         )
     if outcome.stage == BACKWARD:
-        return "cast to one dtype at the top of backward (`d = d.to(saved.dtype)` or the saved tensors to the grad dtype), and "
-        "return each gradient in its tensor's dtype"
+        return (
+            "cast to one dtype at the top of backward (`d = d.to(saved.dtype)` or the saved tensors to the grad dtype), and "
+            "return each gradient in its tensor's dtype"
+        )
     if setting.autocast:
         return (
             f"decide the compute dtype once at the top of {owner} and cast what it multiplies to it, with autocast off inside; "
