@@ -1,7 +1,6 @@
 """Small programs with a dtype fault, each with its repaired twin: `NAME(broken=True)` fails or misbehaves, `NAME(broken=False)` is right.
 
-They vary public failures (mask, rotary table, cache, adapter, checkpoint, optimizer, evaluation, averaged weights and so on); none is a copy of
-a case that the project is scored on.
+They vary public failures: mask, rotary table, cache, adapter, checkpoint, optimizer, evaluation, averaged weights.
 """
 
 from __future__ import annotations
@@ -181,7 +180,7 @@ def embedding_ids_cast_with_the_batch(broken):
 
 
 def python_check_in_a_library(broken):
-    """torch's own flex or flash front ends check in Python; nn.MultiheadAttention's fast path does too. sdpa's mask check is one of them."""
+    """Made above the dispatcher, before any op runs."""
     q = torch.randn(1, 2, 4, 8).to(bf16)
     mask = torch.zeros(4, 4, dtype=torch.float32 if broken else bf16)
     F.scaled_dot_product_attention(q, q, q, attn_mask=mask.expand(1, 2, 4, 4) if not broken else torch.zeros(4, 4, dtype=torch.float16))

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from .tracer import Tracer
 
 MENTIONS_DTYPE = re.compile(
-    r"dtype|scalar ?type|\bdata type|BFloat16|\bHalf\b|\bFloat\b|float(16|32|64)|\b(fp|bf)(16|32)\b|not implemented for '|without overflow|floating|CheckpointError",
+    r"dtype|scalar ?type|\bdata type|BFloat16|\bHalf\b|\bFloat\b|float(16|32|64)|\b(fp|bf)(16|32)\b|not implemented for '|without "
+    "overflow|floating|CheckpointError",
     re.IGNORECASE,
 )
 _ENGINE = frozenset({"backward", "grad"})
@@ -117,7 +118,9 @@ class Failures:
                     ": generate() runs outside the autocast that the trainer puts around its own forward" if generate else ""
                 )
             cause = cause_of(odd, name, tracer.names.census(), outside)
-            fix = fix_of(odd, others, name, autocast_on=on, autocast_before=before and not on, device=tracer.device, generate=generate and not on)
+            fix = fix_of(
+                odd, others, name, autocast_on=on, autocast_before=before and not on, device=tracer.device, generate=generate and not on
+            )
         return Finding(
             code="TR001",
             severity=Severity.ERROR,
@@ -166,5 +169,3 @@ def _details(operands: Sequence[Operand], node: str, state: str, own: Site | Non
         words = ", ".join(f"{sum(o.word == w for o in rest)} {w}" for w in dict.fromkeys(o.word for o in rest))
         details.append(("further", f"{len(rest)} operands: {words}"))
     return tuple(details)
-
-

@@ -53,7 +53,10 @@ class Change:
         return any(_EVALUATING & set(site.function.rpartition(".")[2].lower().split("_")) for site in near)
 
     def __str__(self) -> str:
-        return f"{self.name} changed from {dtype_name(self.before)} to {dtype_name(self.after)} at {short(self.site.file)}:{self.site.line} in {self.site.function}"
+        return (
+            f"{self.name} changed from {dtype_name(self.before)} to {dtype_name(self.after)} at "
+            f"{short(self.site.file)}:{self.site.line} in {self.site.function}"
+        )
 
 
 @dataclass(slots=True)
@@ -108,7 +111,7 @@ class Parameters:
             self._evaluated[key] = self._calls[key]
 
     def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """After an optimizer's step: a parameter that was stepped in a wider dtype, or cast down by an evaluation before, trains rounded."""
+        """After an optimizer's step: a parameter that was stepped in a wider dtype or cast down by an evaluation trains rounded."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not self._dirty and all(id(p) in self._steps for p in parameters[:1]):
             return
@@ -135,20 +138,42 @@ class Parameters:
 
     def data_set(self, parameter: torch.Tensor, value: Any) -> None:
         """`parameter.data = value`, outside a module's own cast."""
-        if self._depth or not isinstance(value, torch.Tensor) or not isinstance(parameter, torch.nn.Parameter) or value.dtype == parameter.dtype:
+        if (
+            self._depth
+            or not isinstance(value, torch.Tensor)
+            or not isinstance(parameter, torch.nn.Parameter)
+            or value.dtype == parameter.dtype
+        ):
             return
         if parameter.dtype not in FLOATS or value.dtype not in FLOATS:
             return
-        owner = next((key for key, known in self._tensors_of_roots() if known is parameter), (id(parameter), self._tracer.names.parameter_name(parameter) or "?"))
+        owner = next(
+            (key for key, known in self._tensors_of_roots() if known is parameter),
+            (id(parameter), self._tracer.names.parameter_name(parameter) or "?"),
+        )
         with torch.no_grad():
             old = parameter.detach().reshape(-1)[:SAMPLE].clone()
-        self._record(owner, self._tracer.names.parameter_name(parameter) or f"parameter of shape {tuple(parameter.shape)}", parameter.dtype, value.dtype, old, parameter)
+        self._record(
+            owner,
+            self._tracer.names.parameter_name(parameter) or f"parameter of shape {tuple(parameter.shape)}",
+            parameter.dtype,
+            value.dtype,
+            old,
+            parameter,
+        )
 
     def _look(self, module: torch.nn.Module) -> Iterable[tuple[tuple[int, str], torch.dtype, torch.Tensor, torch.Tensor]]:
         for owner in module.modules():
             for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
                 if tensor is not None and tensor.dtype in FLOATS and tensor.device.type != "meta":
-                    yield (id(owner), leaf), tensor.dtype, tensor.detach().reshape(-1)[:SAMPLE].clone() if tensor.is_contiguous() else tensor.detach().clone().reshape(-1)[:SAMPLE], tensor
+                    yield (
+                        (id(owner), leaf),
+                        tensor.dtype,
+                        tensor.detach().reshape(-1)[:SAMPLE].clone()
+                        if tensor.is_contiguous()
+                        else tensor.detach().clone().reshape(-1)[:SAMPLE],
+                        tensor,
+                    )
 
     def _tensors_of_roots(self) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
         for root in self._tracer.names.roots():
@@ -167,7 +192,9 @@ class Parameters:
                 path = self._tracer.names.modules.get(id(owner)) or paths[id(owner)]
                 self._record((id(owner), leaf), f"{path}.{leaf}".strip("."), known[0], tensor.dtype, known[1], tensor)
 
-    def _record(self, key: tuple[int, str], name: str, before: torch.dtype, after: torch.dtype, old: torch.Tensor, tensor: torch.Tensor) -> None:
+    def _record(
+        self, key: tuple[int, str], name: str, before: torch.dtype, after: torch.dtype, old: torch.Tensor, tensor: torch.Tensor
+    ) -> None:
         self._dirty = True
         self._tracer.dtypes_changed()
         rounded = float((old.to(after).to(before) != old).float().mean()) if old.device.type != "meta" and old.numel() else 0.0
@@ -194,7 +221,10 @@ def _finding(fault: Fault) -> Finding:
     library = down.stack[0] if down.stack[0] != down.site else None
     shown = ", ".join(fault.names[:4]) + (f" and {len(fault.names) - 4} more" if len(fault.names) > 4 else "")
     happened = {
-        "round trip": f"cast back to {wide} at {short(fault.up.site.file)}:{fault.up.site.line} in {fault.up.site.function}: the values stay rounded" if fault.up else "",
+        "round trip": f"cast back to {wide} at {short(fault.up.site.file)}:{fault.up.site.line} in {fault.up.site.function}: the "
+        "values stay rounded"
+        if fault.up
+        else "",
         "between steps": f"and trained on in {low}: an optimizer had stepped them in {wide} before",
         "before training": f"and trained in {low} afterwards: an evaluation left the model rounded",
     }[fault.kind]

@@ -97,7 +97,9 @@ def explain_refusal(tracer: Tracer, error: BaseException) -> Finding | None:
     return _from_tensors(tracer, error, evidence)
 
 
-def _finding(tracer: Tracer, error: BaseException, evidence: Evidence, *, message: str, cause: str, fix: str, code: str = "TR002", symbol: str = "") -> Finding:
+def _finding(
+    tracer: Tracer, error: BaseException, evidence: Evidence, *, message: str, cause: str, fix: str, code: str = "TR002", symbol: str = ""
+) -> Finding:
     raised = evidence.stack[0] if evidence.stack else None
     own = own_line(evidence.stack)
     at = own or raised
@@ -137,9 +139,11 @@ def _unscale(tracer: Tracer, error: BaseException, evidence: Evidence) -> Findin
         evidence,
         symbol=low[0],
         message=f"GradScaler refuses fp16 gradients: {len(low)} trainable parameters are fp16",
-        cause=f"the trainable parameters {_some(low)} are stored in fp16, so their gradients are fp16; GradScaler unscales fp32 gradients only, "
+        cause=f"the trainable parameters {_some(low)} are stored in fp16, so their gradients are fp16; GradScaler unscales fp32 "
+        "gradients only, "
         "since an fp16 gradient has already lost what the scale was to save" + (f". {changed}" if changed else ""),
-        fix="keep trainable parameters in fp32 (`for p in model.parameters(): if p.requires_grad: p.data = p.data.float()`) before the optimizer "
+        fix="keep trainable parameters in fp32 (`for p in model.parameters(): if p.requires_grad: p.data = p.data.float()`) before the "
+        "optimizer "
         "is built; autocast lowers the compute\nor train in bf16 without a GradScaler",
     )
 
@@ -178,7 +182,9 @@ def _checkpoint(tracer: Tracer, error: BaseException, evidence: Evidence) -> Fin
     """torch.utils.checkpoint: the recomputed tensors have another dtype than the saved ones."""
     differing = [
         (a, b)
-        for a, b in re.findall(r"saved metadata: \{.*?'dtype': torch\.(\w+).*?recomputed metadata: \{.*?'dtype': torch\.(\w+)", str(error), re.DOTALL)
+        for a, b in re.findall(
+            r"saved metadata: \{.*?'dtype': torch\.(\w+).*?recomputed metadata: \{.*?'dtype': torch\.(\w+)", str(error), re.DOTALL
+        )
         if a != b
     ]
     recompute = tracer.recomputation()
@@ -193,9 +199,11 @@ def _checkpoint(tracer: Tracer, error: BaseException, evidence: Evidence) -> Fin
         evidence,
         code="TR003",
         message=f"checkpoint recomputes in {recomputed} what forward saved in {saved}",
-        cause="the checkpointed function makes other dtypes when it is recomputed in backward: what decides its dtype changed between forward and backward "
+        cause="the checkpointed function makes other dtypes when it is recomputed in backward: what decides its dtype changed between "
+        "forward and backward "
         "(an autocast opened inside it, a global, a cast of the model)",
-        fix="make the checkpointed function decide its dtype the same way both times: open autocast around the whole forward, or unconditionally inside the function",
+        fix="make the checkpointed function decide its dtype the same way both times: open autocast around the whole forward, or "
+        "unconditionally inside the function",
     )
 
 
@@ -207,12 +215,19 @@ def recompute_finding(recompute: Any, error: BaseException | None) -> Finding:
         code="TR003",
         severity=Severity.ERROR if error is not None else Severity.WARNING,
         message=f"checkpoint recomputes {recompute.module} under another autocast state than its forward had",
-        place=Place(file=site.file if site else None, line=site.line if site else None, symbol=f"{site.function} ({recompute.module})" if site else recompute.module),
-        cause=f"in forward {recompute.module} ran with autocast {recompute.before}; recomputed in backward, called from {where}, it ran with autocast "
-        f"{recompute.after}: the dtype of what it saves and of its gradients changes between the two. torch.utils.checkpoint restores the autocast state "
+        place=Place(
+            file=site.file if site else None,
+            line=site.line if site else None,
+            symbol=f"{site.function} ({recompute.module})" if site else recompute.module,
+        ),
+        cause=f"in forward {recompute.module} ran with autocast {recompute.before}; recomputed in backward, called from {where}, it "
+        "ran with autocast "
+        f"{recompute.after}: the dtype of what it saves and of its gradients changes between the two. torch.utils.checkpoint restores "
+        "the autocast state "
         "around the checkpointed function; one opened or switched off inside it, by a condition, is its own",
         observed=f"{type(error).__name__}: {str(error).splitlines()[0]}" if error is not None else None,
-        fix="decide autocast the same way in forward and in recompute: open it unconditionally inside the checkpointed function, or around the whole forward",
+        fix="decide autocast the same way in forward and in recompute: open it unconditionally inside the checkpointed function, or "
+        "around the whole forward",
         details=(("called at", f"{site}: {site.text}"),) if site is not None else (),
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ from .gradients import Casts
 from .naming import Names
 from .ops import FLOATS, Op, dtype_of_tensors
 from .origin import Origin
-from .provenance import MARK, Provenance
 from .parameters import Parameters
 from .positions import WATCHED, Positions
 from .precision_map import PrecisionMap
 from .promotions import Promotions
+from .provenance import MARK, Provenance
 from .source import Locator, Site, statement
 from .updates import UPDATES, Updates
 
@@ -248,7 +249,7 @@ class Tracer(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if not isinstance(node, torch.autograd.function.BackwardCFunction):
             return False
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(__file__.rpartition("/")[0]):
             frame = frame.f_back
         return frame is not None and frame.f_code.co_name == "_engine_run_backward"
@@ -265,7 +266,9 @@ class Tracer(TorchDispatchMode):
             tensor.__dict__[MARK] = (origin, None)
             return origin
         if isinstance(tensor, torch.nn.Parameter):
-            return Origin(tensor.dtype, "parameter", self.names.parameter_name(tensor) or f"of shape {tuple(tensor.shape)}, in no module seen so far")
+            return Origin(
+                tensor.dtype, "parameter", self.names.parameter_name(tensor) or f"of shape {tuple(tensor.shape)}, in no module seen so far"
+            )
         return Origin(tensor.dtype, "input", f"shape {tuple(tensor.shape)}")
 
     def before_explaining(self) -> None:
@@ -287,7 +290,13 @@ class Tracer(TorchDispatchMode):
     def findings(self) -> list[Finding]:
         """What failed silently, as far as seen until now."""
         found = [*self.defaults.findings(), *self.autocast.findings(), *self.parameters.findings(), *self.updates.findings()]
-        return [*found, *self.promotions.findings(self.failures.told), *self.casts.findings(), *self.positions.findings(), *self.compiled.findings()]
+        return [
+            *found,
+            *self.promotions.findings(self.failures.told),
+            *self.casts.findings(),
+            *self.positions.findings(),
+            *self.compiled.findings(),
+        ]
 
     # ---- events
     def promoted(self, op: Op, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None:
