@@ -14,7 +14,7 @@ from .advice import cause_of, fix_of
 from .operands import Operand, dtypes_of, odd_one
 from .ops import Op, floating
 from .refusals import explain_refusal
-from .source import Site, callers, own_line
+from .source import Site, callers, own_line, statement
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -101,6 +101,7 @@ class Failures:
         stack = callers(3)
         site, module, node = tracer.here()
         mixed = len({operand.dtype for operand in operands}) > 1
+        value = re.match(r"value cannot be converted to type", str(error)) is not None
         odd = odd_one(operands, tracer.names.census(), name)
         on = torch.is_autocast_enabled(tracer.device)
         state, before = tracer.autocast_state()
@@ -109,8 +110,18 @@ class Failures:
         called = tracer.calling_name()
         title = f"{called} ({name})" if called and called.strip("_") != name.strip("_") else name
         others = [operand for operand in operands if operand is not odd]
+        line = statement(site) if site is not None else ""
         if leak is not None:
             cause, fix = leak
+        elif value:
+            cause = (
+                f"a number given to {name} is beyond the range of {odd.word}, the dtype of the tensor that takes it: `{line}`. A limit such as "
+                "torch.finfo(torch.float32).min, or -1e9 for fp16, was hard-coded for another dtype"
+            )
+            fix = "use the limit of the tensor's own dtype: torch.finfo(x.dtype).min"
+        elif not mixed and "not implemented for" in str(error):
+            cause = f"{name} has no {odd.word} kernel on {tracer.device}. {cause_of(odd, name, tracer.names.census(), '')}"
+            fix = f"run this part in fp32 or bf16 on {tracer.device}: `.to(torch.float32)`, or torch.autocast"
         else:
             outside = ""
             if before and not on:

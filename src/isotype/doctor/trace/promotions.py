@@ -96,7 +96,8 @@ def _finding(group: list[Promotion]) -> Finding:
     origin, decider = first.origin, first.origin.decider()
     wide, narrow = dtype_name(origin.dtype), dtype_name(first.narrow)
     norm = decider.kind == "parameter" and ("norm" in first.module_class.lower() or first.vector)
-    residual = decider.kind == "cast" and first.alike  # someone wrote that the stream be wide (residual_in_fp32)
+    # someone wrote that the stream be wide (residual_in_fp32), rather than widened an adapter or a router and forgot to cast back
+    residual = decider.kind == "cast" and first.alike and origin.writer.startswith("_to_copy")
     extra = sum(p.extra_bytes for p in group)
     count = sum(p.count for p in group)
     spread = list(dict.fromkeys(where for p in group for where in p.spread))

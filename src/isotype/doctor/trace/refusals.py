@@ -87,7 +87,8 @@ def explain_refusal(tracer: Tracer, error: BaseException) -> Finding | None:
     tracer.before_explaining()
     evidence = gather(tracer, error)
     text = str(error)
-    if evidence.stack and not in_library(evidence.stack[0].file) and "dtype" not in statement(evidence.stack[0]):
+    own = evidence.stack and not in_library(evidence.stack[0].file)
+    if own and isinstance(error, AssertionError) and "dtype" not in statement(evidence.stack[0]):
         return None  # the program's own complaint, about something else than the dtype of a tensor at hand
     for pattern, explain in _KNOWN:
         if re.search(pattern, f"{type(error).__name__}: {text}"):

@@ -25,6 +25,7 @@ from .gradients import Casts
 from .naming import Names
 from .ops import FLOATS, Op, dtype_of_tensors
 from .origin import Origin
+from .overflow import Overflows
 from .parameters import Parameters
 from .positions import WATCHED, Positions
 from .precision_map import PrecisionMap
@@ -81,6 +82,7 @@ class Tracer(TorchDispatchMode):
         self.casts = Casts(self)
         self.positions = Positions(self)
         self.compiled = Compiled(self)
+        self.overflows = Overflows(self)
         self.picture = PrecisionMap(self)
         self._mapped = mapped
         self._census: Counter[torch.dtype] | None = None
@@ -154,6 +156,7 @@ class Tracer(TorchDispatchMode):
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         while self.stack and self.stack.pop() is not module:
             pass
+        self.overflows.left(module, args, output)
         if self._mapped:
             self.picture.left(module, args, output, root=not self.stack)
         if not self.stack and output is not None:
@@ -295,6 +298,7 @@ class Tracer(TorchDispatchMode):
             *self.promotions.findings(self.failures.told),
             *self.casts.findings(),
             *self.positions.findings(),
+            *self.overflows.findings(),
             *self.compiled.findings(),
         ]
 
