@@ -115,8 +115,8 @@ class Failures:
             cause, fix = leak
         elif value:
             cause = (
-                f"a number given to {name} is beyond the range of {odd.word}, the dtype of the tensor that takes it: `{line}`. A limit such as "
-                "torch.finfo(torch.float32).min, or -1e9 for fp16, was hard-coded for another dtype"
+                f"a number given to {name} is beyond the range of {odd.word}, the dtype of the tensor that takes it: `{line}`. "
+                "A limit such as torch.finfo(torch.float32).min, or -1e9 for fp16, was hard-coded for another dtype"
             )
             fix = "use the limit of the tensor's own dtype: torch.finfo(x.dtype).min"
         elif not mixed and "not implemented for" in str(error):

@@ -61,6 +61,7 @@ class Overflows:
                 ),
                 cause="fp16 ends at 65504: a product or a sum beyond it is inf, and inf - inf or inf / inf is NaN"
                 + (f"; {first.module} was given values up to {first.largest:.0f}" if first.inside and first.largest else ""),
-                fix="run in bf16, which has the range of fp32, or keep this part in fp32 (cast in, compute, cast back), or clamp to torch.finfo(x.dtype).max",
+                fix="run in bf16, which has the range of fp32, or keep this part in fp32 (cast in, compute, cast back), "
+                "or clamp to torch.finfo(x.dtype).max",
             )
         ]
