@@ -13,6 +13,7 @@ from ...finding import Finding, Place, Severity
 from .advice import cause_of, fix_of
 from .operands import Operand, dtypes_of, odd_one
 from .ops import Op, floating
+from .origin import Origin
 from .refusals import explain_refusal
 from .source import Site, callers, own_line, statement
 
@@ -96,6 +97,16 @@ class Failures:
                 self.told |= {origin.site, origin.what} - {None}
         self._attach(error, self._finding(error, name, operands))
 
+    def _stale_origins(self, operands: Sequence[Operand]) -> list[tuple[Origin, torch.dtype]]:
+        """Parameters in the chains, each with the dtype that it has now."""
+        now = {name: tensor.dtype for _, name, tensor in self._tracer.names.tensors()}
+        return [
+            (step, now[step.what])
+            for operand in operands
+            for step in operand.origin.chain()
+            if step.kind == "parameter" and step.what in now
+        ]
+
     def _finding(self, error: Exception, name: str, operands: Sequence[Operand]) -> Finding:
         tracer = self._tracer
         stack = callers(3)
@@ -132,6 +143,11 @@ class Failures:
             fix = fix_of(
                 odd, others, name, autocast_on=on, autocast_before=before and not on, device=tracer.device, generate=generate and not on
             )
+            named = {step.what for operand in operands for step in operand.origin.chain() if step.kind in ("parameter", "buffer")}
+            changed = tracer.parameters.of_names(named)
+            # only where it bears on the failure: the model was cast after something (an optimizer state, a cache) was made from it
+            if changed and any(step.dtype != known for step, known in self._stale_origins(operands)):
+                cause += f". {changed}; what was made from it before kept the old dtype"
         return Finding(
             code="TR001",
             severity=Severity.ERROR,

@@ -49,8 +49,13 @@ class Change:
     @property
     def evaluating(self) -> bool:
         """Whether a function named for evaluation made the cast."""
+        return self.evaluation is not None
+
+    @property
+    def evaluation(self) -> Site | None:
+        """The line of that function."""
         near = [site for site in self.stack if not site.file.startswith(TORCH)][:_NEAR]
-        return any(_EVALUATING & set(site.function.rpartition(".")[2].lower().split("_")) for site in near)
+        return next((site for site in near if _EVALUATING & set(site.function.rpartition(".")[2].lower().split("_"))), None)
 
     def __str__(self) -> str:
         return (
@@ -136,6 +141,11 @@ class Parameters:
                 return str(self._history[key][-1])
         return ""
 
+    def of_names(self, names: set[str]) -> str:
+        """The last change of the first of these parameters that changed, in words."""
+        changes = (history[-1] for history in self._history.values() if history and history[-1].name in names)
+        return next((str(change) for change in changes), "")
+
     def data_set(self, parameter: torch.Tensor, value: Any) -> None:
         """`parameter.data = value`, outside a module's own cast."""
         if (
@@ -218,15 +228,15 @@ class Parameters:
 def _finding(fault: Fault) -> Finding:
     down, wide, low = fault.down, dtype_name(fault.down.before), dtype_name(fault.down.after)
     where = f"{short(down.site.file)}:{down.site.line} in {down.site.function}"
-    library = down.stack[0] if down.stack[0] != down.site else None
+    caller = down.evaluation or next((site for site in down.stack if not site.file.startswith(TORCH)), down.site)
     shown = ", ".join(fault.names[:4]) + (f" and {len(fault.names) - 4} more" if len(fault.names) > 4 else "")
     happened = {
-        "round trip": f"cast back to {wide} at {short(fault.up.site.file)}:{fault.up.site.line} in {fault.up.site.function}: the "
+        "round trip": f"they were cast back to {wide} at {short(fault.up.site.file)}:{fault.up.site.line} in {fault.up.site.function}: the "
         "values stay rounded"
         if fault.up
         else "",
-        "between steps": f"and trained on in {low}: an optimizer had stepped them in {wide} before",
-        "before training": f"and trained in {low} afterwards: an evaluation left the model rounded",
+        "between steps": f"they were trained on in {low}: an optimizer had stepped them in {wide} before",
+        "before training": f"the model was trained in {low} afterwards: an evaluation left the model rounded",
     }[fault.kind]
     return Finding(
         code="TR011",
@@ -234,7 +244,8 @@ def _finding(fault: Fault) -> Finding:
         message=f"{len(fault.names)} parameters and buffers were cast in place from {wide} to {low}: {shown}",
         place=Place(file=down.site.file, line=down.site.line, symbol=down.site.function),
         cause=f"`.to({low})` on the live model, {where}, rounded its weights and buffers to {low} in place "
-        f"({100 * down.rounded:.0f}% of the values of {down.name} changed); they were {happened}",
+        f"({100 * down.rounded:.0f}% of the values of {down.name} changed); {happened}",
         fix="evaluate under torch.autocast, which rounds nothing in place\nor evaluate a copy: copy.deepcopy(model).to(...)",
-        details=(("called at", f"{down.site}: {down.site.text}"),) + ((("cast by", str(library)),) if library is not None else ()),
+        details=(("called at", f"{down.site}: {down.site.text}"),)
+        + ((("cast by", f"{caller}: {caller.text}"),) if caller != down.site else ()),
     )

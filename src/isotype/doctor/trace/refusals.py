@@ -179,6 +179,31 @@ def _uniform(tracer: Tracer, error: BaseException, evidence: Evidence) -> Findin
     )
 
 
+def _gradient(tracer: Tracer, error: BaseException, evidence: Evidence) -> Finding | None:
+    """Autograd or DDP met a gradient in another dtype than its parameter's bucket or buffer has."""
+    wrong = []
+    for kind, name, tensor in tracer.names.tensors():
+        if kind == "parameter" and tensor.requires_grad:
+            kept = tensor.grad.dtype if tensor.grad is not None else getattr(tensor, "grad_dtype", None)
+            if kept is not None and kept != tensor.dtype:
+                wrong.append((name, tensor.dtype, kept))
+    if not wrong:
+        return None
+    name, own, kept = wrong[0]
+    return _finding(
+        tracer,
+        error,
+        evidence,
+        symbol=name,
+        message=f"gradients are {dtype_name(kept)} where the parameters are {dtype_name(own)}",
+        cause=f"the gradients of {_some([n for n, _, _ in wrong])} are kept in {dtype_name(kept)} (param.grad_dtype, or a re-typed "
+        ".grad), the parameters are "
+        f"{dtype_name(own)}; DDP's buckets and autograd's accumulation have the parameter's dtype",
+        fix=f"leave .grad in the parameter's dtype and accumulate in {dtype_name(kept)} buffers of your own, filled from "
+        "register_post_accumulate_grad_hook",
+    )
+
+
 def _checkpoint(tracer: Tracer, error: BaseException, evidence: Evidence) -> Finding | None:
     """torch.utils.checkpoint: the recomputed tensors have another dtype than the saved ones."""
     differing = [
@@ -241,6 +266,7 @@ def _attention(tracer: Tracer, error: BaseException, evidence: Evidence) -> Find
 _KNOWN: tuple[tuple[str, Callable[[Tracer, BaseException, Evidence], Finding | None]], ...] = (
     (r"unscale FP16|unscale .*fp16", _unscale),
     (r"uniform (original parameter )?dtype|same dtype.*FSDP|FSDP.*same dtype", _uniform),
+    (r"Expected \w+, got \w+|grad.*different dtype|gradient.*dtype", _gradient),
     (r"CheckpointError|different metadata than during the forward", _checkpoint),
 )
 

@@ -221,7 +221,7 @@ class Updates:
         return Finding(
             code="TR012",
             severity=Severity.WARNING,
-            message=f"{what} of {word} parameters round away: {', '.join(names[:4])}"
+            message=f"{what} of {word} parameters {'rounds' if only_decay else 'round'} away: {', '.join(names[:4])}"
             + (f" and {len(names) - 4} more seen" if len(names) > 4 else ""),
             place=Place(file=first.site.file if first.site else None, line=first.site.line if first.site else None, symbol=names[0]),
             cause=f"{word} weights keep {_bits(word)} significant bits, so an update below {eps(word) / 2:.1e} of the weight is lost "
