@@ -25,11 +25,11 @@ class Size:
     """How large the model is and how long it trains. The default takes about two minutes on two cores with bf16, four without."""
 
     vocabulary: int = 2048
-    hidden: int = 256
+    hidden: int = 192
     layers: int = 4
     window: int = 256
-    pretrain_steps: int = 900
-    tune_steps: int = 400
+    pretrain_steps: int = 1600
+    tune_steps: int = 500
 
 
 def quickstart(folder: Path, *, size: Size | None = None, json_output: bool = False) -> int:
@@ -157,7 +157,7 @@ adapter:
 train:
   steps: {size.pretrain_steps}
   batch_size: 4
-  learning_rate: 1.0e-3
+  learning_rate: 1.5e-3
   beta2: 0.95
   eval_every: {max(1, size.pretrain_steps // 5)}
 run:
@@ -178,12 +178,12 @@ data:
   eval_split: 0.03
 adapter:
   kind: lora
-  r: 16
-  alpha: 32
+  r: 32
+  alpha: 64
 train:
   steps: {size.tune_steps}
   batch_size: 16
-  learning_rate: 3.0e-3
+  learning_rate: 2.0e-3
   eval_every: {max(1, size.tune_steps // 5)}
 run:
   folder: {_quoted(folder / "tune")}

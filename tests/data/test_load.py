@@ -163,6 +163,14 @@ def test_a_text_file_becomes_windows(write: Any, load: Any) -> None:
     assert loaded.prompts[0].reference
 
 
+def test_the_reference_of_a_text_ends_where_the_text_ends(write: Any, load: Any) -> None:
+    first = "zyx wvu " * 5
+    (prompt,) = load(train=write("book.txt", first + "<|im_end|>a wholly different text that goes on"), max_length=256).prompts
+    assert prompt.text
+    assert prompt.reference
+    assert (prompt.text + prompt.reference).replace(" ", "") == first.replace(" ", "")
+
+
 def test_limit_and_unread_keys(write: Any, load: Any) -> None:
     loaded = load(train=write("chats.jsonl", [chat("q", "a", id=1, source="x")] * 8), limit=5)
     assert len(loaded.train) == 5

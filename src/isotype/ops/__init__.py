@@ -5,7 +5,9 @@ Attributes are imported when first used, so that the doctor can read `isotype.op
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 _LAZY = {
@@ -25,10 +27,18 @@ __all__ = [*_LAZY]
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'isotype.ops' has no attribute {name!r}")
-    found = getattr(import_module(_LAZY[name]), name)
-    # importing isotype.ops.rope binds the folder's module under the same name: the function replaces it
-    globals()[name] = found
-    return found
+    globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return globals()[name]
+
+
+class _Ops(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # importing the folder isotype.ops.rope would bind its module to the name of the op: the op keeps it
+        if not (name in _LAZY and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Ops
 
 
 def __dir__() -> list[str]:

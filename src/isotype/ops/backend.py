@@ -21,7 +21,7 @@ def has_triton() -> bool:
 
 @contextmanager
 def using(backend: str) -> Iterator[None]:
-    """Within this block every op takes its "triton" or "eager" path, whatever the device: for the interpreter, compile checks and comparisons."""
+    """Within this block every op takes its "triton" or "eager" path, whatever the device: for tests and comparisons."""
     if backend not in ("triton", "eager"):
         raise ValueError(f"backend {backend!r}: expected triton or eager")
     token = _forced.set(backend)
@@ -32,7 +32,9 @@ def using(backend: str) -> Iterator[None]:
 
 
 def triton_runs(x: Tensor) -> bool:
-    """Whether the op's kernels run on `x`; fp64 never does, the kernels compute in fp32."""
+    """Whether the op's kernels run on `x`: not for fp64, as they compute in fp32, and not in a graph, where Inductor fuses the formula."""
+    if torch.compiler.is_compiling():
+        return False
     forced = _forced.get()
     if forced is not None:
         return forced == "triton"

@@ -165,15 +165,11 @@ def _simulated(
 
         # the first step makes the optimizer's states, so the second is the one that counts
         stepper.accumulate([batch])
-        update = 0
         if train.optimizer == "adamw8bit":
-            states = [torch.empty(held.optimizer, dtype=torch.uint8)]
+            states = [torch.empty(held.optimizer, dtype=torch.uint8, device=device_type)]
         else:
-            before = live.now
-            live.restart_peak()
-            optimizer.step()
             states = []
-            update = live.peak - before
+            optimizer.step()
         accumulator.zero()
         live.restart_peak()
         before = live.now
@@ -183,12 +179,11 @@ def _simulated(
         stepper.accumulate(batches)
         forward_end = after_forward[first + len(batches) - 1]
         gradients = live.now - before if len(batches) > 1 else 0
-        peak_step = live.peak
+        peak_step, before_update = live.peak, live.now
         live.restart_peak()
-        if train.optimizer != "adamw8bit":
+        if not states:
             optimizer.step()
-        del states
-        peak = max(peak_step, live.peak)
+        peak, update = max(peak_step, live.peak), live.peak - before_update
     return replace(
         held,
         activations=max(0, forward_end - before - gradients),

@@ -160,11 +160,12 @@ def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) 
     rows = [
         ("run", str(folder.path)),
         ("device", f"{hardware.name}, torch {torch.__version__}"),
-        ("model", f"{prepared.source.name}  {total:,} parameters, {trainable:,} trained ({trainable / total:.2%}, {how}), {size(weights)}"),
+        ("model", f"{prepared.source.name}  {total:,} parameters, {trainable:,} trained ({trainable / total:.2%}, {how})"),
         ("precision", f"{p}  ({resolved.why_preset})"),
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
         ("data", f"{len(prepared.data.train):,} training rows, {len(prepared.data.eval):,} evaluation rows"),
         *[("", note) for note in facts.get("notes", [])],
+        ("memory", f"weights {size(weights)} of {size(hardware.memory)}; isotype plan estimates the peak, each step shows the measured one"),
         (
             "schedule",
             f"{plan.total} steps of {train.batch_size} x {train.accumulate} rows, learning rate {train.learning_rate:g} {train.schedule}",

@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
-from contradictions import CASES, Case
 
 from isotype.doctor.check import check
 from isotype.finding import Finding, Severity
+
+from .contradictions import CASES, Case
 
 
 def run(folder: Path, files: dict[str, str], case: Case) -> list[Finding]:

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...finding import Finding, Place, Severity
-from . import collect as collecting
+from .collect import Collection, collect
 from .devices import parse as parse_device
+from .programs import process_environment
 from .record import ROLES, Record, compile_record
 from .rules import RULES
+from .runs import MAIN, runs
 from .settings import Facts
 from .versions import installed as installed_versions
 
@@ -34,27 +36,27 @@ def check(paths: Iterable[str], *, device: str | None = None, environment: bool 
     """
     if device is not None:
         parse_device(device)
-    found = collecting.collect(paths)
+    found = collect(paths)
     extra = []
     if environment:
-        extra.append(collecting.process_environment(os.environ))
+        extra.append(process_environment(os.environ))
     if installed:
         extra.append(installed_versions())
     records, findings = [], list(found.trouble)
-    for facts in collecting.runs(found, device):
+    for facts in runs(found, device):
         facts.documents += [d for d in extra if d.settings]
         if any(d.tool == "isotype" for d in facts.documents):
             findings += _isotype(facts, found)
             continue
         record = compile_record(facts)
-        if record.roles or any(d.tool in collecting.MAIN or d.tool in ("accelerate", "deepspeed") for d in facts.documents):
+        if record.roles or any(d.tool in MAIN or d.tool in ("accelerate", "deepspeed") for d in facts.documents):
             records.append(record)
         for function in RULES.values():
             findings += function(record)
     return Checked(_distinct(findings), records, found.files)
 
 
-def _isotype(facts: Facts, found: collecting.Collection) -> list[Finding]:
+def _isotype(facts: Facts, found: Collection) -> list[Finding]:
     from .isotype_run import check_run
 
     return [finding for d in facts.documents if d.tool == "isotype" for finding in check_run(d, found.trees[d.file], facts)]
@@ -93,7 +95,7 @@ def table(record: Record) -> str:
     if not rows:
         return ""
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    main = next((d for d in record.facts.documents if d.tool in collecting.MAIN), record.facts.documents[0])
+    main = next((d for d in record.facts.documents if d.tool in MAIN), record.facts.documents[0])
     lines = [f"what {main.file} will really do ({main.tool})"]
     lines += [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)) + f"  {row[3]}".rstrip() for row in rows

@@ -1,7 +1,7 @@
-"""Cross-entropy in blocks of rows that stay in the cache: any device, no wide copy of the logits. T tokens, V vocabulary (or a block of it).
+"""Cross-entropy in blocks of rows that stay in the cache: any device, no wide copy of the logits. T tokens, V vocabulary.
 
-`work` is the one wide buffer, reused by every block, so that a bf16 row is widened once and narrowed once. Measured on a 2-core CPU: about a
-tenth of the time of `F.cross_entropy(logits.float())` and its backward, whose time goes into pages of fresh fp32 tensors.
+`work` is the one wide buffer, reused by every block, so that a bf16 row is widened once and narrowed once. `benchmarks/ops.py`
+shows it beside `F.cross_entropy(logits.float())`, whose time goes into pages of fresh fp32 tensors.
 """
 
 from __future__ import annotations
@@ -60,13 +60,22 @@ def exp_rows_(z: Tensor, targets: Tensor, rule: LossRule) -> tuple[Tensor, Tenso
 
 
 def gradient_rows_(
-    p: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, dloss: Tensor, rule: LossRule, classes: int, first: int = 0
+    p: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    dloss: Tensor,
+    rule: LossRule,
+    classes: int,
+    first: int = 0,
+    total: Tensor | None = None,
 ) -> None:
-    """`p`, the softmax of the rows up to a factor a row already in `dloss`-free form, becomes the gradient of the logits.
+    """`p`, the softmax of the rows times `total` a row where given, becomes the gradient of the logits.
 
     classes   the whole vocabulary's size; `first` is the class of column 0 when these columns are a block of it
     """
-    p.mul_((dloss * (1 + 2 * rule.z_loss * lse)).unsqueeze(-1))
+    factor = dloss * (1 + 2 * rule.z_loss * lse)
+    p.mul_((factor if total is None else factor / total).unsqueeze(-1))
     if rule.label_smoothing:
         p.sub_((dloss * (rule.label_smoothing / classes)).unsqueeze(-1))
     local = targets - first
@@ -89,7 +98,7 @@ def cross_entropy_forward(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) 
     work = work_buffer(logits_TV)
     loss_T = work.new_empty(logits_TV.shape[0])
     lse_T = torch.empty_like(loss_T)
-    for rows in blocks(*logits_TV.shape, logits_TV.device):
+    for rows in blocks(logits_TV.shape[0], logits_TV.shape[1], logits_TV.device):
         z = widen_(work[: rows.stop - rows.start], logits_TV[rows], rule)
         loss_T[rows], lse_T[rows], _ = exp_rows_(z, targets_T[rows], rule)
     return loss_T, lse_T
@@ -101,12 +110,47 @@ def cross_entropy_backward(
     """The gradient of the logits, written to `out_TV`, which may be `logits_TV` itself when the caller owns it."""
     work = work_buffer(logits_TV)
     dloss_T = dloss_T.to(work.dtype).masked_fill(targets_T == rule.ignore_index, 0.0)
-    for rows in blocks(*logits_TV.shape, logits_TV.device):
+    for rows in blocks(logits_TV.shape[0], logits_TV.shape[1], logits_TV.device):
         p = widen_(work[: rows.stop - rows.start], logits_TV[rows], rule)
         p.sub_(lse_T[rows].unsqueeze(-1)).exp_()
         gradient_rows_(p, logits_TV[rows], targets_T[rows], lse_T[rows], dloss_T[rows], rule, classes, first)
         out_TV[rows] = p
     return zero_ignored_(out_TV, targets_T, rule)
+
+
+def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: float) -> tuple[Tensor, Tensor]:
+    """(loss, logsumexp), and in `out_TV` the logits' gradient for an upstream gradient of `dloss` in every row: one exp for both.
+
+    out_TV   may be `logits_TV` itself when the caller owns it; its dtype may be narrower
+    """
+    work = work_buffer(logits_TV)
+    loss_T = work.new_empty(logits_TV.shape[0])
+    lse_T = torch.empty_like(loss_T)
+    dloss_T = torch.full_like(loss_T, dloss).masked_fill_(targets_T == rule.ignore_index, 0.0)
+    for rows in blocks(logits_TV.shape[0], logits_TV.shape[1], logits_TV.device):
+        p = widen_(work[: rows.stop - rows.start], logits_TV[rows], rule)
+        loss_T[rows], lse_T[rows], total = exp_rows_(p, targets_T[rows], rule)
+        gradient_rows_(p, logits_TV[rows], targets_T[rows], lse_T[rows], dloss_T[rows], rule, logits_TV.shape[1], total=total)
+        out_TV[rows] = p
+    zero_ignored_(out_TV, targets_T, rule)
+    return loss_T, lse_T
+
+
+def token_statistics(logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the target, entropy (nats), most likely class."""
+    work = work_buffer(logits_TV)
+    log_prob_T, entropy_T = torch.empty_like(lse_T), torch.empty_like(lse_T)
+    top1_T = torch.empty(lse_T.shape, dtype=torch.int64, device=lse_T.device)
+    safe_T = targets_T.masked_fill(targets_T == rule.ignore_index, 0).long()
+    for rows in blocks(logits_TV.shape[0], logits_TV.shape[1], logits_TV.device):
+        z = widen_(work[: rows.stop - rows.start], logits_TV[rows], rule)
+        lse = lse_T[rows].unsqueeze(-1)
+        log_prob_T[rows] = (z.gather(-1, safe_T[rows].unsqueeze(-1)) - lse).squeeze(-1)
+        top1_T[rows] = z.argmax(-1)
+        log_p = z.sub_(lse)
+        # p log p is 0 where p is, also for a class masked with -inf
+        entropy_T[rows] = -(log_p.exp() * log_p.clamp_(min=-1e30)).sum(-1)
+    return log_prob_T, entropy_T, top1_T
 
 
 def zero_ignored_(gradient_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Tensor:

@@ -70,12 +70,13 @@ def check_targets(logits_shape: tuple[int, ...], targets: Tensor, classes: int, 
             f"targets are {list(targets.shape)} where logits {list(logits_shape)} need {list(logits_shape[:-1])}", code="SH001"
         )
     good = (targets == ignore_index) | ((targets >= 0) & (targets < classes))
-    if torch.compiler.is_compiling() or not targets.device.type == "cpu":
+    if torch.compiler.is_compiling() or targets.device.type != "cpu":
         torch._assert_async(good.all(), f"SH002 a target is neither ignore_index ({ignore_index}) nor in 0..{classes - 1}")
     elif not bool(good.all()):
         bad = targets[~good].flatten()
         raise IsotypeError(
-            f"{bad.numel()} targets are out of range, the first is {int(bad[0])}: expected 0..{classes - 1} or ignore_index ({ignore_index})",
+            f"{bad.numel()} targets are out of range, the first is {int(bad[0])}: "
+            f"expected 0..{classes - 1} or ignore_index ({ignore_index})",
             code="SH002",
             fix="compare the tokenizer's length with the head's rows, and the label mask with ignore_index",
         )

@@ -137,7 +137,9 @@ class _Check:
         plain_runs = attempt(self.plain, self.sample, setting).ran if self.plain is not None else None
         why = raising.legitimate(outcome, setting, self.sample, self.subject, plain_runs=plain_runs, declared=self.contract is not None)
         if why is None:
-            self._note([raising.finding_for(outcome, setting, self.subject)], setting)
+            unlikely = Severity.NOTE if plain_runs is None else Severity.WARNING
+            severity = Severity.ERROR if setting.produced or self.contract is not None else unlikely
+            self._note([raising.finding_for(outcome, setting, self.subject, severity=severity)], setting)
         else:
             assert outcome.error is not None
             self.refused[setting.describe()] = f"{why}: {raising.first_line(outcome.error)}"

@@ -76,6 +76,8 @@ def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: S
     faults: list[Fault] = []
     for i, (tensor, dtype) in enumerate(((t, t.dtype) for t in outcome.values)):
         which = "its output" if len(outcome.values) == 1 else f"output {i}"
+        if dtype in inputs or dtype == setting.autocast:
+            continue  # following an input, or autocast, is a decision; a dtype from nowhere is none
         if plain is not None:
             wanted = plain.values[i].dtype if plain.ran and i < len(plain.values) else dtype
             if wanted == dtype:

@@ -47,14 +47,14 @@ def legitimate(
     failure = failure_of(outcome.error)
     if _NO_KERNEL.search(str(outcome.error)) or isinstance(outcome.error, NotImplementedError):
         return "the backend has no kernel for these dtypes"
-    if plain_runs is not None and not declared:
-        return None if plain_runs else "the reference refuses it too"
-    if plain_runs or declared:
+    if declared:
         return None
+    if failure is not None and failure.raised_by_hand:
+        return "the function refuses it on purpose"
+    if plain_runs is not None:
+        return None if plain_runs else "the reference refuses it too"
     if failure is None:
         return "plain PyTorch refuses it"
-    if failure.raised_by_hand:
-        return "the function refuses it on purpose"
     if outcome.stage == BACKWARD:
         return None
     if setting.autocast is None:
@@ -66,7 +66,7 @@ def legitimate(
     return None
 
 
-def finding_for(outcome: Outcome, setting: Setting, subject: Subject) -> tuple[tuple[object, ...], Finding]:
+def finding_for(outcome: Outcome, setting: Setting, subject: Subject, *, severity: Severity) -> tuple[tuple[object, ...], Finding]:
     """The finding for an outcome that raised, and what makes it the same fault as another."""
     assert outcome.error is not None
     failure = failure_of(outcome.error)
@@ -74,7 +74,6 @@ def finding_for(outcome: Outcome, setting: Setting, subject: Subject) -> tuple[t
     owner = failure.function if failure and failure.function else place.symbol or subject.label
     stage = outcome.stage or "forward"
     code = "AC002" if stage == BACKWARD else "AC001"
-    severity = Severity.ERROR if setting.produced else Severity.NOTE
     operands = _described(failure, outcome) if failure else {}
     details = [("raised", first_line(outcome.error))]
     if failure and failure.source:

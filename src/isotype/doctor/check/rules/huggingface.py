@@ -34,6 +34,7 @@ def one_dtype_in_a_unit(r: Record) -> Iterator[Finding]:
         f"model.{BNB}.bnb_4bit_quant_storage",
         f"hf.{BNB}.bnb_4bit_quant_storage",
         "axolotl.bnb_config_kwargs.bnb_4bit_quant_storage",
+        "axolotl.bnb_4bit_quant_storage",
         f"hf.model_init_kwargs.{BNB}.bnb_4bit_quant_storage",
     )
     stored = dtype_of(storage.value) if storage else "uint8"
@@ -64,6 +65,22 @@ def one_dtype_in_a_unit(r: Record) -> Iterator[Finding]:
                     "the model's dtype"
                 ),
             )
+    elif storage is not None and r.quantised == 4 and r.value("parameters") in ("bf16", "fp16", "fp32") and stored != r.value("parameters"):
+        yield found(
+            "CF015",
+            ERROR,
+            f"FSDP with 4-bit weights stored as {stored}",
+            storage,
+            r.quantised_by,
+            fsdp,
+            r.by("parameters"),
+            cause=f"FSDP needs a uniform dtype in a unit: {stored} storage beside {r.value('parameters')} weights cannot be flattened",
+            fix=(
+                "bnb_4bit_quant_storage: "
+                f"{'bfloat16' if r.value('parameters') == 'bf16' else 'float16' if r.value('parameters') == 'fp16' else 'float32'}, "
+                "equal to the model's dtype"
+            ),
+        )
     norms = f.on("llamafactory.upcast_layernorm")
     if norms is not None:
         yield found(

@@ -31,16 +31,19 @@ def gradient_precision(r: Record) -> Iterator[Finding]:
     f = r.facts
     setting = f.get("simpletuner.gradient_precision")
     if setting is not None and str(setting.value).lower() in ("fp32", "float32"):
-        mixed, steps = f.get("simpletuner.mixed_precision"), r.accumulates
+        mixed, steps, optimizer = f.get("simpletuner.mixed_precision"), r.accumulates, f.get("simpletuner.optimizer")
+        prodigy = optimizer is not None and "prodigy" in str(optimizer.value).lower()
         yield found(
             "CF020",
             ERROR,
             "gradient_precision=fp32 is not what this run will have",
             setting,
             mixed,
+            optimizer,
             steps,
             cause=(
-                f"gradient_precision=fp32 asks for fp32 gradients of {r.value('trained') or 'bf16'} weights: older "
+                ("Prodigy refuses fp32 gradients (older versions stop at the start). " if prodigy else "")
+                + f"gradient_precision=fp32 asks for fp32 gradients of {r.value('trained') or 'bf16'} weights: older "
                 'versions re-typed .grad and failed at the next accumulation ("Expected BFloat16, got Float"), '
                 "newer ones ignore it, so gradients accumulate in bf16"
             ),

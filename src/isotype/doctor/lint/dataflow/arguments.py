@@ -14,18 +14,28 @@ from .values import NONE, UNFOLLOWED, UNKNOWN, Dtype, Items, Made, Mapping, Scal
 
 # a name ending in one of these holds integers or booleans
 INTEGER = re.compile(
-    r"(^|_)(ids?|idx|index|indices|labels?|targets?|target_ids|y|seqlens?|cu_seqlens|offsets?|lengths?|tokens?|mask|masks|num|count|n|positions?)$"
+    r"(^|_)(ids?|idx|index|indices|labels?|targets?|target_ids|y|seqlens?|cu_seqlens|"
+    r"offsets?|lengths?|tokens?|mask|masks|num|count|n|positions?)$"
 )
 POSITIONS = re.compile(r"(^|_)(position_ids|positions?|pos|pos_ids|t|timesteps?)$")
 WEIGHT = re.compile(
-    r"^((.*_)?(w|weights?|wt|bias|gamma|beta|kernel|emb|embedding|proj|lora_?[ab]|experts?)(_?[a-z0-9]{1,2}|_proj)?|w[a-z0-9]{0,2}(_t)?|[AB]|b|.*[a-z](w|W)|W\w{0,2})$",
+    r"^((.*_)?(w|weights?|wt|bias|gamma|beta|kernel|emb|embedding|proj|lora_?[ab]|experts?)(_?[a-z0-9]{1,2}|_proj)?|"
+    r"w[a-z0-9]{0,2}(_t)?|[AB]|b|W\w{0,2})$",
 )
-ACTIVATION = re.compile(r"^(x|xs|X|q|k|v|Q|K|V|query|key|value|queries|keys|values|hidden|hidden_states?|h|inputs?|inp|input_|xq|xk|xv|query_states|key_states|value_states|residual|attn_\w+|logits|embeds?|inputs_embeds|features|latents|activations?)$")
-NUMBER = re.compile(r"(^|_)(scale|scaling|alpha|eps|epsilon|dim|axis|size|chunks?|seq_len|theta|base|p|dropout|temperature|softcap|causal|groups?|stride|padding|reduction|length|heads?|num_\w+|is_\w+|use_\w+|n_\w+)$")
+ACTIVATION = re.compile(
+    r"^(x|xs|X|q|k|v|Q|K|V|query|key|value|queries|keys|values|hidden|hidden_states?|h|inputs?|inp|input_|xq|xk|xv|query_states|key_states|"
+    r"value_states|residual|attn_\w+|logits|embeds?|inputs_embeds|features|latents|activations?)$"
+)
+NUMBER = re.compile(
+    r"(^|_)(scale|scaling|alpha|eps|epsilon|dim|axis|size|chunks?|seq_len|theta|base|p|dropout|temperature|softcap|causal|groups?|stride|"
+    r"padding|reduction|length|heads?|num_\w+|is_\w+|use_\w+|n_\w+)$"
+)
+_MODEL_DTYPE = re.compile(r"^(torch_|model_|input_|weight_|target_|out_|output_|param_|params_|activation_)?dtype$")
+_DEFAULT_DTYPE = re.compile(r"\btorch\.(float32|float64|float)$")
 
 
 def bind(file: SourceFile, function: Function, arguments: list[ast.arg], scenario: Scenario, path: Path, *, module: bool) -> dict[str, Any]:
-    """Name -> value for these parameters. module: of a plain function, whose tensors need more evidence than those of an autograd.Function."""
+    """Name -> value for these parameters. module: of a plain function, whose defaults are what most callers leave as they are."""
     defaults = _defaults(function)
     used = _tensor_uses(file, function)
     values: dict[str, Any] = {}
@@ -42,9 +52,13 @@ def _value(name: str, annotation: ast.expr | None, default: ast.expr | None, use
     hint = ast.unparse(annotation) if annotation is not None else ""
     constant = default.value if isinstance(default, ast.Constant) else None
     if "dtype" in name.lower() or hint.endswith("torch.dtype"):
-        return Dtype(scenario.inputs, f"the argument {name}")
+        fixed = _DEFAULT_DTYPE.search(ast.unparse(default)) if default is not None else None
+        if fixed:
+            return Dtype("fp64" if fixed[1] == "float64" else "fp32", f"the default of the argument {name}")
+        # what an accumulator's or a master copy's dtype will be, no name tells
+        return Dtype(scenario.inputs if _MODEL_DTYPE.search(name) else None, f"the argument {name}")
     if isinstance(constant, (bool, int, float, str)):
-        return Scalar()
+        return Scalar(constant) if module else Scalar()
     if hint and "Tensor" not in hint and re.search(r"\b(int|float|bool|str)\b", hint):
         return Scalar()
     if any(word in hint for word in ("List[", "list[", "Tuple[", "tuple[", "Sequence[", "Dict[", "dict[", "Callable")):
@@ -52,8 +66,6 @@ def _value(name: str, annotation: ast.expr | None, default: ast.expr | None, use
     if INTEGER.search(name) or "LongTensor" in hint or "IntTensor" in hint or "BoolTensor" in hint:
         return UNFOLLOWED.but(positional=bool(POSITIONS.search(name)))
     if "Tensor" in hint or used or ACTIVATION.match(name) or WEIGHT.match(name):
-        if module and not (ACTIVATION.match(name) or WEIGHT.match(name) or "Tensor" in hint or used):
-            return UNKNOWN
         if WEIGHT.match(name):
             return Tensor(scenario.weights, Made.PARAMETER, f"the argument {name}")
         return Tensor(scenario.inputs, Made.INPUT, f"the argument {name}", zero_dim=None if NUMBER.search(name) else False)

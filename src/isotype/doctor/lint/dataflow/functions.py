@@ -17,7 +17,7 @@ from . import arguments
 from .events import Event, Scenario
 from .interpreter import Interpreter, OutOfSteps, run_function
 from .paths import Path, each_path
-from .values import UNFOLLOWED, UNKNOWN, Closure, Context, Dtype, Env, Items, Made, Scalar, Tensor
+from .values import UNFOLLOWED, Closure, Context, Dtype, Env, Items, Made, Scalar, Tensor
 
 SCENARIOS = (
     Scenario(inputs="fp32", weights="fp32", autocast="bf16"),
@@ -139,7 +139,9 @@ def _run_forward(run: Interpreter, file: SourceFile, function: FunctionClass, ct
     if decorator and decorator.cast_inputs is not None and run.autocast and decorator.applies(run.scenario.device):
         wanted = run.evaluate(decorator.cast_inputs, Env())
         word = wanted.word if isinstance(wanted, Dtype) else None
-        values = {k: v.but(dtype=word, why=f"{k}, cast by custom_fwd") if isinstance(v, Tensor) and v.floating else v for k, v in values.items()}
+        values = {
+            k: v.but(dtype=word, why=f"{k}, cast by custom_fwd") if isinstance(v, Tensor) and v.floating else v for k, v in values.items()
+        }
         run.autocast = None
     env = Env()
     env.names |= values | arguments.extra(forward)
@@ -206,5 +208,3 @@ def _switches_off(node: ast.With) -> bool:
             if "off" in last_name(call.func) or any(isinstance(v, ast.Constant) and v.value is False for v in values):
                 return True
     return False
-
-

@@ -14,11 +14,10 @@ from typing import Any
 from ..source import Function, SourceFile, last_name
 from . import operators
 from .events import Event, Kind, Scenario
-from .modules import class_attributes, resolve_function
+from .modules import resolve_function
 from .paths import Path
 from .values import (
     NONE,
-    UNFOLLOWED,
     UNKNOWN,
     Closure,
     Context,
@@ -27,7 +26,6 @@ from .values import (
     Instance,
     Items,
     Layer,
-    Made,
     Mapping,
     Method,
     Module,
@@ -349,6 +347,8 @@ class Interpreter:
             return owner
         if isinstance(owner, Items):
             return self._item(owner, node.slice, index)
+        if isinstance(owner, Scalar):
+            return Scalar()
         if isinstance(owner, Mapping) and isinstance(index, Scalar):
             return owner.entries.get(index.value, UNKNOWN) if index.value is not UNKNOWN else UNKNOWN
         return UNKNOWN
@@ -359,9 +359,10 @@ class Interpreter:
         if isinstance(index, Scalar) and isinstance(index.value, int) and -len(owner.known) <= index.value < len(owner.known):
             return owner.known[index.value]
         if isinstance(where, ast.Slice) and where.step is None:
-            bounds = [b.value if isinstance(b, ast.Constant) else None for b in (where.lower, where.upper)]
-            if all(b is None or isinstance(b, int) for b in bounds):
-                return Items(known=owner.known[bounds[0] : bounds[1]])
+            start, stop = where.lower, where.upper
+            if all(b is None or (isinstance(b, ast.Constant) and isinstance(b.value, int)) for b in (start, stop)):
+                first, last = (b.value if isinstance(b, ast.Constant) else None for b in (start, stop))
+                return Items(known=owner.known[first:last])  # type: ignore[index]
         return owner.element()
 
     def _eval_Slice(self, node: ast.Slice, env: Env) -> Any:
@@ -508,5 +509,3 @@ def run_function(interpreter: Interpreter, closure: Closure, env: Env) -> Any:
     except (PathEnds, _Leave):
         return UNKNOWN
     return NONE
-
-

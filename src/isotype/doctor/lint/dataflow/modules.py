@@ -17,9 +17,10 @@ def module_functions(file: SourceFile) -> dict[str, ast.FunctionDef]:
     if "functions" not in file.memo:
         found: dict[str, ast.FunctionDef] = {}
         for node in file.nodes(ast.FunctionDef):
-            if isinstance(file.parents[node], (ast.Module, ast.If, ast.Try)) and file.function_of(node) is None:
-                if not any(last_name(d) in ("jit", "autotune", "heuristics", "overload") for d in node.decorator_list):
-                    found[node.name] = node
+            at_module_level = isinstance(file.parents[node], (ast.Module, ast.If, ast.Try)) and file.function_of(node) is None
+            special = any(last_name(d) in ("jit", "autotune", "heuristics", "overload") for d in node.decorator_list)
+            if at_module_level and not special:
+                found[node.name] = node
         file.memo["functions"] = found
     return file.memo["functions"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from typing import TYPE_CHECKING, Any
 
 from ....dtypes import is_float, parse, promote
@@ -87,7 +88,9 @@ def call(run: Interpreter, function: Any, args: list[Any], kwargs: dict[str, Any
         return _call_dotted(run, function.dotted, args, kwargs, node, env)
     if isinstance(function, Layer):
         if function.kind == "linear" and args:
-            return matrix_product(run, "linear", node, [(run.text(node.args[0]), args[0]), (run.text(node.func) + ".weight", function.weight)])
+            return matrix_product(
+                run, "linear", node, [(run.text(node.args[0]), args[0]), (run.text(node.func) + ".weight", function.weight)]
+            )
         return args[0] if args and function.kind == "keep" else UNKNOWN
     return UNKNOWN
 
@@ -194,7 +197,13 @@ def _torch(run: Interpreter, name: str, args: list[Any], nodes: list[ast.expr], 
     if name in names.SCATTER:
         return _scatter_call(run, name, args, nodes, kwargs, node)
     if name in names.IN_PLACE:
-        if isinstance(first, Tensor) and name in ("add_", "sub_", "addcmul_") and nodes and isinstance(nodes[0], ast.Name) and len(args) > 1:
+        if (
+            isinstance(first, Tensor)
+            and name in ("add_", "sub_", "addcmul_")
+            and nodes
+            and isinstance(nodes[0], ast.Name)
+            and len(args) > 1
+        ):
             note_in_place(run, nodes[0], node, first, args[1], node, env)
         return first
     if isinstance(out, Tensor):
@@ -217,13 +226,16 @@ def _torch(run: Interpreter, name: str, args: list[Any], nodes: list[ast.expr], 
         return Scalar()
     if not isinstance(first, Tensor):
         return UNKNOWN
-    if name in ("cos", "sin", "polar", "sincos"):
-        if first.positional:
-            run.emit("table", node, name, (run.text(nodes[0]), first))
+    if name in ("cos", "sin", "polar", "sincos") and first.positional:
+        run.emit("table", node, name, (run.text(nodes[0]), first))
     if name in names.SPLIT:
         return Items(each=first)
     if name in names.VALUES_AND_INDICES or (name in ("max", "min", "median", "cummax") and (len(args) > 1 or "dim" in kwargs)):
-        return Items(known=[first, Tensor("int64")]) if not (len(args) > 1 and isinstance(args[1], Tensor)) else elementwise(run, node, args[:2], nodes)
+        return (
+            Items(known=[first, Tensor("int64")])
+            if not (len(args) > 1 and isinstance(args[1], Tensor))
+            else elementwise(run, node, args[:2], nodes)
+        )
     if name in names.LOSS:
         return _reduced(_autocast_result(run, name, _with_dtype(run, first, kwargs, node)), kwargs)
     if name in names.REDUCE:
@@ -270,7 +282,9 @@ def cast(run: Interpreter, tensor: Tensor, dtype: Dtype, node: ast.expr) -> Tens
     lowered = tensor.lowered
     if dtype.word in ("bf16", "fp16") and tensor.positional:
         lowered = lowered or node
-    return tensor.but(dtype=dtype.word, made=made, why=f"cast by `{run.text(node)}` (line {node.lineno})", node=node, lowered=lowered, buffer=None)
+    return tensor.but(
+        dtype=dtype.word, made=made, why=f"cast by `{run.text(node)}` (line {node.lineno})", node=node, lowered=lowered, buffer=None
+    )
 
 
 def _cast_call(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
@@ -295,12 +309,12 @@ def _cast_call(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, A
 def _factory(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
     text = run.text(node)
     dtype = kwargs.get("dtype")
-    shape_free = bool(args) and isinstance(args[0], Items) and args[0].known == []
-    zero_dim: bool | None = shape_free or None if name in ("zeros", "ones", "empty", "full", "rand", "randn") and _doubtful_shape(args) else False
+    # only an empty shape written out makes a tensor without dimensions
+    zero_dim: bool | None = bool(args) and isinstance(args[0], Items) and args[0].known == []
     if name in ("tensor", "as_tensor", "scalar_tensor"):
         data = args[0] if args else UNKNOWN
         zero_dim = True if isinstance(data, Scalar) else (None if not isinstance(data, Items) else False)
-    positional = name == "arange"
+    positional = name == "arange" and not any(_COUNTS_FEATURES.search(ast.unparse(a)) for a in node.args)
     buffer = node if name.startswith(("zeros", "empty", "new_zeros", "new_empty", "full", "new_full")) else None
     if isinstance(dtype, Dtype):
         made = Made.LITERAL if dtype.literal else Made.FOLLOWS
@@ -312,12 +326,19 @@ def _factory(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any
         like = args[0] if args else UNFOLLOWED
         if not isinstance(like, Tensor):
             return UNFOLLOWED
-        return Tensor(like.dtype, Made.FOLLOWS, f"made by `{text}` (line {node.lineno})", node, like.zero_dim if name in names.LIKE else False, buffer=buffer)
+        return Tensor(
+            like.dtype,
+            Made.FOLLOWS,
+            f"made by `{text}` (line {node.lineno})",
+            node,
+            like.zero_dim if name in names.LIKE else False,
+            buffer=buffer,
+        )
     if name == "arange":
         floats = [a for a in args if isinstance(a, Scalar) and isinstance(a.value, float)]
         doubtful = [a for a in args if not (isinstance(a, Scalar))]
         word = None if doubtful else ("fp32" if floats else "int64")
-        return Tensor(word, Made.DEFAULT, f"made by `{text}` (line {node.lineno})", node, False, True)
+        return Tensor(word, Made.DEFAULT, f"made by `{text}` (line {node.lineno})", node, False, positional)
     if name == "full":
         fill = args[1] if len(args) > 1 else kwargs.get("fill_value", UNKNOWN)
         if isinstance(fill, Tensor):
@@ -334,9 +355,8 @@ def _factory(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any
     return Tensor("fp32", Made.DEFAULT, f"made by `{text}` without dtype (line {node.lineno})", node, zero_dim, buffer=buffer)
 
 
-def _doubtful_shape(args: list[Any]) -> bool:
-    """Whether a factory's shape may be empty: `()` or a name that is not followed."""
-    return bool(args) and (args[0] is UNKNOWN or (isinstance(args[0], Items) and not args[0].known))
+# arange over these numbers the features of a table, and not the positions: exact in bf16 and another matter
+_COUNTS_FEATURES = re.compile(r"dim|feat|channel|half|embed|freq")
 
 
 def _is_float_text(node: ast.Call) -> bool:
@@ -452,7 +472,11 @@ def _product_call(
     run: Interpreter, name: str, args: list[Any], nodes: list[ast.expr], kwargs: dict[str, Any], node: ast.Call, env: Env
 ) -> Any:
     labelled: list[Labelled] = [(run.text(n), v) for n, v in zip(nodes, args)]
-    labelled += [(f"{k}=", v) for k, v in kwargs.items() if k in ("input", "mat1", "mat2", "weight", "bias", "other", "tensor", "key", "query", "value")]
+    labelled += [
+        (f"{k}=", v)
+        for k, v in kwargs.items()
+        if k in ("input", "mat1", "mat2", "weight", "bias", "other", "tensor", "key", "query", "value")
+    ]
     if name in ("einsum", "multi_dot", "chain_matmul"):
         flat: list[Labelled] = []
         for label, value in labelled:
@@ -464,9 +488,7 @@ def _product_call(
     if name == names.ATTENTION:
         mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
         labelled = labelled[:3] + ([("attn_mask", mask)] if isinstance(mask, Tensor) and mask.floating else [])
-    elif name in ("linear", "bilinear") or name.startswith("conv"):
-        labelled = labelled[:3]
-    elif name.startswith(("addmm", "addbmm", "baddbmm", "addmv")):
+    elif name in ("linear", "bilinear") or name.startswith(("conv", "addmm", "addbmm", "baddbmm", "addmv")):
         labelled = labelled[:3]
     elif name not in ("einsum", "multi_dot", "chain_matmul"):
         labelled = labelled[:2]
@@ -524,9 +546,15 @@ def write_at_index(run: Interpreter, target: ast.Subscript, node: ast.stmt, owne
     """`x[i] = v` casts `v` for numbers and slices; for a tensor of integers it is index_put_, which does not."""
     indices = index.known if isinstance(index, Items) and index.known is not None else [index]
     by_tensor = any(isinstance(i, Tensor) and i.dtype in ("int64", "int32") for i in indices)
-    if by_tensor and isinstance(value, Tensor) and owner.floating and value.floating and value.dtype != owner.dtype and value.zero_dim is False:
-        if isinstance(node, ast.Assign):
-            run.refuse("scatter", node, "index_put_", (run.text(target.value), owner), (run.text(node.value), value))
+    if (
+        by_tensor
+        and isinstance(value, Tensor)
+        and owner.floating
+        and value.floating
+        and value.dtype != owner.dtype
+        and value.zero_dim is False
+    ) and isinstance(node, ast.Assign):
+        run.refuse("scatter", node, "index_put_", (run.text(target.value), owner), (run.text(node.value), value))
 
 
 def note_in_place(

@@ -58,6 +58,7 @@ def _worth_running(file: SourceFile) -> Wanted:
                 loops = loops or last_name(node.func) in names.LIKE
                 if isinstance(node.func, ast.Name) or (isinstance(node.func, ast.Attribute) and last_name(node.func.value) == "self"):
                     called.add(last_name(node.func))
+        loops = loops or any(isinstance(n, ast.Assign) and "grad" in last_name(n.targets[0]) for n in file.own(function))
         if loops and any(isinstance(node, (ast.For, ast.While)) for node in file.own(function)):
             scenarios.add(PURE)
         calls[function] = called

@@ -3,6 +3,7 @@
 Source  the op lists of torch 2.13's autocast documentation; promotion and out= rules as torch 2.13 enforces them
 """
 
+# ruff: noqa: SIM905, E501 - the tables are read and edited as words
 from __future__ import annotations
 
 # Matrix products: under autocast every floating operand is cast first; without it all operands must have one dtype.
@@ -26,7 +27,10 @@ IN_PLACE = frozenset(
     "squeeze_ unsqueeze_ transpose_ t_ tril_ triu_ softmax_ nan_to_num_ foreach_add_".split()
 )
 # In-place writes at indices: source and destination must have one dtype; autocast leaves them alone.
-SCATTER = frozenset("index_add_ index_add index_copy_ index_copy index_put_ index_put scatter_ scatter scatter_add_ scatter_add masked_scatter_ masked_scatter".split())
+SCATTER = frozenset(
+    "index_add_ index_add index_copy_ index_copy index_put_ index_put scatter_ scatter scatter_add_ scatter_add "
+    "masked_scatter_ masked_scatter".split()
+)
 
 # The dtype of the first tensor stays.
 KEEP = frozenset(
@@ -69,10 +73,17 @@ CASTS = {
 
 LIKE = frozenset("zeros_like ones_like empty_like full_like rand_like randn_like".split())
 NEW = frozenset("new_zeros new_ones new_empty new_full new_tensor".split())
-FACTORIES = frozenset("zeros ones empty full rand randn arange linspace eye tensor as_tensor scalar_tensor hann_window hamming_window logspace".split())
-NOT_TENSOR = frozenset("size dim numel item tolist stride ndimension is_contiguous data_ptr element_size nelement get_device is_floating_point storage_offset".split())
+FACTORIES = frozenset(
+    "zeros ones empty full rand randn arange linspace eye tensor as_tensor scalar_tensor hann_window hamming_window logspace".split()
+)
+NOT_TENSOR = frozenset(
+    "size dim numel item tolist stride ndimension is_contiguous data_ptr element_size nelement get_device is_floating_point "
+    "storage_offset".split()
+)
 
 TENSOR_ATTRIBUTES = frozenset("T mT H mH data grad real".split())
 PLAIN_ATTRIBUTES = frozenset("shape device ndim requires_grad is_cuda is_leaf layout itemsize nbytes is_sparse grad_fn names".split())
 # Attributes and methods whose use shows that a name is a tensor.
-SHOWS_TENSOR = frozenset({*KEEP, *CASTS, *LOWER, *SPLIT, "T", "mT", "dtype", "shape", "size", "to", "type_as", "is_cuda", "data_ptr", "stride", "numel", "new_zeros"}) - {"int", "float", "bool"}  # fmt: skip
+SHOWS_TENSOR = frozenset(
+    {*KEEP, *CASTS, *LOWER, *SPLIT, *"T mT dtype shape size to type_as is_cuda data_ptr stride numel new_zeros".split()}
+)

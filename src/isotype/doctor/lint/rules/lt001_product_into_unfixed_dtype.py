@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from ....finding import Severity
 from ..dataflow.functions import function_classes
 from ..dataflow.plain import plain_events
+from ..dataflow.values import Made
 from ..rule import Hit, Rule
 from ..source import SourceFile
 from .evidence import details, dtypes, first_of_each, operands
@@ -49,7 +50,9 @@ class ProductIntoUnfixedDtype(Rule):
     words = ("out=", "addmm_", "addbmm_", "addmv_")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
-        events = [e for function in function_classes(file) for e in function.events] + plain_events(file)
+        events = [e for function in function_classes(file) for e in function.events]
+        # of a plain function's arguments nobody says that they differ: there autocast itself has to be what makes them differ
+        events += [e for e in plain_events(file) if any(v.made is Made.AUTOCAST for _, v in e.operands)]
         for event in first_of_each(events, "out", "in_place"):
             how = "with out=" if event.kind == "out" else "in place"
             yield Hit(

@@ -11,7 +11,10 @@ from ..rule import Edit, FixSafety, Hit, Rule
 from ..source import SourceFile, keyword, last_name
 from .evidence import details, first_of_each
 
-GRADIENT = re.compile(r"grad|^d_?[A-Z]\w{0,2}$|^d_?(w|x|h|b|q|k|v)\w{0,8}$|^(gw|gx|gb|dweight|dbias|dinput)$")
+GRADIENT = re.compile(
+    r"(^|_)(grads?|gradients?)(_(w|b|x|h|input|weights?|bias|hidden|embed|q|k|v|\w*weights?|\w*bias))?$|"
+    r"^d_?([A-Z]\w{0,2}|w|b|x|h|q|k|v|weights?|bias|inputs?)$|^g(w|x|b)$"
+)
 
 
 class LowPrecisionAccumulator(Rule):
@@ -73,10 +76,18 @@ def _loses(event: Event, inside_function: bool) -> bool:
     name, buffer = event.operands[0]
     if event.operation == "sum()":
         return False
-    a_gradient = bool(GRADIENT.search(name)) or (inside_function and event.phase == "backward")
-    if not a_gradient or not buffer.low or event.scenario.autocast or buffer.zero_dim:
+    allocated = isinstance(event.value, ast.Call)
+    a_gradient = bool(GRADIENT.search(name)) or (inside_function and event.phase == "backward" and allocated)
+    if not a_gradient or not buffer.low or event.scenario.autocast or buffer.zero_dim or event.loop is None:
         return False
-    return not isinstance(event.value, ast.Call) or not isinstance(event.loop, ast.AST) or event.value not in ast.walk(event.loop)
+    return not any(_starts_anew(node, name) for node in ast.walk(event.loop))
+
+
+def _starts_anew(node: ast.AST, name: str) -> bool:
+    """Whether this statement of the loop gives the name a value that has nothing to do with its former one."""
+    if not isinstance(node, ast.Assign) or not any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+        return False
+    return not any(isinstance(inner, ast.Name) and inner.id == name for inner in ast.walk(node.value))
 
 
 def _hit(event: Event, at: ast.expr | ast.stmt) -> Hit:
@@ -85,11 +96,13 @@ def _hit(event: Event, at: ast.expr | ast.stmt) -> Hit:
     how = last_name(at.func) if isinstance(at, ast.Call) else "the first part"
     return Hit(
         node=at,
-        message=f"`{name}` accumulates over a loop (line {event.node.lineno}) in {buffer.dtype} when the inputs are {event.scenario.inputs}",
-        cause=f"{how} gives the accumulator the inputs' dtype; each addition rounds to {buffer.dtype}, and parts smaller than 1/256 of the sum "
-        "are lost. float32 keeps them",
-        fix=f"allocate it with dtype=torch.float32 and cast once after the loop{'' if allocated else ': start from torch.zeros(..., dtype=torch.float32)'}",
+        message=f"`{name}` accumulates over a loop (line {event.node.lineno}) in {buffer.dtype} for {event.scenario.inputs} inputs",
+        cause=f"{how} gives the accumulator the inputs' dtype; each addition rounds to {buffer.dtype}, and parts below "
+        "1/256 of the sum are lost. float32 keeps them",
+        fix=f"{'allocate it with' if allocated else 'start from torch.zeros(...) with'} dtype=torch.float32, and cast once after the loop",
         details=details(event),
         symbol=event.symbol,
-        edit=Edit.at("keyword", at, "dtype=torch.float32") if isinstance(at, ast.Call) and how.endswith("_like") and not keyword(at, "dtype") else None,
+        edit=Edit.at("keyword", at, "dtype=torch.float32")
+        if isinstance(at, ast.Call) and how.endswith("_like") and not keyword(at, "dtype")
+        else None,
     )

@@ -71,7 +71,7 @@ class GradientInAnotherDtype(Rule):
                     yield Hit(
                         node=event.node,
                         message=f"gradients in another dtype than their tensors: {', '.join(wrong)} with {event.scenario}",
-                        cause="autograd casts the gradient of an autograd.Function to its tensor's dtype silently: memory, or precision already lost",
+                        cause="autograd casts a gradient to its tensor's dtype silently: memory, or precision already lost",
                         fix="return each gradient in its tensor's dtype: `.to(x.dtype)`",
                         details=details(event),
                     )

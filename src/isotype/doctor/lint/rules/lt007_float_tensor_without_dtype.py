@@ -56,7 +56,7 @@ class FloatTensorWithoutDtype(Rule):
                 yield Hit(
                     node=call,
                     message=f"torch.{last_name(call.func)} without dtype=, in a function that takes a dtype and never uses it",
-                    cause="a factory without dtype= takes the default dtype, fp32: mixed with bf16 activations the result is promoted, or refused",
+                    cause="a factory without dtype= takes the default dtype, fp32: mixed with bf16 activations it promotes, or is refused",
                     fix=f"torch.{last_name(call.func)}(..., dtype=dtype)",
                     edit=Edit.at("keyword", call, "dtype=dtype"),
                 )
@@ -75,8 +75,8 @@ class FloatTensorWithoutDtype(Rule):
                     node=made,
                     message=f"torch.{last_name(made.func)} without dtype= is fp32, and meets {other.dtype} in `{event.operation}` "
                     f"(line {event.node.lineno})",
-                    cause=f"a factory without dtype= takes the default dtype, fp32; with {event.scenario} it makes {label} fp32 while the other "
-                    f"operand is {other}, which {event.operation} refuses",
+                    cause=f"a factory without dtype= takes the default dtype, fp32; with {event.scenario} it makes {label} fp32 while the "
+                    f"other operand is {other}, which {event.operation} refuses",
                     fix=f"torch.{last_name(made.func)}(..., dtype=...) with the dtype of the tensor that it meets",
                     details=details(event),
                 )
@@ -85,15 +85,16 @@ class FloatTensorWithoutDtype(Rule):
 def _ignoring_its_dtype(file: SourceFile, function: Function) -> Iterator[ast.Call]:
     """Float factories without dtype= in a function that has a parameter `dtype` and never reads it."""
     parameters = [a.arg for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
-    if "dtype" not in parameters:
+    if "dtype" not in parameters or function.name == "__init__":
         return
     nodes = list(ast.walk(function))
     if any(isinstance(n, ast.Name) and n.id == "dtype" for n in nodes):
         return
     for node in nodes:
-        if isinstance(node, ast.Call) and file.dotted(node.func).rpartition(".")[0] == "torch" and last_name(node.func) in FACTORIES:
-            if keyword(node, "dtype", "out") is None and not any(k.arg is None for k in node.keywords) and _floating(node):
-                yield node
+        if not isinstance(node, ast.Call) or file.dotted(node.func).rpartition(".")[0] != "torch" or last_name(node.func) not in FACTORIES:
+            continue
+        if keyword(node, "dtype", "out") is None and not any(k.arg is None for k in node.keywords) and _floating(node):
+            yield node
 
 
 def _floating(node: ast.Call) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ..dataflow.plain import plain_events
 from ..rule import Hit, Rule
-from ..source import SourceFile
+from ..source import SourceFile, last_name
 from .evidence import details, first_of_each
 
 
@@ -59,12 +59,43 @@ class PositionsInLowPrecision(Rule):
                 continue
             seen.add(at.lineno)
             by_autocast = event.scenario.autocast is not None
-            how = "autocast computes this product in bf16" if by_autocast else f"`{file.snippet(at, 50)}` rounds positions to {event.scenario.inputs}"
+            if by_autocast and not _runs_in_forward(file, at):
+                continue
+            how = (
+                "autocast computes this product in bf16"
+                if by_autocast
+                else f"`{file.snippet(at, 50)}` rounds positions to {event.scenario.inputs}"
+            )
+            word = event.scenario.autocast or event.scenario.inputs
             yield Hit(
                 node=at,
-                message=f"positions in {event.scenario.autocast or event.scenario.inputs} before {event.operation} (line {event.node.lineno})",
-                cause=f"{how}; bf16 counts exactly to 256 only, so a position from arange and the angle in {label} are wrong before cos and sin see them",
+                message=f"positions in {word} before {event.operation} (line {event.node.lineno})",
+                cause=f"{how}; bf16 counts exactly to 256 only, so a position from arange and the angle in {label} are "
+                "wrong before cos and sin see them",
                 fix="keep positions and inverse frequencies in torch.float32 and cast after cos and sin"
                 + (", with autocast switched off around the product" if by_autocast else ""),
                 details=details(event),
             )
+
+
+def _runs_in_forward(file: SourceFile, node: ast.AST) -> bool:
+    """False for a method that its class calls while it is built and not from forward: no autocast is on then."""
+    function = file.function_of(node)
+    cls = file.parents.get(function) if function is not None else None
+    if function is None or not isinstance(cls, ast.ClassDef):
+        return True
+    calls = {
+        m.name: {last_name(n.func) for n in file.own(m) if isinstance(n, ast.Call)} for m in cls.body if isinstance(m, ast.FunctionDef)
+    }
+
+    def reached(start: str) -> set[str]:
+        seen = {start}
+        waiting = [start]
+        while waiting:
+            for name in calls.get(waiting.pop(), set()) & calls.keys():
+                if name not in seen:
+                    seen.add(name)
+                    waiting.append(name)
+        return seen
+
+    return function.name not in reached("__init__") or function.name in reached("forward")

@@ -57,8 +57,8 @@ class NormFollowsWeightDtype(Rule):
                 yield Hit(
                     node=event.node,
                     message=f"the norm's output has the dtype of its weight: {value.dtype} for {event.scenario.inputs} input",
-                    cause=f"the result is multiplied with {weight}, which promotes it when the weight is fp32 and the input bf16; the cast to "
-                    "the input's dtype comes before the product instead of after it",
+                    cause=f"the result is multiplied with {weight}, which promotes it when the weight is fp32 and the input bf16; the cast "
+                    "to the input's dtype comes before the product instead of after it",
                     fix="cast the whole product: `(weight * x).to(input_dtype)`",
                     details=details(event),
                 )

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from ..dataflow.functions import function_classes
 from ..rule import Hit, Rule
 from ..source import SourceFile
 from .evidence import details, first_of_each, operands
+
+OTHER_DEVICES = frozenset({"cpu", "xpu", "npu", "mps", "hpu"})
 
 
 class DecoratorsForCudaOnly(Rule):
@@ -37,8 +40,8 @@ class DecoratorsForCudaOnly(Rule):
 
     Known problems
     --------------
-    Reported only when the methods were followed to a product that is refused without the decorators, in a file that uses no Triton and
-    no CUDA extension.
+    Reported only when the methods were followed to a product that is refused without the decorators, in a file that speaks of another
+    device ("cpu", "xpu", ...) and uses no Triton and no CUDA extension.
     """
 
     code = "LT011"
@@ -47,6 +50,8 @@ class DecoratorsForCudaOnly(Rule):
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         if any(name.split(".")[0] == "triton" or "cuda" in name.rpartition(".")[2] for name in file.imports.values()):
+            return
+        if not any(isinstance(n.value, str) and n.value in OTHER_DEVICES for n in file.nodes(ast.Constant)):
             return
         for function in function_classes(file):
             for event in first_of_each(function.hard_coded, "matmul", phase="backward"):

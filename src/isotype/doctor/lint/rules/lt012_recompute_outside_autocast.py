@@ -82,7 +82,7 @@ def _fault(file: SourceFile, function: FunctionClass) -> Hit | None:
                 return Hit(
                     node=inner,
                     message=f"{function.cls.name}.backward recomputes `{file.snippet(inner, 40)}` outside autocast",
-                    cause="backward of an autograd.Function runs outside autocast, and nothing here restores the autocast state of forward: the "
+                    cause="backward of an autograd.Function runs outside autocast, and nothing here restores forward's autocast: the "
                     "recomputation runs in other dtypes than the forward pass it repeats, or a matmul in it gets mixed dtypes",
                     fix="re-enter autocast around the recomputation with the state noted in forward (torch.is_autocast_enabled, "
                     "torch.get_autocast_dtype), decorate with torch.amp.custom_fwd and custom_bwd, or use torch.utils.checkpoint",
@@ -102,17 +102,28 @@ def _callables_kept(forward: ast.FunctionDef) -> set[str]:
     arguments = {a.arg for a in forward.args.args}
     kept: set[str] = set()
     for node in own_nodes(forward):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id in called & arguments:
-            kept |= {f"ctx.{t.attr}" for t in node.targets if isinstance(t, ast.Attribute)}
+        for target, value in _pairs(node):
+            if isinstance(target, ast.Attribute) and isinstance(value, ast.Name) and value.id in called & arguments:
+                kept.add(f"ctx.{target.attr}")
     return kept
+
+
+def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What an assignment binds: `a, b = c, d` gives (a, c) and (b, d)."""
+    for target in node.targets if isinstance(node, ast.Assign) else ():
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):  # type: ignore[attr-defined]
+            yield from zip(target.elts, node.value.elts)  # type: ignore[attr-defined]
+        else:
+            yield target, node.value  # type: ignore[attr-defined]
 
 
 def _names_for(backward: ast.FunctionDef, kept: set[str]) -> set[str]:
     """Local names that stand for what was kept: `fn = ctx.fn`."""
     found: set[str] = set()
     for node in own_nodes(backward):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute) and f"ctx.{node.value.attr}" in kept:
-            found |= {t.id for t in node.targets if isinstance(t, ast.Name)}
+        for target, value in _pairs(node):
+            if isinstance(target, ast.Name) and isinstance(value, ast.Attribute) and f"ctx.{value.attr}" in kept:
+                found.add(target.id)
     return found
 
 

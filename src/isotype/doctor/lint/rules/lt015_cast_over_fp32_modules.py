@@ -49,7 +49,7 @@ class CastOverFp32Modules(Rule):
         keeping = {c.name for c in file.nodes(ast.ClassDef) if _keeps_some(c)}
         for function in [file.tree, *file.functions()]:
             nodes = [n for n in file.own(function) if isinstance(n, (ast.Call, ast.Assign))]
-            nodes.sort(key=lambda n: (n.lineno, n.col_offset))
+            nodes.sort(key=lambda n: (n.lineno, isinstance(n, ast.Assign), n.col_offset))  # a value before the name that gets it
             yield from _in_order(file, nodes, keeping)
 
 
@@ -80,7 +80,10 @@ def _in_order(file: SourceFile, nodes: list[ast.Call | ast.Assign], keeping: set
                 yield _hit(file, node, f"`{file.snippet(part, 40)}` (line {part.lineno})", f"move it before line {part.lineno}")
             elif made:
                 yield _hit(
-                    file, node, f"the modules in {made}._keep_in_fp32_modules", f"load with {made}.from_pretrained(..., dtype=...) or cast the listed modules back to float32 afterwards"
+                    file,
+                    node,
+                    f"the modules in {made}._keep_in_fp32_modules",
+                    f"load with {made}.from_pretrained(..., dtype=...) or cast the listed modules back to float32 afterwards",
                 )
 
 

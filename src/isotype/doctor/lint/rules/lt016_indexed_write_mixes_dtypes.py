@@ -52,7 +52,8 @@ class IndexedWriteMixesDtypes(Rule):
             yield Hit(
                 node=event.node,
                 message=f"{event.operation} into `{target}` gets {dtypes(event)}",
-                cause=f"{event.operation} wants source and destination in one dtype, and autocast casts neither; with {event.scenario}: {operands(event)}",
+                cause=f"{event.operation} wants source and destination in one dtype, and autocast casts neither; with "
+                f"{event.scenario}: {operands(event)}",
                 fix=f"cast the source: `.to({target}.dtype)`",
                 details=details(event),
                 symbol=event.symbol,

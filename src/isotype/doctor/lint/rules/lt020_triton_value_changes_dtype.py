@@ -70,7 +70,9 @@ def _fails(kernel: Kernel, event: KernelEvent) -> bool:
 def _hit(file: SourceFile, event: KernelEvent, flags: list[str]) -> Hit:
     before, after = _shown(event.before.type), _shown(event.after.type)
     block = f"the run-time branch `if {file.snippet(event.test, 40)}`" if event.test is not None else "a run-time loop"
-    lost = f"; {', '.join(flags)} {'is' if len(flags) == 1 else 'are'} not tl.constexpr, so the branch is taken at run time" if flags else ""
+    lost = (
+        f"; {', '.join(flags)} {'is' if len(flags) == 1 else 'are'} not tl.constexpr, so the branch is taken at run time" if flags else ""
+    )
     start = event.before.node
     load = start if isinstance(start, ast.Call) and last_name(start.func) == "load" else None
     source = f"tl.load in line {load.lineno}" if load is not None else "its first assignment"
@@ -79,7 +81,7 @@ def _hit(file: SourceFile, event: KernelEvent, flags: list[str]) -> Hit:
     return Hit(
         node=event.node,
         message=f"`{event.name}` is {before} before {block} and {after} after it",
-        cause=f"a value may not change its type in a branch or loop that runs at run time: {source} gives `{event.name}` {before}, and this "
+        cause=f"a value may not change its type in a run-time branch or loop: {source} gives `{event.name}` {before}, and this "
         f"redefines it as {after.replace('fp32', 'float32')}{lost}. It compiles for fp32 pointers and fails for bf16",
         fix=f"cast at load: `tl.load(...).to(tl.float32)`, and leave the dtype alone inside{constexpr}",
         edit=Edit.at("append", load, ".to(tl.float32)") if load is not None and mendable else None,

@@ -41,7 +41,8 @@ class TritonFlagWithoutConstexpr(Rule):
 
     Known problems
     --------------
-    A flag is recognised by its name (HAS_BIAS, USE_SCALE, in capitals) beside others that are constexpr.
+    A flag whose branch changes no dtype is a note only; where a dtype changes, LT020 says so. Only kernels launched in the same file are
+    looked at. A flag is recognised by its name (HAS_BIAS, USE_SCALE, in capitals) beside others that are constexpr.
     """
 
     code = "LT021"
@@ -49,7 +50,11 @@ class TritonFlagWithoutConstexpr(Rule):
     words = ("triton",)
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
+        # what another kernel calls gets its caller's constexprs, annotated or not; what is launched does not
+        launched = {last_name(n.value) for n in file.nodes(ast.Subscript)}
         for kernel in kernels(file):
+            if kernel.node.name not in launched:
+                continue
             for name in kernel.parameters:
                 if name in kernel.constexprs:
                     continue
@@ -59,7 +64,7 @@ class TritonFlagWithoutConstexpr(Rule):
                     yield Hit(
                         node=shape,
                         message=f"`{name}` is the size of a block, and is not tl.constexpr",
-                        cause=f"{file.snippet(shape, 50)} needs its shape while compiling; the parameter `{name}` has no tl.constexpr annotation",
+                        cause=f"{file.snippet(shape, 50)} needs its shape while compiling; `{name}` has no tl.constexpr annotation",
                         fix=f"declare `{name}: tl.constexpr`",
                         severity=Severity.ERROR,
                     )
@@ -67,9 +72,10 @@ class TritonFlagWithoutConstexpr(Rule):
                     yield Hit(
                         node=branch,
                         message=f"the flag `{name}` lost its tl.constexpr: this branch is taken at run time",
-                        cause=f"other parameters of {kernel.node.name} are constexpr, `{name}` is not; in a run-time branch no value may change "
-                        "its dtype, and both sides are compiled",
+                        cause=f"other parameters of {kernel.node.name} are constexpr, `{name}` is not; in a run-time branch no value may "
+                        "change its dtype, and both sides are compiled",
                         fix=f"declare `{name}: tl.constexpr`",
+                        severity=Severity.NOTE,
                     )
 
 
@@ -80,9 +86,9 @@ def _as_shape(file: SourceFile, kernel: Kernel, name: str) -> ast.expr | None:
         called = last_name(node.func)
         if called == "arange" and any(isinstance(a, ast.Name) and a.id == name for a in node.args):
             return node
-        if called in ("zeros", "full") and node.args and isinstance(node.args[0], (ast.Tuple, ast.List)):
-            if any(isinstance(e, ast.Name) and e.id == name for e in node.args[0].elts):
-                return node
+        shape = node.args[0] if called in ("zeros", "full") and node.args else None
+        if isinstance(shape, (ast.Tuple, ast.List)) and any(isinstance(e, ast.Name) and e.id == name for e in shape.elts):
+            return node
     return None
 
 

@@ -52,6 +52,6 @@ class TritonLowPrecisionAccumulator(Rule):
                     yield Hit(
                         node=event.node,
                         message=f"`{event.name}` accumulates over a loop in {held}",
-                        cause=f"every addition rounds to {held}: bf16 keeps 8 bits, fp16 overflows at 65504; accumulate in fp32 (tl.float32)",
+                        cause=f"every addition rounds to {held}: bf16 keeps 8 bits, fp16 overflows at 65504; tl.float32 does neither",
                         fix="tl.zeros(..., dtype=tl.float32), and cast once at the store",
                     )

@@ -4,6 +4,7 @@ A value loaded from a pointer has that pointer's element type until it is cast; 
 refuses, or computes imprecisely, once that type is bf16.
 """
 
+# ruff: noqa: SIM905 - the tables are read and edited as words
 from __future__ import annotations
 
 import ast
@@ -17,9 +18,12 @@ FLOATS = ("fp64", "fp32", "bf16", "fp16")
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 _INTEGERS = re.compile(r"^u?int\d+$")
 _NUMBER = re.compile(r"scale|alpha|beta$|eps|softcap|temperature|dropout|smoothing|^p$|^lr$|decay")
-_MATH = frozenset("exp exp2 log log2 sqrt_rn sin cos rsqrt erf sqrt".split())
-_NEEDS_FP32 = frozenset("exp exp2 log log2 sin cos erf".split())
-_SAME = frozenset("abs max min maximum minimum where broadcast_to reshape view trans permute expand_dims ravel join clamp sigmoid cumsum sum softmax flip sort fdiv".split())
+_MATH = frozenset(["exp", "exp2", "log", "log2", "sqrt_rn", "sin", "cos", "rsqrt", "erf", "sqrt"])
+_NEEDS_FP32 = frozenset(["exp", "exp2", "log", "log2", "sin", "cos", "erf"])
+_SAME = frozenset(
+    "abs max min maximum minimum where broadcast_to reshape view trans permute expand_dims ravel join clamp sigmoid cumsum sum softmax "
+    "flip sort fdiv".split()
+)
 # a pointer so named is handed tensors of the model's dtype; others (lse, a gate, a decay) often are fp32 by their launcher's doing
 _ACTIVATION = re.compile(
     r"(x|q|k|v|a|b|w|o|do|dy|dout|input|inp|in|logits?|hidden(_states)?|y|u|gate|up|weight|out|grad_?out(put)?|query|key|value|e|src|act|"
@@ -119,7 +123,9 @@ class _Run:
             value = self.value(node.value)
             for target in node.targets:
                 self.assign(target, value, node)
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+        elif isinstance(node, ast.AnnAssign):
+            if node.value is None:
+                return
             self.assign(node.target, self.value(node.value), node)
             if isinstance(node.target, ast.Name) and "constexpr" in ast.unparse(node.annotation):
                 self.compile_time.add(node.target.id)
@@ -133,10 +139,9 @@ class _Run:
             self.branch(node)
         elif isinstance(node, (ast.For, ast.While)):
             self.loop(node)
-        elif isinstance(node, ast.Expr):
-            self.value(node.value)
-        elif isinstance(node, ast.Return) and node.value is not None:
-            self.value(node.value)
+        elif isinstance(node, (ast.Expr, ast.Return)):
+            if node.value is not None:
+                self.value(node.value)
         elif isinstance(node, ast.With):
             self.block(node.body)
 
@@ -155,7 +160,8 @@ class _Run:
     def branch(self, node: ast.If) -> None:
         compile_time = self.is_compile_time(node.test)
         before = dict(self.values)
-        self.value(node.test)
+        test = node.test
+        self.value(test)
         self.block(node.body)
         then = self.values
         self.values = dict(before)
@@ -198,7 +204,9 @@ class _Run:
         if not unrolled:  # what a loop defines does not outlive it
             self.values = {name: value for name, value in self.values.items() if name in before}
 
-    def compare(self, kind: Kind, node: ast.If | ast.For | ast.While, name: str, before: Value, after: Value, test: ast.expr | None = None) -> None:
+    def compare(
+        self, kind: Kind, node: ast.If | ast.For | ast.While, name: str, before: Value, after: Value, test: ast.expr | None = None
+    ) -> None:
         """An event when a variable's type certainly changes where Triton lets none change."""
         if before.type is None or after.type is None or before.type == after.type or after.node is None:
             return
@@ -249,7 +257,15 @@ class _Run:
         if isinstance(node, ast.Name):
             return self.name(node)
         if isinstance(node, ast.Constant):
-            kind = "bool" if isinstance(node.value, bool) else "int" if isinstance(node.value, int) else "literal" if isinstance(node.value, float) else None
+            kind = (
+                "bool"
+                if isinstance(node.value, bool)
+                else "int"
+                if isinstance(node.value, int)
+                else "literal"
+                if isinstance(node.value, float)
+                else None
+            )
             return Value("fp32" if kind == "literal" else kind, node, True)
         if isinstance(node, ast.BinOp):
             return self.promote(node, self.value(node.left), self.value(node.right))
@@ -284,6 +300,10 @@ class _Run:
 
     def promote(self, node: ast.AST, left: Value, right: Value) -> Value:
         at = node if isinstance(node, (ast.expr, ast.stmt)) else None
+        for one, two in ((left, right), (right, left)):
+            if one.pointer in self.kernel.parameters and one.node is not None and isinstance(one.node, ast.Name) and _is_float(two.type):
+                # addresses are added to integers only: this parameter is a number
+                return Value("fp32", at) if two.type == "fp32" else NOTHING
         if left.pointer or right.pointer:
             return Value(None, at, pointer=left.pointer or right.pointer)
         if left.type is None or right.type is None:
@@ -373,9 +393,9 @@ class _Run:
 
     def dot(self, node: ast.Call, args: list[Value]) -> Value:
         left, right = (args[0], args[1]) if len(args) >= 2 else (NOTHING, NOTHING)
-        if left.type and right.type and left.type != right.type and not (left.loaded and right.loaded):
-            if "int" not in (left.type, right.type):
-                self.emit("dot", node, "tl.dot", left, right)
+        types = {left.type, right.type}
+        if len(types) == 2 and not types & {None, "int"} and not (left.loaded and right.loaded):
+            self.emit("dot", node, "tl.dot", left, right)
         given = keyword(node, "out_dtype")
         out = self.dtype_of(given) or ("fp32" if given is None else None)
         acc = keyword(node, "acc") or (node.args[2] if len(node.args) > 2 else None)
@@ -388,8 +408,16 @@ class _Run:
     def note_sum(self, node: ast.expr | ast.stmt, name: str, before: Value) -> None:
         """A sum over a run-time loop in less than fp32."""
         made = before.node
-        if isinstance(made, ast.Call) and last_name(made.func) in ("zeros", "full", "zeros_like") and (before.type in ("fp16", "bf16") or before.loaded):
+        if (
+            isinstance(made, ast.Call)
+            and last_name(made.func) in ("zeros", "full", "zeros_like")
+            and (before.type in ("fp16", "bf16") or before.loaded)
+        ):
             self.emit("accumulator", made, name, before, before)
+
+
+def _is_float(type_: str | None) -> bool:
+    return type_ is not None and (type_ in FLOATS or type_.startswith("elem("))
 
 
 def _ends(body: list[ast.stmt]) -> bool:
@@ -400,7 +428,9 @@ def _last_assignment(inside: ast.stmt, name: str) -> ast.stmt | None:
     """The statement in this block that last gives `name` a value."""
     found = None
     for node in ast.walk(inside):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []
+        )
         if any(isinstance(t, ast.Name) and t.id == name for t in targets):
             found = node if found is None or node.lineno >= found.lineno else found  # type: ignore[attr-defined]
     return found  # type: ignore[return-value]
