@@ -360,6 +360,8 @@ class _Run:
             return self.promote(node, args[1], args[2]) if len(args) == 3 else NOTHING
         if name in ("maximum", "minimum", "fdiv"):
             return self.promote(node, args[0], args[1]) if len(args) >= 2 else NOTHING
+        if name in ("max", "min") and (first.loaded or first.type in FLOATS):
+            return Value("fp32", node)  # Triton reduces floats narrower than 32 bits in fp32
         if name in ("sum", "sigmoid", "softmax", "cumsum") and first.type != "fp32":
             return NOTHING
         return Value(first.type, node)
