@@ -88,7 +88,7 @@ class Finding:
 
     def render(self) -> str:
         """The finding as plain text, one fact a line."""
-        facts = [("where", str(self.place)), *self.details]
+        facts: list[tuple[str, str | None]] = [("where", str(self.place)), *self.details]
         facts += [("declared", self.declared), ("observed", self.observed), ("cause", self.cause), ("fix", self.fix), ("more", self.page)]
         width = max(len(label) for label, _ in facts) + 2
         lines = [f"{self.severity} {self.code} {self.message}"]

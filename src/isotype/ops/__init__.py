@@ -1,0 +1,45 @@
+"""Ops with contracts: each is a folder with its contract, a reference, an eager path, Triton kernels and an autograd function.
+
+Attributes are imported when first used, so that the doctor can read `isotype.ops.contract` without torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+_LAZY = {
+    "OpContract": "isotype.ops.contract",
+    "cross_entropy": "isotype.ops.cross_entropy.function",
+    "linear_cross_entropy": "isotype.ops.linear_cross_entropy.function",
+    "TokenStatistics": "isotype.ops.linear_cross_entropy.function",
+    "rms_norm": "isotype.ops.rms_norm.function",
+    "add_rms_norm": "isotype.ops.rms_norm.function",
+    "rope": "isotype.ops.rope.function",
+    "silu_mul": "isotype.ops.silu_mul.function",
+    "gelu_mul": "isotype.ops.gelu_mul.function",
+}
+__all__ = [*_LAZY]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'isotype.ops' has no attribute {name!r}")
+    globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return globals()[name]
+
+
+class _Ops(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # importing the folder isotype.ops.rope would bind its module to the name of the op: the op keeps it
+        if not (name in _LAZY and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Ops
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,27 @@
+"""Checks for anyone's own tests: `ampcheck`, `compile_matrix`, `expect`, the pytest plugin, hypothesis strategies.
+
+Attributes are imported when first used: a test that only wants `expect` pays for nothing else.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_LAZY = {
+    "ampcheck": "isotype.testing.amp.check",
+    "compile_matrix": "isotype.testing.kernel_matrix",
+    "ConformanceError": "isotype.testing.amp.report",
+    "Report": "isotype.testing.amp.report",
+}
+__all__ = [*_LAZY]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

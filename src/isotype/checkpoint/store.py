@@ -1,0 +1,91 @@
+"""The checkpoints of a run: `checkpoints/step_N/`, the last few and the best kept, the newest whole one found again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..errors import RunError
+from .folder import fault, write_folder, write_text
+
+_STEP = re.compile(r"^step_(\d+)$")
+TENSORS, STATE = "tensors.safetensors", "state.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Tensors by name and everything else as JSON: no pickle, so a checkpoint from a stranger runs no code."""
+
+    step: int
+    tensors: dict[str, Tensor] = field(repr=False)
+    state: dict[str, Any] = field(repr=False)
+
+
+class CheckpointStore:
+    """`keep` of the newest checkpoints, and the one marked best."""
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        self.folder, self.keep = folder, keep
+
+    def steps(self) -> list[int]:
+        """Steps with a folder, whole or not, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(m[1]) for p in self.folder.iterdir() if (m := _STEP.match(p.name)) and p.is_dir())
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step}"
+
+    @property
+    def best(self) -> int | None:
+        try:
+            return int(json.loads((self.folder / "best.json").read_text())["step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def save(self, checkpoint: Checkpoint, *, best: bool = False) -> Path:
+        """Writes it, marks it, then removes what is no longer kept. Raises RunError CK001 when the disk refuses."""
+        target = self.path(checkpoint.step)
+
+        def fill(aside: Path) -> None:
+            tensors = {name: t.detach().contiguous().cpu() for name, t in checkpoint.tensors.items()}
+            try:
+                save_file(tensors, aside / TENSORS)
+            except SafetensorError as error:  # its I/O errors are not OSErrors
+                raise OSError(str(error)) from error
+            (aside / STATE).write_text(json.dumps(checkpoint.state, indent=1, allow_nan=True) + "\n")
+
+        write_folder(target, fill)
+        if best:
+            write_text(self.folder / "best.json", json.dumps({"step": checkpoint.step}) + "\n")
+        kept = {*self.steps()[-self.keep :], self.best}
+        for step in self.steps():
+            if step not in kept:
+                shutil.rmtree(self.path(step), ignore_errors=True)
+        return target
+
+    def newest_whole(self) -> tuple[int | None, list[str]]:
+        """(step, what was passed over and why). The step is None when no checkpoint is whole."""
+        passed: list[str] = []
+        for step in reversed(self.steps()):
+            reason = fault(self.path(step))
+            if reason is None:
+                return step, passed
+            passed.append(f"checkpoint step_{step} is damaged ({reason})")
+        return None, passed
+
+    def load(self, step: int) -> Checkpoint:
+        """Raises  RunError CK002 for a checkpoint that is not whole."""
+        path = self.path(step)
+        reason = fault(path)
+        if reason is not None:
+            raise RunError(f"checkpoint {path}: {reason}", code="CK002", fix="resume from an older one")
+        return Checkpoint(step, load_file(path / TENSORS), json.loads((path / STATE).read_text()))

@@ -1,0 +1,68 @@
+"""`compare`: two configurations key by key, and which differences a resumed run may have. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .expected import keys
+from .schema import RunConfig
+from .yaml_text import write_value
+
+# Keys that leave the steps already done valid. Everything else would make the result one that no single configuration describes.
+MAY_CHANGE = {
+    "model.device": "the same run elsewhere; not bit for bit",
+    "train.steps": "the schedule is stretched from here on",
+    "train.epochs": "the schedule is stretched from here on",
+    "train.learning_rate": "from here on",
+    "train.schedule": "from here on",
+    "train.warmup": "from here on",
+    "train.decay": "from here on",
+    "train.min_learning_rate": "from here on",
+    "train.clip": "from here on",
+    "train.gradient_checkpointing": "the same numbers in other memory",
+    "train.deterministic": "from here on",
+    "train.eval_every": "when to look, not what is learnt",
+    "train.eval_batch_size": "the evaluation loss does not depend on it",
+    "train.patience": "when to stop",
+    "run.folder": "the resumed run stays in its own folder",
+    "run.save_every": "when to save",
+    "run.keep": "what is kept",
+    "run.log_every": "what is written",
+    "run.sample_every": "when to sample; training does not see it",
+    "run.samples": "what to sample; training does not see it",
+    "run.sample_tokens": "what to sample; training does not see it",
+    "run.observe_every": "when to look",
+    "run.report": "what is written",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key that differs. `allowed`: a resumed run may have it; `why` says in what sense."""
+
+    key: str
+    old: Any
+    new: Any
+    allowed: bool
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {write_value(self.old)} -> {write_value(self.new)} ({self.why})"
+
+
+def compare(old: RunConfig, new: RunConfig, *, auto: str = "auto") -> list[Change]:
+    """Every key whose value differs, in the order of the schema.
+
+    auto  what `precision.preset: auto` is on the device of the new one: resolved.yaml has the preset it became, not the word
+    """
+    changes = []
+    for key in keys():
+        section, _, name = key.partition(".")
+        before, after = getattr(getattr(old, section), name), getattr(getattr(new, section), name)
+        if key == "precision.preset" and after == "auto":
+            after = auto
+        if before != after:
+            why = MAY_CHANGE.get(key)
+            changes.append(Change(key, before, after, why is not None, why or "what was trained so far had the old one"))
+    return changes

@@ -1,0 +1,66 @@
+"""What a key takes, in words: `a whole number of at least 1`, `one of sdpa eager flash flex`. Read off the schema. Imports no torch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from .schema import RunConfig
+
+
+@cache
+def keys() -> dict[str, dict[str, Any]]:
+    """`train.steps` -> its JSON Schema, for every key of every section, in order."""
+    schema = RunConfig.model_json_schema()
+    found = {}
+    for section, field in schema["properties"].items():
+        reference = field.get("$ref") or field["allOf"][0]["$ref"]
+        for key, key_schema in schema["$defs"][reference.rpartition("/")[2]]["properties"].items():
+            found[f"{section}.{key}"] = key_schema
+    return found
+
+
+@cache
+def sections() -> tuple[str, ...]:
+    return tuple(RunConfig.model_fields)
+
+
+def default(key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(RunConfig(), section), name)
+
+
+def expected(key: str) -> str:
+    """What `key` takes."""
+    return _words(keys()[key])
+
+
+def takes(key: str, kind: str) -> bool:
+    """Whether `key` takes JSON's `kind`: boolean, string, object, ..."""
+    schema = keys()[key]
+    return any(option.get("type") == kind for option in schema.get("anyOf", [schema]))
+
+
+def _words(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        options = [_words(option) for option in schema["anyOf"] if option.get("type") != "null"]
+        return " or ".join(options) + (" (or nothing)" if len(options) < len(schema["anyOf"]) else "")
+    if "enum" in schema:
+        return "one of " + " ".join(str(option) for option in schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
+    kind = schema.get("type")
+    if kind in ("integer", "number"):
+        return _number("a whole number" if kind == "integer" else "a number", schema)
+    if kind == "array":
+        return "a list of text" if schema.get("items", {}).get("type") == "string" else "a list"
+    return {"string": "text", "boolean": "true or false", "object": "a mapping"}.get(str(kind), "a value")
+
+
+def _number(noun: str, schema: dict[str, Any]) -> str:
+    bounds = [
+        f"{word} {schema[name]:g}"
+        for name, word in (("minimum", "of at least"), ("exclusiveMinimum", "above"), ("maximum", "at most"), ("exclusiveMaximum", "below"))
+        if name in schema
+    ]
+    return f"{noun} {' and '.join(bounds)}" if bounds else noun

@@ -1,0 +1,255 @@
+"""`load`: a file, `section.key=value` overrides and flags become one checked configuration that knows where each value came from.
+
+Every mistake is one line, `run.yaml:14 train.lerning_rate: unknown key, did you mean train.learning_rate?`, and all mistakes of a
+configuration are reported at once. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..errors import UsageError
+from .expected import expected, keys, sections, takes
+from .recipes import STRONG, recipe
+from .schema import RunConfig
+from .yaml_text import Entry, YamlError, read_sections, read_value, write_value
+
+COMMAND_LINE, DEFAULT = "command line", "default"
+MAX_BYTES = 4 << 20  # a configuration is kilobytes; more is a data file given by mistake
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A configuration, checked.
+
+    config   what was asked for
+    sources  every key -> `run.yaml:14`, `command line`, `--preset qlora` or `default`
+    text     the file as given, with the command line's settings as comments below
+    path     the file, or None
+    consent  `--yes`: changes on resume that make it another run are accepted
+    """
+
+    config: RunConfig
+    sources: Mapping[str, str]
+    text: str
+    path: Path | None = None
+    consent: bool = False
+
+
+@dataclass
+class _Settings:
+    """What is set so far: later sources replace earlier ones; complaints gather."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    complaints: list[str] = field(default_factory=list)
+
+    def set(self, key: str, value: Any, source: str) -> None:
+        self.values[key], self.sources[key] = value, source
+
+
+def load(
+    path: Path | str | None,
+    overrides: Iterable[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    *,
+    preset: str | None = None,
+    consent: bool = False,
+    resolved: bool = False,
+) -> LoadedConfig:
+    """Reads and checks a configuration.
+
+    path       a YAML file, or None
+    overrides  `section.key=value`, the value in YAML
+    flags      `section.key` -> value from the command line's own options; None means not given
+    preset     a recipe or precision by name (`config.recipes`)
+    consent    see LoadedConfig
+    resolved   the file is a run's resolved.yaml: the sources are those in its comments, so that they outlive a resume
+    Raises     UsageError, a line for each mistake
+    """
+    settings = _Settings()
+    text = ""
+    if preset is not None:
+        for key, value in recipe(preset).settings.items():
+            settings.set(key, value, f"--preset {preset}")
+    if path is not None:
+        path = Path(path)
+        text = read_text(path)
+        _from_file(settings, text, str(path))
+    if preset is not None:
+        settings.set(STRONG, recipe(preset).settings[STRONG], f"--preset {preset}")
+    given = {key: value for key, value in (flags or {}).items() if value is not None}
+    for key, value in given.items():
+        settings.set(key, value, COMMAND_LINE)
+    overrides = list(overrides)
+    for override in overrides:
+        _from_override(settings, override)
+    config = _checked(settings)
+    sources = {key: settings.sources.get(key, DEFAULT) for key in keys()}
+    if resolved:
+        sources = {key: _source_in_comment(source, text, str(path)) for key, source in sources.items()}
+    said = [*([f"--preset {preset}"] if preset else []), *[f"{key}={write_value(value)}" for key, value in given.items()], *overrides]
+    return LoadedConfig(config, sources, _with_command_line(text, said), path, consent)
+
+
+def _source_in_comment(source: str, text: str, name: str) -> str:
+    """The comment behind the key that `source` (`NAME:LINE`) points at, as `config.write.resolved_yaml` wrote it."""
+    line = source.removeprefix(f"{name}:")
+    return text.splitlines()[int(line) - 1].rpartition("  # ")[2] if line.isdecimal() else source
+
+
+def read_text(path: Path) -> str:
+    """The text of a configuration file. Raises UsageError in one line."""
+    try:
+        if path.is_dir():
+            raise UsageError(f"{path}: is a folder, expected a YAML file")
+        if path.stat().st_size > MAX_BYTES:
+            raise UsageError(f"{path}: {path.stat().st_size >> 20} MiB, too large for a configuration")
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [], n=1)
+        hint = f", did you mean {path.parent / near[0]}?" if near else "; isotype init writes one"
+        raise UsageError(f"{path}: no such file{hint}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: not text (UTF-8): expected a YAML file") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _from_file(settings: _Settings, text: str, name: str) -> None:
+    try:
+        found = list(read_sections(text))
+    except YamlError as error:
+        raise UsageError(f"{name}{f':{error.line}' if error.line else ''}: {error}") from None
+    if not found:
+        raise UsageError(f"{name}: empty; expected sections ({', '.join(sections())}); isotype init writes a file to start from")
+    first: dict[str, int] = {}
+    for entry, below in found:
+        where = f"{name}:{entry.line} "
+        if entry.key in first:
+            settings.complaints.append(f"{where}{entry.key}: given twice, first in line {first[entry.key]}")
+            continue
+        first[entry.key] = entry.line
+        if entry.key not in sections():
+            settings.complaints.append(f"{where}{entry.key}: {_unknown(entry.key)}")
+        elif below is not None:
+            _section(settings, entry.key, below, name)
+        elif entry.value is not None:  # `train:` with nothing below is an empty section
+            settings.complaints.append(f"{where}{entry.key}: expected keys below it, got {_shown(entry.value)}")
+
+
+def _section(settings: _Settings, section: str, entries: list[Entry], name: str) -> None:
+    first: dict[str, int] = {}
+    for entry in entries:
+        key, where = f"{section}.{entry.key}", f"{name}:{entry.line}"
+        if entry.key in first:
+            settings.complaints.append(f"{where} {key}: given twice, first in line {first[entry.key]}")
+        elif key not in keys():
+            settings.complaints.append(f"{where} {key}: {_unknown(key)}")
+        else:
+            settings.set(key, entry.value, where)
+        first.setdefault(entry.key, entry.line)
+
+
+def _from_override(settings: _Settings, override: str) -> None:
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        settings.complaints.append(f"{COMMAND_LINE} {override}: expected section.key=value")
+        return
+    try:
+        value = read_value(text)
+    except YamlError as error:
+        settings.complaints.append(f"{COMMAND_LINE} {key}: {error}")
+        return
+    section, _, rest = key.partition(".")
+    name, _, inner = rest.partition(".")
+    outer = f"{section}.{name}"
+    if inner and outer in keys() and takes(outer, "object"):  # model.config.hidden_size=128
+        before = settings.values.get(outer)
+        if before is not None and not isinstance(before, dict):
+            settings.complaints.append(f"{COMMAND_LINE} {key}: {outer} is {_shown(before)}, not a mapping ({settings.sources[outer]})")
+            return
+        settings.set(outer, {**(before or {}), inner: value}, COMMAND_LINE)
+    elif key not in keys():
+        settings.complaints.append(f"{COMMAND_LINE} {key}: {_unknown(key)}")
+    else:
+        settings.set(key, value, COMMAND_LINE)
+
+
+def _unknown(key: str) -> str:
+    section, dot, name = key.partition(".")
+    elsewhere = [k for k in keys() if k.partition(".")[2] == (name if dot else key)]
+    if elsewhere:
+        return f"unknown {'key' if dot else 'section'}, did you mean {elsewhere[0]}?"
+    if not dot:
+        near = get_close_matches(key, sections(), n=1)
+        return f"unknown section, did you mean {near[0]}?" if near else f"unknown section; there are {', '.join(sections())}"
+    if section not in sections():
+        near = get_close_matches(section, sections(), n=1)
+        moved = f"{near[0]}.{name}" if near else ""
+        if moved in keys():
+            return f"unknown key, did you mean {moved}?"
+    own = {k.partition(".")[2]: k for k in keys() if k.startswith(f"{section}.")}
+    near = get_close_matches(name, own, n=1)
+    if near:
+        return f"unknown key, did you mean {own[near[0]]}?"
+    everywhere = {k.partition(".")[2]: k for k in keys()}
+    near = get_close_matches(name, everywhere, n=1, cutoff=0.75)
+    if near:
+        return f"unknown key, did you mean {everywhere[near[0]]}?"
+    if section not in sections():
+        return f"unknown section; there are {', '.join(sections())}"
+    return f"unknown key; {section} has {' '.join(own)}"
+
+
+def _checked(settings: _Settings) -> RunConfig:
+    """The configuration, or every complaint in the order of the file's lines, the command line's last."""
+    tree: dict[str, dict[str, Any]] = {}
+    for key, value in settings.values.items():
+        section, _, name = key.partition(".")
+        # pydantic would take true for 1
+        if isinstance(value, bool) and not takes(key, "boolean"):
+            settings.complaints.append(_wrong(settings, key, value))
+        else:
+            tree.setdefault(section, {})[name] = value
+    config = None
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        wrong = dict.fromkeys(".".join(str(part) for part in item["loc"][:2]) for item in error.errors(include_url=False))
+        settings.complaints += [_wrong(settings, key, settings.values[key]) for key in wrong]
+    if settings.complaints:
+        raise UsageError("\n".join(sorted(settings.complaints, key=_line)))
+    assert config is not None, "without complaints there is a configuration"
+    return config
+
+
+def _wrong(settings: _Settings, key: str, value: Any) -> str:
+    quote = "; write it in quotes" if takes(key, "string") and isinstance(value, int | float) and not isinstance(value, bool) else ""
+    return f"{settings.sources[key]} {key}: expected {expected(key)}, got {_shown(value)}{quote}"
+
+
+def _line(complaint: str) -> tuple[int, int]:
+    line = complaint.split(" ", 1)[0].rpartition(":")[2]
+    return (0, int(line)) if line.isdecimal() else (1, 0)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    text = write_value(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _with_command_line(text: str, said: list[str]) -> str:
+    if not said:
+        return text
+    end = "" if not text or text.endswith("\n") else "\n"
+    return text + end + "".join(f"# {COMMAND_LINE}: {' '.join(s.splitlines())}\n" for s in said)

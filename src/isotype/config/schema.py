@@ -1,0 +1,184 @@
+"""The schema of a run: six sections, every key with a default, a unit and a sentence; unknown keys are forbidden. Imports no torch.
+
+The sentences become `isotype schema`, the comments that `isotype init` writes, and the reference in the documentation.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    name: str | None = None
+    """Folder or hub id of a causal language model. Not needed when `config` builds one."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`random` builds the architecture of `name` or `config` with fresh weights, from `train.seed`."""
+    config: dict[str, Any] | str | None = None
+    """With `init: random`: a config.json, or its content (`model_type: llama`, `hidden_size: 128`, ...)."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer, when it is not the model's."""
+    attention: Literal["sdpa", "eager", "flash", "flex"] = "sdpa"
+    """Attention implementation. `flash` needs a GPU and the flash-attn package."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model. Only for sources you trust."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """`auto` takes CUDA or ROCm where there is one, else the CPU."""
+
+
+class DataSection(Section):
+    train: str | list[str] | None = None
+    """Training data: a file, several, or `stdlib` (question and answer pairs made from Python's own docstrings)."""
+    eval: str | list[str] | None = None
+    """Evaluation data; without it `eval_split` of the training rows are held out."""
+    eval_split: Fraction = 0.05
+    """Share of the training rows held out when `eval` is not given; 0 for none."""
+    format: Literal["auto", "messages", "prompt_completion", "text"] = "auto"
+    """What a row holds; `auto` looks at the keys and says what it saw."""
+    max_length: PositiveInt = 1024
+    """Longest row in tokens; longer ones are cut at the end and counted."""
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """`assistant`: loss on answers and their end-of-turn token only. Plain text is always learnt whole."""
+    chat_template: str | None = None
+    """A Jinja file that replaces the tokenizer's own chat template."""
+    limit: PositiveInt | None = None
+    """Use only the first rows: for a trial."""
+    shuffle: bool = True
+    """Shuffle the rows of every epoch, from `train.seed`."""
+
+
+class AdapterSection(Section):
+    kind: Literal["lora", "none"] = "lora"
+    """`lora` trains a PEFT adapter; `none` trains every weight."""
+    r: PositiveInt = 16
+    """Rank."""
+    alpha: PositiveFloat = 32.0
+    """Scale: the adapter's output is multiplied by alpha / r (alpha / sqrt(r) with rslora)."""
+    dropout: Fraction = 0.0
+    """Dropout on the adapter's input."""
+    targets: str | list[str] = "all-linear"
+    """`all-linear`, or names of modules as PEFT understands them (`[q_proj, v_proj]`)."""
+    rslora: bool = False
+    """Rank-stabilised scale."""
+    modules_to_save: list[str] = []
+    """Modules trained in full and saved with the adapter (`[lm_head, embed_tokens]`)."""
+    start_from: str | None = None
+    """Folder of a PEFT adapter to go on training."""
+
+
+class PrecisionSection(Section):
+    preset: Literal["auto", "fp32", "bf16-mixed", "bf16-lora", "nf4-lora", "bf16-pure", "fp16-mixed"] = "auto"
+    """A named precision; `isotype plan` shows what each role becomes and why."""
+    base: Literal["fp32", "bf16", "fp16", "nf4"] | None = None
+    """Frozen weights."""
+    trainable: Dtype | None = None
+    """Weights that are trained."""
+    compute: Dtype | None = None
+    """Matrix products and activations."""
+    grads: Dtype | None = None
+    """Gradients as accumulated. `fp32` with `trainable: bf16` accumulates in fp32 buffers."""
+    reduce: Dtype | None = None
+    """Gradient sums across ranks."""
+    optimizer: Dtype | None = None
+    """Optimizer states."""
+    loss: Dtype | None = None
+    """Log-probabilities and loss."""
+    norms: Dtype | None = None
+    """Arithmetic inside norms; their output is always `compute`."""
+    generate: Dtype | None = None
+    """Sampling during and after training."""
+    save: str | None = None
+    """Files: one dtype, or `model bf16, adapter fp32`."""
+    rounding: Literal["nearest", "stochastic"] | None = None
+    """How an update is rounded into `trainable`; `stochastic` keeps bf16 weights learning."""
+    loss_scaling: Literal["none", "dynamic"] | None = None
+    """`dynamic` is what fp16 gradients need."""
+
+
+class TrainSection(Section):
+    steps: PositiveInt | None = None
+    """Optimizer steps; overrides `epochs`."""
+    epochs: PositiveFloat = 1.0
+    """Passes over the training data."""
+    batch_size: PositiveInt = 4
+    """Rows in one forward pass."""
+    accumulate: PositiveInt = 1
+    """Forward passes in one optimizer step; normalised by tokens, so 1 x 8 equals 8 x 1."""
+    learning_rate: Annotated[float, Field(ge=0.0)] = 2e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Course of the learning rate after warm-up; `wsd`: constant, then linear decay over `decay` of the steps."""
+    warmup: Annotated[float, Field(ge=0.0)] = 0.03
+    """Warm-up: a share of the steps below 1, a number of steps from 1 on."""
+    decay: Fraction = 0.2
+    """With `wsd`: the share of the steps that decays."""
+    min_learning_rate: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Where cosine, linear and wsd end, as a share of the peak."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """`adamw8bit` (bitsandbytes) keeps its states in 8 bits. Stochastic rounding comes with `precision.rounding`."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """Decoupled weight decay, on matrices only."""
+    beta1: Fraction = 0.9
+    """AdamW's decay of the first moment."""
+    beta2: Fraction = 0.999
+    """AdamW's decay of the second moment."""
+    epsilon: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    clip: Annotated[float, Field(ge=0.0)] = 1.0
+    """Largest gradient norm; 0 for no clipping."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward: less memory, about a third more time."""
+    seed: int = 0
+    """Of weights, data order, dropout and sampling."""
+    deterministic: bool = False
+    """Deterministic algorithms only; slower on a GPU."""
+    eval_every: PositiveInt | None = None
+    """Steps between evaluations; by default ten in a run, and one at the end."""
+    eval_batch_size: PositiveInt | None = None
+    """Rows in one evaluation pass; the result does not depend on it. Default: `batch_size`."""
+    patience: PositiveInt | None = None
+    """Stop after so many evaluations without a better loss."""
+
+
+class RunSection(Section):
+    folder: str = "runs/{name}"
+    """Where everything goes; `{name}` becomes model, data and time."""
+    save_every: PositiveInt | None = None
+    """Steps between checkpoints; by default at every evaluation, and one at the end."""
+    keep: PositiveInt = 2
+    """Checkpoints kept, besides the best."""
+    log_every: PositiveInt = 1
+    """Steps between lines of metrics.jsonl."""
+    sample_every: PositiveInt | None = None
+    """Steps between samples; by default at every evaluation."""
+    samples: list[str] = []
+    """Prompts answered during training; by default the first evaluation rows."""
+    sample_tokens: PositiveInt = 64
+    """Longest sample in new tokens."""
+    observe_every: PositiveInt = 100
+    """Steps between looks at every dtype (step 1 is always looked at)."""
+    report: bool = True
+    """Write report.html."""
+
+
+class RunConfig(Section):
+    """One run: what `isotype train FILE.yaml` reads."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    adapter: AdapterSection = AdapterSection()
+    precision: PrecisionSection = PrecisionSection()
+    train: TrainSection = TrainSection()
+    run: RunSection = RunSection()

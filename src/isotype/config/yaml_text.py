@@ -1,0 +1,152 @@
+"""YAML in and out: mappings whose keys remember their lines, and values written so that they read back the same. Imports no torch.
+
+YAML 1.2 throughout: `1e-4` is a number, `no` and `on` are text. Reading goes through ruamel's node tree, since only that knows lines
+and keeps duplicate keys apart.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
+
+MAX_DEPTH = 32
+
+
+class YamlError(ValueError):
+    """One line about text that is no YAML, and the line of the text (1-based) or None."""
+
+    def __init__(self, message: str, line: int | None = None) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of a mapping: its name, its value (a list of entries for a mapping one level down), and the line of the key."""
+
+    key: str
+    value: Any
+    line: int
+
+
+def read_sections(text: str) -> Iterator[tuple[Entry, list[Entry] | None]]:
+    """The top-level keys of a document, and the keys below each that is a mapping (None otherwise).
+
+    Raises  YamlError; duplicate keys are left for the caller, who can name both lines.
+    """
+    root = _compose(text)
+    if root is None:
+        return
+    if not isinstance(root, MappingNode):
+        raise YamlError("expected sections (model:, data:, train:, ...)", root.start_mark.line + 1)
+    for key_node, value_node in root.value:
+        entry = Entry(_key(key_node), None if isinstance(value_node, MappingNode) else _value(value_node), key_node.start_mark.line + 1)
+        below = (
+            [Entry(_key(k), _value(v), k.start_mark.line + 1) for k, v in value_node.value] if isinstance(value_node, MappingNode) else None
+        )
+        yield entry, below
+
+
+def read_value(text: str) -> Any:
+    """The value that `text` is in YAML: `1e-4` a float, `[a, b]` a list, empty text None. Raises YamlError."""
+    node = _compose(text)
+    return None if node is None else _value(node)
+
+
+def _compose(text: str) -> Node | None:
+    try:
+        node: Node | None = YAML(typ="safe", pure=True).compose(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise YamlError(f"broken YAML: {error.problem or error.context}", mark.line + 1 if mark else None) from None
+    except (YAMLError, ValueError, RecursionError, IndexError, AttributeError, TypeError, AssertionError, KeyError) as error:
+        # ruamel's scanner lets some of its own mistakes through on hostile text
+        raise YamlError(f"broken YAML: {next(iter(str(error).splitlines()), type(error).__name__)}") from None
+    return node
+
+
+def _key(node: Node) -> str:
+    value = _value(node)
+    return value if isinstance(value, str) else str(value)
+
+
+def _value(node: Node, depth: int = 0) -> Any:
+    line = node.start_mark.line + 1
+    if depth > MAX_DEPTH:
+        raise YamlError("nested too deep, or an anchor that contains itself", line)
+    if isinstance(node, SequenceNode):
+        return [_value(child, depth + 1) for child in node.value]
+    if isinstance(node, MappingNode):
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = str(_value(key_node, depth + 1))
+            if key in mapping:
+                raise YamlError(f"{key} is given twice", key_node.start_mark.line + 1)
+            mapping[key] = _value(value_node, depth + 1)
+        return mapping
+    try:
+        value = YAML(typ="safe", pure=True).constructor.construct_object(node, deep=True)
+    except (YAMLError, ValueError, OverflowError, TypeError, AttributeError, KeyError) as error:
+        problem = getattr(error, "problem", None) or next(iter(str(error).splitlines()), type(error).__name__)
+        raise YamlError(f"{node.value!r}: {problem}", line) from None
+    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+        raise YamlError("half of a surrogate pair is no text", line)
+    return value
+
+
+def write_value(value: Any) -> str:
+    """A value on one line, so that `read_value` gives it back."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return _float(value)
+    if isinstance(value, int | datetime.date):
+        return str(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_text(str(k), flow=True)}: {_flow(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_flow(v) for v in value) + "]"
+    return _text(str(value))
+
+
+def _flow(value: Any) -> str:
+    return _text(value, flow=True) if isinstance(value, str) else write_value(value)
+
+
+def _float(value: float) -> str:
+    if not math.isfinite(value):
+        return {math.inf: ".inf", -math.inf: "-.inf"}.get(value, ".nan")
+    text = repr(value)
+    mantissa, e, exponent = text.partition("e")
+    if e and "." not in mantissa:  # 1e-05 is text to a YAML 1.1 reader, 1.0e-05 is a number to both
+        return f"{mantissa}.0e{exponent}"
+    return text
+
+
+def _text(text: str, *, flow: bool = False) -> str:
+    plain = text.isascii() and text.isprintable() and not (flow and any(c in text for c in ",[]{}:"))
+    if plain and text == text.strip() and text[:1] not in "!&*%@`|>'\"?-#" and ": " not in text and not text.endswith(":"):
+        try:
+            if read_value(text) == text:
+                return text
+        except YamlError:
+            pass
+    return '"' + "".join(_escaped(c) for c in text) + '"'
+
+
+def _escaped(c: str) -> str:
+    if c in '"\\':
+        return "\\" + c
+    if c.isprintable():
+        return c
+    code = ord(c)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -1,0 +1,162 @@
+"""The facts of a run's data, which become data.json: counts, lengths, duplicates, special tokens, and notes in plain words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from .chat import ChatTemplate
+from .encode import Encoder, Tally, as_messages
+from .formats import Example
+from .rows import IGNORED, Row
+
+_COMPARED = 64  # rows whose labels are compared with the template's own mask
+
+
+def side_facts(rows: Sequence[Row], tally: Tally, files: list[dict[str, Any]], *, truncated: int) -> dict[str, Any]:
+    """Counts of one side, training or evaluation."""
+    lengths = sorted(len(row.input_ids) for row in rows)
+    distinct = len({row.input_ids for row in rows})
+    return {
+        "files": files,
+        "rows": len(rows),
+        "tokens": sum(lengths),
+        "supervised_tokens": sum(row.supervised for row in rows),
+        "truncated": truncated,
+        "dropped": [{"why": why, "rows": n, "first": tally.first_dropped[why]} for why, n in tally.dropped.most_common()],
+        "duplicates": len(rows) - distinct,
+        "lengths": {
+            "shortest": lengths[0] if lengths else 0,
+            "median": lengths[len(lengths) // 2] if lengths else 0,
+            "p95": lengths[min(len(lengths) - 1, int(len(lengths) * 0.95))] if lengths else 0,
+            "longest": lengths[-1] if lengths else 0,
+            "histogram": histogram(lengths),
+        },
+    }
+
+
+def histogram(lengths: Sequence[int]) -> list[dict[str, int]]:
+    """Rows by length, in powers of two: `up_to` is inclusive."""
+    count = Counter(max(8, 1 << (n - 1).bit_length()) for n in lengths)
+    if not count:
+        return []
+    bounds, bound = [], min(count)
+    while bound <= max(count):
+        bounds.append(bound)
+        bound *= 2
+    return [{"up_to": bound, "rows": count[bound]} for bound in bounds]
+
+
+def token_facts(encoder: Encoder, rows: Sequence[Row], tallies: Sequence[Tally]) -> dict[str, Any]:
+    """Which special tokens frame a row, as seen in the rows."""
+    tokenizer = encoder.tokenizer
+    end_of_turn: Counter[str] = sum((t.end_of_turn for t in tallies), Counter())
+    bos = tokenizer.bos_token_id
+    return {
+        "eos": {"token": tokenizer.eos_token, "id": tokenizer.eos_token_id},
+        "pad": {"token": tokenizer.pad_token, "id": tokenizer.pad_token_id, "same_as_eos": _same(tokenizer)},
+        "bos": {
+            "token": tokenizer.bos_token,
+            "id": bos,
+            "rows_beginning_with_it": sum(bos is not None and row.input_ids[0] == bos for row in rows),
+            "rows_beginning_with_two": sum(bos is not None and row.input_ids[:2] == (bos, bos) for row in rows),
+        },
+        "answers_tokenised_apart": sum(t.borders for t in tallies),
+        "end_of_turn": dict(end_of_turn.most_common()),
+        "rows_ending_in_eos": sum(tokenizer.eos_token_id is not None and row.labels[-1] == tokenizer.eos_token_id for row in rows),
+    }
+
+
+def template_facts(encoder: Encoder, examples: Sequence[Example]) -> dict[str, Any] | None:
+    """The chat template: whose, and whether its own mask, where it has one, says the same as the derived labels."""
+    template = encoder.template
+    if template is None:
+        return None
+    facts: dict[str, Any] = {"source": template.source, "has_generation_block": template.has_generation_block}
+    if template.has_generation_block and encoder.loss_on == "assistant":
+        facts["own_mask"] = compare_with_own_mask(encoder, template, examples)
+    return facts
+
+
+def compare_with_own_mask(encoder: Encoder, template: ChatTemplate, examples: Sequence[Example]) -> dict[str, Any]:
+    """The derived labels against the template's `{% generation %}` mask, on the first chats that are not cut."""
+    compared = equal = 0
+    only_own: Counter[str] = Counter()
+    only_derived: Counter[str] = Counter()
+    for example in examples[:_COMPARED]:
+        messages = as_messages(example)
+        _, row, _ = next(encoder.rows([example], Tally()), (None, None, False))
+        if messages is None or row is None:
+            continue
+        own = encoder.tokenizer.apply_chat_template(
+            list(messages),
+            chat_template=template.text,
+            tools=example.tools,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        if len(own["input_ids"]) != len(row.input_ids):
+            continue
+        compared += 1
+        derived = [label != IGNORED for label in row.labels]
+        equal += derived == [bool(m) for m in own["assistant_masks"]]
+        for token, mine, theirs in zip(row.input_ids, derived, own["assistant_masks"]):
+            if mine != bool(theirs):
+                (only_derived if mine else only_own)[encoder.tokenizer.decode([token])] += 1
+    return {
+        "rows_compared": compared,
+        "rows_equal": equal,
+        "learnt_only_by_the_derived_labels": dict(only_derived.most_common(5)),
+        "learnt_only_by_the_template": dict(only_own.most_common(5)),
+    }
+
+
+def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> list[str]:
+    """What a person should know, one sentence each."""
+    said = []
+    train, evaluation, tokens, template = facts["train"], facts["eval"], facts["tokens"], facts["template"]
+    for name, side in (("training", train), ("evaluation", evaluation)):
+        if side["truncated"]:
+            share = side["truncated"] / max(1, side["rows"])
+            said.append(f"{side['truncated']} {name} rows ({share:.1%}) were longer than data.max_length {encoder.max_length} and were cut")
+        said += [f"{d['rows']} {name} rows dropped: {d['why']} (first: {d['first']})" for d in side["dropped"]]
+        for file in side["files"]:
+            said += [f"{file['path']}: the key {key} is not read ({n} rows)" for key, n in file.get("ignored_keys", {}).items()]
+    longest = max(train["lengths"]["longest"], evaluation["lengths"]["longest"])
+    if longest > encoder.tokenizer.model_max_length:
+        most = encoder.tokenizer.model_max_length
+        said.append(f"rows have up to {longest} tokens, and the tokenizer says its model takes {most}: lower data.max_length")
+    if evaluation["held_out"] and not evaluation["rows"] and facts["eval_split"]:
+        said.append(f"only {train['rows']} rows: none is held out for evaluation")
+    if facts["duplicates_between"]:
+        said.append(f"{facts['duplicates_between']} evaluation rows are also training rows: the evaluation loss is too good")
+    if train["duplicates"]:
+        said.append(f"{train['duplicates']} training rows repeat another row exactly")
+    if template and template["source"] == "default":
+        said.append(
+            "the tokenizer has no chat template: rows use the plain default (User: ..., Assistant: ...), which is saved with the result"
+        )
+    if template and tokens["end_of_turn"].get("none"):
+        said.append(f"{tokens['end_of_turn']['none']} answers end without an end-of-turn token: the model will not learn to stop there")
+    if encoder.tokenizer.eos_token_id is None:
+        said.append("the tokenizer has no end-of-text token: plain texts are learnt without an end")
+    if tokens["bos"]["rows_beginning_with_two"]:
+        said.append(
+            f"{tokens['bos']['rows_beginning_with_two']} rows begin with two {tokens['bos']['token']}: the text or the template repeats it"
+        )
+    own = (template or {}).get("own_mask")
+    if own and own["rows_equal"] < own["rows_compared"]:
+        said.append(
+            f"the template's own mask differs from the derived labels in {own['rows_compared'] - own['rows_equal']} "
+            f"of {own['rows_compared']} rows; the derived labels are used"
+        )
+    special = sum(t.special_in_content for t in tallies)
+    if special:
+        said.append(f"{special} rows have the text of a special token inside a message; the tokenizer reads it as that token")
+    return said
+
+
+def _same(tokenizer: Any) -> bool:
+    return tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id

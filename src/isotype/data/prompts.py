@@ -1,0 +1,67 @@
+"""Prompts answered during training: from the first evaluation rows, or the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..errors import UsageError
+from .chat import ChatTemplate
+from .encode import Encoder, as_messages
+from .formats import Example, Message
+from .rows import SamplePrompt
+
+SAMPLES = 4  # prompts taken from the data
+_TEXT_PROMPT = 24  # tokens of a plain text that are shown as its prompt
+
+
+def prompts_from(texts: Iterable[str], tokenizer: Any, *, chat_template: str | None = None) -> list[SamplePrompt]:
+    """The user's own prompts (`run.samples`): a question to the template's assistant, or, without a template, the beginning of a text."""
+    encoder = Encoder(tokenizer, max_length=2**31, loss_on="all", template=None)
+    template = ChatTemplate(tokenizer, chat_template, "tokenizer") if chat_template else None
+    found = []
+    for i, text in enumerate(texts):
+        if not text.strip():
+            raise UsageError(f"run.samples[{i}]: the prompt is empty")
+        if template is None:
+            found.append(SamplePrompt(text, (*encoder.before, *encoder.ids(text))))
+        else:
+            found.append(_question(encoder, template, [{"role": "user", "content": text}], None, place=f"run.samples[{i}]"))
+    return found
+
+
+def prompts_of(examples: Sequence[Example], encoder: Encoder) -> list[SamplePrompt]:
+    """Prompts with their reference answers from examples."""
+    found = []
+    for example in examples:
+        messages = as_messages(example)
+        if messages is None:
+            ids = encoder.ids(example.text or "")
+            found.append(prompt_of_text((*encoder.before, *ids), encoder))
+        elif encoder.template is None:
+            ids = encoder.ids(example.prompt)
+            found.append(SamplePrompt(example.prompt, (*encoder.before, *ids), (example.completion or "").strip()))
+        else:
+            first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
+            answer = messages[first]["content"] if first < len(messages) else None
+            if first:
+                found.append(_question(encoder, encoder.template, messages[:first], answer, tools=example.tools, place=example.place))
+    return [prompt for prompt in found if prompt.input_ids]
+
+
+def prompt_of_text(ids: Sequence[int], encoder: Encoder) -> SamplePrompt:
+    """The beginning of a text as a prompt, the rest as its reference."""
+    cut = min(len(encoder.before) + _TEXT_PROMPT, max(1, len(ids) // 2))
+    following = ids[cut : cut + 2 * _TEXT_PROMPT]
+    if encoder.after and encoder.after[0] in following:  # the next text is another matter
+        following = following[: following.index(encoder.after[0])]
+    text, rest = (encoder.tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:cut], following))
+    return SamplePrompt(text.strip(), tuple(ids[:cut]), rest.strip() or None)
+
+
+def _question(
+    encoder: Encoder, template: ChatTemplate, messages: Sequence[Message], answer: str | None, *, tools: Any = None, place: str
+) -> SamplePrompt:
+    rendered = template.render(messages, tools=tools, generation_prompt=True, place=place)
+    asked = next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"])
+    return SamplePrompt(asked.strip(), tuple(encoder.ids(rendered)), answer)

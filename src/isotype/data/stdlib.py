@@ -1,0 +1,175 @@
+"""The built-in set `stdlib`: question and answer pairs, and text, from the docstrings of the Python that runs this.
+
+The standard library's source files are parsed, never imported. The same Python gives the same pairs in the same order.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from zlib import crc32
+
+_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo", "ensurepip", "__pycache__", "pydoc_data"}
+_SHORTEST, _LONGEST = 20, 480  # characters of an answer
+
+_FUNCTION = (
+    "What does `{name}` do?",
+    "Explain `{name}`.",
+    "What is `{name}` for?",
+    "When would I use `{name}` in Python?",
+    "Describe the function `{name}`.",
+)
+_METHOD = ("What does the method `{name}` do?", "What does `{name}` do?", "Explain `{name}`.", "Describe the method `{name}`.")
+_CLASS = ("What is `{name}`?", "What is the class `{name}` for?", "Describe the class `{name}`.", "Explain `{name}`.")
+_MODULE = ("What is the module `{name}` for?", "What does the Python module `{name}` do?", "Describe the module `{name}`.")
+_SIGNATURE = ("How do I call `{name}`?", "What arguments does `{name}` take?", "What is the signature of `{name}`?")
+_WHICH = ("Which {kind} of `{module}` fits this description? {summary}", "Name the {kind} in `{module}` for this: {summary}")
+_FORMS = {"function": _FUNCTION, "method": _METHOD, "class": _CLASS, "module": _MODULE}
+
+
+@dataclass(frozen=True, slots=True)
+class Documented:
+    """A module, class or function with a docstring."""
+
+    name: str
+    module: str
+    kind: str
+    signature: str
+    doc: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    name: str
+    question: str
+    answer: str
+
+
+@cache
+def stdlib_pairs() -> tuple[Pair, ...]:
+    """Question and answer pairs in a fixed, mixed order; no question and no answer to a "what" twice."""
+    pairs: list[Pair] = []
+    questions: set[str] = set()
+    answers: set[str] = set()
+    for item in documented():
+        summary = _summary(item.doc)
+        if summary is None or any(part.startswith("_") for part in item.name.split(".")):
+            continue
+        new = summary not in answers
+        answers.add(summary)
+        for pair in _pairs_of(item, summary, new=new):
+            if pair.question not in questions:
+                questions.add(pair.question)
+                pairs.append(pair)
+    # Mixed by a checksum, so that the first rows, and any `data.limit`, are from all over the library.
+    return tuple(sorted(pairs, key=lambda pair: (crc32(pair.question.encode()), pair.question)))
+
+
+@cache
+def stdlib_text() -> tuple[str, ...]:
+    """Texts that teach a small model English and Python: docstrings under their signatures, and the topics of `help()`."""
+    texts: dict[str, None] = {}
+    for item in documented():
+        if len(item.doc) >= _SHORTEST:
+            head = item.name if item.kind == "module" else f"{item.name}{item.signature}"
+            texts[f"{head}\n\n{item.doc}"] = None
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions leave it out
+        pass
+    else:
+        texts |= dict.fromkeys(inspect.cleandoc(topic) for _, topic in sorted(topics.items()))
+    return tuple(sorted(texts, key=lambda text: (crc32(text.encode()), text)))
+
+
+@cache
+def documented() -> tuple[Documented, ...]:
+    """Everything with a docstring in the standard library's source, by file name."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found: list[Documented] = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if _SKIPPED.intersection(parts) or any("-" in part for part in parts):
+            continue
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError, OSError, RecursionError):
+            continue
+        if module and not module.endswith("__main__"):
+            found += _walk(tree, module, module)
+    seen: set[str] = set()
+    return tuple(item for item in found if not (item.name in seen or seen.add(item.name)))  # type: ignore[func-returns-value]
+
+
+def _walk(node: ast.Module | ast.ClassDef, name: str, module: str) -> Iterator[Documented]:
+    if doc := ast.get_docstring(node):
+        kind = "module" if isinstance(node, ast.Module) else "class"
+        yield Documented(name, module, kind, _constructor(node), doc)
+    for child in node.body:
+        if isinstance(child, ast.ClassDef):
+            yield from _walk(child, f"{name}.{child.name}", module)
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and (doc := ast.get_docstring(child)):
+            kind = "method" if isinstance(node, ast.ClassDef) else "function"
+            yield Documented(f"{name}.{child.name}", module, kind, _signature(child, bound=kind == "method"), doc)
+
+
+def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool) -> str:
+    arguments = ast.unparse(function.args)
+    if bound:
+        arguments = re.sub(r"^(self|cls)(, /)?(, |$)", "", arguments)
+    return f"({arguments})"
+
+
+def _constructor(node: ast.Module | ast.ClassDef) -> str:
+    for child in node.body if isinstance(node, ast.ClassDef) else []:
+        if isinstance(child, ast.FunctionDef) and child.name == "__init__":
+            return _signature(child, bound=True)
+    return ""
+
+
+def _summary(doc: str) -> str | None:
+    """The first paragraph as one line of prose, and the second where the first is short; None where it is no prose."""
+    paragraphs = [" ".join(p.split()) for p in re.split(r"\n\s*\n", doc)]
+    text = paragraphs[0]
+    if re.match(r"^[\w.]+\(.*\)( ->.*)?( --? .*)?$", text) and len(paragraphs) > 1 and " - " not in text:
+        text = paragraphs[1]
+    text = re.sub(r"^[\w.]+\([^)]*\)\s*(->\s*[\w.\[\], ]+?)?\s*(--?|:)\s+", "", text).strip()
+    text = re.sub(r":(?:\w+:)?`+([^`]+)`+", r"`\1`", text).replace("``", "`")
+    text = re.sub(r"(?<![\w*])\*(\w+)\*(?![\w*])", r"`\1`", text)
+    if not _SHORTEST <= len(text) <= _LONGEST or ">>>" in text or "->" in text or not text.isascii() or not text[0].isalpha():
+        return None
+    letters = sum(c.isalpha() or c.isspace() for c in text) / len(text)
+    if letters < 0.8 or len(text.split()) < 4:
+        return None
+    text = text[0].upper() + text[1:] if not re.match(r"\w*[._(=]", text) else text
+    if text.endswith((":", ",", ";")):
+        text = text[:-1]
+    return text if text.endswith((".", "!", "?", ")")) else text + "."
+
+
+def _pairs_of(item: Documented, summary: str, *, new: bool) -> Iterator[Pair]:
+    number = crc32(item.name.encode())
+    if new:
+        forms = _FORMS[item.kind]
+        yield Pair(item.name, forms[number % len(forms)].format(name=item.name), summary)
+    if item.kind == "module" or not item.signature:
+        return
+    short = item.name.rsplit(".", 1)[1]
+    if len(item.signature) <= 160 and number % 2 and (item.signature != "()" or number % 8 == 1):
+        call = f"`{short}{item.signature}`"
+        answer = f"Call it as {call}." if item.signature != "()" else f"It takes no arguments: {call}."
+        yield Pair(item.name, _SIGNATURE[number // 7 % len(_SIGNATURE)].format(name=item.name), answer)
+    # The other way round, for a third of them: enough to ask for a name, too few to drown the descriptions.
+    if new and item.kind != "method" and number % 3 == 0 and short not in summary and len(summary) <= 200:
+        form = _WHICH[number // 3 % len(_WHICH)]
+        yield Pair(item.name, form.format(kind=item.kind, module=item.module, summary=summary), f"`{item.name}`.")

@@ -1,0 +1,5 @@
+"""`isotype explain`: from a pasted error or a whole log to the cause and the fix. Imports no torch."""
+
+from .explain import explain
+
+__all__ = ["explain"]

@@ -1,0 +1,130 @@
+"""Explains the errors of a text: recognised, placed in their situation, causes ranked, the last error first in rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ...finding import Finding, Place, Severity
+from . import pages  # noqa: F401  registers the families
+from .family import FAMILIES, Explained, Seen
+from .log import Incident, incidents
+from .recognise import recognise
+from .situation import read
+
+MOST_DISTINCT = 200  # different errors kept of one log
+
+
+def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]:
+    """One finding for each distinct dtype error; the last keeps its severity, earlier ones become warnings. None found: one note, EX000.
+
+    source  the log's file, for the places of errors without a traceback
+    """
+    found: dict[tuple[str, str, str], tuple[Finding, int]] = {}
+    last_incident: Incident | None = None
+    for incident in incidents(lines):
+        seen = recognise(incident.text, read(incident.frames))
+        if (
+            seen is not None
+            and seen.operator == "unknown wording"
+            and incident.exception is None
+            and "Error" not in incident.text
+            and len(incident.text) > 600
+        ):
+            seen = None  # loose prose about dtypes is no error
+        if seen is None:
+            if incident.exception or _speaks_of_an_error(incident.text):
+                last_incident = incident
+            continue
+        finding = _finding(seen, incident, source)
+        key = (finding.code, finding.message, str(finding.place.file and finding.place))
+        _, count = found.pop(key, (finding, 0))  # a repeated error takes its last position
+        if len(found) >= MOST_DISTINCT:
+            found.pop(next(iter(found)))
+        found[key] = (finding, count + 1)
+    if not found:
+        return [_not_dtype(last_incident, source)]
+    ordered = list(found.values())
+    findings = []
+    for position, (finding, count) in enumerate(ordered, 1):
+        details = finding.details
+        if count > 1:
+            details += (("repeated", f"{count} times (ranks, or retries)"),)
+        if position < len(ordered):
+            details += (("order", f"{position} of {len(ordered)} in the text; the last one is what stopped it"),)
+            finding = replace(finding, severity=min(finding.severity, Severity.WARNING))
+        findings.append(replace(finding, details=details))
+    return findings[::-1]
+
+
+def _speaks_of_an_error(text: str) -> bool:
+    return "Error" in text or "error" in text
+
+
+def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
+    code, family = FAMILIES[seen.operator]
+    explained: Explained = family(seen)
+    ranked = explained.ranked()
+    top, others = ranked[0], ranked[1:]
+    situation = seen.situation
+    frame = situation.users or situation.innermost
+    details: list[tuple[str, str]] = [
+        (
+            "error",
+            incident.text.strip().splitlines()[-1][:300] if len(incident.text.splitlines()) < 3 else _telling_line(incident.text, seen),
+        )
+    ]
+    if seen.dtypes:
+        details.append(("dtypes", ", ".join(f"{role} {dtype}" for role, dtype in seen.dtypes.items())))
+    if situation.innermost and frame is not situation.innermost:
+        details.append(("raised in", f"{situation.innermost.function} at {situation.innermost.file}:{situation.innermost.line} (library)"))
+    context = [
+        flag
+        for flag in ("callback", "generate", "evaluation", "backward", "custom backward", "recompute", "optimizer", "compile")
+        if flag in situation
+    ]
+    if situation.frames:
+        inside = "inside a trainer" if "trainer" in situation else "no trainer in the traceback"
+        details.append(("situation", ", ".join([*context, inside])))
+    details.append(("seen", top.because or "nothing in the text decides between the causes; this is the usual one"))
+    if others:
+        lines = [f"{c.name}: {c.fix.splitlines()[0]}" + (f" (seen: {c.because})" if c.because else "") for c in others[:3]]
+        details.append(("or", "\n".join(lines)))
+    place = (
+        Place(file=frame.file, line=frame.line, symbol=frame.function or None)
+        if frame
+        else Place(file=source, line=incident.line if source else None)
+    )
+    return Finding(
+        code=code,
+        severity=explained.severity,
+        message=explained.message,
+        place=place,
+        cause=f"{top.name}: {top.why}",
+        fix=top.fix,
+        details=tuple(details),
+    )
+
+
+def _telling_line(text: str, seen: Seen) -> str:
+    """The line of a long message that recognition rests on."""
+    names = [line for line in text.splitlines() if recognise(line, seen.situation)]
+    return (names[-1] if names else text.splitlines()[0]).strip()[:300]
+
+
+def _not_dtype(incident: Incident | None, source: str | None) -> Finding:
+    if incident is None:
+        what, place = "no error found in the text", Place(file=source)
+    else:
+        situation = read(incident.frames)
+        frame = situation.users or situation.innermost
+        what = f"not a dtype error: {incident.text.strip().splitlines()[0][:200]}"
+        place = Place(file=frame.file, line=frame.line, symbol=frame.function or None) if frame else Place(file=source)
+    return Finding(
+        code="EX000",
+        severity=Severity.NOTE,
+        message=what,
+        place=place,
+        cause="nothing in it speaks of a disagreement between dtypes",
+        fix="if you think it is one: give the whole traceback, from its first line",
+    )

@@ -1,0 +1,330 @@
+"""Families of errors from Triton's compiler, bitsandbytes, and kernels or formats that lack a dtype."""
+
+from __future__ import annotations
+
+from .family import Cause, Explained, Seen, family
+
+
+@family("EX020", "Triton branch")
+def triton_branch(s: Seen) -> Explained:
+    """A Triton variable changes dtype inside a run-time branch
+
+    **Why it matters.** Triton gives each name one type after a branch taken at run time. A low-precision load that becomes fp32 inside
+    `if` (a product with a float, a cast) compiles only when the branch is a constexpr, or when the inputs are fp32.
+
+    **Example.** `x = tl.load(p)` (bf16), then under `if SCALE:` `x = scale * x` (fp32).
+
+    **What to do.** Load as fp32 before the branch, `tl.load(p).to(tl.float32)`, and declare flags `tl.constexpr`.
+    """
+    name = s.words.get("name", "the value")
+    left, right = s.dtype("left"), s.dtype("right")
+    target = f"`{name}`" if "name" in s.words else "one arm of a conditional expression"
+    return Explained(
+        message=f"Triton: {target} is {left} before a branch and {right} inside it"
+        if "name" in s.words
+        else f"Triton: a conditional expression has a {left} and a {right} arm",
+        causes=[
+            Cause(
+                name=f"{name} changes dtype in a branch",
+                score=4,
+                why=(
+                    f"{name} is {left} when loaded and {right} after one side of a run-time branch (a product with an "
+                    "fp32 value, or a cast): fp16/bf16 inputs fail where fp32 compiles"
+                ),
+                fix=(
+                    f"load as fp32 before the branch:\n    {name if 'name' in s.words else 'x'} = "
+                    "tl.load(ptr).to(tl.float32)\nand cast once at tl.store"
+                ),
+                because=f"the {s.words['block']} block is named in the text" if "block" in s.words else "the text names both types",
+            ),
+            Cause(
+                name="flag is not constexpr",
+                score=2,
+                why="a flag that is not tl.constexpr makes the branch a run-time one",
+                fix="declare the flag FLAG: tl.constexpr in the kernel's signature",
+            ),
+        ],
+    )
+
+
+@family("EX021", "Triton loop")
+def triton_loop(s: Seen) -> Explained:
+    """A Triton variable changes dtype inside a loop
+
+    **Why it matters.** A loop-carried variable keeps the type it enters with. An accumulator made in the pointer's dtype becomes
+    fp32 at the first addition;
+    a Python float handed over by Inductor arrives as fp64.
+
+    **Example.** `acc = tl.zeros([64], dtype=x.dtype)` with `acc += tl.sum(y.to(tl.float32))`.
+
+    **What to do.** Start the accumulator as `tl.zeros(..., dtype=tl.float32)`; pin scalars with `.to(tl.float32)`.
+    """
+    name, left, right = s.words.get("name", "acc"), s.dtype("left"), s.dtype("right")
+    causes = [
+        Cause(
+            name=f"accumulator {name} starts in another dtype",
+            score=4,
+            why=(
+                f"the loop variable {name} starts as {left} and becomes {right} in the loop: the accumulator has the "
+                "pointer's dtype, or an operand is wider"
+            ),
+            fix=(
+                f"start the accumulator as fp32: {name} = tl.zeros(shape, dtype=tl.float32), or cast in the loop: "
+                f"{name} += (...).to({name}.dtype)"
+            ),
+            because=f"{left} before the loop, {right} inside",
+        )
+    ]
+    if "fp64" in (left, right):
+        causes.append(
+            Cause(
+                name="Python float arrives as fp64",
+                score=5,
+                why=f"a Python float (Inductor hands them over as fp64) promotes {name} in the loop",
+                fix="pin the scalar: scale = scale.to(tl.float32)",
+                because="one of the two types is fp64",
+            )
+        )
+    return Explained(message=f"Triton: loop variable `{name}` goes from {left} to {right}", causes=causes)
+
+
+@family("EX022", "Triton dot")
+def triton_dot(s: Seen) -> Explained:
+    """tl.dot with two dtypes
+
+    **Why it matters.** `tl.dot` takes one dtype. Softmax probabilities, or an operand multiplied by a scalar, are fp32 while the
+    other stays as loaded.
+
+    **Example.** `tl.dot(p, v)` with fp32 `p` and bf16 `v`.
+
+    **What to do.** Cast next to the dot: `tl.dot(p.to(v.dtype), v)`; the accumulator stays fp32.
+    """
+    left, right = s.dtype("left"), s.dtype("right")
+    return Explained(
+        message=f"Triton: tl.dot of {left} and {right}",
+        causes=[
+            Cause(
+                name="operand of tl.dot promoted",
+                score=3,
+                why=(
+                    f"the operands of tl.dot are {left} and {right}: softmax probabilities or a scalar product promoted "
+                    f"one side to fp32, or an fp32 parameter meets activations that autocast made {s.half}"
+                ),
+                fix="cast next to the dot: acc = tl.dot(p.to(v.dtype), v, acc); the accumulator stays fp32",
+            )
+        ],
+    )
+
+
+@family("EX023", "Triton math")
+def triton_math(s: Seen) -> Explained:
+    """A Triton math function on a low-precision value
+
+    **Why it matters.** `tl.exp`, `tl.log`, `tl.rsqrt`, `tl.sin` have fp32 and fp64 forms only; a value as loaded from a bf16
+    pointer fails to compile.
+
+    **Example.** `tl.exp(tl.load(p))` with bf16 `p`.
+
+    **What to do.** Widen at the load: `tl.load(p).to(tl.float32)`.
+    """
+    got = s.dtype("got")
+    return Explained(
+        message=f"Triton: a math function got {got}; it takes {s.words.get('ok', 'fp32')}",
+        causes=[
+            Cause(
+                name="math function on the loaded dtype",
+                score=3,
+                why=(
+                    f"exp, log, sqrt and the like take {s.words.get('ok', 'fp32')} and got {got}: the value keeps the "
+                    "pointer's dtype since tl.load"
+                ),
+                fix="widen at the load: x = tl.load(ptr).to(tl.float32), and narrow once at tl.store",
+                because=f"the text says {got}",
+            )
+        ],
+    )
+
+
+@family("EX024", "Triton store", "Triton fp8")
+def triton_store(s: Seen) -> Explained:
+    """A Triton store or format that this version or GPU does not take
+
+    **Why it matters.** Older Triton casts nothing in a store through a block pointer; fp8 formats depend on the GPU (fp8e4nv
+    needs compute capability 8.9).
+
+    **Example.** `tl.store(block_ptr, acc)` with an fp32 accumulator and a bf16 output.
+
+    **What to do.** Cast at the store, `acc.to(ptr.dtype.element_ty)`; use `fp8e5` or bf16 on older GPUs.
+    """
+    if s.operator == "Triton fp8":
+        kind = s.words.get("dtype", "fp8")
+        return Explained(
+            message=f"Triton: {kind} is not available on this GPU",
+            causes=[
+                Cause(
+                    name="fp8 format absent on this GPU",
+                    score=3,
+                    why=(
+                        f"{kind} needs compute capability 8.9 (Ada, Hopper) or newer; an FP8 checkpoint or FP8 setting is "
+                        "used on an older architecture"
+                    ),
+                    fix="load a bf16 checkpoint, or switch FP8 off; fp8e5 works on older hardware",
+                    because=f"the text names {kind}",
+                )
+            ],
+        )
+    left, right = s.dtype("left"), s.dtype("right")
+    return Explained(
+        message=f"Triton: {right} value stored to a {left} block",
+        causes=[
+            Cause(
+                name="store without a cast",
+                score=3,
+                why=(
+                    f"the block pointer's element type is {left} and the value is {right} (an fp32 accumulator): this "
+                    "Triton does not cast in tl.store through a block pointer"
+                ),
+                fix="cast at the store: tl.store(ptr, acc.to(ptr.dtype.element_ty))",
+                because="the text names both types",
+            )
+        ],
+    )
+
+
+@family("EX025", "quantised again", "8-bit optimizer", "quantised fine-tuning")
+def bitsandbytes(s: Seen) -> Explained:
+    """bitsandbytes was given a dtype it cannot quantise or step
+
+    **Why it matters.** Quantisation takes 16- and 32-bit floats: a weight that is quantised already is uint8. 8-bit optimizers
+    need a kernel
+    for the gradient's dtype, and old versions have none for bf16. Quantised weights take no gradient: they need an adapter.
+
+    **Example.** `.to("cuda")` twice on a 4-bit model; `adamw_bnb_8bit` with bf16 gradients on an old version.
+
+    **What to do.** Move a quantised model once; upgrade bitsandbytes; attach LoRA.
+    """
+    if s.operator == "quantised again":
+        got = s.dtype("got")
+        again = got in ("uint8", "int8")
+        cause = Cause(
+            name="weight quantised twice" if again else "dtype this bitsandbytes cannot quantise",
+            score=4,
+            why=(
+                f"quantisation got {got}: the weight is quantised already (moved with .to() again, or a pre-quantised "
+                "checkpoint loaded with a new quantization_config)"
+            )
+            if again
+            else f"this version of bitsandbytes has no kernel for {got} (old versions lack bf16)",
+            fix="load the pre-quantised checkpoint without quantization_config, and do not call .to() on it again"
+            if again
+            else "pip install -U bitsandbytes, or load with dtype=torch.float16",
+            because=f"the text names {got}",
+        )
+        return Explained(message=f"bitsandbytes was asked to quantise {got}", causes=[cause])
+    if s.operator == "8-bit optimizer":
+        return Explained(
+            message=f"8-bit optimizer: {s.dtype('gradient')} gradients with {s.dtype('state')} states",
+            causes=[
+                Cause(
+                    name="8-bit optimizer lacks this gradient dtype",
+                    score=3,
+                    why=f"this bitsandbytes has no 8-bit kernel for {s.dtype('gradient')} gradients (old versions lack bf16)",
+                    fix=("pip install -U bitsandbytes, or use optim='adamw_torch', or fp32 parameters so that gradients are fp32"),
+                    because="the text names the gradient's dtype",
+                )
+            ],
+        )
+    return Explained(
+        message="a quantised model is trained without an adapter",
+        causes=[
+            Cause(
+                name="quantised weights take no gradient",
+                score=3,
+                why="every trainable weight is quantised (int8 or 4-bit), and no adapter is attached",
+                fix=(
+                    "attach LoRA: model = get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(...)), or "
+                    "load without quantisation"
+                ),
+            )
+        ],
+    )
+
+
+@family("EX026", "missing kernel", "numpy")
+def missing_kernel(s: Seen) -> Explained:
+    """An operator has no kernel for this dtype on this device
+
+    **Why it matters.** Linear algebra (qr, svd, solve, cholesky), FFT, and some CPU kernels exist for fp32 and fp64 only; numpy
+    has no bf16.
+
+    **Example.** `torch.linalg.qr` of a bf16 matrix in an initialisation; `.numpy()` on a bf16 tensor in a metric.
+
+    **What to do.** Do that one operation in fp32: `op(x.float()).to(x.dtype)`, under `torch.autocast(enabled=False)`;
+    `.float().cpu().numpy()`.
+    """
+    dtype, op = s.dtype("missing"), s.words.get("op", "this operator").strip()
+    if s.operator == "numpy":
+        return Explained(
+            message=f"numpy has no {dtype}",
+            causes=[
+                Cause(
+                    name="numpy() of a half-precision tensor",
+                    score=3,
+                    why=f".numpy() was called on a {dtype} tensor, and numpy has no such dtype: logging or metrics code",
+                    fix="x.float().cpu().numpy()",
+                    because=f"the text names {dtype}",
+                )
+            ],
+        )
+    cpu = "cpu" in op.lower() or "mkldnn" in op.lower() or (dtype == "fp16" and not op.endswith("cuda"))
+    causes = [
+        Cause(
+            name=f"{op} has no {dtype} kernel",
+            score=3,
+            why=(
+                f"{op} exists in fp32 (and fp64) only on this device; it got {dtype}: linear algebra and FFT "
+                "(spectral adapters, orthogonal initialisation) have no half-precision kernels"
+            ),
+            fix=(
+                "do this operation in fp32:\n    with torch.autocast(x.device.type, enabled=False):\n        y = op(x.float()).to(x.dtype)"
+            ),
+            because=f"the text names {op} and {dtype}",
+        )
+    ]
+    if cpu and dtype == "fp16":
+        causes.append(
+            Cause(
+                name="fp16 model on a CPU",
+                score=4,
+                why="older torch has few fp16 kernels on a CPU; the model was loaded in fp16 without a GPU",
+                fix="load with dtype=torch.float32 (or bfloat16) on a CPU",
+                because="a CPU kernel without fp16" if "cpu" in op.lower() else "",
+            )
+        )
+    return Explained(message=f"{op} is not implemented for {dtype}", causes=causes)
+
+
+@family("EX027", "overflowing constant")
+def overflowing_constant(s: Seen) -> Explained:
+    """A constant does not fit the tensor's dtype
+
+    **Why it matters.** fp16 ends at 65504 and bf16 rounds fp32's smallest value up past its own: a mask fill such as
+    `torch.finfo(torch.float32).min`, -1e9 or -1e30 overflows.
+
+    **Example.** `scores.masked_fill(mask, -1e9)` with fp16 scores.
+
+    **What to do.** `torch.finfo(scores.dtype).min`, or `float("-inf")` where a whole row is never masked.
+    """
+    dtype = s.dtype("missing")
+    return Explained(
+        message=f"a constant does not fit {dtype}",
+        causes=[
+            Cause(
+                name="mask fill value from another dtype",
+                score=3,
+                why=f"a fill value (finfo(float32).min, -1e9, -1e30) does not fit {dtype}: the mask was written for fp32",
+                fix="torch.finfo(x.dtype).min in place of the constant",
+                because=f"the text names {dtype}",
+            )
+        ],
+    )

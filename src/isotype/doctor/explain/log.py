@@ -1,0 +1,172 @@
+"""A log of any length as a stream of incidents: an exception with its frames, or a passage that speaks of one without a traceback.
+
+Memory does not grow with the log: one open traceback a process (ranks interleave their lines), and one passage of loose text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+LONGEST_MESSAGE = 80  # lines of an exception's text that are kept
+LONGEST_PASSAGE = 40  # lines of loose text looked at together
+MOST_FRAMES = 400  # a RecursionError has more; its ends are what matters
+LONGEST_LINE = 4000
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_RANK = re.compile(r"^\s*(\[(?:default|rank|Rank|RANK|trainer)?\s?\d+\]:?|\(\w[\w.]* pid=\d+(?:, ip=[\d.]+)?\)|\w+-\d+-\w+:|\d+:(?= ))\s?")
+_STAMP = re.compile(
+    r"^\[?\d{4}-\d\d-\d\d[T "
+    r"]\d\d:\d\d:\d\d[,.\d]*\]?(?:\s*[-|]?\s*(?:ERROR|WARNING|INFO|CRITICAL)\s*[-|:]?)?\s*(?=Traceback|File "
+    r"|\w*Error)"
+)
+_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
+_NOTEBOOK_FRAME = re.compile(
+    r"^(?:File|Cell) (?P<file>\S+?|In\[\d+\])(?::(?P<line>\d+)|, line (?P<cell>\d+))(?:, in (?P<function>[\w.<>]+))?"
+)
+_OLD_NOTEBOOK_FRAME = re.compile(r"^(?P<file>[/~\w][^\s:]*\.py) in (?P<function>[\w.<>]+)\(")
+_ARROW = re.compile(r"^-+> ?(?P<line>\d+)\s(?P<code>.*)$")
+_EXCEPTION = re.compile(
+    r"^(?P<kind>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Timeout|Failure|Unsupported|Iteration))(?:: "
+    r"?(?P<text>.*))?$"
+)
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
+_CHAIN = re.compile(r"^(?:The above exception was the direct cause|During handling of the above exception)")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    file: str
+    line: int | None
+    function: str
+    code: str = ""
+
+
+@dataclass(slots=True)
+class Incident:
+    """text: the exception's own lines, or the passage; frames: outermost first; line: where in the log; ranks: how many said it."""
+
+    text: str
+    frames: list[Frame]
+    line: int
+    exception: str | None = None
+    ranks: int = 1
+
+
+@dataclass(slots=True)
+class _Open:
+    """A traceback being read."""
+
+    start: int
+    frames: list[Frame] = field(default_factory=list)
+    message: list[str] = field(default_factory=list)
+    exception: str | None = None
+
+    def add(self, frame: Frame) -> None:
+        if len(self.frames) >= MOST_FRAMES:
+            del self.frames[MOST_FRAMES // 2]
+        self.frames.append(frame)
+
+    def close(self) -> Incident | None:
+        text = "\n".join(self.message).strip()
+        return Incident(text, self.frames, self.start, self.exception) if text else None
+
+
+def incidents(lines: Iterable[str]) -> Iterator[Incident]:
+    """Every exception and every passage, in the order of their last lines."""
+    open_by_rank: dict[str, _Open] = {}
+    passage: list[str] = []
+    passage_start = 1
+    number = 0
+
+    def loose() -> Iterator[Incident]:
+        if passage:
+            yield Incident("\n".join(passage), [], passage_start)
+            passage.clear()
+
+    for number, raw in enumerate(lines, 1):
+        line = _ANSI.sub("", raw[:LONGEST_LINE]) if "\x1b" in raw else raw[:LONGEST_LINE]
+        line = line.rstrip("\r\n")
+        rank = ""
+        if match := _RANK.match(line):
+            rank, line = match[1], line[match.end() :]
+        line = _STAMP.sub("", line)
+        if _TRACEBACK.search(line):
+            if (done := open_by_rank.pop(rank, None)) and (incident := done.close()):
+                yield incident
+            yield from loose()
+            open_by_rank[rank] = _Open(number)
+            continue
+        current = open_by_rank.get(rank)
+        if current is None:
+            if frame := _FRAME.match(line):  # pasted without its first line
+                yield from loose()
+                current = open_by_rank[rank] = _Open(number)
+                current.add(Frame(frame["file"], int(frame["line"]), frame["function"] or ""))
+            elif line.strip():
+                if not passage:
+                    passage_start = number
+                passage.append(line)
+                if len(passage) >= LONGEST_PASSAGE:
+                    yield from loose()
+            else:
+                yield from loose()
+            continue
+        if _CHAIN.match(line):
+            if incident := current.close():
+                yield incident
+            open_by_rank.pop(rank)
+            continue
+        if _take(current, line):
+            if incident := current.close():
+                yield incident
+            open_by_rank.pop(rank)
+            if line.strip():
+                passage_start = number
+                passage.append(line)
+    for current in open_by_rank.values():
+        if incident := current.close():
+            yield incident
+    yield from loose()
+
+
+def _take(current: _Open, line: str) -> bool:
+    """Adds a line to an open traceback; True when the line is no longer part of it."""
+    if not current.message:
+        if frame := _FRAME.match(line):
+            current.add(Frame(frame["file"], int(frame["line"]), frame["function"] or ""))
+        elif frame := _NOTEBOOK_FRAME.match(line):
+            current.add(Frame(frame["file"], int(frame["line"] or frame["cell"]), frame["function"] or ""))
+        elif frame := _OLD_NOTEBOOK_FRAME.match(line):
+            current.add(Frame(frame["file"], None, frame["function"]))
+        elif (arrow := _ARROW.match(line)) and current.frames:
+            last = current.frames[-1]
+            current.frames[-1] = Frame(last.file, int(arrow["line"]), last.function, arrow["code"].strip())
+        elif exception := _EXCEPTION.match(line):
+            current.exception = exception["kind"]
+            current.message.append(line)
+        elif line.startswith((" ", "\t")) and current.frames and line.strip().strip("^~"):
+            last = current.frames[-1]
+            if not last.code:
+                current.frames[-1] = Frame(last.file, last.line, last.function, line.strip())
+        elif line and not line[0].isspace() and re.match(r"[A-Za-z_][\w.]*: ", line) and current.frames:
+            current.exception = line.partition(":")[0]
+            current.message.append(line)
+        return False
+    if len(current.message) >= LONGEST_MESSAGE:
+        return True
+    if not line.strip():  # a message may hold one blank line, not two
+        if current.message[-1] == "":
+            return True
+        current.message.append("")
+        return False
+    if (
+        current.message[-1] == ""
+        and not line[0].isspace()
+        and not _EXCEPTION.match(line)
+        and not re.match(r"\w+\(['\"]|saved|recomputed|tensor", line)
+    ):
+        return True
+    current.message.append(line)
+    return False

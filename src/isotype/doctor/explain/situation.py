@@ -1,0 +1,106 @@
+"""What a traceback says besides its message: whose frame failed, and what the program was doing (generate, backward, callback, ...)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .log import Frame
+
+_LIBRARY = re.compile(
+    r"(?:site-packages|dist-packages|lib/python3|<frozen|<string>|<eval_with_key>|/torchinductor_|"
+    r"(?:^|/)(?:torch|transformers|peft|trl|accelerate|deepspeed|diffusers|triton|bitsandbytes|flash_attn|xformers|unsloth|unsloth_zoo|liger_kernel|lightning|pytorch_lightning)/)"
+)
+_PACKAGE = re.compile(
+    r"(?:site-packages|dist-packages)/(?P<name>[\w]+)|(?:^|/)(?P<bare>torch|transformers|peft|trl|accelerate|deepspeed|diffusers|triton|bitsandbytes|flash_attn|xformers|unsloth)/"
+)
+_TRAINERS = ("trl", "accelerate", "lightning", "pytorch_lightning", "deepspeed", "axolotl", "llamafactory", "trainer", "simpletuner")
+
+
+def is_library(file: str) -> bool:
+    return bool(_LIBRARY.search(file.replace("\\", "/")))
+
+
+def package(file: str) -> str | None:
+    matches = list(_PACKAGE.finditer(file.replace("\\", "/")))
+    return (matches[-1]["name"] or matches[-1]["bare"]) if matches else None
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Facts of one traceback; each flag's evidence is a frame, kept under the flag's name in `proof`."""
+
+    frames: Sequence[Frame] = ()
+    proof: dict[str, Frame] = field(default_factory=dict)
+    packages: frozenset[str] = frozenset()
+
+    def __contains__(self, flag: str) -> bool:
+        return flag in self.proof
+
+    @property
+    def innermost(self) -> Frame | None:
+        return self.frames[-1] if self.frames else None
+
+    @property
+    def users(self) -> Frame | None:
+        """The innermost frame of the user's own code."""
+        return next((f for f in reversed(self.frames) if not is_library(f.file)), None)
+
+    def where(self, flag: str) -> str:
+        frame = self.proof[flag]
+        return f"{frame.function or 'code'} at {frame.file}:{frame.line}"
+
+    def mentions(self, pattern: str) -> Frame | None:
+        """The innermost frame whose code, function or file matches."""
+        return next((f for f in reversed(self.frames) if re.search(pattern, f"{f.file} {f.function} {f.code}")), None)
+
+
+def _flags(frame: Frame) -> set[str]:
+    code, function, file = frame.code, frame.function.rpartition(".")[2], frame.file.replace("\\", "/")
+    found = set()
+    if function in ("generate", "_sample", "_generate", "sample", "_greedy_search", "beam_search") or re.search(
+        r"\bgenerate\(|\.chat\(|pipeline\(", code
+    ):
+        found.add("generate")
+    if function == "backward" or re.search(r"\.backward\(|_engine_run_backward|autograd\.grad\(", code) or "autograd/graph.py" in file:
+        found.add("backward")
+    if function == "backward" and package(file) != "torch":
+        found.add("custom backward")
+    if function.startswith("on_") and len(function) > 4:
+        found.add("callback")
+    if (
+        re.search(r"(?:^|/)(?:trainer|training_loop|loop)\w*\.py$|_trainer\.py$", file)
+        or function in ("_inner_training_loop", "training_step", "fit")
+        or package(file) in _TRAINERS
+    ):
+        found.add("trainer")
+    if re.search(r"/optim/|/optimi|optimizer\w*\.py$", file) or re.search(r"optimizer\w*\.step\(|optim\w*\.step\(", code):
+        found.add("optimizer")
+    if function in (
+        "evaluate",
+        "evaluation_loop",
+        "prediction_step",
+        "predict",
+        "validate",
+        "log_validation",
+        "validation_step",
+        "evaluation",
+        "run_validation",
+    ) or re.search(r"\bevaluate\(|validation", code):
+        found.add("evaluation")
+    if "utils/checkpoint.py" in file or function in ("recompute_fn", "unpack_hook"):
+        found.add("recompute")
+    if re.search(r"\boptim/|optimizer", file) is None and re.search(r"clip_grad|unscale_", code + function):
+        found.add("clip")
+    if re.search(r"_dynamo|_inductor|torchinductor|eval_frame", file):
+        found.add("compile")
+    return found
+
+
+def read(frames: Sequence[Frame]) -> Situation:
+    proof: dict[str, Frame] = {}
+    for frame in frames:
+        for flag in _flags(frame):
+            proof[flag] = frame
+    return Situation(frames, proof, frozenset(p for f in frames if (p := package(f.file))))

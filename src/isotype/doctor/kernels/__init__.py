@@ -1,0 +1,5 @@
+"""`isotype kernels`: a Triton kernel's dtype matrix compiled on a machine without a GPU, and what fails in it explained."""
+
+from .check import check
+
+__all__ = ["check"]

@@ -1,0 +1,319 @@
+"""A signature for a kernel that comes without one, from how its parameters are used and from the launches written beside it.
+
+A parameter that ends up as the base of an address is a pointer; one that is compared with indices or multiplies them is an integer;
+what is left is a float scalar. `launches_written.py` adds what the file's own launch sites say. It stays a guess, and findings say so.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .launches_written import WrittenLaunch, written_launches
+from .signature import Combination, Reach, distinct, float_pointer_matrix
+from .unwrap import Unwrapped
+
+_MEMORY = ("load", "store", "atomic_add", "atomic_max", "atomic_min", "atomic_xchg", "atomic_cas", "atomic_and", "atomic_or", "atomic_xor")
+_INDEX_WORDS = (
+    "idx",
+    "index",
+    "indices",
+    "label",
+    "target",
+    "_ids",
+    "cu_seq",
+    "seqlens",
+    "lengths",
+    "offsets",
+    "position",
+    "expert",
+    "sorted",
+    "token",
+    "map",
+)
+_DTYPE_METHODS = ("to", "cast", "zeros", "full")
+
+
+@dataclass
+class Use:
+    """How one function's parameters are used."""
+
+    pointers: set[str] = field(default_factory=set)
+    integer_pointers: set[str] = field(default_factory=set)
+    integers: set[str] = field(default_factory=set)
+    floats: set[str] = field(default_factory=set)
+    tests: set[str] = field(default_factory=set)  # used as a bare condition
+    sizes: set[str] = field(default_factory=set)  # of an arange or a shape
+    dtypes: set[str] = field(default_factory=set)  # used where a dtype stands
+    words: dict[str, str] = field(default_factory=dict)  # compared with a string
+
+
+class _Reader(ast.NodeVisitor):
+    """One pass over a kernel's source."""
+
+    def __init__(self, function: Any, depth: int = 0) -> None:
+        self.use, self.depth, self.scope = Use(), depth, dict(function.__globals__)
+        self.parameters = list(function.arg_names)
+        self.tree = function.parse()
+        self.values: dict[str, list[ast.expr]] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    if isinstance(target, ast.Name):
+                        self.values.setdefault(target.id, []).append(node.value)
+                    elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                        for one, value in zip(target.elts, node.value.elts):
+                            if isinstance(one, ast.Name):
+                                self.values.setdefault(one.id, []).append(value)
+            elif isinstance(node, (ast.AugAssign, ast.AnnAssign)) and isinstance(node.target, ast.Name) and node.value is not None:
+                self.values.setdefault(node.target.id, []).append(node.value)
+        self.visit(self.tree)
+        self.use.integer_pointers &= self.use.pointers
+        self.use.integers -= self.use.pointers
+
+    def base(self, node: ast.AST | None, seen: frozenset[str] = frozenset()) -> str | None:
+        """The parameter an address starts from."""
+        if isinstance(node, ast.Name):
+            if node.id in self.values and node.id not in seen:
+                for value in self.values[node.id]:
+                    if (found := self.base(value, seen | {node.id})) is not None:
+                        return found
+            return node.id if node.id in self.parameters else None
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
+            return self.base(node.left, seen) or self.base(node.right, seen)
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Attribute) and node.func.attr in ("to", "cast") and not _of_module(node.func):
+                return self.base(node.func.value, seen)
+            return (
+                self.base(node.args[0], seen)
+                if node.args and _called(node) in ("multiple_of", "max_contiguous", "cast", "make_block_ptr", "advance")
+                else None
+            )
+        if isinstance(node, ast.Subscript):
+            return self.base(node.value, seen)
+        if isinstance(node, ast.IfExp):
+            return self.base(node.body, seen) or self.base(node.orelse, seen)
+        return None
+
+    def behind(self, node: ast.AST, depth: int = 0) -> set[str]:
+        """Parameters in an expression, through local names, without what is loaded from memory."""
+        found: set[str] = set()
+        if isinstance(node, ast.Call) and _called(node) == "load":
+            return found
+        if isinstance(node, ast.Name):
+            if node.id in self.values and depth < 4:
+                for value in self.values[node.id]:
+                    found |= self.behind(value, depth + 1)
+            elif node.id in self.parameters:
+                found.add(node.id)
+        for child in ast.iter_child_nodes(node):
+            found |= self.behind(child, depth)
+        return found
+
+    def loaded(self, node: ast.AST, depth: int = 0) -> set[str]:
+        """Pointers from which values in an expression were loaded."""
+        found: set[str] = set()
+        for one in ast.walk(node):
+            if _called(one) == "load":
+                assert isinstance(one, ast.Call)
+                found |= {b for b in (self.base(one.args[0] if one.args else None),) if b}
+            elif isinstance(one, ast.Name) and depth < 4:
+                for value in self.values.get(one.id, []):
+                    found |= self.loaded(value, depth + 1) if not _widens(value) else set()
+        return found
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = _called(node)
+        if name in _MEMORY and (node.args or node.keywords):
+            address = node.args[0] if node.args else node.keywords[0].value
+            if (pointer := self.base(address)) is not None:
+                self.use.pointers.add(pointer)
+                offsets = self.behind(address) - {pointer}
+                self.use.integers |= offsets
+                self.use.integer_pointers |= self.loaded(address)
+            for keyword in node.keywords:
+                if keyword.arg == "mask":
+                    self.use.integers |= self.behind(keyword.value)
+        elif name in ("range", "arange", "static_range", "cdiv"):
+            self.use.integers |= {p for a in node.args for p in self.behind(a)}
+            self.use.integer_pointers |= {p for a in node.args for p in self.loaded(a)}
+            if name == "arange":
+                self.use.sizes |= {p for a in node.args for p in self.behind(a)}
+        elif name in _DTYPE_METHODS:
+            for value in [*(node.args[-1:] if node.args else []), *(k.value for k in node.keywords if k.arg == "dtype")]:
+                if isinstance(value, ast.Name) and value.id in self.parameters:
+                    self.use.dtypes.add(value.id)
+            if name in ("zeros", "full") and node.args:
+                self.use.sizes |= self.behind(node.args[0])
+        else:
+            self._called_function(node)
+        self.generic_visit(node)
+
+    def _called_function(self, node: ast.Call) -> None:
+        from .unwrap import is_kernel, unwrap
+
+        callee = self.scope.get(node.func.id) if isinstance(node.func, ast.Name) else None
+        if callee is None or self.depth > 3 or not is_kernel(callee):
+            return
+        function = unwrap(callee).function
+        inner = _Reader(function, self.depth + 1).use
+        passed = dict(zip(function.arg_names, node.args)) | {k.arg: k.value for k in node.keywords if k.arg}
+        for name, value in passed.items():
+            if name in inner.pointers and (pointer := self.base(value)) is not None:
+                self.use.pointers.add(pointer)
+                if name in inner.integer_pointers:
+                    self.use.integer_pointers.add(pointer)
+                self.use.integers |= self.behind(value) - {pointer}
+            elif isinstance(value, ast.Name) and value.id in self.parameters:
+                for group in ("integers", "floats", "tests", "sizes", "dtypes"):
+                    if name in getattr(inner, group):
+                        getattr(self.use, group).add(value.id)
+                if name in inner.words:
+                    self.use.words[value.id] = inner.words[name]
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        if isinstance(node.op, (ast.FloorDiv, ast.Mod, ast.BitAnd, ast.BitOr, ast.LShift, ast.RShift)):
+            sides = (node.left, node.right)
+            if isinstance(node.op, (ast.FloorDiv, ast.Mod)):
+                self.use.integers |= {p for s in sides for p in self.behind(s)}
+                self.use.integer_pointers |= {p for s in sides for p in self.loaded(s)}
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        for one in [node.left, *node.comparators]:
+            if isinstance(one, ast.Constant) and isinstance(one.value, str):
+                for other in (node.left, *node.comparators):
+                    if isinstance(other, ast.Name) and other.id in self.parameters:
+                        self.use.words[other.id] = one.value
+            elif isinstance(one, ast.Constant) and type(one.value) is int and one.value < 0:
+                self.use.integer_pointers |= {p for s in (node.left, *node.comparators) for p in self.loaded(s)}
+        self.generic_visit(node)
+
+    def _condition(self, test: ast.AST) -> None:
+        for one in ast.walk(test):
+            if isinstance(one, ast.Name) and one.id in self.parameters:
+                self.use.tests.add(one.id)
+
+    def visit_If(self, node: ast.If) -> None:
+        self._condition(node.test)
+        self.generic_visit(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        self._condition(node.test)
+        self.generic_visit(node)
+
+
+def _called(node: ast.AST) -> str:
+    if not isinstance(node, ast.Call):
+        return ""
+    return node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
+
+
+def _of_module(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("tl", "triton", "language")
+
+
+def _widens(value: ast.AST) -> bool:
+    return isinstance(value, ast.Call) and _called(value) in ("to", "cast") and "float" in ast.unparse(value)
+
+
+def parameter_use(function: Any) -> Use:
+    return _Reader(function).use
+
+
+def inferred_combinations(whole: Unwrapped, constexprs: Mapping[str, Any], source: ast.AST | None = None) -> list[Combination]:
+    """All float pointers alike in fp32, bf16 and fp16, with flags on and off; pointers whose dtype the launch sites fix keep it."""
+    function = whole.function
+    use = parameter_use(function)
+    sites = written_launches(function, source)
+    found: list[Combination] = []
+    for flags in (True, False):
+        values = _constexprs(whole, use, constexprs, sites, flags)
+        types = {p.name: _type(p, use, sites, values) for p in function.params}
+        values = {n: v for n, v in values.items() if types.get(n) == "constexpr"}
+        base = Combination("inferred", types, values, {}, dict(whole.configs[0].options), Reach.INFERRED)
+        fixed = {n for site in sites for n in site.dtypes}
+        free = [n for n in types if n not in fixed]
+        for one in float_pointer_matrix(base, reach_alike=Reach.INFERRED, free=free):
+            if one.reach == Reach.INFERRED:
+                label = one.label if flags or not _flags(values) else f"{one.label}, flags off"
+                found.append(replace(one, label=label))
+    return distinct(found)
+
+
+def _flags(values: Mapping[str, Any]) -> list[str]:
+    return [n for n, v in values.items() if isinstance(v, bool)]
+
+
+def _constexprs(whole: Unwrapped, use: Use, given: Mapping[str, Any], sites: list[WrittenLaunch], flags: bool) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for parameter in whole.function.params:
+        if parameter.is_constexpr:
+            values[parameter.name] = _guess(parameter, use, flags)
+    for site in sites:
+        values |= {n: v for n, v in site.constants.items() if n in values and not isinstance(v, bool)}
+    unknown = {n for n in values if n in whole.heuristics}
+    decided = whole.with_defaults(
+        {n: v for n, v in values.items() if n not in whole.configs[0].constexprs and n not in unknown} | dict(given)
+    )
+    return {n: decided.get(n, values.get(n)) for n in values} | dict(given)
+
+
+def _guess(parameter: Any, use: Use, flags: bool) -> Any:
+    """A value for a constexpr: what its uses allow, in a size that compiles fast and satisfies tl.dot."""
+    import triton.language as tl
+
+    name = parameter.name
+    lower = name.lower()
+    if name in use.words:
+        return use.words[name]
+    if name in use.dtypes and not parameter.has_default:
+        return tl.float32
+    if parameter.has_default and parameter.default is not None and not isinstance(parameter.default, bool):
+        return parameter.default
+    if (
+        name in use.sizes
+        or any(w in lower for w in ("block", "tile", "size", "dim", "_bk", "_bv", "_bt"))
+        or lower in ("bk", "bv", "bt", "bc", "bs", "bd", "m", "n", "k", "d")
+    ):
+        return 64
+    if name in use.tests or lower.startswith(("has_", "use_", "is_", "with_", "do_")):
+        return flags
+    if any(w in lower for w in ("eps", "scale", "softcap", "alpha", "beta")) and name not in use.integers:
+        return 1e-5 if "eps" in lower else 1.0
+    return {"num_warps": 4, "num_stages": 2}.get(lower, 16)
+
+
+def _type(parameter: Any, use: Use, sites: list[WrittenLaunch], values: Mapping[str, Any]) -> str:
+    name = parameter.name
+    if parameter.is_constexpr or name in values:
+        return "constexpr"
+    annotated = getattr(parameter, "annotation_type", "") or ""
+    if annotated:
+        return annotated
+    for site in sites:
+        if name in site.dtypes:
+            return site.dtypes[name]
+        if name in site.scalars and name not in use.pointers:
+            return site.scalars[name]
+    lower = name.lower()
+    if name in use.pointers or (lower.endswith("_ptr") and name not in use.integers):
+        whole = name in use.integer_pointers or any(w in lower for w in _INDEX_WORDS)
+        return "*i64" if whole else "*fp32"
+    if name in use.integers or any(w in lower for w in ("stride", "n_rows", "n_cols", "num_", "seqlen")):
+        return "i32"
+    return "i32" if name in use.tests else "fp32"
+
+
+def inferable(function: Any) -> Iterator[str]:
+    """Why a function is no kernel by itself, if it is none: functions that return a value are called from kernels."""
+    for node in ast.walk(function.parse()):
+        if (
+            isinstance(node, ast.Return)
+            and node.value is not None
+            and not (isinstance(node.value, ast.Constant) and node.value.value is None)
+        ):
+            yield f"{function.__name__} returns a value: it is called from kernels, and seen with them"
+            return

@@ -1,0 +1,210 @@
+"""A machine that says it has a GPU: code that chooses its Triton path by `x.is_cuda`, asks for device properties or calls `.cuda()` runs on the CPU.
+
+Inside `pretend_gpu(target)` tensors live on the CPU and say `cuda:0`; a request for a CUDA device makes a CPU tensor; fresh memory is
+zeroed, so that what a kernel would have written is a plausible value; Triton's active driver answers for `target`. Nothing runs on any
+GPU, also where there is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .targets import limits
+
+_CUDA = torch.device("cuda:0")
+_FRESH = {
+    torch.empty: torch.zeros,
+    torch.empty_like: torch.zeros_like,
+    torch.Tensor.new_empty: torch.Tensor.new_zeros,
+}
+_HOST = (torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.pin_memory)
+
+
+def _is_cuda(value: Any) -> bool:
+    return (isinstance(value, torch.device) and value.type == "cuda") or (isinstance(value, str) and value.split(":")[0] == "cuda")
+
+
+class _OnTheCpu(TorchFunctionMode):
+    """Turns requests for CUDA into CPU tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _HOST:
+            return args[0]
+        if func is torch.empty_strided:
+            return func(*args, **_host(kwargs)).zero_()
+        func = _FRESH.get(func, func)
+        if func is torch.Tensor.to or func in _FRESH.values() or "device" in kwargs:
+            args = tuple(torch.device("cpu") if _is_cuda(a) else a for a in args)
+        if func is torch.Generator:
+            args = ()
+        return func(*args, **_host(kwargs))
+
+
+def _host(kwargs: dict[str, Any]) -> dict[str, Any]:
+    if _is_cuda(kwargs.get("device")):
+        kwargs["device"] = torch.device("cpu")
+    kwargs.pop("pin_memory", None)
+    return kwargs
+
+
+class _Stream:
+    """Stands for any CUDA stream or event."""
+
+    cuda_stream = 0
+    device = _CUDA
+    device_index = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def elapsed_time(self, other: Any) -> float:
+        return 1.0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
+
+
+def _properties(target: Any) -> SimpleNamespace:
+    major, minor = divmod(int(target.arch), 10) if target.backend == "cuda" else (9, 4)
+    return SimpleNamespace(
+        name=f"pretended {target.arch}", major=major, minor=minor, multi_processor_count=132, total_memory=80 << 30, warp_size=target.warp_size,
+        max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, shared_memory_per_block=48 << 10, L2_cache_size=50 << 20,
+        shared_memory_per_block_optin=limits(target).shared_bytes, gcnArchName=str(target.arch),
+    )  # fmt: skip
+
+
+class _Driver:
+    """What Triton asks of a driver, answered for a GPU that is not there."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        shape = _properties(target)
+        found = {"max_shared_mem": limits(target).shared_bytes, "max_num_regs": 65536, "multiprocessor_count": shape.multi_processor_count, "warpSize": target.warp_size, "sm_clock_rate": 1_700_000, "mem_clock_rate": 2_600_000, "mem_bus_width": 5120}  # fmt: skip
+        self.utils = SimpleNamespace(get_device_properties=lambda device: dict(found))
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return _CUDA
+
+    def get_device_interface(self) -> Any:
+        return torch.cuda
+
+    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
+        shape = _properties(self.target)
+        return shape.major, shape.minor
+
+    def get_empty_cache_for_benchmark(self) -> Any:
+        return torch.zeros(1)
+
+    def clear_cache(self, cache: Any) -> None:
+        pass
+
+    def get_benchmarker(self) -> Any:
+        return lambda call, *args, **kwargs: [1.0, 1.0, 1.0]
+
+
+def _cuda_answers(target: Any) -> dict[str, Any]:
+    """`torch.cuda`'s questions and their answers."""
+    shape = _properties(target)
+    answers: dict[str, Any] = {
+        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
+        "get_device_capability": lambda device=None: (shape.major, shape.minor), "get_device_properties": lambda device=None: shape,
+        "get_device_name": lambda device=None: shape.name, "is_bf16_supported": lambda *a, **k: True, "get_arch_list": lambda: [f"sm_{target.arch}"],
+        "current_stream": lambda device=None: _Stream(), "default_stream": lambda device=None: _Stream(), "Stream": _Stream, "Event": _Stream,
+        "stream": lambda stream: contextlib.nullcontext(), "device": lambda device: contextlib.nullcontext(),
+        "device_of": lambda tensor: contextlib.nullcontext(), "memory_allocated": lambda *a: 0, "max_memory_allocated": lambda *a: 0,
+        "mem_get_info": lambda *a: (70 << 30, 80 << 30),
+    }  # fmt: skip
+    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all", "ipc_collect", "_lazy_init"):  # fmt: skip
+        answers[name] = _nothing(name)
+    return answers
+
+
+def _nothing(name: str) -> Any:
+    """A function of its own for each name: torch.compile keeps a table of functions, in which each may stand once."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    nothing.__name__ = name
+    return nothing
+
+
+@contextlib.contextmanager
+def pretend_gpu(target: Any) -> Iterator[None]:
+    """Everything inside believes in a GPU of this target; afterwards everything is as it was."""
+    import torch.autograd as autograd
+    from triton.runtime.driver import driver
+
+    mode = _OnTheCpu()
+    run_backward = autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def backward_on_the_cpu(*args: Any, **kwargs: Any) -> Any:
+        # torch takes the mode off while it handles `backward`; the user's own backward needs it as much as the forward
+        with mode:
+            return run_backward(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for name, answer in _cuda_answers(target).items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        for name, value in {"is_cuda": property(lambda self: True), "device": property(lambda self: _CUDA), "get_device": lambda self: 0}.items():  # fmt: skip
+            stack.enter_context(_attribute(torch.Tensor, name, value))
+        # torch.compile's import reaches for it once CUDA says it is available
+        stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True))
+        stack.enter_context(mock.patch.object(autograd, "_engine_run_backward", backward_on_the_cpu))
+        stack.enter_context(mock.patch.object(torch.nn.Module, "cuda", lambda self, device=None: self))
+        before = getattr(driver, "_active", None)
+        driver.set_active(_Driver(target))
+        stack.callback(_restore_driver, driver, before)
+        stack.enter_context(mode)
+        yield
+
+
+def _restore_driver(driver: Any, before: Any) -> None:
+    """Back to the driver that was active, or to none chosen yet: it is found, or missed with Triton's own message, when asked for."""
+    if hasattr(driver, "_active"):
+        driver._active = before
+    else:  # Triton 3.4
+        with contextlib.suppress(RuntimeError):
+            driver.reset_active()
+
+
+@contextlib.contextmanager
+def _attribute(owner: type, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute of the class itself, and uncovers the inherited one afterwards."""
+    had = owner.__dict__.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if had is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, had)

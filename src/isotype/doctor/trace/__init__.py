@@ -1,0 +1,5 @@
+"""`isotype trace`: runs a program unchanged, gives every floating tensor a provenance, explains dtype errors and finds silent dtype faults."""
+
+from .session import trace
+
+__all__ = ["trace"]

@@ -1,0 +1,170 @@
+"""A dtype error explained from the operands that the op really got. The exception stays what it is: the explanation is a note on it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...finding import Finding, Place, Severity
+from .advice import cause_of, fix_of
+from .operands import Operand, dtypes_of, odd_one
+from .ops import Op, floating
+from .refusals import explain_refusal
+from .source import Site, callers, own_line
+
+if TYPE_CHECKING:
+    from .tracer import Tracer
+
+MENTIONS_DTYPE = re.compile(
+    r"dtype|scalar ?type|\bdata type|BFloat16|\bHalf\b|\bFloat\b|float(16|32|64)|\b(fp|bf)(16|32)\b|not implemented for '|without overflow|floating|CheckpointError",
+    re.IGNORECASE,
+)
+_ENGINE = frozenset({"backward", "grad"})
+_READERS = 8  # operands shown in full
+
+
+_MARK = "_isotype_finding"  # on the exception itself: to keep exceptions would keep the frames and tensors of their tracebacks
+_CAUGHT = 32  # findings kept for errors that the program catches
+
+
+class Failures:
+    """Explains each failing op once, where it fails first; which of them escaped the program is known only at the end."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._seen: list[Finding] = []
+        self.told: set[Any] = set()  # places and names in the chains that a failure shows: a silent finding need not repeat them
+
+    def op_failed(self, error: Exception, op: Op, args: tuple, kwargs: dict | None) -> None:
+        """Called below the dispatcher, with what the op itself got."""
+        self._explain(error, op.name, list(op.operands(args, kwargs)))
+
+    def call_failed(self, error: Exception, func: Any, args: tuple, kwargs: dict | None) -> None:
+        """Called above the dispatcher: a check made in a composite op or in Python."""
+        name = getattr(func, "__name__", str(func))
+        if name in _ENGINE:
+            return  # what failed is inside: an op has explained it, or the program's end will
+        labels = _parameter_names(func)
+        named = [(labels[i] if i < len(labels) else f"argument {i}", value) for i, value in enumerate(args)] + list((kwargs or {}).items())
+        self._explain(error, name, list(floating(named)))
+
+    def launch_failed(self, error: Exception, kernel: str, arguments: list[tuple[str, Any]]) -> None:
+        """A Triton kernel that did not compile or launch for what it got."""
+        self._explain(error, kernel, list(floating(arguments)), any_error=True)
+
+    def escaped(self, error: BaseException) -> Finding | None:
+        """The explanation of an exception that ended the program, or of what led to it; made now if no op failed (a check in Python)."""
+        chain = _causes(error)
+        for link in reversed(chain):
+            if (found := getattr(link, _MARK, None)) is not None:
+                return found
+        for link in reversed(chain):
+            finding = explain_refusal(self._tracer, link) if MENTIONS_DTYPE.search(f"{type(link).__name__}: {link}") else None
+            if finding is not None:
+                self._attach(link, finding)
+                return finding
+        return None
+
+    def caught(self, error: BaseException | None) -> list[Finding]:
+        """The explanations of errors that the program itself dealt with."""
+        left = [getattr(link, _MARK, None) for link in _causes(error)] if error is not None else []
+        return [finding for finding in self._seen if not any(finding is other for other in left)]
+
+    def _attach(self, error: BaseException, finding: Finding) -> None:
+        error.add_note(finding.render())
+        setattr(error, _MARK, finding)
+        if len(self._seen) < _CAUGHT:
+            self._seen.append(finding)
+
+    def _explain(self, error: Exception, name: str, tensors: list[tuple[str, torch.Tensor]], *, any_error: bool = False) -> None:
+        known = any_error or isinstance(error, (RuntimeError, ValueError, TypeError))
+        if not known or hasattr(error, _MARK):
+            return
+        if not tensors or not (len({t.dtype for _, t in tensors}) > 1 or MENTIONS_DTYPE.search(str(error))):
+            return
+        if not MENTIONS_DTYPE.search(str(error)) and "same" not in str(error):
+            return  # mixed operands, but the complaint is about something else (a shape, an index)
+        self._tracer.before_explaining()
+        operands = [Operand.of(self._tracer, label, tensor) for label, tensor in tensors]
+        for operand in operands:
+            for origin in operand.origin.chain():
+                self.told |= {origin.site, origin.what} - {None}
+        self._attach(error, self._finding(error, name, operands))
+
+    def _finding(self, error: Exception, name: str, operands: Sequence[Operand]) -> Finding:
+        tracer = self._tracer
+        stack = callers(3)
+        site, module, node = tracer.here()
+        mixed = len({operand.dtype for operand in operands}) > 1
+        odd = odd_one(operands, tracer.names.census(), name)
+        on = torch.is_autocast_enabled(tracer.device)
+        state, before = tracer.autocast_state()
+        generate = next((s for s in stack if s.function.rpartition(".")[2] in ("generate", "_sample")), None) is not None
+        leak = tracer.default_leak()
+        called = tracer.calling_name()
+        title = f"{called} ({name})" if called and called.strip("_") != name.strip("_") else name
+        others = [operand for operand in operands if operand is not odd]
+        if leak is not None:
+            cause, fix = leak
+        else:
+            outside = ""
+            if before and not on:
+                outside = "Autocast was on when this module ran before and is off here" + (
+                    ": generate() runs outside the autocast that the trainer puts around its own forward" if generate else ""
+                )
+            cause = cause_of(odd, name, tracer.names.census(), outside)
+            fix = fix_of(odd, others, name, autocast_on=on, autocast_before=before and not on, device=tracer.device, generate=generate and not on)
+        return Finding(
+            code="TR001",
+            severity=Severity.ERROR,
+            message=f"{title} got {dtypes_of(operands)}" if mixed else f"{title} refused {dtypes_of(operands)}",
+            place=_place(site, module),
+            cause=cause,
+            fix=fix,
+            observed=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            details=_details(operands, node, state, own_line(stack), site),
+        )
+
+
+def _parameter_names(func: Any) -> list[str]:
+    """Names of a torch function's positional arguments: from its signature, or for a builtin from the first line of its documentation."""
+    try:
+        return list(inspect.signature(func).parameters)
+    except (TypeError, ValueError):
+        found = re.match(r"\s*\w+\(([^)]*)\)", getattr(func, "__doc__", None) or "")
+        return [part.partition("=")[0].strip() for part in found[1].split(",")] if found else []
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The exception and those it was raised from, outermost first."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    return chain
+
+
+def _place(site: Site | None, module: str) -> Place:
+    return Place(file=site.file if site else None, line=site.line if site else None, symbol=module or (site.function if site else None))
+
+
+def _details(operands: Sequence[Operand], node: str, state: str, own: Site | None, site: Site | None) -> tuple[tuple[str, str], ...]:
+    details = []
+    if own is not None and own != site:
+        details.append(("called at", f"{own}: {own.text}"))
+    details.append(("phase", f"backward of {node}" if node else "forward"))
+    details.append(("autocast", state))
+    for operand in operands[:_READERS]:
+        details.append((operand.label, "\n".join([operand.describe(), *operand.origin.explain()])))
+    if len(operands) > _READERS:
+        rest = operands[_READERS:]
+        words = ", ".join(f"{sum(o.word == w for o in rest)} {w}" for w in dict.fromkeys(o.word for o in rest))
+        details.append(("further", f"{len(rest)} operands: {words}"))
+    return tuple(details)
+
+

@@ -1,0 +1,100 @@
+"""Origin: what made a tensor its dtype. Ops that keep a dtype hand the origin on, so a chain of origins leads upstream to the decision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...dtypes import name as dtype_name
+from .source import Site
+
+LONGEST_CHAIN = 8  # a state that is cast back and forth every step would otherwise grow its chain for ever
+
+# parameter, buffer: named in a module; input: came from outside; created: a factory call; cast: explicit; autocast: a cast that autocast
+# put in; promotion: mixed operands, the wider one won; op: an op whose rule gives another dtype; engine: autograd cast a gradient
+KINDS = ("parameter", "buffer", "input", "created", "cast", "autocast", "promotion", "op", "engine")
+
+
+@dataclass(slots=True, eq=False)
+class Origin:
+    """Why a tensor has its dtype.
+
+    what      the parameter's name, or the op
+    module    path of the module that was running
+    backward  the autograd node, when it happened in backward
+    via       what it was before: a cast's operand, or the operand that forced a promotion
+    writer    the op and module that wrote the operand `via` last
+    event     the promotion that made it, while its result may still spread
+    """
+
+    dtype: torch.dtype
+    kind: str
+    what: str
+    module: str = ""
+    site: Site | None = None
+    backward: str = ""
+    via: Origin | None = None
+    writer: str = ""
+    depth: int = 0
+    event: Any = None
+
+    def __post_init__(self) -> None:
+        if self.via is not None:
+            if self.via.depth >= LONGEST_CHAIN:
+                *_, self.via = self.via.chain()
+            self.depth = self.via.depth + 1
+
+    def chain(self) -> Iterator[Origin]:
+        """This origin, then upstream."""
+        origin: Origin | None = self
+        while origin is not None:
+            yield origin
+            origin = origin.via
+
+    def decider(self) -> Origin:
+        """The origin that decided: upstream of promotions, of ops that only followed, and of casts that autocast put in."""
+        for origin in self.chain():
+            if origin.kind not in ("promotion", "op", "autocast") or origin.via is None:
+                return origin
+        return self
+
+    def describe(self) -> str:
+        """One sentence without its place."""
+        word = dtype_name(self.dtype)
+        match self.kind:
+            case "parameter" | "buffer":
+                return f"{word}: {self.kind} {self.what}"
+            case "input":
+                return f"{word}: came in from outside the trace{f' ({self.what})' if self.what else ''}"
+            case "created":
+                return f"{word}: created by {self.what}"
+            case "cast":
+                return f"{word}: cast by {self.what}"
+            case "autocast":
+                return f"{word}: cast by autocast for {self.what}"
+            case "promotion":
+                return f"{word}: {self.what} promoted mixed operands"
+            case "engine":
+                return f"{word}: cast by autograd: {self.what}"
+            case _:
+                return f"{word}: returned by {self.what}"
+
+    def place(self) -> str:
+        """Module path, file and line, as far as known."""
+        parts = [self.module and f"in {self.module}", str(self.site) if self.site else "", self.backward and f"backward of {self.backward}"]
+        return ", ".join(part for part in parts if part)
+
+    def explain(self, limit: int = 5) -> list[str]:
+        """The chain as lines: what, where, and the source text."""
+        lines = []
+        for number, origin in enumerate(self.chain()):
+            if number == limit:
+                break
+            place = origin.place()
+            lines.append(("" if number == 0 else "<- ") + origin.describe() + (f"   {place}" if place else ""))
+            if origin.site is not None and origin.site.text:
+                lines.append(f"     {origin.site.text}")
+        return lines

@@ -1,0 +1,210 @@
+"""Parameters and buffers that change dtype while the program runs: a cast down and back has rounded the values for good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...dtypes import name as dtype_name
+from ...finding import Finding, Place, Severity
+from .ops import FLOATS
+from .source import TORCH, Site, callers, own_line, short
+
+if TYPE_CHECKING:
+    from .tracer import Tracer
+
+SAMPLE = 4096  # elements of a tensor that are compared before and after a cast
+_BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+_EVALUATING = frozenset({"eval", "evaluate", "evaluation", "valid", "validate", "validation", "predict", "prediction"})
+_NEAR = 6  # callers of a cast in which an evaluation is looked for
+
+
+@dataclass(slots=True)
+class Change:
+    """One tensor's change of dtype.
+
+    rounded  share of the sampled values that the new dtype cannot hold
+    forward  calls of the owning module up to then; stepped: optimizer steps up to then
+    """
+
+    name: str
+    before: torch.dtype
+    after: torch.dtype
+    stack: list[Site]
+    rounded: float
+    calls: int
+    stepped: int
+
+    @property
+    def narrows(self) -> bool:
+        return _BYTES.get(self.after, 1) < _BYTES.get(self.before, 1)
+
+    @property
+    def site(self) -> Site:
+        return own_line(self.stack) or self.stack[0]
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether a function named for evaluation made the cast."""
+        near = [site for site in self.stack if not site.file.startswith(TORCH)][:_NEAR]
+        return any(_EVALUATING & set(site.function.rpartition(".")[2].lower().split("_")) for site in near)
+
+    def __str__(self) -> str:
+        return f"{self.name} changed from {dtype_name(self.before)} to {dtype_name(self.after)} at {short(self.site.file)}:{self.site.line} in {self.site.function}"
+
+
+@dataclass(slots=True)
+class Fault:
+    """A change that harmed: which tensors, when it was cast down, and what showed it."""
+
+    kind: str  # round trip | between steps | before training
+    down: Change
+    up: Change | None
+    names: list[str]
+
+
+class Parameters:
+    """Follows `module.to(dtype)` and `parameter.data = ...`."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._history: dict[tuple[int, str], list[Change]] = {}
+        self._calls: dict[int, int] = {}  # id of a module -> its forward calls
+        self._evaluated: dict[int, int] = {}  # the same, of its last call without gradients
+        self._steps: dict[int, int] = {}  # id of a parameter -> optimizer steps that updated it
+        self._depth = 0
+        self._dirty = True
+        self._faults: dict[tuple[str, str], Fault] = {}
+        self._apply: Callable[..., Any] = torch.nn.Module._apply
+
+    def start(self) -> None:
+        watch, inner = self, self._apply
+
+        def _apply(module: torch.nn.Module, fn: Any, *args: Any, **kwargs: Any) -> Any:
+            if watch._depth:
+                return inner(module, fn, *args, **kwargs)
+            watch._depth += 1
+            try:
+                with torch.no_grad():
+                    before = {key: (dtype, values) for key, dtype, values, _ in watch._look(module)}
+                result = inner(module, fn, *args, **kwargs)
+                watch._compare(module, before)
+                return result
+            finally:
+                watch._depth -= 1
+
+        torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+
+    def stop(self) -> None:
+        torch.nn.Module._apply = self._apply  # type: ignore[method-assign]
+
+    def called(self, module: torch.nn.Module) -> None:
+        key = id(module)
+        self._calls[key] = self._calls.get(key, 0) + 1
+        if not torch.is_grad_enabled():
+            self._evaluated[key] = self._calls[key]
+
+    def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """After an optimizer's step: a parameter that was stepped in a wider dtype, or cast down by an evaluation before, trains rounded."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not self._dirty and all(id(p) in self._steps for p in parameters[:1]):
+            return
+        for parameter in parameters:
+            self._steps[id(parameter)] = self._steps.get(id(parameter), 0) + 1
+        owners = {id(p): key for key, p in self._tensors_of_roots()}
+        for parameter in parameters:
+            key = owners.get(id(parameter))
+            for change in reversed(self._history.get(key, [])) if key is not None else ():
+                if change.narrows and change.rounded and change.after == parameter.dtype:
+                    if change.stepped:
+                        self._fault("between steps", change, None)
+                    elif change.evaluating and key is not None and self._evaluated.get(key[0], 0) > change.calls:
+                        self._fault("before training", change, None)
+                    break
+        self._dirty = False
+
+    def of(self, tensor: torch.Tensor) -> str:
+        """The last change of a parameter, in words."""
+        for key, known in self._tensors_of_roots():
+            if known is tensor and self._history.get(key):
+                return str(self._history[key][-1])
+        return ""
+
+    def data_set(self, parameter: torch.Tensor, value: Any) -> None:
+        """`parameter.data = value`, outside a module's own cast."""
+        if self._depth or not isinstance(value, torch.Tensor) or not isinstance(parameter, torch.nn.Parameter) or value.dtype == parameter.dtype:
+            return
+        if parameter.dtype not in FLOATS or value.dtype not in FLOATS:
+            return
+        owner = next((key for key, known in self._tensors_of_roots() if known is parameter), (id(parameter), self._tracer.names.parameter_name(parameter) or "?"))
+        with torch.no_grad():
+            old = parameter.detach().reshape(-1)[:SAMPLE].clone()
+        self._record(owner, self._tracer.names.parameter_name(parameter) or f"parameter of shape {tuple(parameter.shape)}", parameter.dtype, value.dtype, old, parameter)
+
+    def _look(self, module: torch.nn.Module) -> Iterable[tuple[tuple[int, str], torch.dtype, torch.Tensor, torch.Tensor]]:
+        for owner in module.modules():
+            for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+                if tensor is not None and tensor.dtype in FLOATS and tensor.device.type != "meta":
+                    yield (id(owner), leaf), tensor.dtype, tensor.detach().reshape(-1)[:SAMPLE].clone() if tensor.is_contiguous() else tensor.detach().clone().reshape(-1)[:SAMPLE], tensor
+
+    def _tensors_of_roots(self) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
+        for root in self._tracer.names.roots():
+            for owner in root.modules():
+                for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+                    if tensor is not None:
+                        yield (id(owner), leaf), tensor
+
+    def _compare(self, module: torch.nn.Module, before: dict[tuple[int, str], tuple[torch.dtype, torch.Tensor]]) -> None:
+        paths = {id(owner): path for path, owner in module.named_modules()}
+        for owner in module.modules():
+            for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+                known = before.get((id(owner), leaf))
+                if tensor is None or known is None or known[0] == tensor.dtype:
+                    continue
+                path = self._tracer.names.modules.get(id(owner)) or paths[id(owner)]
+                self._record((id(owner), leaf), f"{path}.{leaf}".strip("."), known[0], tensor.dtype, known[1], tensor)
+
+    def _record(self, key: tuple[int, str], name: str, before: torch.dtype, after: torch.dtype, old: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._dirty = True
+        self._tracer.dtypes_changed()
+        rounded = float((old.to(after).to(before) != old).float().mean()) if old.device.type != "meta" and old.numel() else 0.0
+        change = Change(name, before, after, callers(3), rounded, self._calls.get(key[0], 0), self._steps.get(id(tensor), 0))
+        history = self._history.setdefault(key, [])
+        down = history[-1] if history else None
+        if down is not None and down.narrows and down.rounded and down.before == after and change.calls > down.calls:
+            self._fault("round trip", down, change)
+        history.append(change)
+        del history[:-4]
+
+    def _fault(self, kind: str, down: Change, up: Change | None) -> None:
+        fault = self._faults.setdefault((kind, str(down.site)), Fault(kind, down, up, []))
+        if down.name not in fault.names:
+            fault.names.append(down.name)
+
+    def findings(self) -> list[Finding]:
+        return [_finding(fault) for fault in self._faults.values()]
+
+
+def _finding(fault: Fault) -> Finding:
+    down, wide, low = fault.down, dtype_name(fault.down.before), dtype_name(fault.down.after)
+    where = f"{short(down.site.file)}:{down.site.line} in {down.site.function}"
+    library = down.stack[0] if down.stack[0] != down.site else None
+    shown = ", ".join(fault.names[:4]) + (f" and {len(fault.names) - 4} more" if len(fault.names) > 4 else "")
+    happened = {
+        "round trip": f"cast back to {wide} at {short(fault.up.site.file)}:{fault.up.site.line} in {fault.up.site.function}: the values stay rounded" if fault.up else "",
+        "between steps": f"and trained on in {low}: an optimizer had stepped them in {wide} before",
+        "before training": f"and trained in {low} afterwards: an evaluation left the model rounded",
+    }[fault.kind]
+    return Finding(
+        code="TR011",
+        severity=Severity.WARNING,
+        message=f"{len(fault.names)} parameters and buffers were cast in place from {wide} to {low}: {shown}",
+        place=Place(file=down.site.file, line=down.site.line, symbol=down.site.function),
+        cause=f"`.to({low})` on the live model, {where}, rounded its weights and buffers to {low} in place "
+        f"({100 * down.rounded:.0f}% of the values of {down.name} changed); they were {happened}",
+        fix="evaluate under torch.autocast, which rounds nothing in place\nor evaluate a copy: copy.deepcopy(model).to(...)",
+        details=(("called at", f"{down.site}: {down.site.text}"),) + ((("cast by", str(library)),) if library is not None else ()),
+    )

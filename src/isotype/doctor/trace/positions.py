@@ -1,0 +1,144 @@
+"""Positions, timesteps and rotary angles in low precision: whole numbers above 256 are not exact in bf16, and the sine of a rounded angle is noise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...dtypes import eps
+from ...dtypes import name as dtype_name
+from ...finding import Finding, Place, Severity
+from .ops import LOW, Op
+from .origin import Origin
+
+if TYPE_CHECKING:
+    from .tracer import Tracer
+
+WATCHED = frozenset({"cos", "sin", "arange", "_to_copy", "linspace"})
+_EXACT = {torch.bfloat16: 256, torch.float16: 2048}  # whole numbers up to here are exact
+_ANGLE = 0.2  # radians: an error from which on a rotation is wrong rather than rough
+_LOOKS = 16  # calls of a line whose values are looked at, then those whose number is a power of two
+
+
+@dataclass(slots=True)
+class Rounded:
+    """What was rounded at one line: the largest value, and who decided the dtype."""
+
+    what: str
+    dtype: torch.dtype
+    largest: float
+    error: float
+    origin: Origin
+    module: str
+    site: Any
+
+
+class Positions:
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._found: dict[Any, Rounded] = {}
+        self._looked: dict[Any, int] = {}
+
+    def before(self, op: Op, args: tuple, kwargs: dict | None) -> None:
+        """Looks at what cos and sin get, and at whole numbers on their way into low precision."""
+        if op.name == "_to_copy":
+            dtype = (kwargs or {}).get("dtype")
+            source = args[0]
+            if dtype in _EXACT and source.numel() > 1 and dtype != source.dtype and not source.requires_grad:
+                if not source.is_floating_point() and source.dtype != torch.bool or source.ndim <= 2 and source.dtype in (torch.float32, torch.float64):
+                    self._whole_numbers(source, dtype)
+        elif op.name in ("arange", "linspace"):
+            dtype = (kwargs or {}).get("dtype") or (torch.get_default_dtype() if any(isinstance(a, float) for a in args) else None)
+            ends = [float(a) for a in args if isinstance(a, (int, float))]
+            if dtype in _EXACT and ends and max(map(abs, ends)) - 1 > _EXACT[dtype] and op.name == "arange":
+                self._note("arange", dtype, max(map(abs, ends)) - 1, eps(dtype_name(dtype)) / 2, None)
+        elif isinstance(args[0], torch.Tensor):
+            self._angle(args[0])
+
+    def _due(self, key: Any) -> bool:
+        count = self._looked[key] = self._looked.get(key, 0) + 1
+        return count <= _LOOKS or count & (count - 1) == 0
+
+    def _whole_numbers(self, source: torch.Tensor, dtype: torch.dtype) -> None:
+        key = self._tracer.locator.here(4)
+        if key in self._found or not self._due(key):
+            return
+        if source.is_floating_point() and source.numel() > 65_536:
+            return
+        with torch.no_grad():
+            low, high = (float(value) for value in torch.aminmax(source.detach()))
+            largest = max(abs(low), abs(high))
+            if largest <= _EXACT[dtype] or largest == float("inf") or largest != largest:
+                return
+            values = source.detach().reshape(-1)
+            if source.is_floating_point() and not bool((values == values.round()).all()):
+                return
+            if source.is_floating_point() and not bool((values.diff().abs() <= 1).all() if source.ndim == 1 else (source.detach().diff(dim=-1) == 1).all()):
+                return  # whole numbers, but no positions: a float tensor needs to look like a range
+            if bool((values.to(dtype).to(values.dtype) == values).all()):
+                return
+        self._note("whole numbers", dtype, largest, eps(dtype_name(dtype)) / 2, source)
+
+    def _angle(self, angle: torch.Tensor) -> None:
+        low = angle.dtype if angle.dtype in _EXACT else self._low_table()
+        if low is None or angle.numel() == 0:
+            return
+        key = self._tracer.locator.here(4)
+        if key in self._found or not self._due(key):
+            return
+        largest = float(angle.detach().abs().max())
+        error = largest * eps(dtype_name(low)) / 2
+        if error > _ANGLE and largest < float("inf"):
+            self._note("angles of cos and sin" if angle.dtype in _EXACT else "frequencies of cos and sin", low, largest, error, angle)
+
+    def _low_table(self) -> torch.dtype | None:
+        """The low dtype of a float buffer of the running module (inv_freq), when the angles come from it."""
+        if not self._tracer.stack:
+            return None
+        buffers = self._tracer.stack[-1]._buffers.values()
+        return next((b.dtype for b in buffers if b is not None and b.dtype in LOW and b.dtype in _EXACT and b.ndim == 1), None)
+
+    def _note(self, what: str, dtype: torch.dtype, largest: float, error: float, tensor: torch.Tensor | None) -> None:
+        tracer = self._tracer
+        site, module, node = tracer.here()
+        if node:
+            return
+        if tensor is not None and tensor.is_floating_point():
+            origin = tracer.provenance.get(tensor)
+        else:
+            origin = Origin(dtype, "created", tracer.calling_name() or what, module, site)
+        self._found[tracer.locator.here(5)] = Rounded(what, dtype, largest, error, origin, module, site)
+
+    def findings(self) -> list[Finding]:
+        places: dict[Any, Rounded] = {}
+        angles = [rounded for rounded in self._found.values() if "of cos" in rounded.what]
+        told = {origin.site for rounded in angles for origin in rounded.origin.chain()}
+        for rounded in [*angles, *(rounded for rounded in self._found.values() if rounded.site not in told)]:
+            places.setdefault(rounded.site, rounded)
+        return [_finding(rounded) for rounded in places.values()]
+
+
+def _finding(rounded: Rounded) -> Finding:
+    word = dtype_name(rounded.dtype)
+    site = rounded.site
+    if "of cos" in rounded.what:
+        effect = f"an angle of {rounded.largest:.0f} rad is off by up to {rounded.error:.2g} rad, so the rotary table is wrong at far positions"
+    else:
+        effect = f"values up to {rounded.largest:.0f} are rounded to the nearest {2 ** max(0, _exponent(rounded.largest) - (8 if word == 'bf16' else 11) + 1):.0f}: neighbouring positions become equal"
+    chain = rounded.origin.explain()
+    decider = rounded.origin.decider()
+    return Finding(
+        code="TR015",
+        severity=Severity.WARNING,
+        message=f"{rounded.what} are in {word}, up to {rounded.largest:.0f}",
+        place=Place(file=site.file if site else None, line=site.line if site else None, symbol=rounded.module or (site.function if site else None)),
+        cause=f"{word} holds whole numbers exactly up to {_EXACT[rounded.dtype]} only: {effect}. {decider.describe()}" + (f" ({decider.place()})" if decider.place() else ""),
+        fix='compute positions, frequencies and the cos/sin table in fp32, with autocast off (`torch.autocast("cpu", enabled=False)`), keep inv_freq a fp32 buffer, and cast cos and sin last',
+        details=(("chain", "\n".join(chain)),) + ((("at", f"{site}: {site.text}"),) if site is not None else ()),
+    )
+
+
+def _exponent(value: float) -> int:
+    return max(0, int(value).bit_length() - 1)

@@ -1,0 +1,117 @@
+"""The origin of every tensor, kept on the tensor and, for the copies that autograd unpacks, on its storage; and how an op makes a new one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from .ops import Op
+from .origin import Origin
+
+if TYPE_CHECKING:
+    from .tracer import Tracer
+
+MARK = "_isotype_origin"
+
+
+class Provenance:
+    """Looks origins up and hands them on. They live and die with their tensors: nothing is kept here, so memory does not grow with steps."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def set(self, tensor: torch.Tensor, origin: Origin, writer: tuple[str, Any] | None = None) -> None:
+        """writer: the op and the module that wrote the values last."""
+        tensor.__dict__[MARK] = (origin, writer)
+        try:
+            tensor.untyped_storage().__dict__[MARK] = origin
+        except (RuntimeError, NotImplementedError):
+            pass  # no memory of its own (fake, sparse, functional)
+
+    def get(self, tensor: torch.Tensor) -> Origin:
+        """The tensor's origin; for one that nothing recorded, what can be said of it."""
+        mark = tensor.__dict__.get(MARK)
+        if mark is not None and mark[0].dtype == tensor.dtype:
+            return mark[0]
+        try:
+            found = tensor.untyped_storage().__dict__.get(MARK)
+        except (RuntimeError, NotImplementedError):
+            found = None
+        if found is not None and found.dtype == tensor.dtype:
+            return found
+        return self._tracer.unrecorded(tensor)
+
+    def known(self, tensor: torch.Tensor) -> Origin | None:
+        """The recorded origin, or None."""
+        mark = tensor.__dict__.get(MARK)
+        return mark[0] if mark is not None and mark[0].dtype == tensor.dtype else None
+
+    def writer(self, tensor: torch.Tensor) -> str:
+        """`mul in layers.0`: the op that wrote the tensor's values last."""
+        mark = tensor.__dict__.get(MARK)
+        if mark is None or mark[1] is None:
+            return ""
+        op, module = mark[1]
+        return f"{op} in {self._tracer.names.of(module)}" if module is not None else op
+
+    def record(self, op: Op, inputs: list[torch.Tensor], out: torch.Tensor) -> None:
+        """Gives an op's floating result its origin: handed on when the dtype is kept, new when it changed."""
+        tracer = self._tracer
+        if op.view:
+            if inputs:
+                mark = inputs[0].__dict__.get(MARK)
+                if mark is not None and mark[0].dtype == out.dtype:
+                    out.__dict__[MARK] = mark
+                else:
+                    out.__dict__[MARK] = (self.get(inputs[0]) if inputs[0].dtype == out.dtype else self._made(op, inputs, out), None)
+                return
+        module = tracer.stack[-1] if tracer.stack else None
+        dtype = out.dtype
+        same = None
+        narrower = False  # whether an operand was widened to the result's dtype
+        for tensor in inputs:
+            if tensor.dtype == dtype:
+                same = same if same is not None else tensor
+            elif tensor.dtype.itemsize < dtype.itemsize:
+                narrower = True
+        if op.lift:
+            if tracer.provenance.known(out) is None:
+                self.set(out, self._made(op, [], out))
+            return
+        if same is not None and not narrower:
+            if out is not same:
+                self.set(out, self.get(same), (op.name, module))
+            return
+        if out is same or (inputs and out is inputs[0]):
+            return  # in place: the dtype stays what it was
+        self.set(out, self._made(op, inputs, out), (op.name, module))
+
+    def _made(self, op: Op, inputs: list[torch.Tensor], out: torch.Tensor) -> Origin:
+        tracer = self._tracer
+        site, module, node = tracer.here()
+        called = tracer.calling_name()
+        wide = next((t for t in inputs if t.dtype == out.dtype), None)
+        made: dict[str, Any] = {"module": module, "site": site, "backward": node}
+        if not inputs:
+            what = f"torch.{called}" if called else op.name
+            if op.cast or not op.factory:
+                what = f"{f'.{called}()' if called else op.name} of whole numbers"
+            elif tracer.default_dtype_decides(site, out.dtype, op):
+                what += f" without dtype= (the default dtype is {tracer.default_word()})"
+            return Origin(out.dtype, "created", what, **made)
+        if wide is not None and len(inputs) > 1:
+            made["via"], made["writer"] = self.get(wide), self.writer(wide)
+            origin = Origin(out.dtype, "promotion", called or op.name, **made)
+            tracer.promoted(op, origin, wide, next(t for t in inputs if t.dtype != out.dtype), out)
+            return origin
+        made["via"], made["writer"] = self.get(inputs[0]), self.writer(inputs[0])
+        if not op.cast:
+            return Origin(out.dtype, "op", called or op.name, **made)
+        if tracer.cast_by_engine():
+            origin = Origin(out.dtype, "engine", f"{node} returned {inputs[0].dtype} for a {out.dtype} tensor".replace("torch.", ""), **made)
+        elif tracer.cast_by_autocast():
+            origin = Origin(out.dtype, "autocast", called or op.name, **made)
+        else:
+            origin = Origin(out.dtype, "cast", f".{called}()" if called else op.name, **made)
+        tracer.cast(op, origin, inputs[0], out)
+        return origin

@@ -1,0 +1,322 @@
+"""The tracer: one dispatch mode (what every op really got), one function mode (what the program called), and module hooks (where it was).
+
+The modes only watch: each op runs once, unchanged, and its result is returned as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...dtypes import name as dtype_name
+from ...finding import Finding
+from .autocast import Autocast, Recompute
+from .compiled import Compiled
+from .defaults import DefaultDtype
+from .failures import Failures
+from .gradients import Casts
+from .naming import Names
+from .ops import FLOATS, Op, dtype_of_tensors
+from .origin import Origin
+from .provenance import MARK, Provenance
+from .parameters import Parameters
+from .positions import WATCHED, Positions
+from .precision_map import PrecisionMap
+from .promotions import Promotions
+from .source import Locator, Site, statement
+from .updates import UPDATES, Updates
+
+_CASTING = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy", "tensor", "as_tensor", "cpu", "cuda"})
+_KEPT_SITES = 20_000  # autograd nodes whose forward place is remembered; a step makes a few thousand
+
+
+class Calls(TorchFunctionMode):
+    """What the program called: names casts and factories, and sees the checks made above the dispatcher."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        tracer = self._tracer
+        outer, tracer.calling = tracer.calling, func
+        tracer.autocast_around = torch.is_autocast_enabled(tracer.device)
+        try:
+            if func.__name__ == "__set__" and len(args) == 2:
+                tracer.attribute_set(func, *args)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        except Exception as error:
+            tracer.call_failed(error, func, args, kwargs)
+            raise
+        finally:
+            tracer.calling = outer
+
+
+class Tracer(TorchDispatchMode):
+    """Gives every floating tensor an origin while it is entered, and tells the watchers what happened.
+
+    watchers  objects with any of the methods below named `on_...`
+    """
+
+    def __init__(self, model: torch.nn.Module | None = None, *, mapped: bool = False) -> None:
+        super().__init__()
+        self.names = Names()
+        self.stack: list[torch.nn.Module] = []
+        self.calling: Any = None
+        self.locator = Locator()
+        self.provenance = Provenance(self)
+        self.failures = Failures(self)
+        self.autocast = Autocast(self)
+        self.defaults = DefaultDtype()
+        self.updates = Updates(self)
+        self.parameters = Parameters(self)
+        self.promotions = Promotions(self)
+        self.casts = Casts(self)
+        self.positions = Positions(self)
+        self.compiled = Compiled(self)
+        self.picture = PrecisionMap(self)
+        self._mapped = mapped
+        self._census: Counter[torch.dtype] | None = None
+        self.device = "cpu"
+        self.factory_dtype: torch.dtype | None = None  # what the running factory call names
+        self.autocast_around = False  # whether autocast was on where the program called; it reads as off below the dispatcher
+        self.ops = 0
+        self.forwards = 0  # calls of root modules
+        self._model = model
+        self._ops: dict[int, Op] = {}
+        self._forward_sites: dict[int, tuple[torch.nn.Module | None, Site | None]] = {}
+        self._hooks: list[Any] = []
+        self._calls = Calls(self)
+        if model is not None:
+            self.learn(model)
+
+    # ---- lifetime
+    def __enter__(self) -> Tracer:
+        modules = torch.nn.modules.module
+        self._hooks.append(modules.register_module_forward_pre_hook(self._enter_module))
+        self._hooks.append(modules.register_module_forward_hook(self._leave_module, always_call=True))
+        self._hooks.append(register_optimizer_step_pre_hook(self.updates.stepping))
+        self._hooks.append(register_optimizer_step_post_hook(self.updates.stepped))
+        self._hooks.append(register_optimizer_step_post_hook(self.parameters.stepped))
+        self.defaults.start()
+        self.parameters.start()
+        self.compiled.start()
+        self._calls.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        self._calls.__exit__(kind, error, traceback)
+        self.compiled.stop()
+        self.parameters.stop()
+        self.defaults.stop()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def learn(self, root: torch.nn.Module) -> None:
+        """Names a model, and gives its parameters and buffers their origins."""
+        self.names.learn(root)
+        first = next(root.parameters(), None)
+        if first is not None:
+            self.device = first.device.type
+        for kind, name, tensor in self.names.tensors():
+            if tensor.dtype in FLOATS:
+                known = self.provenance.known(tensor)
+                if known is None or known.kind not in ("parameter", "buffer"):
+                    self.provenance.set(tensor, Origin(tensor.dtype, kind, name, via=None))
+
+    def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
+        key = id(module)
+        if key not in self.names.modules:
+            self.learn(module)
+        if not self.stack:
+            self.forwards += 1
+            self.updates.prune()
+            self.defaults.look()
+            self.autocast.prune()
+            self._census = None
+        elif not type(module).__name__.endswith("Loss"):
+            for arg in args:
+                self.promotions.reached(arg, f"the input of {self.names.of(module)}")
+        self.stack.append(module)
+        self.autocast.entered(module)
+        self.parameters.called(module)
+
+    def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        while self.stack and self.stack.pop() is not module:
+            pass
+        if self._mapped:
+            self.picture.left(module, args, output, root=not self.stack)
+        if not self.stack and output is not None:
+            for item in output if isinstance(output, (tuple, list)) else output.values() if isinstance(output, dict) else (output,):
+                self.promotions.reached(item, f"the output of {type(module).__name__}")
+
+    # ---- the mode
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # spares each op the wrapper that torch.compile puts around a mode; Dynamo does not trace under one anyway
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        op = self._ops.get(id(func))  # its own hash is slow; the entry keeps the op alive, so the id stays its own
+        if op is None:
+            op = self._ops[id(func)] = self._learn_op(func)
+        self.ops += 1
+        if op.factory:
+            self.factory_dtype = (kwargs or {}).get("dtype")
+        token = op.before(op, args, kwargs) if op.before is not None else None
+        try:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        except Exception as error:
+            self.failures.op_failed(error, op, args, kwargs)
+            raise
+        if token is not None:
+            op.after(token)
+        if op.product or self.autocast.stale:
+            self._feeds(op, args)
+        if self.stack and torch._C._current_autograd_node() is None:
+            # an op in forward: the autograd node that it gets has its number already
+            number = torch._C._autograd._get_sequence_nr() - 1
+            if number not in self._forward_sites:
+                self._forward_sites[number] = (self.stack[-1], self.locator.here())
+                if len(self._forward_sites) > _KEPT_SITES:
+                    for old in list(self._forward_sites)[: _KEPT_SITES // 2]:
+                        del self._forward_sites[old]
+        if type(out) is torch.Tensor:
+            if out.dtype in FLOATS:
+                if self._mapped and (node := torch._C._current_autograd_node()) is not None and not op.view:
+                    self.picture.gradient(self._forward_sites.get(node._sequence_nr(), (None, None))[0], out)
+                self.provenance.record(op, dtype_of_tensors(args), out)
+        elif type(out) in (tuple, list):
+            inputs = None
+            for item in out:
+                if type(item) is torch.Tensor and item.dtype in FLOATS:
+                    inputs = dtype_of_tensors(args) if inputs is None else inputs
+                    self.provenance.record(op, inputs, item)
+        return out
+
+    def _feeds(self, op: Op, args: tuple) -> None:
+        """What goes into a product matters to promotions; while copies are stale, what goes into anything matters."""
+        if torch._C._current_autograd_node() is not None:
+            return
+        inputs = dtype_of_tensors(args)
+        if op.product:
+            for tensor in inputs:
+                self.promotions.reached(tensor, f"{op.name} in {self.names.of(self.stack[-1])}" if self.stack else op.name)
+        if self.autocast.stale and not op.view:
+            self.autocast.consumed(inputs)
+
+    def _learn_op(self, func: Any) -> Op:
+        op = Op(func)
+        if op.name in WATCHED:
+            op.before = self.positions.before
+        if op.name in UPDATES:
+            op.before, op.after = self.updates.before, self.updates.after
+        return op
+
+    # ---- what the others ask
+    def here(self) -> tuple[Site | None, str, str]:
+        """Line, module path and (in backward) autograd node of the running op; a backward op stands where its forward stood."""
+        node = torch._C._current_autograd_node()
+        site = self.locator.here(3)
+        if node is not None:
+            module, forward = self._forward_sites.get(node._sequence_nr(), (None, None))
+            return forward or site, self.names.of(module) if module is not None else "", node.name()
+        return site, self.names.of(self.stack[-1]) if self.stack else "", ""
+
+    def calling_name(self) -> str:
+        return getattr(self.calling, "__name__", "").strip("_") if self.calling is not None else ""
+
+    def default_word(self) -> str:
+        return dtype_name(torch.get_default_dtype())
+
+    def default_dtype_decides(self, site: Site | None, dtype: torch.dtype, op: Op) -> bool:
+        """Whether a factory call took the default dtype because it names none."""
+        if dtype != torch.get_default_dtype() or self.factory_dtype is not None:
+            return False
+        return not op.lift or (site is not None and "dtype" not in statement(site) and self.calling_name() in ("tensor", "Tensor"))
+
+    def cast_by_engine(self) -> bool:
+        """Whether autograd itself cast what a custom Function's backward returned: no Python frame of that backward is left."""
+        node = torch._C._current_autograd_node()
+        if not isinstance(node, torch.autograd.function.BackwardCFunction):
+            return False
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(__file__.rpartition("/")[0]):
+            frame = frame.f_back
+        return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+    def cast_by_autocast(self) -> bool:
+        """Whether autocast put the running cast in: it is on, and what the program called is no cast."""
+        return self.autocast_around and self.calling_name() not in _CASTING
+
+    def unrecorded(self, tensor: torch.Tensor) -> Origin:
+        """An origin for a tensor that no traced op made: a parameter under a new dtype or not yet named, or something from outside."""
+        mark = tensor.__dict__.get(MARK)
+        if mark is not None and mark[0].kind in ("parameter", "buffer"):
+            origin = Origin(tensor.dtype, mark[0].kind, mark[0].what)
+            tensor.__dict__[MARK] = (origin, None)
+            return origin
+        if isinstance(tensor, torch.nn.Parameter):
+            return Origin(tensor.dtype, "parameter", self.names.parameter_name(tensor) or f"of shape {tuple(tensor.shape)}, in no module seen so far")
+        return Origin(tensor.dtype, "input", f"shape {tuple(tensor.shape)}")
+
+    def before_explaining(self) -> None:
+        """Names what has not run yet, so that an explanation can."""
+        self.names.find_live()
+
+    def autocast_state(self) -> tuple[str, bool]:
+        return self.autocast.state()
+
+    def default_leak(self) -> tuple[str, str] | None:
+        return self.defaults.explain()
+
+    def recomputation(self) -> Recompute | None:
+        return self.autocast.recomputation()
+
+    def parameter_history(self, tensor: torch.Tensor) -> str:
+        return self.parameters.of(tensor)
+
+    def findings(self) -> list[Finding]:
+        """What failed silently, as far as seen until now."""
+        found = [*self.defaults.findings(), *self.autocast.findings(), *self.parameters.findings(), *self.updates.findings()]
+        return [*found, *self.promotions.findings(self.failures.told), *self.casts.findings(), *self.positions.findings(), *self.compiled.findings()]
+
+    # ---- events
+    def promoted(self, op: Op, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None:
+        self.promotions.happened(op, origin, wide, narrow, out)
+        if self._mapped:
+            self.picture.changed(origin, narrow.dtype, out)
+
+    def cast(self, op: Op, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
+        self.casts.happened(origin, source, out)
+        if self._mapped:
+            self.picture.changed(origin, source.dtype, out)
+        if origin.kind == "autocast":
+            if isinstance(source, torch.nn.Parameter):
+                self.autocast.copied(source, out, origin)
+            else:
+                self.promotions.reached(source, f"autocast, which casts it down for {origin.what} in {origin.module}")
+
+    def attribute_set(self, func: Any, tensor: torch.Tensor, value: Any) -> None:
+        if func.__self__.__name__ == "data":
+            self.parameters.data_set(tensor, value)
+
+    def dtypes_changed(self) -> None:
+        self._census = None
+
+    def census(self) -> Counter[torch.dtype]:
+        """Parameter elements by dtype of the model that is running."""
+        if self._census is None:
+            self._census = self.names.census(self.stack[0] if self.stack else None)
+        return self._census
+
+    def call_failed(self, error: Exception, func: Any, args: tuple, kwargs: dict | None) -> None:
+        self.failures.call_failed(error, func, args, kwargs)

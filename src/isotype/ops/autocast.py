@@ -1,0 +1,35 @@
+"""What an op asks of autocast: which dtype it would compute in, and to be left alone after that."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype autocast would use on `x`'s device, or None where it is off."""
+    # torch.is_autocast_enabled() without an argument answers for CUDA only
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def autocast_off(x: Tensor) -> AbstractContextManager[object]:
+    """A block in which no op on `x`'s device is cast behind the op's back; free where autocast is already off."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def wide(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype of an op's arithmetic: fp32, or fp64 when any input is fp64."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def product_dtype(x: Tensor, *others: Tensor) -> torch.dtype:
+    """The dtype a matrix product of these tensors has, decided once: autocast's where it is on (fp64 is exempt), else the promoted one."""
+    dtype = x.dtype
+    for other in others:
+        dtype = torch.promote_types(dtype, other.dtype)
+    cast = autocast_dtype(x)
+    return dtype if cast is None or dtype == torch.float64 else cast

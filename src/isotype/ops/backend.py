@@ -1,0 +1,49 @@
+"""Which of an op's paths runs: Triton kernels on a GPU, blocks of plain PyTorch elsewhere, or the reference under torch.func."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+_forced: ContextVar[str | None] = ContextVar("isotype_ops_backend", default=None)
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@contextmanager
+def using(backend: str) -> Iterator[None]:
+    """Within this block every op takes its "triton" or "eager" path, whatever the device: for tests and comparisons."""
+    if backend not in ("triton", "eager"):
+        raise ValueError(f"backend {backend!r}: expected triton or eager")
+    token = _forced.set(backend)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def triton_runs(x: Tensor) -> bool:
+    """Whether the op's kernels run on `x`: not for fp64, as they compute in fp32, and not in a graph, where Inductor fuses the formula."""
+    if torch.compiler.is_compiling():
+        return False
+    forced = _forced.get()
+    if forced is not None:
+        return forced == "triton"
+    return x.is_cuda and x.dtype != torch.float64 and has_triton()
+
+
+def reference_runs() -> bool:
+    """Whether a torch.func transform or forward-mode AD is active: those differentiate the reference, which is plain PyTorch."""
+    if torch.compiler.is_compiling():
+        return False
+    # autograd.Function has no jvp and no vmap rule here; plain ops have both, of every order
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0

@@ -1,0 +1,159 @@
+"""Cross-entropy in blocks of rows that stay in the cache: any device, no wide copy of the logits. T tokens, V vocabulary.
+
+`work` is the one wide buffer, reused by every block, so that a bf16 row is widened once and narrowed once. `benchmarks/ops.py`
+shows it beside `F.cross_entropy(logits.float())`, whose time goes into pages of fresh fp32 tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..autocast import wide
+from .rule import LossRule
+
+# fp32 values a block: 1 MiB on a CPU (an L2 of 1 MiB a core, two buffers); a GPU needs more in flight
+_BLOCK = {"cpu": 2**18}
+_BLOCK_ELSEWHERE = 2**26
+
+
+def blocks(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
+    """Slices of rows; they depend on shapes alone, so that a run repeats."""
+    size = max(1, _BLOCK.get(device.type, _BLOCK_ELSEWHERE) // max(1, columns))
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))
+
+
+def work_buffer(like_TV: Tensor) -> Tensor:
+    """One wide block."""
+    rows, columns = like_TV.shape
+    first = next(blocks(rows, columns, like_TV.device), slice(0, 0))
+    return torch.empty(first.stop, columns, dtype=wide(like_TV.dtype), device=like_TV.device)
+
+
+def widen_(z: Tensor, logits: Tensor, rule: LossRule) -> Tensor:
+    """`z` becomes the wide logits after scale and softcap."""
+    z.copy_(logits)
+    if rule.logit_scale != 1.0:
+        z.mul_(rule.logit_scale)
+    if rule.softcap:
+        z.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    return z
+
+
+def exp_rows_(z: Tensor, targets: Tensor, rule: LossRule) -> tuple[Tensor, Tensor, Tensor]:
+    """`z` becomes exp(z - max); gives the row losses, logsumexp, and the rows' sums. One exp serves loss and gradient."""
+    ignored = targets == rule.ignore_index
+    picked = z.gather(-1, targets.masked_fill(ignored, 0).long().unsqueeze(-1)).squeeze(-1)
+    mean = z.mean(-1) if rule.label_smoothing else None
+    top = z.amax(-1, keepdim=True)
+    # a row of -inf has no finite maximum: its logsumexp is -inf, not nan
+    z.sub_(top.masked_fill(top == -torch.inf, 0.0)).exp_()
+    total = z.sum(-1)
+    lse = total.log() + top.squeeze(-1)
+    loss = (1 - rule.label_smoothing) * (lse - picked) + rule.z_loss * lse**2
+    if mean is not None:
+        loss += rule.label_smoothing * (lse - mean)
+    return loss.masked_fill_(ignored, 0.0), lse, total
+
+
+def gradient_rows_(
+    p: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    dloss: Tensor,
+    rule: LossRule,
+    classes: int,
+    first: int = 0,
+    total: Tensor | None = None,
+) -> None:
+    """`p`, the softmax of the rows times `total` a row where given, becomes the gradient of the logits.
+
+    classes   the whole vocabulary's size; `first` is the class of column 0 when these columns are a block of it
+    """
+    factor = dloss * (1 + 2 * rule.z_loss * lse)
+    p.mul_((factor if total is None else factor / total).unsqueeze(-1))
+    if rule.label_smoothing:
+        p.sub_((dloss * (rule.label_smoothing / classes)).unsqueeze(-1))
+    local = targets - first
+    here = (local >= 0) & (local < p.shape[-1]) & (targets != rule.ignore_index)
+    p.scatter_add_(
+        -1,
+        local.masked_fill(~here, 0).long().unsqueeze(-1),
+        ((rule.label_smoothing - 1) * dloss).masked_fill(~here, 0.0).unsqueeze(-1),
+    )
+    if rule.softcap:
+        # d tanh(u) = 1 - tanh(u)^2, from the logits again: softcapping is rare, and a second buffer would halve the block
+        slope = torch.tanh(logits.to(p.dtype) * (rule.logit_scale / rule.softcap))
+        p.mul_(1 - slope * slope)
+    if rule.logit_scale != 1.0:
+        p.mul_(rule.logit_scale)
+
+
+def cross_entropy_forward(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]:
+    """(loss, logsumexp), each fp32[T]."""
+    work = work_buffer(logits_TV)
+    loss_T = work.new_empty(logits_TV.shape[0])
+    lse_T = torch.empty_like(loss_T)
+    for rows in blocks(logits_TV.shape[0], logits_TV.shape[1], logits_TV.device):
+        z = widen_(work[: rows.stop - rows.start], logits_TV[rows], rule)
+        loss_T[rows], lse_T[rows], _ = exp_rows_(z, targets_T[rows], rule)
+    return loss_T, lse_T
+
+
+def cross_entropy_backward(
+    logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, dloss_T: Tensor, rule: LossRule, out_TV: Tensor, classes: int, first: int = 0
+) -> Tensor:
+    """The gradient of the logits, written to `out_TV`, which may be `logits_TV` itself when the caller owns it."""
+    work = work_buffer(logits_TV)
+    dloss_T = dloss_T.to(work.dtype).masked_fill(targets_T == rule.ignore_index, 0.0)
+    for rows in blocks(logits_TV.shape[0], logits_TV.shape[1], logits_TV.device):
+        p = widen_(work[: rows.stop - rows.start], logits_TV[rows], rule)
+        p.sub_(lse_T[rows].unsqueeze(-1)).exp_()
+        gradient_rows_(p, logits_TV[rows], targets_T[rows], lse_T[rows], dloss_T[rows], rule, classes, first)
+        out_TV[rows] = p
+    return zero_ignored_(out_TV, targets_T, rule)
+
+
+def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: float) -> tuple[Tensor, Tensor]:
+    """(loss, logsumexp), and in `out_TV` the logits' gradient for an upstream gradient of `dloss` in every row: one exp for both.
+
+    out_TV   may be `logits_TV` itself when the caller owns it; its dtype may be narrower
+    """
+    work = work_buffer(logits_TV)
+    loss_T = work.new_empty(logits_TV.shape[0])
+    lse_T = torch.empty_like(loss_T)
+    dloss_T = torch.full_like(loss_T, dloss).masked_fill_(targets_T == rule.ignore_index, 0.0)
+    for rows in blocks(logits_TV.shape[0], logits_TV.shape[1], logits_TV.device):
+        p = widen_(work[: rows.stop - rows.start], logits_TV[rows], rule)
+        loss_T[rows], lse_T[rows], total = exp_rows_(p, targets_T[rows], rule)
+        gradient_rows_(p, logits_TV[rows], targets_T[rows], lse_T[rows], dloss_T[rows], rule, logits_TV.shape[1], total=total)
+        out_TV[rows] = p
+    zero_ignored_(out_TV, targets_T, rule)
+    return loss_T, lse_T
+
+
+def token_statistics(logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the target, entropy (nats), most likely class."""
+    work = work_buffer(logits_TV)
+    log_prob_T, entropy_T = torch.empty_like(lse_T), torch.empty_like(lse_T)
+    top1_T = torch.empty(lse_T.shape, dtype=torch.int64, device=lse_T.device)
+    safe_T = targets_T.masked_fill(targets_T == rule.ignore_index, 0).long()
+    for rows in blocks(logits_TV.shape[0], logits_TV.shape[1], logits_TV.device):
+        z = widen_(work[: rows.stop - rows.start], logits_TV[rows], rule)
+        lse = lse_T[rows].unsqueeze(-1)
+        log_prob_T[rows] = (z.gather(-1, safe_T[rows].unsqueeze(-1)) - lse).squeeze(-1)
+        top1_T[rows] = z.argmax(-1)
+        log_p = z.sub_(lse)
+        # p log p is 0 where p is, also for a class masked with -inf
+        entropy_T[rows] = -(log_p.exp() * log_p.clamp_(min=-1e30)).sum(-1)
+    return log_prob_T, entropy_T, top1_T
+
+
+def zero_ignored_(gradient_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Tensor:
+    """Ignored rows get exactly 0, also where their logits are not finite."""
+    ignored = (targets_T == rule.ignore_index).nonzero().squeeze(-1)
+    return gradient_TV.index_fill_(0, ignored, 0) if ignored.numel() else gradient_TV

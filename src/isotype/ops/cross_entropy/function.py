@@ -1,0 +1,118 @@
+"""`cross_entropy`: the public op and its autograd function. T tokens, V vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..autocast import autocast_off, wide
+from ..backend import reference_runs, triton_runs
+from . import eager
+from .reference import cross_entropy_reference
+from .rule import LossRule, Reduction, check_reduction, check_targets, reduce
+
+
+def paths(x: Tensor) -> Any:
+    """The module that computes: kernels on a GPU, blocks elsewhere."""
+    if triton_runs(x):
+        from . import kernels
+
+        return kernels
+    return eager
+
+
+@torch.library.custom_op("isotype::cross_entropy_forward", mutates_args=())
+def _forward(
+    logits_TV: Tensor, targets_T: Tensor, ignore_index: int, smoothing: float, scale: float, softcap: float, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
+    return paths(logits_TV).cross_entropy_forward(logits_TV, targets_T, rule)
+
+
+@_forward.register_fake
+def _(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    loss_T = logits_TV.new_empty(logits_TV.shape[0], dtype=wide(logits_TV.dtype))
+    return loss_T, torch.empty_like(loss_T)
+
+
+@torch.library.custom_op("isotype::cross_entropy_backward", mutates_args=())
+def _backward(
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    lse_T: Tensor,
+    dloss_T: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    scale: float,
+    softcap: float,
+    z_loss: float,
+) -> Tensor:
+    rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
+    out_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
+    return paths(logits_TV).cross_entropy_backward(logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1])
+
+
+@_backward.register_fake
+def _(logits_TV: Tensor, *_: object) -> Tensor:
+    return torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Row losses; saves the logits it was given and one fp32 a row, and never writes to either.
+
+    The gradient is a new tensor: whether anything else will read the logits (a second consumer, `retain_graph`, the caller) cannot be known
+    here. `linear_cross_entropy` owns its logits, and writes in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, rule: tuple[int, float, float, float, float]) -> Tensor:
+        with autocast_off(logits_TV):
+            loss_T, lse_T = _forward(logits_TV, targets_T, *rule)
+        ctx.save_for_backward(logits_TV, targets_T, lse_T)
+        ctx.rule = rule
+        return loss_T
+
+    @staticmethod
+    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor | None, None, None]:
+        logits_TV, targets_T, lse_T = ctx.saved_tensors
+        with autocast_off(logits_TV):
+            return _backward(logits_TV, targets_T, lse_T, dloss_T, *ctx.rule), None, None
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    num_items: int | float | Tensor | None = None,
+) -> Tensor:
+    """Cross-entropy of any vocabulary, computed in fp32 without an fp32 copy of the logits.
+
+    logits   F[*n V]   any float dtype; never written to
+    targets  int[*n]   classes 0..V-1, or ignore_index
+    ->       fp32[]    fp32[*n] with reduction="none"; fp64 for fp64 logits; the same under autocast
+    inside   fp32      on softcap * tanh(logit_scale * logits / softcap); z_loss adds z_loss * logsumexp^2
+    grads    logits: F
+    mean divides by the rows that are not ignored, or by num_items where given (a gradient-accumulation window's count).
+    Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
+    """
+    check_reduction(reduction, num_items)
+    rule = LossRule.of(ignore_index, label_smoothing, logit_scale, softcap, z_loss)
+    if reference_runs():
+        return cross_entropy_reference(
+            logits, targets, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+            logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items,
+        )  # fmt: skip
+    check_targets(tuple(logits.shape), targets, logits.shape[-1], ignore_index)
+    targets_T = targets.reshape(-1)
+    with autocast_off(logits):
+        loss_T = CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets_T, rule.values)
+        loss = reduce(loss_T, targets_T, reduction, num_items, ignore_index)
+    return loss.reshape(targets.shape) if reduction == "none" else loss

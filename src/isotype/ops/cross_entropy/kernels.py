@@ -1,0 +1,141 @@
+"""Cross-entropy kernels: one program a row, two passes over the vocabulary in blocks. V vocabulary, offsets in int64.
+
+Every value is widened to fp32 once, where it is loaded, and narrowed once, where it is stored: no value changes dtype inside a branch or a
+loop, which is what broke large-vocabulary kernels elsewhere. Flags are constexpr, so that an absent feature costs nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .rule import LossRule
+
+MAX_BLOCK = 16384
+
+
+@triton.jit
+def capped(x_fp32, scale, softcap, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr):
+    if HAS_SCALE:
+        x_fp32 = x_fp32 * scale
+    if HAS_CAP:
+        # tanh(u) = 2 sigmoid(2u) - 1: no libdevice needed, so that every target and the interpreter agree
+        x_fp32 = softcap * (2.0 * tl.sigmoid(2.0 * x_fp32 / softcap) - 1.0)
+    return x_fp32
+
+
+@triton.jit
+def cross_entropy_forward_kernel(
+    logits, targets, loss, lse,
+    row_stride, classes, ignore_index, smoothing, scale, softcap, z_loss,
+    HAS_SMOOTHING: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row).to(tl.int64)
+    ignored = target == ignore_index
+    start = logits + row * row_stride
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    summed = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, classes, BLOCK):
+        v = first + tl.arange(0, BLOCK)
+        inside = v < classes
+        x_fp32 = tl.load(start + v, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+        z_fp32 = capped(x_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
+        if HAS_SMOOTHING:
+            summed += tl.where(inside, z_fp32, 0.0)
+        z_fp32 = tl.where(inside, z_fp32, float("-inf"))
+        higher = tl.maximum(top, z_fp32)
+        # a lane that has seen only -inf keeps 0 as its shift: exp(-inf - -inf) would be nan
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(top - shift) + tl.exp(z_fp32 - shift)
+        top = higher
+    highest = tl.max(top, 0)
+    shift_all = tl.where(highest == float("-inf"), 0.0, highest)
+    row_lse = tl.log(tl.sum(total * tl.exp(top - shift_all), 0)) + shift_all
+    picked_fp32 = tl.load(start + tl.where(ignored, 0, target)).to(tl.float32)
+    picked_z = capped(picked_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
+    row_loss = (1.0 - smoothing) * (row_lse - picked_z) + z_loss * row_lse * row_lse
+    if HAS_SMOOTHING:
+        row_loss += smoothing * (row_lse - tl.sum(summed, 0) / classes)
+    tl.store(loss + row, tl.where(ignored, 0.0, row_loss))
+    tl.store(lse + row, row_lse)
+
+
+@triton.jit
+def cross_entropy_backward_kernel(
+    logits, targets, lse, dloss, out,
+    row_stride, out_stride, columns, classes, first_class, ignore_index, smoothing, scale, softcap, z_loss,
+    HAS_SMOOTHING: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    v = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = v < columns
+    target = tl.load(targets + row).to(tl.int64)
+    ignored = target == ignore_index
+    row_lse = tl.load(lse + row).to(tl.float32)
+    dloss_fp32 = tl.load(dloss + row).to(tl.float32)
+    x_fp32 = tl.load(logits + row * row_stride + v, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    z_fp32 = capped(x_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
+    g_fp32 = tl.exp(z_fp32 - row_lse) * (1.0 + 2.0 * z_loss * row_lse)
+    if HAS_SMOOTHING:
+        g_fp32 -= smoothing / classes
+    g_fp32 -= tl.where(v + first_class == target, 1.0 - smoothing, 0.0)
+    if HAS_CAP:
+        g_fp32 *= 1.0 - (z_fp32 / softcap) * (z_fp32 / softcap)
+    if HAS_SCALE:
+        g_fp32 *= scale
+    # a select, not a product: 0 times a non-finite logit's exp would be nan
+    g_fp32 = tl.where(ignored, 0.0, g_fp32 * dloss_fp32)
+    tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty), mask=inside)
+
+
+def _flags(rule: LossRule) -> dict[str, bool]:
+    return {"HAS_SMOOTHING": rule.label_smoothing != 0.0, "HAS_SCALE": rule.logit_scale != 1.0, "HAS_CAP": rule.softcap != 0.0}
+
+
+def _rows(logits_TV: Tensor) -> Tensor:
+    return logits_TV if logits_TV.stride(-1) == 1 else logits_TV.contiguous()
+
+
+def cross_entropy_forward(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]:
+    """(loss, logsumexp), each fp32[T]."""
+    logits_TV, targets_T = _rows(logits_TV), targets_T.contiguous()
+    tokens, classes = logits_TV.shape
+    loss_T = torch.empty(tokens, dtype=torch.float32, device=logits_TV.device)
+    lse_T = torch.empty_like(loss_T)
+    if tokens:
+        block = min(MAX_BLOCK, triton.next_power_of_2(classes))
+        cross_entropy_forward_kernel[(tokens,)](
+            logits_TV, targets_T, loss_T, lse_T, logits_TV.stride(0), classes, rule.ignore_index,
+            rule.label_smoothing, rule.logit_scale, rule.softcap, rule.z_loss, **_flags(rule), BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
+    return loss_T, lse_T
+
+
+def cross_entropy_backward(
+    logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, dloss_T: Tensor, rule: LossRule, out_TV: Tensor, classes: int, first: int = 0
+) -> Tensor:
+    """The gradient of the logits, written to `out_TV`, which may be `logits_TV` itself when the caller owns it."""
+    logits_TV, targets_T, dloss_T = _rows(logits_TV), targets_T.contiguous(), dloss_T.to(torch.float32).contiguous()
+    tokens, columns = logits_TV.shape
+    if tokens and columns:
+        block = min(4096, triton.next_power_of_2(columns))
+        cross_entropy_backward_kernel[(tokens, triton.cdiv(columns, block))](
+            logits_TV, targets_T, lse_T, dloss_T, out_TV, logits_TV.stride(0), out_TV.stride(0), columns, classes, first, rule.ignore_index,
+            rule.label_smoothing, rule.logit_scale, rule.softcap, rule.z_loss, **_flags(rule), BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
+    return out_TV
+
+
+def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: float) -> tuple[Tensor, Tensor]:
+    """(loss, logsumexp), and in `out_TV` the logits' gradient for an upstream gradient of `dloss` in every row."""
+    loss_T, lse_T = cross_entropy_forward(logits_TV, targets_T, rule)
+    cross_entropy_backward(logits_TV, targets_T, lse_T, torch.full_like(loss_T, dloss), rule, out_TV, logits_TV.shape[-1])
+    return loss_T, lse_T
+
+
+def _warps(block: int) -> int:
+    return 4 if block <= 2048 else 8 if block <= 8192 else 16

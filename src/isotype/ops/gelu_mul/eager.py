@@ -1,0 +1,39 @@
+"""gelu(gate) * up and its backward as formulas: widen once, compute, narrow once."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..autocast import wide
+from ..compiled import Fused
+
+_ROOT = math.sqrt(2 / math.pi)
+_CUBE = 0.044715
+
+
+def slope(g: Tensor, tanh: bool) -> Tensor:
+    """d gelu(g) / d g."""
+    if tanh:
+        t = torch.tanh(_ROOT * (g + _CUBE * g * g * g))
+        return 0.5 * (1 + t) + 0.5 * g * (1 - t * t) * _ROOT * (1 + 3 * _CUBE * g * g)
+    return 0.5 * (1 + torch.erf(g / math.sqrt(2))) + g * torch.exp(-0.5 * g * g) / math.sqrt(2 * math.pi)
+
+
+def forward_formula(gate: Tensor, up: Tensor, *, tanh: bool) -> Tensor:
+    g = gate.to(wide(gate.dtype))
+    return (F.gelu(g, approximate="tanh" if tanh else "none") * up.to(g.dtype)).to(gate.dtype)
+
+
+def backward_formula(gate: Tensor, up: Tensor, dy: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor]:
+    g = gate.to(wide(gate.dtype))
+    d = dy.to(g.dtype)
+    y = F.gelu(g, approximate="tanh" if tanh else "none")
+    return (d * up.to(g.dtype) * slope(g, tanh)).to(gate.dtype), (d * y).to(up.dtype)
+
+
+gelu_mul_forward = Fused(forward_formula)
+gelu_mul_backward = Fused(backward_formula)

@@ -1,0 +1,57 @@
+"""`gelu_mul`: the public op and its autograd function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UsageError
+from ..autocast import autocast_off
+from ..backend import reference_runs, triton_runs
+from ..pair import check_pair
+from . import eager
+from .reference import gelu_mul_reference
+
+
+def _paths(x: Tensor) -> Any:
+    if triton_runs(x):
+        from . import kernels
+
+        return kernels
+    return eager
+
+
+class GeluMul(torch.autograd.Function):
+    """Saves only its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, tanh: bool) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.tanh = tanh
+        with autocast_off(gate):
+            return _paths(gate).gelu_mul_forward(gate, up, tanh=tanh)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        with autocast_off(gate):
+            return *_paths(gate).gelu_mul_backward(gate, up, dy, tanh=ctx.tanh), None
+
+
+def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
+    """gelu(gate) * up in one pass, exact (approximate="none") or "tanh"; saves only its inputs.
+
+    gate    F[*n d]   any float dtype, unchanged by autocast
+    up      F[*n d]
+    ->      F[*n d]
+    inside  fp32      (fp64 when F is fp64)
+    grads   gate: F   up: F
+    Raises  DtypeError DT001 when gate and up differ; ShapeError SH001; UsageError
+    """
+    check_pair(gate, up)
+    if approximate not in ("none", "tanh"):
+        raise UsageError(f"approximate is {approximate!r}: expected none or tanh")
+    return gelu_mul_reference(gate, up, approximate=approximate) if reference_runs() else GeluMul.apply(gate, up, approximate == "tanh")

@@ -1,0 +1,190 @@
+"""The two ways to a gradient without tokens x vocabulary logits. T tokens, N tokens not ignored, H hidden, V vocabulary.
+
+`forward_with_gradients`   chunks of rows; logits are overwritten by their gradient at once, and the head's is accumulated in fp32:
+                           three products for a trainable head, two for a frozen one. For an upstream gradient of 1 in every row.
+`backward_by_vocabulary`   blocks of the vocabulary, from the logsumexp that forward kept: one product more, no fp32 V x H accumulator, any
+                           upstream gradient a row. For a trainable head with reduction="none".
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..autocast import wide
+from ..cross_entropy import eager as rows_eager
+from ..cross_entropy.rule import LossRule
+from .chunks import extent
+from .products import gradient_scale, operand_dtype, product, result_dtype
+
+
+class Forward(NamedTuple):
+    """What forward made; a tensor that was not asked for is empty."""
+
+    loss_T: Tensor
+    lse_T: Tensor
+    dhidden_TH: Tensor
+    dweight_VH: Tensor
+    dbias_V: Tensor
+    log_prob_T: Tensor
+    entropy_T: Tensor
+    top1_T: Tensor
+
+
+def kept_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """In which a gradient waits for backward: fp32 where fp16's range could not hold it before its scale is known."""
+    return torch.float32 if dtype == torch.float16 else operand_dtype(dtype, device)
+
+
+def like(
+    hidden_TH: Tensor, weight_VH: Tensor, want_dhidden: bool, want_dweight: bool, want_dbias: bool, want_statistics: bool, chunk: int
+) -> Forward:
+    """Outputs of the right shapes and dtypes, zeroed where ignored rows stay zero."""
+    tokens, classes = hidden_TH.shape[0], weight_VH.shape[0]
+    fp32 = wide(hidden_TH.dtype)
+    kept = kept_dtype(hidden_TH.dtype, hidden_TH.device)
+    loss_T = hidden_TH.new_zeros(tokens, dtype=fp32)
+    counted = tokens if want_statistics else 0
+    return Forward(
+        loss_T,
+        torch.zeros_like(loss_T),
+        hidden_TH.new_zeros(hidden_TH.shape if want_dhidden else (0,), dtype=kept),
+        # one chunk needs no accumulator: the product's own fp32 sum is rounded once
+        hidden_TH.new_zeros(weight_VH.shape if want_dweight else (0,), dtype=kept if tokens <= chunk else fp32),
+        hidden_TH.new_zeros(classes if want_dbias else 0, dtype=fp32),
+        hidden_TH.new_zeros(counted, dtype=fp32),
+        hidden_TH.new_zeros(counted, dtype=fp32),
+        torch.full((counted,), -1, dtype=torch.int64, device=hidden_TH.device),
+    )
+
+
+def accumulate_(dweight_VH: Tensor, dlogits_NV: Tensor, x_NH: Tensor, scale: float, first: bool) -> None:
+    """dweight += dlogits^T x, in blocks of the vocabulary so that the product's own result stays small."""
+    result = result_dtype(x_NH.dtype, x_NH.device)
+    if first and dweight_VH.dtype == result and scale == 1.0:
+        product(dlogits_NV.t(), x_NH, dweight_VH)
+        return
+    size = extent(dweight_VH.shape[0], x_NH.shape[1], 4 * 4, x_NH.device)
+    for start in range(0, dweight_VH.shape[0], size):
+        part = dweight_VH[start : start + size]
+        partial = product(dlogits_NV[:, start : start + size].t(), x_NH, torch.empty_like(part, dtype=result))
+        if first:
+            torch.div(partial, scale, out=part) if scale != 1.0 else part.copy_(partial)
+        else:
+            part.add_(partial, alpha=1.0 / scale)
+
+
+def forward_with_gradients(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    rule: LossRule,
+    chunk: int,
+    want_dhidden: bool,
+    want_dweight: bool,
+    want_dbias: bool,
+    want_statistics: bool,
+) -> Forward:
+    """Losses a row, and the gradients asked for, as if every row's upstream gradient were 1. Ignored rows are not computed."""
+    # here, not at the top: function.py, which imports this module, owns the choice of path
+    from ..cross_entropy.function import paths
+
+    out = like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk)
+    device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
+    kept_N = (targets_T != rule.ignore_index).nonzero().squeeze(-1)
+    whole = kept_N.numel() == targets_T.numel()
+    weight_VH = weight_VH.to(operand)
+    bias_V = None if bias_V is None else bias_V.to(result_dtype(operand, device))
+    count, classes = min(chunk, kept_N.numel()), weight_VH.shape[0]
+    logits = torch.empty(count, classes, dtype=result_dtype(operand, device), device=device)
+    wants_gradient = want_dhidden or want_dweight or want_dbias
+    dlogits = logits if logits.dtype == operand else torch.empty(count if wants_gradient else 0, classes, dtype=operand, device=device)
+    scale = gradient_scale(operand)
+    compute = paths(logits)
+    for start in range(0, kept_N.numel(), chunk):
+        rows: slice | Tensor = slice(start, min(start + chunk, targets_T.numel())) if whole else kept_N[start : start + chunk]
+        x_NH, targets_N = hidden_TH[rows].to(operand), targets_T[rows]
+        z_NV = product(x_NH, weight_VH.t(), logits[: x_NH.shape[0]])
+        if bias_V is not None:
+            z_NV.add_(bias_V)
+        if want_statistics or not wants_gradient:
+            loss, lse = compute.cross_entropy_forward(z_NV, targets_N, rule)
+            out.loss_T[rows], out.lse_T[rows] = loss, lse
+        if want_statistics:
+            out.log_prob_T[rows], out.entropy_T[rows], out.top1_T[rows] = rows_eager.token_statistics(z_NV, targets_N, lse, rule)
+        if not wants_gradient:
+            continue
+        g_NV = dlogits[: x_NH.shape[0]]
+        out.loss_T[rows], out.lse_T[rows] = compute.loss_and_gradient(z_NV, targets_N, rule, g_NV, scale)
+        if want_dbias:
+            out.dbias_V.add_(g_NV.sum(0, dtype=out.dbias_V.dtype), alpha=1.0 / scale)
+        if want_dhidden:
+            if isinstance(rows, slice) and scale == 1.0 and out.dhidden_TH.dtype == result_dtype(operand, device):
+                product(g_NV, weight_VH, out.dhidden_TH[rows])
+            else:
+                dx_NH = product(g_NV, weight_VH, torch.empty_like(x_NH, dtype=result_dtype(operand, device)))
+                out.dhidden_TH[rows] = (dx_NH if scale == 1.0 else dx_NH / scale).to(out.dhidden_TH.dtype)
+        if want_dweight:
+            accumulate_(out.dweight_VH, g_NV, x_NH, scale, first=start == 0)
+    return out
+
+
+def backward_by_vocabulary(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    lse_T: Tensor,
+    dloss_T: Tensor,
+    rule: LossRule,
+    want_dhidden: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden, weight and bias for any upstream gradient a row, in fp32 or the product's dtype."""
+    from ..cross_entropy.function import paths
+
+    device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
+    result, fp32 = result_dtype(operand, device), wide(hidden_TH.dtype)
+    kept_N = (targets_T != rule.ignore_index).nonzero().squeeze(-1)
+    x_NH, targets_N, lse_N = hidden_TH[kept_N].to(operand), targets_T[kept_N], lse_T[kept_N]
+    # the rows' gradients are brought to 1 and back, so that a narrow dlogits neither flushes nor overflows whatever the loss scale
+    dloss_N = dloss_T[kept_N].to(fp32)
+    unit = dloss_N.abs().amax().clamp_min(torch.finfo(fp32).tiny) if dloss_N.numel() else dloss_N.new_ones(())
+    scale = gradient_scale(operand)
+    dloss_N = dloss_N / unit * scale
+    back = unit / scale
+    classes, size = weight_VH.shape[0], extent(weight_VH.shape[0], x_NH.shape[0], result.itemsize, device)
+    dx_NH = torch.zeros(x_NH.shape, dtype=fp32, device=device)
+    dweight_VH = torch.empty(weight_VH.shape, dtype=kept_dtype(hidden_TH.dtype, device), device=device)
+    dbias_V = torch.zeros(classes if bias_V is not None else 0, dtype=fp32, device=device)
+    for start in range(0, classes, size):
+        block = slice(start, min(start + size, classes))
+        w = weight_VH[block].to(operand)
+        z = product(x_NH, w.t(), torch.empty(x_NH.shape[0], w.shape[0], dtype=result, device=device))
+        if bias_V is not None:
+            z.add_(bias_V[block].to(z.dtype))
+        g = z if result == operand else torch.empty(z.shape, dtype=operand, device=device)
+        paths(z).cross_entropy_backward(z, targets_N, lse_N, dloss_N, rule, g, classes, start)
+        dweight_VH[block] = (product(g.t(), x_NH, torch.empty(w.shape, dtype=result, device=device)).to(fp32) * back).to(dweight_VH.dtype)
+        if bias_V is not None:
+            dbias_V[block] = g.sum(0, dtype=fp32) * back
+        if want_dhidden:
+            dx_NH += product(g, w, torch.empty(x_NH.shape, dtype=result, device=device))
+    dhidden_TH = torch.zeros(hidden_TH.shape if want_dhidden else (0,), dtype=fp32, device=device)
+    if want_dhidden:
+        dhidden_TH[kept_N] = dx_NH * back
+    return dhidden_TH, dweight_VH, dbias_V
+
+
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """(x * factor) in `dtype`, without a wide copy of `x` where it would be large."""
+    if torch.compiler.is_compiling() or x.numel() < 2**22 or x.dtype == dtype == factor.dtype:
+        return (x * factor).to(dtype)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    step = max(1, 2**20 // max(1, x[0].numel()))
+    for start in range(0, x.shape[0], step):
+        part = slice(start, start + step)
+        out[part] = x[part].to(factor.dtype) * (factor if factor.dim() == 0 else factor[part])
+    return out

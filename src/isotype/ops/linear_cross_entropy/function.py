@@ -1,0 +1,218 @@
+"""`linear_cross_entropy`: the head and the loss as one op, and its autograd function. T tokens, H hidden, V vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError, UsageError
+from ..autocast import autocast_off, product_dtype, wide
+from ..backend import reference_runs
+from ..cross_entropy.rule import LossRule, Reduction, check_reduction, check_targets, reduce
+from . import eager
+from .chunks import extent
+from .products import operand_dtype, result_dtype
+from .reference import linear_cross_entropy_reference
+
+
+class TokenStatistics(NamedTuple):
+    """What the logits said of each token, without a gradient; an ignored token has 0, 0 and -1.
+
+    log_probs  fp32[*n]   of the target
+    entropy    fp32[*n]   nats
+    top1       int64[*n]  the most likely class
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+    top1: Tensor
+
+
+@torch.library.custom_op("isotype::linear_cross_entropy_forward", mutates_args=())
+def _forward(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    scale: float,
+    softcap: float,
+    z_loss: float,
+    chunk: int,
+    want_dhidden: bool,
+    want_dweight: bool,
+    want_dbias: bool,
+    want_statistics: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
+    made = eager.forward_with_gradients(
+        hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, want_dhidden, want_dweight, want_dbias, want_statistics
+    )
+    return tuple(made)  # type: ignore[return-value]
+
+
+@_forward.register_fake
+def _(hidden_TH, weight_VH, bias_V, targets_T, ignore_index, smoothing, scale, softcap, z_loss, chunk, *want):  # type: ignore[no-untyped-def]
+    want_dhidden, want_dweight, want_dbias, want_statistics = want
+    return tuple(eager.like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk))
+
+
+@torch.library.custom_op("isotype::linear_cross_entropy_backward", mutates_args=())
+def _backward(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    lse_T: Tensor,
+    dloss_T: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    scale: float,
+    softcap: float,
+    z_loss: float,
+    want_dhidden: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
+    return eager.backward_by_vocabulary(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, rule, want_dhidden)
+
+
+@_backward.register_fake
+def _(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, *rest):  # type: ignore[no-untyped-def]
+    fp32 = wide(hidden_TH.dtype)
+    return (
+        hidden_TH.new_empty(hidden_TH.shape if rest[-1] else (0,), dtype=fp32),
+        weight_VH.new_empty(weight_VH.shape, dtype=eager.kept_dtype(hidden_TH.dtype, hidden_TH.device)),
+        weight_VH.new_empty(weight_VH.shape[0] if bias_V is not None else 0, dtype=fp32),
+    )
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """The summed loss, or the losses a row; decides the product's dtype once and switches autocast off.
+
+    Row gradients of hidden are linear in the row's upstream gradient, and the head's in a scalar one: both are made in forward for an
+    upstream gradient of 1, while the logits exist, and scaled in backward. Nothing is blind to a loss scale, a second backward is right.
+    Only a trainable head with a loss a row has to wait for backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        rule: tuple[int, float, float, float, float],
+        dtype: torch.dtype,
+        chunk: int,
+        want: tuple[bool, bool, bool],
+        scalar: bool,
+        statistics: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        head = want[1] or want[2]
+        ctx.later = head and not scalar
+        now = (False, False, False) if ctx.later else want
+        with autocast_off(hidden_TH):
+            made = eager.Forward(
+                *_forward(
+                    hidden_TH.to(dtype),
+                    weight_VH.to(dtype),
+                    None if bias_V is None else bias_V.to(dtype),
+                    targets_T,
+                    *rule,
+                    chunk,
+                    *now,
+                    statistics,
+                )
+            )
+            loss = made.loss_T.sum() if scalar else made.loss_T
+        ctx.rule, ctx.dtype, ctx.want = rule, dtype, want
+        ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
+        if ctx.later:
+            ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, made.lse_T)
+        else:
+            ctx.save_for_backward(made.dhidden_TH, made.dweight_VH, made.dbias_V)
+        extra = made.log_prob_T, made.entropy_T, made.top1_T
+        ctx.mark_non_differentiable(*extra)
+        return loss, *extra
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        with autocast_off(dloss):
+            if ctx.later:
+                hidden_TH, weight_VH, bias_V, targets_T, lse_T = ctx.saved_tensors
+                bias = None if bias_V is None else bias_V.to(ctx.dtype)
+                made = _backward(
+                    hidden_TH.to(ctx.dtype), weight_VH.to(ctx.dtype), bias, targets_T, lse_T, dloss.contiguous(), *ctx.rule, ctx.want[0]
+                )
+                grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
+            else:
+                factor = dloss if dloss.dim() == 0 else dloss.unsqueeze(-1)
+                grads = [
+                    eager.scaled(grad, factor, dtype) if wanted else None
+                    for grad, dtype, wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.want)
+                ]
+        return *grads, None, None, None, None, None, None, None
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    num_items: int | float | Tensor | None = None,
+    chunk: int | None = None,
+    statistics: bool = False,
+) -> Any:
+    """`cross_entropy(F.linear(hidden, weight, bias), targets)` without ever holding tokens x vocabulary logits.
+
+    hidden   X[*n H]   any float dtype
+    weight   W[V H]    any float dtype, frozen or trainable
+    targets  int[*n]   classes 0..V-1, or ignore_index: those rows are not computed
+    bias     B[V]
+    ->       fp32[]    fp32[*n] with reduction="none"; fp64 for fp64 inputs; with statistics=True a pair (loss, TokenStatistics)
+    inside   the product in autocast's dtype, or the promoted one of hidden and weight; the loss in fp32, as `cross_entropy`
+    grads    hidden: X   weight: W   bias: B   accumulated over chunks in fp32
+    chunk is the number of rows whose logits exist at once; by default it follows from V and a budget of bytes, never from free memory.
+    Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
+    """
+    check_reduction(reduction, num_items)
+    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[-1]:
+        raise ShapeError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)}: expected [*n H] and [V H]", code="SH001")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ShapeError(f"bias {list(bias.shape)}: expected [{weight.shape[0]}]", code="SH001")
+    if chunk is not None and chunk < 1:
+        raise UsageError(f"chunk is {chunk}: expected 1 row or more")
+    rule = LossRule.of(ignore_index, label_smoothing, logit_scale, softcap, z_loss)
+    if reference_runs() and not statistics:
+        return linear_cross_entropy_reference(
+            hidden, weight, targets, bias=bias, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+            logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items,
+        )  # fmt: skip
+    check_targets(tuple(hidden.shape), targets, weight.shape[0], ignore_index)
+    dtype = product_dtype(hidden, weight)
+    if chunk is None:
+        held = result_dtype(operand_dtype(dtype, hidden.device), hidden.device)
+        chunk = extent(targets.numel(), weight.shape[0], held.itemsize, hidden.device)
+    hidden_TH, targets_T = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    on = torch.is_grad_enabled()
+    want = (on and hidden.requires_grad, on and weight.requires_grad, on and bias is not None and bias.requires_grad)
+    with autocast_off(hidden):
+        loss, *seen = LinearCrossEntropy.apply(
+            hidden_TH, weight, bias, targets_T, rule.values, dtype, chunk, want, reduction != "none", statistics
+        )
+        if reduction == "none":
+            loss = loss.reshape(targets.shape)
+        elif reduction == "mean":
+            # the sum is one value, so reduce() only divides
+            loss = reduce(loss.unsqueeze(0), targets_T, "mean", num_items, ignore_index)
+    return (loss, TokenStatistics(*(s.reshape(targets.shape) for s in seen))) if statistics else loss

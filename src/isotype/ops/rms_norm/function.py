@@ -1,0 +1,76 @@
+"""`rms_norm` and `add_rms_norm`: the public ops and their autograd function. T rows, H hidden."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError
+from ..autocast import autocast_off
+from ..backend import reference_runs, triton_runs
+from . import eager
+from .reference import rms_norm_reference
+
+
+def _paths(x: Tensor, weight: Tensor) -> Any:
+    if triton_runs(x) and weight.dtype != torch.float64:
+        from . import kernels
+
+        return kernels
+    return eager
+
+
+class RmsNorm(torch.autograd.Function):
+    """Saves its inputs and one fp32 a row; never writes to the incoming gradient, which a residual connection shares."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype) -> Tensor:
+        with autocast_off(x_TH):
+            y_TH, scale_T1 = _paths(x_TH, weight_H).rms_norm_forward(x_TH, weight_H, eps=eps, unit_offset=unit_offset, out_dtype=out_dtype)
+        ctx.save_for_backward(x_TH, weight_H, scale_T1)
+        ctx.unit_offset = unit_offset
+        return y_TH
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
+        x_TH, weight_H, scale_T1 = ctx.saved_tensors
+        with autocast_off(x_TH):
+            dx_TH, dweight_H = _paths(x_TH, weight_H).rms_norm_backward(
+                x_TH, weight_H, scale_T1, dy_TH, unit_offset=ctx.unit_offset, want_dweight=ctx.needs_input_grad[1]
+            )
+        return dx_TH, dweight_H, None, None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool = False, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x / rms(x) * weight, in one pass; Gemma's form, x / rms(x) * (1 + weight), with unit_offset.
+
+    x        X[*n H]   any float dtype, unchanged by autocast
+    weight   W[H]      any float dtype: an fp32 weight does not widen the output
+    ->       X[*n H]   or out_dtype
+    inside   fp32      (fp64 when either is fp64); narrowed once, after the weight
+    grads    x: X      weight: W   summed over rows in fp32
+    Raises   ShapeError SH001
+    """
+    if weight.shape != x.shape[-1:]:
+        raise ShapeError(f"weight is {list(weight.shape)} where x {list(x.shape)} needs {list(x.shape[-1:])}", code="SH001")
+    if reference_runs():
+        return rms_norm_reference(x, weight, eps, unit_offset=unit_offset, out_dtype=out_dtype)
+    y = RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps, unit_offset, out_dtype or x.dtype)
+    return y.reshape(x.shape)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool = False, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual): the residual variant of `rms_norm`; the sum has the promoted dtype of the two.
+
+    x, residual  X[*n H]
+    ->           (normed X[*n H], sum X[*n H]), each differentiable
+    """
+    if x.shape != residual.shape:
+        raise ShapeError(f"x is {list(x.shape)} and residual is {list(residual.shape)}, declared one shape", code="SH001")
+    total = x + residual
+    return rms_norm(total, weight, eps, unit_offset=unit_offset, out_dtype=out_dtype), total

@@ -1,0 +1,67 @@
+"""`rope`: the public op and its autograd function. B batch, N and M heads, S positions, D head size, R rotated pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError
+from ..autocast import autocast_off
+from ..backend import reference_runs, triton_runs
+from . import eager
+from .reference import rope_reference
+
+
+def _paths(x: Tensor) -> Any:
+    if triton_runs(x):
+        from . import kernels
+
+        return kernels
+    return eager
+
+
+class Rotate(torch.autograd.Function):
+    """Saves the tables alone: the backward of a rotation is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos_BSR, sin_BSR)
+        ctx.interleaved = interleaved
+        with autocast_off(x_BNSD):
+            return _paths(x_BNSD).rotate(x_BNSD, cos_BSR, sin_BSR, interleaved=interleaved, back=False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy_BNSD: Tensor) -> tuple[Tensor, None, None, None]:
+        cos_BSR, sin_BSR = ctx.saved_tensors
+        with autocast_off(dy_BNSD):
+            return _paths(dy_BNSD).rotate(dy_BNSD, cos_BSR, sin_BSR, interleaved=ctx.interleaved, back=True), None, None, None
+
+
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, position_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """q and k rotated by position, in fp32 inside; dimensions past 2R pass through.
+
+    q             Q[B N S D]   any float dtype, unchanged by autocast
+    k             K[B M S D]
+    cos, sin      C[S R] or C[B S R], R pairs; C[P R] with position_ids; fp32 for positions past 256 (bf16 has 8 bits)
+    position_ids  int[S] or int[B S]: rows of the tables
+    ->            Q[B N S D], K[B M S D]
+    grads         q: Q   k: K   (the tables have none)
+    A pair is (d, d + R), or (2d, 2d + 1) when interleaved.
+    Raises  ShapeError SH001
+    """
+    if position_ids is not None:
+        cos, sin = cos[position_ids], sin[position_ids]
+    cos, sin = (t.unsqueeze(0) if t.dim() == 2 else t for t in (cos, sin))
+    for name, x in (("q", q), ("k", k)):
+        if x.dim() != 4 or cos.shape != sin.shape or cos.shape[0] not in (1, x.shape[0]) or cos.shape[1] != x.shape[2]:
+            raise ShapeError(f"{name} {list(x.shape)} and tables {list(cos.shape)}: expected [B N S D] and [B S R] or [S R]", code="SH001")
+        if 2 * cos.shape[-1] > x.shape[-1]:
+            raise ShapeError(f"{name} has {x.shape[-1]} dimensions where {cos.shape[-1]} pairs need {2 * cos.shape[-1]}", code="SH001")
+    if reference_runs():
+        return rope_reference(q, k, cos, sin, interleaved=interleaved)
+    return Rotate.apply(q, cos, sin, interleaved), Rotate.apply(k, cos, sin, interleaved)

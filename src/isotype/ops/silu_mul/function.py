@@ -1,0 +1,53 @@
+"""`silu_mul`: the public op and its autograd function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..autocast import autocast_off
+from ..backend import reference_runs, triton_runs
+from ..pair import check_pair
+from . import eager
+from .reference import silu_mul_reference
+
+
+def _paths(x: Tensor) -> Any:
+    if triton_runs(x):
+        from . import kernels
+
+        return kernels
+    return eager
+
+
+class SiluMul(torch.autograd.Function):
+    """Saves only its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        with autocast_off(gate):
+            return _paths(gate).silu_mul_forward(gate, up)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        with autocast_off(gate):
+            return _paths(gate).silu_mul_backward(gate, up, dy)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up in one pass; saves only its inputs.
+
+    gate    F[*n d]   any float dtype, unchanged by autocast
+    up      F[*n d]
+    ->      F[*n d]
+    inside  fp32      (fp64 when F is fp64)
+    grads   gate: F   up: F
+    Raises  DtypeError DT001 when gate and up differ; ShapeError SH001
+    """
+    check_pair(gate, up)
+    return silu_mul_reference(gate, up) if reference_runs() else SiluMul.apply(gate, up)

@@ -1,0 +1,119 @@
+"""Puts a `Precision` on a model: weights in their declared dtype, products in `compute`, every norm's and embedding's output in `compute`.
+
+The inner model's own forward is wrapped, not the wrapper a trainer holds, so that generation, evaluation and callbacks see what
+training sees. Instances only: no class is patched, and a deepcopy of the model keeps the behaviour.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dtypes import to_torch
+from .precision import Precision
+
+_STATE = "_isotype_precision"
+
+
+class _State:
+    """What a wrapped forward needs to know; lives on the model, is copied with it."""
+
+    def __init__(self, precision: Precision, device_type: str, forward: Any) -> None:
+        self.precision, self.device_type, self.dtype, self.forward = precision, device_type, precision.compute, forward
+
+    def autocast(self) -> torch.autocast:
+        # fp32 switches autocast off, so that a caller's own autocast cannot narrow a declared fp32 run
+        enabled = self.dtype != "fp32"
+        return torch.autocast(self.device_type, dtype=to_torch(self.dtype) if enabled else None, enabled=enabled)
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PEFT or DDP wrapper, or the model itself."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return inner_model(model.module)
+    base = getattr(model, "get_base_model", None)
+    return base() if callable(base) else model
+
+
+def is_quantised(parameter: Tensor) -> bool:
+    return hasattr(parameter, "quant_state") or type(parameter).__name__ in ("Params4bit", "Int8Params")
+
+
+def is_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) or type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
+
+
+def cast_parameters(model: nn.Module, precision: Precision) -> None:
+    """Frozen floating parameters become `base`, trainable ones `trainable`; quantised ones and buffers stay as they are."""
+    frozen, trainable = to_torch(precision.unquantised), to_torch(precision.trainable)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not is_quantised(parameter):
+            dtype = trainable if parameter.requires_grad else frozen
+            if parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+
+
+def apply_precision(model: nn.Module, precision: Precision, *, device_type: str) -> None:
+    """Makes `model` keep `precision` in training, evaluation and generation.
+
+    Casts parameters by `requires_grad`, so adapters are attached and frozen weights are frozen before. PEFT's own widening of
+    activations to the adapter's dtype is switched off: A and B are cast down instead, which is tiny.
+    """
+    cast_parameters(model, precision)
+    inner = inner_model(model)
+    if hasattr(inner, _STATE):
+        raise ValueError("this model has a precision already")
+    state = _State(precision, device_type, inner.__dict__.get("forward"))
+    setattr(inner, _STATE, state)
+
+    @functools.wraps(type(inner).forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: _State = getattr(self, _STATE)
+        run = state.forward if state.forward is not None else functools.partial(type(self).forward, self)
+        with state.autocast():
+            return run(*args, **kwargs)
+
+    inner.forward = MethodType(forward, inner)  # type: ignore[method-assign]
+    for module in inner.modules():
+        if is_norm(module) or isinstance(module, nn.Embedding):
+            module.register_forward_hook(_Narrow(to_torch(precision.compute)))
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # bitsandbytes repacks the weight in place on the first forward without gradients, and later gradients are wrong
+            module.support_avx512bf16_for_cpu = False
+
+
+class _Narrow:
+    """Forward hook: a floating output leaves in the declared compute dtype. An object, so that deepcopy and pickling keep it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, Tensor) and output.is_floating_point() and output.dtype != self.dtype:
+            return output.to(self.dtype)
+        return output
+
+
+def precision_of(model: nn.Module) -> Precision | None:
+    """The precision that was put on a model, or None."""
+    state = getattr(inner_model(model), _STATE, None)
+    return state.precision if state is not None else None
+
+
+@contextmanager
+def generating(model: nn.Module) -> Iterator[None]:
+    """Within this block products are in `precision.generate`."""
+    state: _State = getattr(inner_model(model), _STATE)
+    before, state.dtype = state.dtype, state.precision.generate
+    try:
+        yield
+    finally:
+        state.dtype = before

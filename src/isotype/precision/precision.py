@@ -1,0 +1,151 @@
+"""`Precision`: the frozen contract of which dtype each role of a run has. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from ..dtypes import parse
+from ..errors import UsageError
+
+# role -> words it may have
+_HALVES = ("fp32", "bf16", "fp16")
+_HALF_ROLES = ("trainable", "compute", "grads", "reduce", "optimizer", "loss", "norms", "generate", "save_model", "save_adapter")
+_WORDS: dict[str, tuple[str, ...]] = {
+    "base": (*_HALVES, "nf4"),
+    **dict.fromkeys(_HALF_ROLES, _HALVES),
+    "rounding": ("nearest", "stochastic"),
+    "loss_scaling": ("none", "dynamic"),
+}
+ROLES = ("base", "trainable", "compute", "grads", "reduce", "optimizer", "loss", "norms", "generate", "save")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Dtypes are words (`fp32 bf16 fp16 nf4`); every role has one, so nothing is left to a default elsewhere.
+
+    base          frozen weights; with nf4 the weights that are not quantised have `compute`
+    trainable     weights that are trained
+    compute       matrix products, activations, every module's output
+    grads         gradients as accumulated over micro-batches
+    reduce        gradient sums across ranks
+    optimizer     optimizer states
+    loss          logits inside the loss, log-probabilities
+    norms         arithmetic inside norms; their output is always `compute`
+    generate      matrix products while sampling
+    save          files: one dtype, or `model bf16, adapter fp32`
+    rounding      how an update is rounded into `trainable`: nearest or stochastic
+    loss_scaling  none, or dynamic as fp16 gradients need
+
+    Raises  UsageError PR000 for a word a role cannot have.
+    """
+
+    base: str = "fp32"
+    trainable: str = "fp32"
+    compute: str = "fp32"
+    grads: str = "fp32"
+    reduce: str = "fp32"
+    optimizer: str = "fp32"
+    loss: str = "fp32"
+    norms: str = "fp32"
+    generate: str = "fp32"
+    save: str = "fp32"
+    rounding: str = "nearest"
+    loss_scaling: str = "none"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = str(getattr(self, field.name)).strip().lower()
+            if field.name == "save":
+                model, adapter = _parse_save(value)
+                value = model if model == adapter else f"model {model}, adapter {adapter}"
+            else:
+                value = _word(field.name, value)
+            object.__setattr__(self, field.name, value)
+
+    @property
+    def save_model(self) -> str:
+        """Dtype of a saved model's weights."""
+        return _parse_save(self.save)[0]
+
+    @property
+    def save_adapter(self) -> str:
+        """Dtype of a saved adapter's weights."""
+        return _parse_save(self.save)[1]
+
+    @property
+    def unquantised(self) -> str:
+        """Dtype of the frozen weights that are not quantised."""
+        return self.compute if self.base == "nf4" else self.base
+
+    @classmethod
+    def preset(cls, name: str, **overrides: str) -> Precision:
+        """A named precision, roles replaced by `overrides`."""
+        from .presets import PRESETS
+
+        if name not in PRESETS:
+            raise UsageError(f"unknown preset {name!r}: expected one of {' '.join(PRESETS)}", code="PR000")
+        return PRESETS[name].but(**overrides)
+
+    def but(self, **overrides: str) -> Precision:
+        """The same with some roles replaced."""
+        unknown = set(overrides) - {f.name for f in fields(self)}
+        if unknown:
+            raise UsageError(
+                f"unknown role {', '.join(sorted(unknown))}: expected one of {' '.join(f.name for f in fields(self))}", code="PR000"
+            )
+        return replace(self, **overrides)
+
+    def items(self) -> Iterator[tuple[str, str]]:
+        yield from asdict(self).items()
+
+    def __str__(self) -> str:
+        """The short text form: the nearest preset and what differs, `bf16-pure grads=bf16`. `parse` reads it back."""
+        from .presets import PRESETS
+
+        def differences(name: str) -> dict[str, str]:
+            return {role: value for role, value in self.items() if value != getattr(PRESETS[name], role)}
+
+        nearest = min(PRESETS, key=lambda name: len(differences(name)))
+        return " ".join(
+            [nearest, *(f"{role}={value.replace(', ', '/').replace(' ', ':')}" for role, value in differences(nearest).items())]
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Precision:
+        """Reads the short text form. Raises UsageError PR000."""
+        name, *pairs = text.split() or [""]
+        overrides = {}
+        for pair in pairs:
+            role, equals, value = pair.partition("=")
+            if not equals:
+                raise UsageError(f"precision {text!r}: expected role=dtype, got {pair!r}", code="PR000")
+            overrides[role] = value.replace("/", ", ").replace(":", " ")
+        return cls.preset(name, **overrides)
+
+    def as_json(self) -> Mapping[str, Any]:
+        return asdict(self)
+
+
+def _word(role: str, value: str) -> str:
+    allowed = _WORDS[role]
+    if value not in allowed:
+        with suppress(ValueError):
+            value = parse(value)
+    if value not in allowed:
+        raise UsageError(f"precision.{role}: {value!r} is not one of {' '.join(allowed)}", code="PR000")
+    return value
+
+
+def _parse_save(text: str) -> tuple[str, str]:
+    """`bf16` or `model bf16, adapter fp32` -> (model's dtype, adapter's dtype); a part left out follows the other."""
+    parts = dict(part.split(None, 1) for part in text.split(",") if " " in part.strip())
+    if not parts:
+        return _word("save_model", text), _word("save_adapter", text)
+    if set(parts) - {"model", "adapter"} or len(parts) != text.count(",") + 1:
+        raise UsageError(f"precision.save: {text!r} is neither a dtype nor 'model bf16, adapter fp32'", code="PR000")
+    model = parts.get("model") or parts["adapter"]
+    adapter = parts.get("adapter") or parts["model"]
+    return _word("save_model", model.strip()), _word("save_adapter", adapter.strip())

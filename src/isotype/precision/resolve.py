@@ -1,0 +1,115 @@
+"""A preset plus overrides, against the device, becomes a table in which every value carries its reason. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+from ..errors import UsageError
+from ..finding import Finding, Severity
+from .precision import ROLES, Precision
+from .presets import ABOUT, PRESETS
+from .rules import Facts, Setting, check
+
+
+class Device(Protocol):
+    """What resolving needs to know of `isotype.hardware.Hardware`."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def bf16(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """The contract of one run.
+
+    reasons   role -> why it has its value: the preset, the line of the file, or what the device made of `auto`
+    warnings  findings that do not refuse the run
+    """
+
+    precision: Precision
+    preset: str
+    reasons: Mapping[str, str]
+    warnings: tuple[Finding, ...] = ()
+    why_preset: str = ""
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(role, value, reason) in the order of the design's table; rounding and loss scaling where they are not the plain ones."""
+        p = self.precision
+        shown = {role: getattr(p, role) for role in ROLES}
+        if p.base == "nf4":
+            shown["base"] = f"nf4 (rest {p.unquantised})"
+        if p.rounding == "stochastic":
+            shown["trainable"] += ", stochastic rounding"
+        if p.loss_scaling == "dynamic":
+            shown["compute"] += ", loss scaling"
+        return [(role, value, self.reasons[role]) for role, value in shown.items()]
+
+    def as_json(self) -> dict[str, dict[str, str]]:
+        return {role: {"value": value, "reason": self.reasons[role]} for role, value in self.precision.items()}
+
+
+def choose_preset(device: Device, *, adapter: str) -> tuple[str, str]:
+    """What `auto` becomes on a device, and why: (preset, reason)."""
+    if device.bf16 == "native":
+        name = "bf16-mixed" if adapter == "none" else "bf16-lora"
+        return name, f"auto: {device.name} has native bf16"
+    about = "no bf16" if device.bf16 == "none" else "only emulated bf16"
+    offer = "; fp16-mixed is faster here but overflows above 65504: choose it by name" if device.kind != "cpu" else ""
+    return "fp32", f"auto: {device.name} has {about}{offer}"
+
+
+def resolve(
+    settings: Mapping[str, str | None] | None = None,
+    *,
+    device: Device,
+    adapter: str = "lora",
+    optimizer: str = "adamw",
+    sources: Mapping[str, str] | None = None,
+) -> Resolved:
+    """Resolves `preset` and role overrides.
+
+    settings  `preset` and roles as in the configuration's precision section; None and missing mean not given
+    sources   `precision.grads`, `adapter.kind`, `train.optimizer` -> where it was set (`run.yaml:12`)
+    Raises    UsageError with every contradiction, worst first
+    """
+    given = {role: value for role, value in (settings or {}).items() if value is not None and role != "preset"}
+    asked = (settings or {}).get("preset") or "auto"
+    where = dict(sources or {})
+    preset_where = where.get("precision.preset", "default")
+    if asked == "auto":
+        preset, why = choose_preset(device, adapter=adapter)
+    elif asked in PRESETS:
+        preset, why = asked, f"preset {asked}"
+    else:
+        raise UsageError(f"{preset_where} precision.preset: {asked!r} is not one of auto {' '.join(PRESETS)}", code="PR000")
+    precision = PRESETS[preset].but(**given)
+    if "compute" in given and "generate" not in given:
+        precision = precision.but(generate=precision.compute)
+
+    reasons = {}
+    table: dict[str, Setting] = {}
+    for field in fields(Precision):
+        role = field.name
+        if role in given:
+            reasons[role] = where.get(f"precision.{role}", "given")
+        elif role == "generate" and "compute" in given:
+            reasons[role] = "follows compute"
+        else:
+            reasons[role] = why
+        by_preset = reasons[role] == why and asked != "auto" and preset_where != "default"
+        table[role] = Setting(getattr(precision, role), f"{why}, {preset_where}" if by_preset else reasons[role], role in given)
+    table["preset"] = Setting(preset, preset_where if asked != "auto" else why, asked != "auto")
+    table["adapter"] = Setting(adapter, where.get("adapter.kind", "default"), where.get("adapter.kind", "default") != "default")
+    table["optimizer_name"] = Setting(optimizer, where.get("train.optimizer", "default"), "train.optimizer" in where)
+
+    findings = check(Facts(settings=table, device=device.name, device_kind=device.kind, bf16=device.bf16))
+    refused = [f for f in findings if f.severity == Severity.ERROR]
+    if refused:
+        raise UsageError("\n".join(f.render() for f in refused))
+    return Resolved(precision=precision, preset=preset, reasons=reasons, warnings=tuple(findings), why_preset=f"{why}: {ABOUT[preset]}")

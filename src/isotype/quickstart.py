@@ -1,0 +1,197 @@
+"""`isotype quickstart`: a small model from nothing, then an adapter on it, with real text on any machine and no network.
+
+The folder holds everything needed to do it again by hand: the text, the tokenizer and the model's configuration, and two files,
+`pretrain.yaml` and `tune.yaml`, that `isotype train` takes. Both stages are ordinary runs. A finished stage is not repeated and an
+interrupted one is resumed, so the command can be given again at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import UsageError
+
+TEXT, PARTS, PRETRAIN, TUNE = "text.txt", "small", "pretrain.yaml", "tune.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How large the model is and how long it trains. The default takes about two minutes on two cores with bf16, four without."""
+
+    vocabulary: int = 2048
+    hidden: int = 192
+    layers: int = 4
+    window: int = 256
+    pretrain_steps: int = 1600
+    tune_steps: int = 500
+
+
+def quickstart(folder: Path, *, size: Size | None = None, json_output: bool = False) -> int:
+    """Runs both stages and shows the result. Returns the exit status: 0, or 130 when interrupted and saved."""
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr if json_output else sys.stdout, flush=True)  # noqa: E731
+    _prepare(folder, size or Size(), say)
+    results = {}
+    for stage, file, what in (
+        ("pretrain", PRETRAIN, "1/2  a small model from scratch, on the text of Python's own documentation"),
+        ("tune", TUNE, "2/2  LoRA on question and answer pairs, as `isotype train` does it"),
+    ):
+        say(f"\n{what}  ({folder / file})")
+        if (status := _stage(folder / stage, folder / file, json_output=json_output)) != 0:
+            say(f"go on with: isotype quickstart --folder {folder}")
+            return status
+        results[stage] = json.loads((folder / stage / "result.json").read_text(encoding="utf-8"))
+    summary = summarise(folder)
+    if json_output:
+        print(json.dumps({"folder": str(folder), **results, **summary}))
+    else:
+        _show(folder, summary, say)
+    return 0
+
+
+def summarise(folder: Path) -> dict[str, Any]:
+    """Loss over steps of both stages, and the answers before and after tuning."""
+    from .report.record import read_run
+
+    pretrain, tune = read_run(folder / "pretrain"), read_run(folder / "tune")
+    first, last = (tune.samples[0], tune.samples[-1]) if tune.samples else ({"samples": []}, {"samples": []})
+    return {
+        "loss": {"pretrain": pretrain.curve("loss"), "tune": tune.curve("loss")},
+        "evaluations": {"pretrain": pretrain.curve("eval_loss"), "tune": tune.curve("eval_loss")},
+        "samples": [
+            {"prompt": before["prompt"], "before": before["answer"], "after": after["answer"], "reference": before["reference"]}
+            for before, after in zip(first["samples"], last["samples"])
+        ],
+        "report": str(folder / "tune" / "report.html"),
+    }
+
+
+def _prepare(folder: Path, size: Size, say: Callable[[str], None]) -> None:
+    """Writes what both stages read; leaves a prepared folder as it is. `tune.yaml` comes last: with it the folder is complete."""
+    if (folder / TUNE).is_file():
+        return
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder}: is a file", fix="isotype quickstart --folder OTHER")
+    if folder.is_dir() and any(path.name not in (TEXT, PARTS, PRETRAIN) for path in folder.iterdir()):
+        raise UsageError(f"{folder}: holds other files", fix="isotype quickstart --folder OTHER")
+    from .data.small_model import END_OF_TURN, small_config, train_tokenizer
+    from .data.stdlib import stdlib_pairs, stdlib_text
+
+    texts = stdlib_text()
+    say(f"text      {len(texts):,} docstrings and topics of this Python, {sum(map(len, texts)) / 1e6:.1f} million characters")
+    tokenizer = train_tokenizer(texts, vocabulary=size.vocabulary)
+    config = small_config(tokenizer, hidden=size.hidden, layers=size.layers, positions=2 * size.window)
+    say(f"tokenizer byte-level BPE, {len(tokenizer):,} tokens, trained on it")
+    say(f"pairs     {len(stdlib_pairs()):,} questions and answers from the same docstrings")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / TEXT).write_text(END_OF_TURN.join(texts), encoding="utf-8")
+        tokenizer.save_pretrained(folder / PARTS)
+        config.save_pretrained(folder / PARTS)
+        (folder / PRETRAIN).write_text(_pretrain_yaml(folder, size), encoding="utf-8")
+        (folder / TUNE).write_text(_tune_yaml(folder, size), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be written: {error.strerror}", fix="isotype quickstart --folder OTHER") from None
+
+
+def _stage(run: Path, file: Path, *, json_output: bool) -> int:
+    from .config.load import load
+    from .training.run import train
+
+    if _finished(run):
+        print(f"done before: {run}", file=sys.stderr if json_output else sys.stdout)
+        return 0
+    loaded = load(file, [], {})
+    # with --json, stdout belongs to the one object at the end
+    with contextlib.redirect_stdout(sys.stderr) if json_output else contextlib.nullcontext():
+        return train(loaded, resume=run if (run / "resolved.yaml").is_file() else None)
+
+
+def _finished(run: Path) -> bool:
+    try:
+        return json.loads((run / "result.json").read_text(encoding="utf-8")).get("status") == "done"
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _show(folder: Path, summary: dict[str, Any], say: Callable[[str], None]) -> None:
+    from .report.terminal import terminal_chart
+
+    for stage in ("pretrain", "tune"):
+        say(f"\nloss of {stage}")
+        say(terminal_chart(summary["loss"][stage], encoding=sys.stdout.encoding))
+    say("\nanswers to questions that were not trained on, before and after LoRA")
+    for sample in summary["samples"]:
+        say(f"\n  > {sample['prompt']}")
+        say(f"    before  {_short(sample['before'])}")
+        say(f"    after   {_short(sample['after'])}")
+        say(f"    in the documentation: {_short(sample['reference'] or '')}")
+    say(f"\nreport    {summary['report']}")
+    say(f"adapter   {folder / 'tune' / 'adapter'}  on  {folder / 'pretrain' / 'model'}")
+    say(f"again     isotype train {folder / TUNE} run.folder=runs/mine data.train=YOUR.jsonl")
+
+
+def _short(text: str, most: int = 110) -> str:
+    flat = " ".join(text.split())
+    return (flat if len(flat) <= most else flat[: most - 3] + "...") or "(nothing)"
+
+
+def _pretrain_yaml(folder: Path, size: Size) -> str:
+    return f"""\
+# A small model from random weights, every one of them trained, on plain text.
+model:
+  init: random
+  config: {_quoted(folder / PARTS)}
+  tokenizer: {_quoted(folder / PARTS)}
+data:
+  train: {_quoted(folder / TEXT)}
+  max_length: {size.window}
+  eval_split: 0.02
+adapter:
+  kind: none
+train:
+  steps: {size.pretrain_steps}
+  batch_size: 4
+  learning_rate: 1.5e-3
+  beta2: 0.95
+  eval_every: {max(1, size.pretrain_steps // 5)}
+run:
+  folder: {_quoted(folder / "pretrain")}
+  keep: 1
+  sample_tokens: 40
+"""
+
+
+def _tune_yaml(folder: Path, size: Size) -> str:
+    return f"""\
+# An adapter on the model that pretrain.yaml makes; put your own file in data.train to tune it on something else.
+model:
+  name: {_quoted(folder / "pretrain" / "model")}
+data:
+  train: stdlib
+  max_length: {size.window}
+  eval_split: 0.03
+adapter:
+  kind: lora
+  r: 32
+  alpha: 64
+train:
+  steps: {size.tune_steps}
+  batch_size: 16
+  learning_rate: 2.0e-3
+  eval_every: {max(1, size.tune_steps // 5)}
+run:
+  folder: {_quoted(folder / "tune")}
+  keep: 1
+  sample_tokens: 48
+"""
+
+
+def _quoted(value: object) -> str:
+    """A YAML scalar: JSON's strings are YAML's double-quoted ones."""
+    return json.dumps(str(value))

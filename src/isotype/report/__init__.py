@@ -1,0 +1,5 @@
+"""`report.html` of a run: one file, no network, no script; made from the files in the run folder only."""
+
+from .write import write_report
+
+__all__ = ["write_report"]

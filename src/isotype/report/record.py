@@ -1,0 +1,122 @@
+"""Reads a run folder as it is: every file may be missing, cut short by a kill, or hold NaN."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+
+FILES = ("resolved.yaml", "metrics.jsonl", "precision.json", "data.json", "env.json", "result.json", "config.yaml")
+
+
+@dataclass
+class RunRecord:
+    """What a run left behind. `damaged` names what could not be read, and why."""
+
+    folder: Path
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    precision: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    result: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    settings_text: str = ""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+
+    def curve(self, key: str) -> list[tuple[float, float]]:
+        """(step, value) of a metric, in order; values that are not finite stay, as NaN."""
+        found = []
+        for row in self.metrics:
+            step, value = _number(row.get("step")), row.get(key)
+            if step is not None and math.isfinite(step) and (number := _number(value)) is not None:
+                found.append((step, number))
+        return found
+
+    def setting(self, section: str, key: str) -> Any:
+        part = self.settings.get(section)
+        return part.get(key) if isinstance(part, dict) else None
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Raises UsageError when the folder is missing or holds nothing of a run."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: " + ("not a folder" if folder.exists() else "no such folder") + ": give a run's folder")
+    if not any((folder / name).is_file() for name in FILES):
+        raise UsageError(f"{folder}: not a run folder: it has none of {', '.join(FILES[:4])}")
+    record = RunRecord(folder)
+    for attribute, name in (("precision", "precision"), ("data", "data"), ("environment", "env"), ("result", "result")):
+        value = _json(folder / f"{name}.json", record)
+        if isinstance(value, dict):
+            setattr(record, attribute, value)
+    record.metrics = _metrics(folder / "metrics.jsonl", record)
+    _settings(folder / "resolved.yaml", record)
+    for path in folder.glob("samples/step_*.json"):
+        value = _json(path, record)
+        if isinstance(value, dict) and isinstance(value.get("samples"), list) and _number(value.get("step")) is not None:
+            record.samples.append(value)
+    record.samples.sort(key=lambda sample: sample["step"])
+    return record
+
+
+def _number(value: Any) -> float | None:
+    """A number, or NaN where a run wrote a number that JSON cannot hold; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return float(value) if math.isfinite(value) else math.nan
+    return math.nan if isinstance(value, str) and value.lower().lstrip("+-") in ("nan", "inf", "infinity") else None
+
+
+def _text(path: Path, record: RunRecord) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        record.damaged.append(f"{path.name}: {error.strerror}")
+        return None
+
+
+def _json(path: Path, record: RunRecord) -> Any:
+    text = _text(path, record)
+    try:
+        return None if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        record.damaged.append(f"{path.name}: {error}")
+        return None
+
+
+def _metrics(path: Path, record: RunRecord) -> list[dict[str, Any]]:
+    rows, broken = [], []
+    for number, line in enumerate((_text(path, record) or "").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            broken.append(number)
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    if broken:
+        record.damaged.append(f"metrics.jsonl: {len(broken)} lines cut short or broken (first: line {broken[0]})")
+    return rows
+
+
+def _settings(path: Path, record: RunRecord) -> None:
+    text = _text(path, record)
+    if text is None:
+        return
+    from ruamel.yaml import YAML, YAMLError
+
+    record.settings_text = text
+    try:
+        value = YAML(typ="safe", pure=True).load(text)
+    except (YAMLError, ValueError) as error:
+        record.damaged.append(f"resolved.yaml: {str(error).splitlines()[0]}")
+        return
+    if isinstance(value, dict):
+        record.settings = value

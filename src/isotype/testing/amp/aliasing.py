@@ -1,0 +1,211 @@
+"""AC008 to AC011, AC017: memory that belongs to someone else, written to.
+
+All on one setting that runs, against the same function's own undisturbed gradients; nothing here depends on a tolerance for dtypes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...finding import Finding, Place, Severity
+from .attempt import BACKWARD, Outcome, attempt, incoming_gradient
+from .dtype_rules import Fault, method_place
+from .numerics import Numerics
+from .places import failure_of
+from .raising import first_line
+from .samples import Sample
+from .settings import Setting
+from .subjects import Subject
+
+
+def aliasing_faults(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
+    """`baseline` is an undisturbed run under the same setting, with its inputs watched."""
+    subject, sample = numerics.subject, numerics.sample
+    faults = [*_overwritten_inputs(subject, baseline), *_written_gradient(subject, baseline)]
+    if baseline.grads:
+        faults += _strange_gradients(numerics, setting, baseline)
+        faults += _second_backward(numerics, setting, baseline)
+    faults += _reused_output(subject, sample, setting)
+    return faults
+
+
+def _place(subject: Subject, outcome: Outcome, stage: str) -> Place:
+    """The hand-written method at fault, where there is one."""
+    if outcome.calls:
+        function = outcome.calls[0].function
+        owner = f"{function.__qualname__.split('<locals>.')[-1]}.{stage}"
+        return method_place(function, stage, owner)
+    return subject.place
+
+
+def _finding(code: str, message: str, place: Place, cause: str, fix: str, severity: Severity = Severity.ERROR, **more: str) -> Fault:
+    return (code, place.symbol, place.line, severity), Finding(
+        code=code, severity=severity, message=message, place=place, cause=cause, fix=fix, observed=more.get("observed")
+    )
+
+
+def _overwritten_inputs(subject: Subject, baseline: Outcome) -> list[Fault]:
+    faults = []
+    for name, (tensor, before) in baseline.passed.items():
+        if same(tensor.detach(), before):
+            continue
+        given_back = any(_overlap(tensor, out) for out in baseline.outputs)
+        if given_back:
+            continue  # an operator that is in place by intention returns what it wrote to
+        if not baseline.calls and tensor._version:
+            severity = Severity.NOTE  # plain in-place code: autograd knows, and raises where it matters
+        else:
+            severity = Severity.ERROR
+        place = _place(subject, baseline, "forward")
+        faults.append(
+            _finding(
+                "AC011",
+                f"{place.symbol} overwrites its caller's tensor {name}",
+                place,
+                f"{name} held other values after the call: whoever else uses it (a second loss, a metric, a residual) reads the gradient or scratch written there",
+                "write into a tensor of your own (`torch.empty_like(...)`); where the memory matters, declare it with ctx.mark_dirty and return it",
+                severity,
+            )
+        )
+    return faults
+
+
+def _written_gradient(subject: Subject, baseline: Outcome) -> list[Fault]:
+    fresh = [incoming_gradient(t, i) for i, t in enumerate(t for t in baseline.outputs if t.requires_grad)]
+    if all(same(given, clean) for given, clean in zip(baseline.grad_outputs, fresh)):
+        return []
+    place = _place(subject, baseline, "backward")
+    return [
+        _finding(
+            "AC008",
+            f"{place.symbol} writes into the incoming gradient",
+            place,
+            "the engine hands the same gradient to every consumer of the sum it belongs to (`x + f(x)`), so the others receive what was written there",
+            "write into a tensor of your own (`torch.empty_like(d)`), and return that",
+        )
+    ]
+
+
+def _strange_gradients(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
+    """`f(x).sum().backward()` hands over one number seen as a whole tensor; a transpose after f, a transposed gradient."""
+    subject, sample = numerics.subject, numerics.sample
+    if all(t.dim() == 0 for t in baseline.outputs):
+        return []
+
+    def ones(t: Tensor, _: int) -> Tensor:
+        return torch.ones_like(t)
+
+    def expanded(t: Tensor, _: int) -> Tensor:
+        return torch.ones((), dtype=t.dtype, device=t.device).expand(t.shape)
+
+    def transposed(t: Tensor, i: int) -> Tensor:
+        dense = incoming_gradient(t, i)
+        return dense.transpose(-1, -2).contiguous().transpose(-1, -2) if t.dim() > 1 else dense
+
+    faults = []
+    for gradient, right, kind in (
+        (expanded, attempt(subject, sample, setting, gradient=ones), "expanded"),
+        (transposed, baseline, "transposed"),
+    ):
+        given = attempt(subject, sample, setting, gradient=gradient)
+        if right.ran:
+            faults += _strange_gradient(given, right, kind, _differing(given, right, setting, numerics, baseline), subject)
+    return faults
+
+
+def _strange_gradient(given: Outcome, right: Outcome, kind: str, wrong: str, subject: Subject) -> list[Fault]:
+    place = _place(subject, right, "backward")
+    severity = Severity.ERROR
+    if given.error is not None:
+        failure = failure_of(given.error)
+        if failure is not None and failure.raised_by_hand:
+            return []
+        place = Place(file=failure.place.file, line=failure.place.line, symbol=place.symbol) if failure else place
+        message = f"{place.symbol} raises on an {kind} gradient: {first_line(given.error)}".replace("an tr", "a tr")
+        severity = Severity.ERROR if kind == "expanded" else Severity.NOTE  # at least it is loud
+    elif wrong:
+        message = f"{place.symbol} gives a wrong gradient of {wrong} for an {kind} incoming gradient".replace("an tr", "a tr")
+    else:
+        return []
+    return [
+        _finding(
+            "AC009",
+            message,
+            place,
+            "`f(x).sum().backward()` and `.mean()` hand backward one number expanded over the whole shape (stride 0), and a transpose after f a "
+            "transposed gradient; code that assumes a dense layout, or writes into it, reads or writes the wrong memory",
+            "call `d = d.contiguous()` first, use .reshape instead of .view, and pass strides to kernels",
+            severity,
+        )
+    ]
+
+
+def _second_backward(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
+    subject, sample = numerics.subject, numerics.sample
+    twice = attempt(subject, sample, setting, passes=2)
+    place = _place(subject, baseline, "backward")
+    if twice.error is not None:
+        failure = failure_of(twice.error)
+        if twice.stage != BACKWARD or (failure is not None and failure.raised_by_hand):
+            return []
+        spot = Place(file=failure.place.file, line=failure.place.line, symbol=place.symbol) if failure else place
+        message = f"{place.symbol} raises the second time it runs over one graph: {first_line(twice.error)}"
+        severity = Severity.WARNING
+    else:
+        doubled = Outcome(grads={n: None if g is None else g * 2 for n, g in baseline.grads.items()})
+        wrong = _differing(twice, doubled, setting, numerics)
+        if not wrong:
+            return []
+        spot, message = place, f"{place.symbol} gives another gradient of {wrong} the second time it runs over one graph"
+        severity = Severity.ERROR
+    return [
+        _finding(
+            "AC010",
+            message,
+            spot,
+            "the first run consumed or overwrote what it had saved; with retain_graph=True, two losses over one graph, or a gradient penalty, "
+            "the second run is wrong",
+            "leave saved tensors and incoming gradients as they are: multiply out of place (`g * d`, not `g.mul_(d)`), and write into new tensors",
+            severity,
+        )
+    ]
+
+
+def _reused_output(subject: Subject, sample: Sample, setting: Setting) -> list[Fault]:
+    """Whether a second call writes into the result of the first."""
+    first = attempt(subject, sample, setting, forward_only=True)
+    if not first.ran:
+        return []
+    kept = [t.detach().clone() for t in first.outputs]
+    second = attempt(subject, sample, setting, relative_noise=0.25, forward_only=True)
+    if not second.ran or all(same(now.detach(), then) for now, then in zip(first.outputs, kept)):
+        return []
+    place = _place(subject, attempt(subject, sample, setting), "forward")
+    return [
+        _finding(
+            "AC017",
+            f"{place.symbol} returns memory that its next call overwrites",
+            place,
+            "the result lives in a buffer kept between calls: the first call's result changed when the second one ran",
+            "allocate the result in every call, or return a clone",
+        )
+    ]
+
+
+def _differing(given: Outcome, right: Outcome, setting: Setting, numerics: Numerics, usual: Outcome | None = None) -> str:
+    """Names of the gradients that differ by more than the order of additions explains."""
+    sizes = usual.grads if usual is not None else {}
+    wrong = [
+        n for n, g in right.grads.items() if not numerics.alike(f"gradient of {n}", given.grads.get(n), g, setting, usual=sizes.get(n))
+    ]
+    return ", ".join(wrong)
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    """Bit for bit, NaN beside NaN."""
+    return left.shape == right.shape and left.dtype == right.dtype and bool(torch.equal(torch.nan_to_num(left), torch.nan_to_num(right)))
+
+
+def _overlap(left: Tensor, right: Tensor) -> bool:
+    return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()

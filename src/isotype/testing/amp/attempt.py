@@ -1,0 +1,205 @@
+"""One run of the function under one setting, and everything that came of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from .samples import Sample
+from .settings import Setting
+from .subjects import Subject
+from .watch import BackwardCall, function_classes, watching_backwards
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass
+class Outcome:
+    """What one run gave.
+
+    stage  where it failed, with `error`; None when it ran
+    grads  name -> gradient as the caller sees it (after the engine's cast), None where there is none
+    passed name -> the tensor handed to the function, and a copy of what it held then (kept when `watch_inputs`)
+    values  copies of the outputs as they were when forward returned
+    functions  the hand-written Functions above the outputs
+    states what surrounds a call (autocast, grad mode, default dtype) and was not put back, as `what: before -> after`
+    """
+
+    outputs: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    functions: list[type] = field(default_factory=list)
+    grads: dict[str, Tensor | None] = field(default_factory=dict)
+    calls: list[BackwardCall] = field(default_factory=list)
+    states: list[tuple[str, str]] = field(default_factory=list)
+    stage: str | None = None
+    error: BaseException | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    grad_outputs: list[Tensor] = field(default_factory=list)
+    passed: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def ran(self) -> bool:
+        return self.error is None
+
+    def results(self) -> dict[str, Tensor]:
+        """Every number it gave, by name."""
+        single = len(self.outputs) == 1
+        given = {"output" if single else f"output {i}": t for i, t in enumerate(self.values)}
+        return given | {f"gradient of {n}": g for n, g in self.grads.items() if g is not None}
+
+
+def attempt(
+    subject: Subject,
+    sample: Sample,
+    setting: Setting,
+    *,
+    exact: torch.dtype | None = None,
+    grad_scale: float = 1.0,
+    frozen: str | None = None,
+    seed: int = 0,
+    around: Callable[[], Any] = nullcontext,
+    relative_noise: float = 0.0,
+    noise_seed: int = 0,
+    arrange: Callable[[Tensor], Tensor] | None = None,
+    watch_inputs: bool = False,
+    gradient: Callable[[Tensor, int], Tensor] | None = None,
+    passes: int = 1,
+    forward_only: bool = False,
+) -> Outcome:
+    """Runs forward and backward once.
+
+    exact           widen everything to this dtype after rounding it to the setting's dtypes; autocast is then off
+    grad_scale      factor on the incoming gradient
+    relative_noise  perturb the floating inputs by this much, to see how much results depend on them
+    arrange         another memory layout for each floating input (same values)
+    gradient        another incoming gradient than `incoming_gradient`
+    passes          backward runs this often over one graph
+    forward_only    stop after forward
+    """
+    outcome = Outcome()
+    autocast = setting.autocast if exact is None else None
+    try:
+        leaves, tensors = sample.fresh(setting.by_group, exact=exact, frozen=frozen)
+        call, owned = subject.ready(setting.by_group, exact=exact, frozen=frozen)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return Outcome(stage=FORWARD, error=error)
+    outcome.tensors = tensors | owned
+    with torch.no_grad():
+        if relative_noise:
+            generator = torch.Generator().manual_seed(noise_seed + 1)
+            for t in outcome.tensors.values():
+                t.mul_(1 + relative_noise * torch.randn(t.shape, generator=generator, dtype=torch.float64).clamp(-2, 2).to(t))
+    if arrange is not None:
+        for slot in sample.slots:
+            wanted = tensors[slot.name].requires_grad
+            tensors[slot.name] = arrange(tensors[slot.name].detach()).requires_grad_(wanted)
+            leaves[slot.index] = arrange(tensors[slot.name]) if sample.behind_clone else tensors[slot.name]
+        outcome.tensors |= tensors
+    args, kwargs = sample.call_arguments(leaves)
+    if watch_inputs:
+        outcome.passed = {f"argument {i}": (t, t.detach().clone()) for i, t in enumerate(leaves) if isinstance(t, Tensor)}
+        outcome.passed |= {s.name: outcome.passed.pop(f"argument {s.index}") for s in sample.slots}
+        outcome.passed |= {n: (t, t.detach().clone()) for n, t in owned.items()}
+    _seed(seed)
+    before = _surroundings(sample.device)
+    with warnings.catch_warnings(), around():
+        warnings.simplefilter("ignore")
+        try:
+            with _autocast(sample.device, autocast):
+                within = _surroundings(sample.device)
+                result = _call(call, args, kwargs, setting.wrap)
+                outcome.states += _changed(within, _surroundings(sample.device), FORWARD)
+        except Exception as error:  # whatever the function raises is what is being looked at
+            _restore(before, sample.device)
+            outcome.stage, outcome.error = FORWARD, error
+            return outcome
+        outcome.outputs = floating(result)
+        outcome.values = [t.detach().clone() for t in outcome.outputs]
+        outcome.functions = function_classes([t for t in outcome.outputs if t.requires_grad])
+        differentiable = [t for t in outcome.outputs if t.requires_grad]
+        outcome.grad_outputs = [(gradient or incoming_gradient)(t, i) for i, t in enumerate(differentiable)]
+        outcome.grad_outputs = [g * grad_scale if grad_scale != 1.0 else g for g in outcome.grad_outputs]
+        wanted_grads = {n: t for n, t in outcome.tensors.items() if t.requires_grad}
+        if forward_only or not differentiable or not wanted_grads:
+            return outcome
+        try:
+            with _autocast(sample.device, autocast if setting.inside else None), watching_backwards() as calls:
+                outcome.calls = calls
+                within = _surroundings(sample.device)
+                # .backward() and not autograd.grad: reentrant checkpointing refuses the latter
+                for left in reversed(range(passes)):
+                    torch.autograd.backward(differentiable, outcome.grad_outputs, retain_graph=left > 0)
+                outcome.states += _changed(within, _surroundings(sample.device), BACKWARD)
+        except Exception as error:
+            _restore(before, sample.device)
+            outcome.stage, outcome.error = BACKWARD, error
+            return outcome
+    outcome.grads = {n: t.grad for n, t in wanted_grads.items()}
+    return outcome
+
+
+def _seed(seed: int) -> None:
+    """torch.manual_seed, without the stack trace it keeps for every call on a machine whose GPU is not in use."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
+def floating(result: Any) -> list[Tensor]:
+    """The floating tensors in whatever a function returns (tuples, dicts and dataclasses such as ModelOutput too)."""
+    flat, _ = pytree.tree_flatten(result)
+    return [t for t in flat if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def incoming_gradient(output: Tensor, index: int) -> Tensor:
+    """A gradient exact in every dtype (multiples of 1/8 of at most 2), never all ones, the same in every run."""
+    generator = torch.Generator().manual_seed(1000 + index)
+    eighths = torch.randint(3, 17, output.shape, generator=generator) * (
+        torch.randint(0, 4, output.shape, generator=generator).clamp(max=1) * 2 - 1
+    )
+    return (eighths.to(torch.float64) / 8).to(output.device, output.dtype)
+
+
+def _call(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], wrap: str) -> Any:
+    if wrap in ("reentrant", "non-reentrant"):
+        return checkpoint(lambda *a: tuple(floating(call(*a, **kwargs))), *args, use_reentrant=wrap == "reentrant")
+    if wrap:
+        torch._dynamo.reset()
+        return torch.compile(call, backend=wrap)(*args, **kwargs)
+    return call(*args, **kwargs)
+
+
+@contextmanager
+def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+    with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype):
+        yield
+
+
+def _surroundings(device: str) -> dict[str, Any]:
+    return {
+        "autocast": torch.is_autocast_enabled(device),
+        "autocast dtype": torch.get_autocast_dtype(device),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "grad mode": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+    }
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any], stage: str) -> list[tuple[str, str]]:
+    return [(f"{what} after {stage}", f"{was} before, {after[what]} after") for what, was in before.items() if after[what] != was]
+
+
+def _restore(before: dict[str, Any], device: str) -> None:
+    torch.set_autocast_enabled(device, before["autocast"])
+    torch.set_autocast_dtype(device, before["autocast dtype"])
+    torch.set_autocast_cache_enabled(before["autocast cache"])
+    torch._C._set_grad_enabled(before["grad mode"])
+    torch.set_default_dtype(before["default dtype"])

@@ -1,0 +1,202 @@
+"""`ampcheck`: a differentiable function under every dtype combination that a trainer produces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UsageError
+from ...finding import Finding, Severity, worst_first
+from ...ops.contract import OpContract
+from . import raising
+from .aliasing import aliasing_faults
+from .attempt import Outcome, attempt
+from .contracts import contract_faults
+from .dtype_rules import Fault, gradient_faults, output_faults
+from .inexact import inexact, long_sums
+from .numerics import Numerics
+from .places import failure_of
+from .relations import relation_faults, state_faults, wrapped_faults
+from .report import ConformanceError, Report, merged
+from .samples import Sample, read_samples
+from .settings import LOW, Setting, settings
+from .subjects import Subject
+
+
+def ampcheck(
+    fn: Any,
+    inputs: Any,
+    *,
+    reference: Any = None,
+    params: Sequence[Any] = (),
+    contract: OpContract | None = None,
+    compile: str | None = None,
+    raises: bool = True,
+    fail_on: Severity = Severity.WARNING,
+) -> Report:
+    """Gradcheck for mixed precision: runs `fn` under the dtype combinations a trainer produces and says what breaks, where and why.
+
+    fn         an autograd.Function, an nn.Module, or any callable; on the device its inputs are on
+    inputs     one call: a tensor, a tuple of arguments or a dict of keyword arguments; or a list of calls.
+               Where no tensor requires a gradient, every floating one does
+    reference  the same mathematics in plain PyTorch: judges numerics, output dtypes and which combinations must run. Without one, the
+               truth is `fn` itself in fp64, and the yardstick is its own forward under autograd
+    params     further arguments, after `inputs`, that a trainer keeps in another dtype (weights). Without them, and without a contract,
+               tensors that do not share the first one's leading size count as weights
+    contract   an OpContract: which arguments share a dtype, and what outputs and gradients must be
+    compile    also run under torch.compile with this backend ("aot_eager" shows dtype faults in a second or two; off by default)
+    raises     raise ConformanceError when there is a finding at or above `fail_on`
+    ->         the Report
+    Raises     ConformanceError (an AssertionError) with the whole report; UsageError when the function runs under no combination
+    """
+    subject, plain = Subject(fn), Subject(reference) if reference is not None else None
+    names = list(contract.inputs) if contract else subject.argument_names or (plain.argument_names if plain else [])
+    samples = read_samples(inputs, params, contract=contract, names=names, owns_parameters=bool(subject.groups))
+    samples = [replace(sample, owned=subject.owned_dtypes()) for sample in samples]
+    checks = [_Check(subject, plain, sample, contract, (compile,) if compile else ()) for sample in samples]
+    with torch.enable_grad():
+        for check in checks:
+            check.run()
+    found = merged([item for check in checks for item in check.seen])
+    refused = {k: v for check in checks for k, v in check.refused.items()}
+    report = Report(
+        subject=subject.label,
+        findings=tuple(worst_first(_without_echoes(found))),
+        tried=sum(check.tried for check in checks),
+        refused=tuple(refused.items()),
+        skipped=tuple(dict.fromkeys(text for check in checks for text in check.skipped)),
+    )
+    if raises and report.at_least(fail_on):
+        raise ConformanceError(report)
+    return report
+
+
+@dataclass
+class _Check:
+    """One subject on one sample."""
+
+    subject: Subject
+    plain: Subject | None
+    sample: Sample
+    contract: OpContract | None
+    compilers: tuple[str, ...]
+    seen: list[tuple[tuple[object, ...], Finding, str]] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    tried: int = 0
+
+    def __post_init__(self) -> None:
+        inside_fp32 = self.contract is not None and self.contract.inside == "fp32"
+        self.numerics = Numerics(self.subject, self.plain, self.sample, inside_fp32=inside_fp32)
+
+    def run(self) -> None:
+        if _needs_own_copy(attempt(self.subject, self.sample, Setting(None))):
+            self.sample = replace(self.sample, behind_clone=True)
+            self.numerics = self.numerics.on(self.sample)
+        ran: dict[Setting, Outcome] = {}
+        failures: list[tuple[Setting, Outcome]] = []
+        for setting in settings(self.sample, self._groups(), every=self.plain is not None or self.contract is not None):
+            outcome = attempt(self.subject, self.sample, setting, watch_inputs=True)
+            self.tried += 1
+            if outcome.ran:
+                ran[setting] = outcome
+                self._judge(setting, outcome)
+            else:
+                failures.append((setting, outcome))
+        if not ran:
+            raise UsageError(f"{self.subject.label} runs under no dtype combination with {self.sample.describe()}: {_why(failures[0][1])}")
+        for setting, outcome in failures:
+            self._judge_failure(setting, outcome)
+        base = next(iter(ran))
+        if not self._stable(base):
+            self.skipped.append("numerics: two runs with different seeds differ, so results of different dtypes cannot be compared")
+        else:
+            self._numerics(ran)
+        self._under_other_circumstances(ran)
+
+    def _groups(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.sample.groups, *self.subject.groups)))
+
+    def _note(self, faults: Sequence[Fault], setting: Setting) -> None:
+        self.seen += [(key, finding, setting.describe()) for key, finding in faults]
+
+    def _judge(self, setting: Setting, outcome: Outcome) -> None:
+        self._note(state_faults(outcome, self.subject), setting)
+        self._note(gradient_faults(outcome, setting), setting)
+        if self.contract is not None:
+            self._note(contract_faults(outcome, setting, self.sample, self.subject, self.contract), setting)
+        else:
+            plain = attempt(self.plain, self.sample, setting, forward_only=True) if self.plain is not None else None
+            self._note(output_faults(outcome, setting, self.sample, self.subject, plain), setting)
+
+    def _judge_failure(self, setting: Setting, outcome: Outcome) -> None:
+        plain_runs = attempt(self.plain, self.sample, setting).ran if self.plain is not None else None
+        why = raising.legitimate(outcome, setting, self.sample, self.subject, plain_runs=plain_runs, declared=self.contract is not None)
+        if why is None:
+            unlikely = Severity.NOTE if plain_runs is None else Severity.WARNING
+            severity = Severity.ERROR if setting.produced or self.contract is not None else unlikely
+            self._note([raising.finding_for(outcome, setting, self.subject, severity=severity)], setting)
+        else:
+            assert outcome.error is not None
+            self.refused[setting.describe()] = f"{why}: {raising.first_line(outcome.error)}"
+
+    def _stable(self, setting: Setting) -> bool:
+        """Whether the function draws no random numbers."""
+        one, other = (attempt(self.subject, self.sample, setting, seed=seed).results() for seed in (0, 1))
+        return all(n in other and _near(other[n], t) for n, t in one.items())
+
+    def _numerics(self, ran: dict[Setting, Outcome]) -> None:
+        hand_written = any(o.functions for o in ran.values())
+        judged = [s for s in ran if not s.inside and s.produced]
+        if self.plain is not None or hand_written:
+            for setting in judged:
+                self._note(inexact(ran[setting], setting, self.numerics), setting)
+        if any(finding.code == "AC006" for _, finding, _ in self.seen):
+            return  # the longer run would say the same again
+        # as built when that is low, else all of it low, else fp32 under autocast
+        low = [s for s in judged if s.lowest(self.sample) in LOW]
+        for setting in [s for s in low if s.autocast is None][:1] + [s for s in low if s.autocast is not None][:1]:
+            faults, why = long_sums(self.numerics, setting, hand_written=hand_written)
+            self._note(faults, setting)
+            self.skipped += [why] if why else []
+            if faults:
+                break
+
+    def _under_other_circumstances(self, ran: dict[Setting, Outcome]) -> None:
+        # rounding differences between two orders of addition are smallest in fp32
+        base = min(ran, key=lambda s: (torch.finfo(s.lowest(self.sample)).eps, s.autocast is not None))
+        self._note(aliasing_faults(self.numerics, base, ran[base]), base)
+        stable = self._stable(base)
+        self._note(relation_faults(self.numerics, base, ran[base], stable=stable), base)
+        amp = next((s for s in ran if s.autocast is not None and not s.inside), None)
+        for setting in [base, *([amp] if amp is not None else [])]:
+            wraps = ("non-reentrant", "reentrant", *self.compilers)
+            self._note(wrapped_faults(self.numerics, setting, ran[setting], wraps), setting)
+
+
+def _needs_own_copy(outcome: Outcome) -> bool:
+    """An operator that is in place by intention cannot work on a leaf that wants a gradient."""
+    return outcome.error is not None and "leaf Variable that requires grad" in str(outcome.error)
+
+
+def _near(left: Tensor, right: Tensor) -> bool:
+    left, right = left.detach().double(), right.detach().double()
+    distance = torch.nan_to_num(left - right).norm()
+    return left.shape == right.shape and bool(distance <= 8 * torch.finfo(right.dtype).eps ** 0.5 * torch.nan_to_num(right).norm())
+
+
+def _why(outcome: Outcome) -> str:
+    assert outcome.error is not None
+    failure = failure_of(outcome.error)
+    spot = f"{failure.place.file}:{failure.place.line}: " if failure else ""
+    return spot + raising.first_line(outcome.error)
+
+
+def _without_echoes(findings: list[Finding]) -> list[Finding]:
+    """A note that repeats, for a guessed combination, what an error of the same code already says of the same function."""
+    worse = {(f.code, f.place.symbol) for f in findings if f.severity > Severity.NOTE}
+    return [f for f in findings if f.severity > Severity.NOTE or (f.code, f.place.symbol) not in worse]

@@ -1,0 +1,146 @@
+"""AC006, AC007 as findings: what `numerics` measured, said with the line that lost the precision."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+
+from ...dtypes import name
+from ...finding import Finding, Place, Severity
+from .aliasing import _place
+from .attempt import Outcome, attempt
+from .dtype_rules import Fault
+from .locate import Culprit, locate, running_sums
+from .numerics import Excess, Numerics, percent
+from .samples import Sample, lengthened
+from .settings import Setting
+from .subjects import Subject
+
+GROWTH = 3.0  # an error that grows by this factor with the number of rows is a sum in low precision
+SOME, LONG = 512, 4096  # rows tried first, and at most
+BUDGET, RUNS = 1.0, 6  # seconds for the long runs of one setting, and how many exact runs they are worth
+LARGEST = 8_000_000  # numbers in the lengthened inputs
+MANY = 16  # additions into one low-precision tensor
+
+
+def inexact(outcome: Outcome, setting: Setting, numerics: Numerics) -> list[Fault]:
+    """AC006 for the worst excess of one run."""
+    excesses = numerics.measure(outcome, setting).excesses
+    if not excesses:
+        return []
+    worst = max(excesses, key=lambda e: e.error / max(e.excused, 1e-30))
+    return [_finding("AC006", worst, outcome, setting, numerics.subject, numerics.sample)]
+
+
+def long_sums(numerics: Numerics, setting: Setting, *, hand_written: bool) -> tuple[list[Fault], str | None]:
+    """AC007: what only shows at thousands of rows; and why it could not be looked at, if so.
+
+    Plain code without a reference is its own yardstick: of it, only running sums that can be seen at work are reported.
+    """
+    subject, sample = numerics.subject, numerics.sample
+    judged = hand_written or numerics.plain is not None
+    short = attempt(subject, sample, setting)
+    some = lengthened(sample, SOME)
+    if not short.ran or some is None:
+        return [], None
+    if not judged and not _sums_grow(subject, sample, some, setting):
+        return [], None
+    if not attempt(subject, some, setting).ran:
+        return [], f"long reductions: the function refuses its inputs lengthened to {_rows(some)} rows"
+    started = time.perf_counter()
+    numerics.on(some).truth(setting)
+    affordable = int(SOME * BUDGET / (RUNS * (time.perf_counter() - started)))
+    grown = lengthened(sample, max(SOME, min(LONG, affordable, LARGEST * SOME // max(1, _numbers(some))))) or some
+    outcome = attempt(subject, grown, setting)
+    if not outcome.ran:
+        return [], f"long reductions: the function refuses its inputs lengthened to {_rows(grown)} rows"
+    before, long = numerics.measure(short, setting), numerics.on(grown)
+    measured = long.measure(outcome, setting)
+    excesses = [e for e in measured.excesses if e.result not in {x.result for x in before.excesses}] if judged else []
+    unit = torch.finfo(setting.lowest(sample)).eps / 2
+    if not numerics.sighted:
+        excesses = [e for e in excesses if e.error > GROWTH * max(before.errors.get(e.result, 0.0), unit)]
+    if not excesses:
+        excesses = _growing(subject, sample, grown, setting, before.errors, measured.errors, unit)
+    if not excesses:
+        return [], None
+    worst = max(excesses, key=lambda e: e.error / max(e.excused, 1e-30))
+    key, finding = _finding("AC007", worst, outcome, setting, subject, grown)
+    rows = f"relative error {percent(before.errors.get(worst.result, 0.0))} as given, {percent(worst.error)} at {_rows(grown)} rows"
+    return [(key, replace(finding, details=(("length", rows), *finding.details)))], None
+
+
+def _rows(sample: Sample) -> int:
+    return next((sample.tensor(s).shape[0] for s in sample.slots if sample.tensor(s).dim()), 1)
+
+
+def _numbers(sample: Sample) -> int:
+    return sum(sample.tensor(s).numel() for s in sample.slots)
+
+
+def _sums_grow(subject: Subject, sample: Sample, grown: Sample, setting: Setting) -> bool:
+    """Whether more rows mean more additions into one low-precision tensor."""
+    few, many = running_sums(subject, sample, setting), running_sums(subject, grown, setting)
+    return any(count >= MANY and count >= 4 * few.get(place, 0) for place, count in many.items())
+
+
+def _growing(
+    subject: Subject, sample: Sample, grown: Sample, setting: Setting, short: dict[str, float], long: dict[str, float], unit: float
+) -> list[Excess]:
+    """Low-precision running sums seen at work: more additions into one low-precision tensor with more rows, and a larger error."""
+    worse = [n for n, error in long.items() if error > 2 * unit and error > GROWTH * max(short.get(n, 0.0), unit / 2)]
+    if not worse:
+        return []
+    if not _sums_grow(subject, sample, grown, setting):
+        return []
+    return [Excess(n, long[n], GROWTH * max(short.get(n, 0.0), unit), "the same function on fewer rows") for n in worse]
+
+
+def _finding(code: str, excess: Excess, outcome: Outcome, setting: Setting, subject: Subject, sample: Sample) -> Fault:
+    culprit = locate(subject, sample, setting)
+    stage = "backward" if excess.result.startswith("gradient") else "forward"
+    place = culprit.place if culprit else _place(subject, outcome, stage)
+    low = name(str(culprit.dtype)) if culprit and culprit.dtype is not None else name(str(setting.lowest(sample)))
+    row = f" (row {excess.worst_row} worst)" if excess.worst_row is not None else ""
+    details = [("error", f"{percent(excess.error)} of its norm{row}; {percent(excess.excused)} is excused by {excess.yardstick}")]
+    if culprit:
+        details.append(("code", culprit.source))
+        details.append(
+            ("there", f"relative error {percent(culprit.before)} before this operator ({culprit.operator}), {percent(culprit.after)} after")
+        )
+    what = "loses precision with the number of rows" if code == "AC007" else "is less precise than its dtypes explain"
+    return (code, place.symbol, place.line), Finding(
+        code=code,
+        severity=Severity.ERROR,
+        message=f"{place.symbol}: {excess.result} {what}",
+        place=place if place.file else Place(file=subject.place.file, line=subject.place.line, symbol=place.symbol),
+        cause=_cause(code, culprit, low),
+        fix=_fix(code, culprit),
+        observed=setting.describe(),
+        details=tuple(details),
+    )
+
+
+def _cause(code: str, culprit: Culprit | None, low: str) -> str:
+    if code == "AC007":
+        times = f" ({culprit.repeats} additions)" if culprit and culprit.repeats > 1 else ""
+        return f"a running sum is kept in {low}{times}: once it is 256 times larger than what is added (2048 in fp16), additions round away"
+    if culprit and culprit.accumulates and culprit.after > 8 * max(culprit.before, 1e-9):
+        return (
+            f"cancellation after rounding: a value was rounded to {low} when it was stored in a buffer of that precision, and then a nearly equal "
+            "one is subtracted from it, so that mostly the rounding error is left"
+        )
+    if culprit and culprit.accumulates and culprit.repeats >= 4:
+        return f"a running sum is kept in {low} ({culprit.repeats} additions into one buffer): every addition rounds, and small ones vanish"
+    return f"an intermediate is kept or computed in {low}: its rounding is carried into the result, where fp32 inside and one rounding at the end would not"
+
+
+def _fix(code: str, culprit: Culprit | None) -> str:
+    if code == "AC007" or (culprit and culprit.accumulates and culprit.repeats >= 4):
+        return "accumulate in fp32 (`torch.zeros(..., dtype=torch.float32)`) and cast once at the end, or let one matrix product do the sum"
+    return "widen once to fp32, finish the arithmetic there (subtract before rounding), and narrow once, in a single store at the end"
+
+
+__all__ = ["inexact", "long_sums"]

@@ -1,0 +1,232 @@
+"""AC006, AC007: results worse than the dtypes excuse, at the length given and at thousands of rows.
+
+The truth is the reference (or the function itself) in fp64 on the very values the narrow dtypes hold. What is excused is `SLACK` times
+the error that the yardstick makes at the same dtypes: the reference, else the function's plain twin. Where there is neither, what a
+rounding of the inputs does to the result. No tolerance is typed anywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dtypes import name
+from .attempt import Outcome, attempt, incoming_gradient
+from .exact import exact
+from .samples import Sample
+from .settings import Setting
+from .subjects import Subject
+from .twin import plain_functions
+
+SLACK = 4.0  # how many times worse than the yardstick a result may be
+BLIND_SLACK = 8.0  # the same where only the inputs' rounding is known
+ROW_SLACK = 16.0  # a single row may be unlucky
+FEW = 8  # results of fewer numbers may be near the truth by luck
+
+
+@dataclass(frozen=True)
+class Excess:
+    """A result further from the truth than is excused. Errors are relative to the truth's norm."""
+
+    result: str
+    error: float
+    excused: float
+    yardstick: str
+    worst_row: int | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Relative error of each result, and those in excess."""
+
+    errors: dict[str, float]
+    excesses: tuple[Excess, ...]
+
+
+class Numerics:
+    """Errors of one subject on one sample; truths and yardsticks are computed once for each dtype combination."""
+
+    def __init__(self, subject: Subject, plain: Subject | None, sample: Sample, *, inside_fp32: bool = False) -> None:
+        self.subject, self.plain, self.sample, self.inside_fp32 = subject, plain, sample, inside_fp32
+        self._truths: dict[Any, dict[str, Tensor]] = {}
+        self._noise: dict[Any, list[dict[str, Tensor]]] = {}
+
+    def on(self, sample: Sample) -> Numerics:
+        """The same subject on another sample."""
+        return Numerics(self.subject, self.plain, sample, inside_fp32=self.inside_fp32)
+
+    def truth(self, setting: Setting) -> dict[str, Tensor]:
+        key = setting.dtypes
+        if key not in self._truths:
+            self._truths[key] = self._exactly(self.plain or self.subject, setting)
+        return self._truths[key]
+
+    def noise(self, setting: Setting) -> list[dict[str, Tensor]]:
+        """Exact results for inputs moved by one rounding of the lowest dtype in play."""
+        unit = torch.finfo(setting.lowest(self.sample)).eps / 2
+        key = (setting.dtypes, unit)
+        if key not in self._noise:
+            runs = [self._exactly(self.plain or self.subject, setting, relative_noise=unit, noise_seed=seed) for seed in (0, 1)]
+            self._noise[key] = [run for run in runs if run]
+        return self._noise[key]
+
+    def _exactly(self, subject: Subject, setting: Setting, relative_noise: float = 0.0, noise_seed: int = 0) -> dict[str, Tensor]:
+        for wide in (torch.float64, torch.float32):
+            around = exact if wide == torch.float64 else _as_is
+            outcome = attempt(
+                subject, self.sample, setting, exact=wide, around=around, relative_noise=relative_noise, noise_seed=noise_seed
+            )
+            if outcome.ran:
+                return {n: t.detach().double() for n, t in outcome.results().items()}
+        return {}
+
+    @cached_property
+    def twin_agrees(self) -> bool:
+        """Whether the subject is made of hand-written Functions whose forward autograd can differentiate to the same gradients."""
+        twin, own = self._twin_and_own(incoming_gradient)
+        return twin is not None and set(twin) == set(own) and all(_agree(twin[n], own[n]) for n in own)
+
+    def is_derivative(self, result: str) -> bool | None:
+        """Whether the gradient is the derivative of forward for an incoming gradient of one; None where autograd cannot say."""
+        twin, own = self._twin_and_own(lambda t, _: torch.ones_like(t))
+        return None if twin is None or result not in own else result in twin and _agree(twin[result], own[result])
+
+    def _twin_and_own(self, gradient: Callable[[Tensor, int], Tensor]) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
+        wide, setting = torch.float64, Setting(None)
+        own = attempt(self.subject, self.sample, setting, exact=wide, around=exact, gradient=gradient)
+        twin = attempt(self.subject, self.sample, setting, exact=wide, around=_exact_twin, gradient=gradient)
+        return (twin.results() if twin.ran and not twin.functions else None), own.results()
+
+    @property
+    def sighted(self) -> bool:
+        """Whether there is a yardstick: a reference, or a twin."""
+        return self.plain is not None or self.twin_agrees
+
+    def measure(self, outcome: Outcome, setting: Setting) -> Measured:
+        truth = self.truth(setting)
+        yardstick, label = self._yardstick(setting)
+        unit = torch.finfo(setting.lowest(self.sample)).eps / 2
+        errors, excesses = {}, []
+        for result, given in outcome.results().items():
+            if result not in truth or truth[result].shape != given.shape:
+                continue
+            exactly, given = truth[result], given.detach().double()
+            size = _norm(exactly)
+            rounding = max(unit, torch.finfo(outcome.results()[result].dtype).eps / 2)
+            sighted = yardstick is not None and result in yardstick
+            own = _distance(yardstick[result], exactly) if yardstick is not None and sighted else 0.0
+            slack = SLACK if sighted else BLIND_SLACK
+            allowed = slack * max(own, rounding * size)
+            distance = _distance(given, exactly)
+            errors[result] = distance / size if size else float(distance > 0)
+            if distance > allowed and (not sighted or exactly.numel() < FEW):
+                allowed = max(allowed, slack * self._moved(result, setting, exactly))
+            if distance > allowed:
+                excesses.append(Excess(result, errors[result], allowed / size if size else 0.0, label))
+            elif yardstick is not None and sighted and exactly.dim() > 1:
+                row = _worst_row(given, exactly, yardstick[result].detach().double(), rounding)
+                if row is not None:
+                    excesses.append(Excess(result, row[1], row[2], label, worst_row=row[0]))
+        return Measured(errors, tuple(excesses))
+
+    def alike(self, result: str, left: Tensor | None, right: Tensor | None, setting: Setting, usual: Tensor | None = None) -> bool:
+        """Equal but for the order of a few additions.
+
+        Where that is exceeded, but for what one rounding of the inputs changes, or for the error the function always has.
+        usual  the same result where it is of its usual size, should `right` be nothing but rounding errors
+        """
+        if left is None or right is None:
+            return (left is None) == (right is None)
+        if left.shape != right.shape:
+            return False
+        distance, size = _distance(left, right), max(_norm(right), _norm(usual) if usual is not None else 0.0)
+        if distance <= 8 * torch.finfo(setting.lowest(self.sample)).eps * size:
+            return True
+        return distance <= SLACK * self._slip(result, setting) * size
+
+    def _moved(self, result: str, setting: Setting, exactly: Tensor) -> float:
+        """How far one rounding of the inputs moves a result."""
+        return max((_distance(noisy[result], exactly) for noisy in self.noise(setting) if result in noisy), default=0.0)
+
+    def _slip(self, result: str, setting: Setting) -> float:
+        """Relative error that a result has anyway, from rounded inputs or inside."""
+        exactly = self.truth(setting).get(result)
+        if exactly is None or not _norm(exactly):
+            return 0.0
+        runs = [*self.noise(setting), attempt(self.subject, self.sample, setting).results()]
+        return max((_distance(run[result], exactly) for run in runs if result in run), default=0.0) / _norm(exactly)
+
+    def _yardstick(self, setting: Setting) -> tuple[dict[str, Tensor] | None, str]:
+        if self.plain is not None:
+            wide = Setting(setting.dtypes)
+            if self.inside_fp32:
+                outcome = attempt(self.plain, self.sample, wide, exact=torch.float32)
+                return (outcome.results(), "the reference in fp32, rounded once") if outcome.ran else (None, "")
+            outcome = attempt(self.plain, self.sample, setting)
+            return (outcome.results(), "the reference at the same dtypes") if outcome.ran else (None, _BLIND)
+        if self.twin_agrees:
+            outcome = attempt(self.subject, self.sample, setting, around=plain_functions)
+            if outcome.ran and not outcome.functions:
+                return outcome.results(), "plain PyTorch running the same forward"
+        return None, _BLIND
+
+
+_BLIND = "what one rounding of the inputs changes"
+
+
+@contextmanager
+def _as_is() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _exact_twin() -> Iterator[None]:
+    with exact(), plain_functions():
+        yield
+
+
+def _agree(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and _distance(left, right) <= 1e-5 * _norm(right) + 1e-12
+
+
+def _norm(t: Tensor) -> float:
+    finite = t.detach().double()
+    return float(finite[torch.isfinite(finite)].norm())
+
+
+def _distance(given: Tensor, exactly: Tensor) -> float:
+    """Norm of the difference where the truth is finite; infinite where the result is not."""
+    given, exactly = given.detach().double(), exactly.detach().double()
+    finite = torch.isfinite(exactly)
+    difference = (given - exactly)[finite]
+    return float("inf") if not bool(torch.isfinite(difference).all()) else float(difference.norm())
+
+
+def _worst_row(given: Tensor, exactly: Tensor, plain: Tensor, rounding: float) -> tuple[int, float, float] | None:
+    """The row (of the last dimension) furthest beyond what is excused: its number, its error, what is excused; None when none is."""
+
+    def rows(t: Tensor) -> Tensor:
+        return torch.nan_to_num(t.reshape(-1, t.shape[-1])).norm(dim=1)
+
+    size = rows(exactly)
+    base = torch.maximum(rows(plain - exactly), rounding * size)
+    floor = rounding * float(size.square().mean().sqrt()) * 0.1  # rows of almost nothing are no evidence
+    excess = rows(given - exactly) / (ROW_SLACK * (base + floor)).clamp_min(1e-300)
+    worst = int(excess.argmax())
+    if float(excess[worst]) <= 1 or float(size[worst]) == 0:
+        return None
+    return worst, float(rows(given - exactly)[worst] / size[worst]), float(ROW_SLACK * (base + floor)[worst] / size[worst])
+
+
+def percent(value: float) -> str:
+    return "not finite" if value == float("inf") else f"{value:.2g}"
+
+
+def words(dtype: torch.dtype) -> str:
+    return name(str(dtype))

@@ -1,0 +1,215 @@
+"""The inputs of a check: what they are called, which of them change dtype together, and copies of them in any dtype.
+
+A sample is one call's arguments. Tensors may sit anywhere inside lists, tuples and dicts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ...dtypes import TRAINING_FLOATS, name, to_torch
+from ...errors import UsageError
+from ...ops.contract import OpContract
+
+INPUT, PARAM, FIXED = "input", "param", "fixed"
+TRAINED = tuple(to_torch(word) for word in TRAINING_FLOATS)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of a sample: its name, its group (tensors of a group share a dtype), and whether it wants a gradient.
+
+    group  `input`, `param`, a contract's free letter, or `fixed` (never changes dtype)
+    """
+
+    name: str
+    index: int
+    group: str
+    wants_grad: bool
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call's arguments, flattened: `leaves` in order, `slots` for the floating tensors among them."""
+
+    leaves: tuple[Any, ...]
+    tree: Any
+    slots: tuple[Slot, ...]
+    guessed: bool  # whether the groups were guessed from shapes
+    owned: frozenset[torch.dtype] = frozenset()  # dtypes of the parameters that the subject itself owns, as built
+    behind_clone: bool = False  # whether the function is handed clones, so that it may work in place
+
+    @property
+    def device(self) -> str:
+        return next((leaf.device.type for leaf in self.leaves if isinstance(leaf, Tensor)), "cpu")
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(slot.group for slot in self.slots if slot.group != FIXED))
+
+    def tensor(self, slot: Slot) -> Tensor:
+        return self.leaves[slot.index]
+
+    def as_built(self) -> dict[str, torch.dtype]:
+        """Group -> the dtype its first tensor was given in."""
+        found: dict[str, torch.dtype] = {}
+        for slot in self.slots:
+            found.setdefault(slot.group, self.tensor(slot).dtype)
+        return found
+
+    def met(self, dtypes: Mapping[str, torch.dtype] | None) -> set[torch.dtype]:
+        """Every floating dtype in play with each group in its dtype (None: as built)."""
+        if dtypes is not None:
+            return set(dtypes.values())
+        return {self.tensor(slot).dtype for slot in self.slots} | self.owned
+
+    def differentiates_positionally(self) -> bool:
+        """Whether an argument passed by position is a tensor that wants a gradient (reentrant checkpointing sees no others)."""
+        asking = {slot.index for slot in self.slots if slot.wants_grad}
+        args, _ = self.call_arguments([i in asking for i in range(len(self.leaves))])
+        return any(a is True for a in args)
+
+    def fresh(
+        self, dtypes: Mapping[str, torch.dtype] | None, *, exact: torch.dtype | None = None, frozen: str | None = None
+    ) -> tuple[list[Any], dict[str, Tensor]]:
+        """Copies of the leaves with each group in its dtype (None: as built), and the tensors by name.
+
+        exact   afterwards widened to this dtype, so that values are those of the narrow dtype
+        frozen  the slot that wants no gradient this time
+        """
+        leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        named = {}
+        for slot in self.slots:
+            given = self.tensor(slot)
+            dtype = given.dtype if dtypes is None or slot.group == FIXED else dtypes.get(slot.group, given.dtype)
+            copy = given.detach().to(dtype)
+            copy = copy.to(exact) if exact is not None else copy
+            copy = copy.clone() if copy.data_ptr() == given.data_ptr() else copy
+            copy.requires_grad_(slot.wants_grad and slot.name != frozen)
+            leaves[slot.index], named[slot.name] = copy.clone() if self.behind_clone else copy, copy
+        return leaves, named
+
+    def call_arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return pytree.tree_unflatten(list(leaves), self.tree)
+
+    def with_tensors(self, tensors: Mapping[int, Tensor]) -> Sample:
+        """The same sample with some leaves exchanged, by index."""
+        return replace(self, leaves=tuple(tensors.get(i, leaf) for i, leaf in enumerate(self.leaves)))
+
+    def describe(self) -> str:
+        return ", ".join(f"{s.name} {name(self.tensor(s).dtype)}{list(self.tensor(s).shape)}" for s in self.slots)
+
+
+def read_samples(
+    inputs: Any,
+    params: Sequence[Any] = (),
+    *,
+    contract: OpContract | None = None,
+    names: Sequence[str] = (),
+    owns_parameters: bool = False,
+) -> list[Sample]:
+    """What a caller may pass as `inputs`: one tensor, a tuple of arguments, a dict of keyword arguments, or a list of such samples."""
+    several = isinstance(inputs, list) and inputs and all(isinstance(item, (tuple, Mapping)) for item in inputs)
+    samples = [_read(item, tuple(params), contract, names, not owns_parameters) for item in (inputs if several else [inputs])]
+    if not owns_parameters and not any(sample.slots for sample in samples):
+        raise UsageError("ampcheck needs at least one floating tensor among its inputs", fix="pass the tensors the function is called with")
+    return samples
+
+
+def _read(item: Any, params: tuple[Any, ...], contract: OpContract | None, names: Sequence[str], grads_by_default: bool) -> Sample:
+    args, kwargs = _as_call(item)
+    paths, tree = pytree.tree_flatten_with_path(((*args, *params), kwargs))
+    leaves = tuple(leaf for _, leaf in paths)
+    first_param = len(args) if params else None
+    tensors = [(i, path, leaf) for i, (path, leaf) in enumerate(paths) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    asked = any(leaf.requires_grad for _, _, leaf in tensors) or not grads_by_default
+    declared = list(contract.inputs.items()) if contract else []
+    slots, guess = [], _Guess([leaf for _, _, leaf in tensors])
+    for i, path, leaf in tensors:
+        position = path[1].idx if path[0].idx == 0 and len(path) == 2 else None
+        label = _label(path, names if not declared else [n for n, _ in declared])
+        group = guess.group(leaf)
+        if first_param is not None and path[0].idx == 0:
+            group = PARAM if path[1].idx >= first_param else INPUT
+        if leaf.dtype not in TRAINED and leaf.dtype != torch.float64:
+            group = FIXED  # fp8 and other storage formats
+        if declared and position is not None and position < len(declared):
+            spec = declared[position][1]
+            group = spec.dtype if spec.free else (FIXED if spec.dtype not in ("any", "float") else group)
+        slots.append(Slot(label, i, group, leaf.requires_grad if asked else True))
+    return Sample(leaves, tree, tuple(slots), guessed=first_param is None and not declared and len({s.group for s in slots}) > 1)
+
+
+def _as_call(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(item, Mapping):
+        return (), dict(item)
+    if isinstance(item, (tuple, list)):
+        return tuple(item), {}
+    return (item,), {}
+
+
+def _label(path: Sequence[Any], names: Sequence[str]) -> str:
+    """`gate`, `input 2`, `batch['mask']`: the argument's name, and the way inside it."""
+    first, *rest = path[1:]
+    key = getattr(first, "idx", None)
+    head = str(getattr(first, "key", None) or (names[key] if key is not None and key < len(names) else f"input {key}"))
+    return head + pytree.keystr(tuple(rest)) if rest else head
+
+
+class _Guess:
+    """Which tensors are activations and which are weights, from dtypes and shapes alone.
+
+    Tensors built in different dtypes are grouped by dtype. Built alike, those that share the leading size of the first one
+    are activations; the others are weights, which a trainer keeps in another dtype than activations.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.by_dtype = {dtype: i for i, dtype in enumerate(dict.fromkeys(t.dtype for t in tensors))}
+        self.lead = next((t.shape[0] for t in tensors if t.dim() and not isinstance(t, torch.nn.Parameter)), None)
+
+    def group(self, tensor: Tensor) -> str:
+        if len(self.by_dtype) > 1:
+            order = self.by_dtype[tensor.dtype]
+            return INPUT if order == 0 else PARAM if order == 1 else f"{PARAM} {order}"
+        if isinstance(tensor, torch.nn.Parameter):
+            return PARAM
+        return INPUT if not tensor.dim() or self.lead is None or tensor.shape[0] == self.lead else PARAM
+
+
+def parameter_names(function: Callable[..., Any], *, skip: int = 0) -> list[str]:
+    """The positional parameters' names; empty where the signature says `*args` or nothing."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[skip:]
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def lengthened(sample: Sample, rows: int) -> Sample | None:
+    """The sample with its rows drawn again and again until there are `rows` of them; None where that cannot be done.
+
+    A row is an index of the leading dimension that the first tensor has; every tensor of that leading size that does not look
+    like a weight is drawn with the same indices, so that labels stay with their rows.
+    """
+    lead_slot = next((s for s in sample.slots if s.group != PARAM and sample.tensor(s).dim()), None)
+    if lead_slot is None:
+        return None
+    lead = sample.tensor(lead_slot).shape[0]
+    per_row = max(1, sample.tensor(lead_slot).numel() // max(1, lead) // max(1, sample.tensor(lead_slot).shape[-1]))
+    wanted = -(-rows // (per_row if sample.tensor(lead_slot).dim() > 1 else 1))
+    if lead == 0 or wanted <= lead:
+        return None
+    weights = {s.index for s in sample.slots if s.group == PARAM}
+    draw = torch.randint(0, lead, (wanted,), generator=torch.Generator().manual_seed(0))
+    grown = {}
+    for i, leaf in enumerate(sample.leaves):
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == lead and i not in weights:
+            grown[i] = leaf.detach()[draw.to(leaf.device)]
+    return sample.with_tensors(grown)

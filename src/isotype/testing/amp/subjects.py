@@ -1,0 +1,136 @@
+"""What is checked: an autograd.Function, an nn.Module, a bound method of one, or any callable."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import UsageError
+from ...finding import Place
+from .samples import PARAM, parameter_names
+
+
+class Subject:
+    """Makes, for every run, a callable and the parameters it owns, in the dtypes asked for."""
+
+    def __init__(self, target: Any, *, label: str | None = None) -> None:
+        self.target = target
+        owner = getattr(target, "__self__", None)
+        self.function_class = self._function_class(target, owner)
+        self.module = target if isinstance(target, nn.Module) else owner if isinstance(owner, nn.Module) else None
+        if self.function_class is None and not callable(target):
+            raise UsageError(f"ampcheck cannot call a {type(target).__name__}", fix="pass an autograd.Function, an nn.Module or a callable")
+        self.label = label or self._label()
+
+    @staticmethod
+    def _function_class(target: Any, owner: Any) -> type[torch.autograd.Function] | None:
+        if inspect.isclass(target) and issubclass(target, torch.autograd.Function):
+            return target
+        if inspect.isclass(owner) and issubclass(owner, torch.autograd.Function) and getattr(target, "__name__", "") == "apply":
+            return owner
+        return None
+
+    def _label(self) -> str:
+        if self.function_class is not None:
+            return self.function_class.__qualname__
+        if self.module is not None:
+            return type(self.module).__qualname__
+        target = self.target.func if isinstance(self.target, functools.partial) else self.target
+        return str(getattr(target, "__qualname__", type(target).__qualname__)).removeprefix("build.<locals>.")
+
+    @property
+    def place(self) -> Place:
+        """Where the target is defined, as far as Python knows."""
+        target = self.function_class or (type(self.module) if self.module is not None else self.target)
+        try:
+            file = inspect.getsourcefile(target)
+            line: int | None = inspect.getsourcelines(target)[1]
+        except (TypeError, OSError):
+            code = getattr(target, "__code__", None)
+            file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
+        return Place(file=file, line=line, symbol=self.label)
+
+    @property
+    def argument_names(self) -> list[str]:
+        if self.function_class is not None:
+            return parameter_names(self.function_class.forward, skip=0 if self.sets_up_context else 1)
+        return parameter_names(self.target.forward if isinstance(self.target, nn.Module) else self.target)
+
+    @property
+    def sets_up_context(self) -> bool:
+        assert self.function_class is not None
+        return self.function_class.setup_context is not torch.autograd.Function.setup_context
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """`param` when it owns parameters of its own."""
+        return (PARAM,) if self.module is not None and any(p.is_floating_point() for p in self.module.parameters()) else ()
+
+    def owned_dtypes(self) -> frozenset[torch.dtype]:
+        """Dtypes of its own floating parameters, as built."""
+        return frozenset(p.dtype for p in self.module.parameters() if p.is_floating_point()) if self.module is not None else frozenset()
+
+    def ready(
+        self, dtypes: Mapping[str, torch.dtype] | None, *, exact: torch.dtype | None = None, frozen: str | None = None
+    ) -> tuple[Callable[..., Any], dict[str, Tensor]]:
+        """A callable for one run and the parameters it owns, by name; a module is copied, so that no run sees another's."""
+        if self.function_class is not None:
+            function = self.function_class
+            return lambda *args, **kwargs: function.apply(*args, **kwargs), {}  # looked up when called: `twin` exchanges it
+        if self.module is None:
+            return self.target, {}
+        module = copy.deepcopy(self.module)
+        if dtypes is not None and PARAM in dtypes:
+            module = module.to(dtypes[PARAM])
+        if exact is not None:
+            module = module.to(exact)
+        module.zero_grad(set_to_none=True)
+        named = {n: p for n, p in module.named_parameters() if p.is_floating_point()}
+        if frozen in named:
+            named[frozen].requires_grad_(False)
+        run = module if isinstance(self.target, nn.Module) else MethodType(self.target.__func__, module)
+        return run, named
+
+    def captured_dtypes(self) -> set[torch.dtype]:
+        """Dtypes of the floating tensors a plain callable holds on to (closure, default or partial arguments, globals it names)."""
+        if self.function_class is not None or self.module is not None:
+            return set()
+        return {t.dtype for t in _captured(self.target, depth=3) if t.is_floating_point()}
+
+
+def _captured(target: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(target, Tensor):
+        yield target
+    elif isinstance(target, nn.Module):
+        yield from target.parameters()
+        yield from target.buffers()
+    elif isinstance(target, (list, tuple)):
+        for item in target:
+            yield from _captured(item, depth)
+    elif isinstance(target, Mapping):
+        yield from _captured(list(target.values()), depth)
+    elif isinstance(target, functools.partial):
+        yield from _captured([target.func, target.args, target.keywords], depth)
+    elif inspect.ismethod(target) and not inspect.isclass(target.__self__):
+        yield from _captured([target.__func__, list(getattr(target.__self__, "__dict__", {}).values())], depth)
+    elif inspect.isfunction(target) and depth:
+        names = target.__code__.co_names
+        held = [cell.cell_contents for cell in target.__closure__ or () if _filled(cell)]
+        held += [*(target.__defaults__ or ()), *(target.__globals__[n] for n in names if n in target.__globals__)]
+        for item in held:
+            if isinstance(item, (Tensor, nn.Module, list, tuple, functools.partial)) or inspect.isfunction(item) or inspect.ismethod(item):
+                yield from _captured(item, depth - 1)
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False

@@ -1,0 +1,12 @@
+"""Triton kernels on a CPU, with right numbers: Triton's interpreter, repaired, for kernels decorated in the ordinary way.
+
+    with interpreted():
+        silu_mul_forward[grid](gate, up, out, n, BLOCK=128)      # CPU tensors
+
+`install()` does the same for the rest of the process. Neither needs TRITON_INTERPRET=1, nor a particular order of imports, and outside
+the block kernels compile as ever. What Triton's own interpreter gets wrong (seen in 3.9): see docs/decisions/0011.
+"""
+
+from .session import install, interpreted, is_installed
+
+__all__ = ["install", "interpreted", "is_installed"]

@@ -1,0 +1,232 @@
+"""The interpreter's operators with bf16 computed as numbers: every operator widens, computes, and rounds once.
+
+Triton 3.9's own interpreter keeps bf16 as raw bits and truncates fp32 to bf16, and adds, multiplies, compares, reduces and multiplies
+matrices on the bits themselves; it sums fp16 in fp32, which no GPU does; and it leaves Python floats bare, so that `.to` on an argument fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton.runtime import interpreter as stock
+
+from .bf16 import narrow, truncate, widen
+
+Handle = stock.TensorHandle
+Builder = stock.InterpreterBuilder
+
+# Operators whose operands and result share a dtype; comparisons among them give int1.
+ELEMENTWISE = [
+    *("fadd", "fmul", "fdiv", "frem", "fsub", "fneg", "precise_divf", "approx_divf", "clampf"),
+    *("minimumf", "minnumf", "maximumf", "maxnumf"),
+    *(f"fcmp{kind}{order}" for kind in "OU" for order in ("LT", "GT", "LE", "GE", "EQ", "NE")),
+    *("cos", "sin", "exp", "exp2", "log", "log2", "sqrt", "precise_sqrt", "rsqrt", "erf", "floor", "ceil"),
+]
+CASTS = ("cast_impl", "create_si_to_fp", "create_ui_to_fp", "create_fp_to_si", "create_fp_to_ui", "create_fp_ext", "create_fp_trunc")
+
+
+def is_bf16(handle: Any) -> bool:
+    return isinstance(handle, Handle) and handle.dtype.scalar == tl.bfloat16
+
+
+def _wide(handle: Any) -> Any:
+    return Handle(widen(handle.data), tl.float32) if is_bf16(handle) else handle
+
+
+def elementwise(original: Callable[..., Any]) -> Callable[..., Any]:
+    def operator(self: Any, *operands: Any, **options: Any) -> Any:
+        if not any(is_bf16(o) for o in operands):
+            return original(self, *operands, **options)
+        with np.errstate(all="ignore"):
+            made = original(self, *[_wide(o) for o in operands], **options)
+        if made.data.dtype == np.bool_:
+            return Handle(made.data, tl.int1)
+        return Handle(narrow(made.data), tl.bfloat16)
+
+    return operator
+
+
+def cast(original: Callable[..., Any]) -> Callable[..., Any]:
+    def operator(self: Any, src: Any, dst_type: Any) -> Any:
+        source, wanted = src.dtype.scalar, dst_type.scalar
+        if tl.bfloat16 not in (source, wanted) or source == wanted:
+            return original(self, src, dst_type)
+        if wanted == tl.bfloat16:
+            return Handle(narrow(src.data), tl.bfloat16)
+        wide = _wide(src)
+        return wide if wanted == tl.float32 else original(self, wide, dst_type)
+
+    return operator
+
+
+def float_cast(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Casts between floats that may name a rounding mode; those from and to fp8 are left to the interpreter."""
+
+    def operator(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        source, wanted = src.dtype.scalar, dst_type.scalar
+        if tl.bfloat16 not in (source, wanted) or 8 in (source.primitive_bitwidth, wanted.primitive_bitwidth):
+            return original(self, src, dst_type, rounding_mode)
+        if wanted == tl.bfloat16 and rounding_mode == stock._ir.ROUNDING_MODE.RTZ:
+            return Handle(truncate(src.data), tl.bfloat16)
+        return self.cast_impl(src, dst_type)
+
+    return operator
+
+
+def dot(original: Callable[..., Any]) -> Callable[..., Any]:
+    """bf16 products accumulate in the accumulator's own dtype."""
+
+    def operator(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        made = original(self, _wide(a), _wide(b), _wide(d), *options)
+        return Handle(narrow(made.data), tl.bfloat16) if is_bf16(d) else made
+
+    return operator
+
+
+def fma(original: Callable[..., Any]) -> Callable[..., Any]:
+    def operator(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if not is_bf16(z):
+            return original(self, x, y, z)
+        # a bf16 product is exact in fp64, and so is the rounding: one, at the end
+        return Handle(narrow(widen(x.data).astype(np.float64) * widen(y.data) + widen(z.data)), tl.bfloat16)
+
+    return operator
+
+
+def atomic(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Atomic add, min and max of bf16, one element after another as colliding addresses require."""
+    combine = {"FADD": np.add, "ADD": np.add, "MAX": np.fmax, "UMAX": np.fmax, "MIN": np.fmin, "UMIN": np.fmin}
+
+    def operator(self: Any, kind: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        operation = combine.get(getattr(kind, "name", str(kind).rpartition(".")[2]))
+        if not is_bf16(val) or operation is None:
+            return original(self, kind, ptr, val, mask, sem, scope)
+        pointers, values, wanted = np.broadcast_arrays(ptr.data, val.data, mask.data)
+        before = np.zeros(values.shape, dtype=np.uint16)
+        for index in np.ndindex(values.shape):
+            if not wanted[index]:
+                continue
+            one = Handle(np.array([pointers[index]], dtype=np.uint64), ptr.dtype)
+            old = self.create_load(one, None, False)
+            new = narrow(operation(widen(old.data), widen(values[index])))
+            self.create_store(one, Handle(new, tl.bfloat16), None)
+            before[index] = old.data[0]
+        return Handle(before, tl.bfloat16)
+
+    return operator
+
+
+def _halves(data: Any, axis: int, add: Callable[[Any, Any], Any]) -> Any:
+    """A sum as a GPU makes it: halves added to halves, rounding every time."""
+    data = np.moveaxis(data, axis, 0)
+    while data.shape[0] > 1:
+        half, odd = divmod(data.shape[0], 2)
+        added = add(data[:half], data[half : 2 * half])
+        data = np.concatenate([added, data[2 * half :]]) if odd else added
+    return data[0]
+
+
+def _add_low(dtype: Any) -> Callable[[Any, Any], Any]:
+    if dtype == tl.bfloat16:
+        return lambda x, y: narrow(widen(x) + widen(y))
+    return lambda x, y: np.add(x, y, dtype=np.float16)
+
+
+def _is_low(tensor: Any) -> bool:
+    return tensor.dtype.scalar in (tl.bfloat16, tl.float16)
+
+
+def reduced_sum(original: Callable[..., Any]) -> Callable[..., Any]:
+    def operator(self: Any, tensor: Any) -> Any:
+        if not _is_low(tensor):
+            return original(self, tensor)
+        data, axis = tensor.handle.data, self.axis
+        rank = data.ndim
+        if axis is None:
+            data, axis = data.reshape(-1), 0
+        with np.errstate(all="ignore"):
+            total = _halves(data, axis, _add_low(tensor.dtype.scalar))
+        if self.keep_dims:
+            total = np.expand_dims(total, axis) if self.axis is not None else np.reshape(total, (1,) * rank)
+        return self.to_tensor(total, tensor.dtype)
+
+    return operator
+
+
+def reduced_extreme(original: Callable[..., Any]) -> Callable[..., Any]:
+    def operator(self: Any, given: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+        tensor = given[0] if isinstance(given, tuple) else given
+        if tensor.dtype.scalar != tl.bfloat16:
+            return original(self, given, val_reduce_op, idx_reduce_op)
+        wide = tl.tensor(Handle(widen(tensor.handle.data), tl.float32), tl.float32)
+        found = original(self, wide, val_reduce_op, idx_reduce_op)
+        if not val_reduce_op:
+            return found
+        value, rest = (found[0], found[1:]) if isinstance(found, tuple) else (found, ())
+        low = self.to_tensor(narrow(value.handle.data.reshape(np.shape(value.handle.data) if value.shape else ())), tensor.dtype)
+        return (low, *rest) if rest else low
+
+    return operator
+
+
+def scanned(combine: Callable[[Any, Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Prefix sums and products in steps of 1, 2, 4, ..., rounding every time."""
+
+    def operator(self: Any, tensor: Any) -> Any:
+        if not _is_low(tensor):
+            return original(self, tensor)
+        bf16 = tensor.dtype.scalar == tl.bfloat16
+        data, step = np.moveaxis(tensor.handle.data.copy(), self.axis, 0), 1
+        with np.errstate(all="ignore"):
+            while step < data.shape[0]:
+                left, right = data[:-step], data[step:]
+                made = narrow(combine(widen(left), widen(right))) if bf16 else combine(left, right).astype(np.float16)
+                data = np.concatenate([data[:step], made])
+                step *= 2
+        return [self.to_tensor(np.ascontiguousarray(np.moveaxis(data, 0, self.axis)), dtype=tensor.dtype)]
+
+    return operator
+
+
+def argument(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A Python float is an fp32 scalar to a compiled kernel, not a bare float."""
+
+    def convert(arg: Any) -> Any:
+        if isinstance(arg, float):
+            return tl.tensor(Handle(np.array([arg], dtype=np.float32), tl.float32), tl.float32)
+        return original(arg)
+
+    return convert
+
+
+def repairs() -> Iterator[tuple[Any, str, Any]]:
+    """(owner, attribute, its replacement), for everything that is wrong."""
+    for name in ELEMENTWISE:
+        attribute = f"create_{name}"
+        if hasattr(Builder, attribute):
+            yield Builder, attribute, elementwise(getattr(Builder, attribute))
+    plain = Builder.cast_impl
+    for name in CASTS:
+        if hasattr(Builder, name):
+            yield Builder, name, cast(plain)
+    yield Builder, "create_fp_to_fp", float_cast(Builder.create_fp_to_fp)
+    yield Builder, "create_dot", dot(Builder.create_dot)
+    yield Builder, "create_fma", fma(Builder.create_fma)
+    yield Builder, "create_atomic_rmw", atomic(Builder.create_atomic_rmw)
+    yield stock.ReduceOps, "sum", reduced_sum(stock.ReduceOps.sum)
+    yield stock.ReduceOps, "min_max", reduced_extreme(stock.ReduceOps.min_max)
+    yield stock.ScanOps, "cumsum", scanned(np.add, stock.ScanOps.cumsum)
+    yield stock.ScanOps, "cumprod", scanned(np.multiply, stock.ScanOps.cumprod)
+    yield stock, "_implicit_cvt", argument(stock._implicit_cvt)
+
+
+SUPPORTED = "3.4 to 3.9"
+
+
+def version_supported() -> bool:
+    major, minor = (int(part) for part in triton.__version__.split(".")[:2])
+    return (3, 4) <= (major, minor) <= (3, 9)

@@ -1,0 +1,74 @@
+"""The pytest plugin: a fixture and a marker for `ampcheck`, and failures that print the report instead of a traceback.
+
+    def test_silu_mul(ampcheck):
+        ampcheck(silu_mul, (gate, up), reference=silu_mul_reference)
+
+    @pytest.mark.interpreted          # Triton kernels run on the CPU, in the repaired interpreter
+    def test_kernel(): ...
+
+Imports neither torch nor Triton until a test asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+MARKERS = (
+    "ampcheck(code, ...): the codes that this test's ampcheck findings may have; others fail",
+    "interpreted: Triton kernels run on the CPU, in Isotype's repaired interpreter (skipped without Triton)",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
+
+
+@pytest.fixture
+def ampcheck(request: pytest.FixtureRequest) -> Any:
+    """`isotype.testing.ampcheck`; findings whose codes the marker `ampcheck("AC003", ...)` allows do not fail the test."""
+    from ..finding import Severity
+    from .amp.check import ampcheck as check
+    from .amp.report import ConformanceError
+
+    marker = request.node.get_closest_marker("ampcheck")
+    allowed = set(marker.args) if marker is not None else set()
+
+    def run(*args: Any, raises: bool = True, fail_on: Severity = Severity.WARNING, **options: Any) -> Any:
+        report = check(*args, raises=False, **options)
+        if raises and any(f.code not in allowed for f in report.at_least(fail_on)):
+            raise ConformanceError(report)
+        return report
+
+    return run
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("interpreted") is not None:
+        pytest.importorskip("triton")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    if item.get_closest_marker("interpreted") is None:
+        return (yield)
+    from .interpreter import interpreted
+
+    with interpreted():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A ConformanceError prints its report: what failed is in there, the way through ampcheck is not."""
+    result = yield
+    info = call.excinfo
+    if info is None or type(info.value).__name__ != "ConformanceError" or not hasattr(info.value, "report"):
+        return result
+    where = next((entry for entry in reversed(info.traceback) if str(entry.path) == str(item.path)), None)
+    line = f"{item.path.name}:{where.lineno + 1}" if where is not None else item.nodeid
+    result.longrepr = f"{line}: ampcheck\n\n{info.value.report.render()}"
+    return result

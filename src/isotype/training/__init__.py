@@ -1,0 +1,1 @@
+"""The loop and what it needs: model, batches, loss, optimizer, evaluation, sampling, the run folder."""

@@ -1,0 +1,123 @@
+"""What a person sees: a header, one live line, evaluations and samples; plain lines where the output is no terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+PLAIN_LINES = 60  # about so many progress lines in a whole run where there is no terminal
+
+
+def duration(seconds: float) -> str:
+    minutes, s = divmod(int(seconds + 0.5), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+def size(count: float) -> str:
+    """Bytes for people: `1.2 GB` (10^9)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def progress_line(step: int, total: int, row: dict[str, Any], eta: float | None) -> str:
+    """`step 12/200  loss 2.314  lr 2.0e-04  grad 0.83  changed 98%  3,120 tok/s  1.2 GB  MFU 21%  ETA 0:42`"""
+    parts = [f"step {step}/{total}", f"loss {row['loss']:.4f}", f"lr {row['learning_rate']:.1e}", f"grad {row['grad_norm']:.3g}"]
+    if row.get("share_changed") is not None:
+        parts.append(f"changed {row['share_changed']:.0%}")
+    parts.append(f"{row['tokens_per_second']:,.0f} tok/s")
+    if row.get("memory_bytes"):
+        parts.append(size(row["memory_bytes"]))
+    if row.get("mfu") is not None:
+        parts.append(f"MFU {row['mfu']:.0%}")
+    if row.get("promotions"):
+        parts.append(f"{row['promotions']} promotions")
+    if row.get("overflow"):
+        parts.append("overflow: step skipped")
+    if eta is not None:
+        parts.append(f"ETA {duration(eta)}")
+    return "  ".join(parts)
+
+
+class RunConsole:
+    """Prints to stdout, or to stderr when stdout belongs to `--json`."""
+
+    def __init__(self, *, json_output: bool) -> None:
+        self.console = Console(file=sys.stderr if json_output else sys.stdout, highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+        self._last_plain = 0
+
+    def __enter__(self) -> RunConsole:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.settle()
+
+    def say(self, text: str = "", style: str | None = None) -> None:
+        self.console.print(Text(text), style=style)
+
+    def header(self, rows: list[tuple[str, str]]) -> None:
+        for label, text in rows:
+            first, *rest = text.splitlines() or [""]
+            self.console.print(Text.assemble((f"{label:<10}", "bold"), first))
+            for line in rest:
+                self.say(f"{'':<10}{line}")
+
+    def progress(self, step: int, total: int, row: dict[str, Any], eta: float | None) -> None:
+        line = progress_line(step, total, row, eta)
+        if self.console.is_terminal:
+            if self._live is None:
+                self._live = Live(console=self.console, refresh_per_second=4, transient=False)
+                self._live.start()
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
+        elif step in (1, total) or step - self._last_plain >= total / PLAIN_LINES:
+            self._last_plain = step
+            self.say(line)
+
+    def settle(self) -> None:
+        """Leaves the live line where it stands."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def samples(self, step: int, samples: list[Any], *, most: int = 3) -> None:
+        for one in samples[:most]:
+            self.say(f"  sample at step {step}", style="dim")
+            self.say(f"    > {_short(one.prompt)}", style="dim")
+            self.say(f"    {_short(one.answer) or '(nothing)'}")
+
+
+class Pace:
+    """Seconds a step, smoothed, for the ETA; the first step warms up and does not count."""
+
+    def __init__(self) -> None:
+        self._seconds: float | None = None
+        self._seen = 0
+        self._at = time.perf_counter()
+
+    def start(self) -> None:
+        self._at = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since `start`."""
+        seconds = time.perf_counter() - self._at
+        self._seen += 1
+        if self._seen > 1:
+            self._seconds = seconds if self._seconds is None else 0.9 * self._seconds + 0.1 * seconds
+        return seconds
+
+    def eta(self, steps: int) -> float | None:
+        return None if self._seconds is None else self._seconds * steps
+
+
+def _short(text: str, most: int = 160) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= most else flat[: most - 1] + "…"

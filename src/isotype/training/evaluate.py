@@ -1,0 +1,50 @@
+"""Token-weighted evaluation: the loss of all supervised tokens over their number, whatever the batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..data.rows import Row
+from .batches import collate
+from .loss import token_loss_sum
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """loss: mean over `tokens` supervised tokens."""
+
+    loss: float
+    tokens: int
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients; afterwards every module has the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def evaluate(
+    model: nn.Module, rows: Sequence[Row], *, batch_size: int, pad_id: int, device: torch.device, loss_dtype: str = "fp32"
+) -> Evaluation:
+    """Rows are taken by length, so that little is padding; sums are kept in fp64."""
+    by_length = sorted(rows, key=lambda row: len(row.input_ids))
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    with evaluation_mode(model):
+        for start in range(0, len(by_length), batch_size):
+            batch = collate(by_length[start : start + batch_size], pad_id=pad_id).to(device)
+            logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+            total += token_loss_sum(logits, batch.labels, dtype=loss_dtype).double().cpu()
+            tokens += batch.supervised
+    return Evaluation(float(total) / max(1, tokens), tokens)

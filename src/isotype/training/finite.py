@@ -1,0 +1,70 @@
+"""Where a non-finite number came from: the first module whose output has one, or the parameters that do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import RunError
+from ..precision.apply import inner_model
+from ..precision.observe import _floating
+from .batches import Batch
+
+
+def first_non_finite_module(model: nn.Module, batch: Batch) -> str | None:
+    """Runs the forward pass again and names the innermost module where a non-finite output first appears."""
+    found: list[str] = []
+    inner = inner_model(model)
+
+    def hook(name: str) -> Callable[..., None]:
+        def look(module: nn.Module, args: object, output: object) -> None:
+            if not found and any(not bool(t.isfinite().all()) for t in _floating(output)):
+                found.append(f"{name} ({type(module).__name__})")
+
+        return look
+
+    # inner modules finish before the ones around them, so the first to be found is the innermost
+    hooks = [m.register_forward_hook(hook(n or type(inner).__name__)) for n, m in inner.named_modules()]
+    try:
+        with torch.no_grad():
+            model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+    finally:
+        for h in hooks:
+            h.remove()
+    return found[0] if found else None
+
+
+def non_finite_parameters(model: nn.Module) -> list[str]:
+    return [n for n, p in model.named_parameters() if p.is_floating_point() and not bool(p.isfinite().all())]
+
+
+def non_finite_gradients(model: nn.Module, gradient: Callable[[nn.Parameter], Tensor | None]) -> list[str]:
+    """Parameters with a non-finite gradient, deepest first: backward met that one first."""
+    bad = [n for n, p in model.named_parameters() if (g := gradient(p)) is not None and not bool(g.isfinite().all())]
+    return bad[::-1]
+
+
+def non_finite_error(
+    model: nn.Module, batches: list[Batch], *, step: int, what: str, gradient: Callable[[nn.Parameter], Tensor | None]
+) -> RunError:
+    """NF001 with the step, the module, and what to look at."""
+    weights = non_finite_parameters(model)
+    module = next((m for b in batches if (m := first_non_finite_module(model, b))), None)
+    gradients = non_finite_gradients(model, gradient)
+    if weights:
+        where, fix = (
+            f"parameter {weights[0]} is not finite",
+            "it was so before this step: resume from an earlier checkpoint, and lower train.learning_rate",
+        )
+    elif module:
+        where, fix = (
+            f"first in the output of {module}",
+            "activations overflow: a lower train.learning_rate, or precision.compute: bf16 instead of fp16",
+        )
+    elif gradients:
+        where, fix = f"first in the gradient of {gradients[0]}", "lower train.learning_rate, set train.clip, or look at this step's rows"
+    else:
+        where, fix = "in the loss itself", "look at this step's rows"
+    return RunError(f"step {step}: {what} is not finite, {where}", code="NF001", fix=fix)

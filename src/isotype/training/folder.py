@@ -1,0 +1,71 @@
+"""The run folder: made once, held by one process, its small files replaced whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.folder import write_text
+from ..config.schema import RunConfig
+from ..errors import UsageError
+
+RESOLVED = "resolved.yaml"
+
+
+def name_of(config: RunConfig) -> str:
+    """`MODEL-DATA-TIME`, in letters that every file system takes."""
+    model = config.model.name or str(
+        (config.model.config or {}).get("model_type", "model") if isinstance(config.model.config, dict) else "model"
+    )
+    data = config.data.train if isinstance(config.data.train, str) else (config.data.train or ["data"])[0]
+    parts = [Path(model).name, Path(data).stem, time.strftime("%Y%m%d-%H%M%S")]
+    return "-".join("".join(c if c.isalnum() or c in "._" else "-" for c in part) for part in parts)
+
+
+class RunFolder:
+    """Paths and small files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints, self.samples, self.base = path / "checkpoints", path / "samples", path / "base"
+        self.metrics = path / "metrics.jsonl"
+
+    @property
+    def is_run(self) -> bool:
+        return (self.path / RESOLVED).is_file()
+
+    def write_json(self, name: str, content: Any) -> None:
+        write_text(self.path / name, json.dumps(content, indent=1, default=str) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        write_text(self.path / name, text)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds the folder for this process. Raises UsageError when another run has it or it cannot be written."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UsageError(f"run.folder: {self.path}: {error.strerror}", fix="give a folder that can be written: --out FOLDER") from None
+        try:
+            _lock(lock, self.path)
+            yield
+        finally:
+            os.close(lock)  # which also lets the lock go, as a kill does
+
+
+def _lock(handle: int, path: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows has no flock; there two runs in one folder are not noticed
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UsageError(f"run.folder: {path} is in use by another run", fix="wait for it, or give another folder: --out FOLDER") from None

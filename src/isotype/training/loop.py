@@ -1,0 +1,287 @@
+"""The loop: steps, and between them evaluation, samples and checkpoints. Plain PyTorch; precision has one owner.
+
+`Loop` holds what changes from step to step; everything it needs was made by `training.run`. Its state is in the checkpoint, so that a
+resumed run goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.snapshot import (
+    optimizer_tensors,
+    random_state,
+    restore_model,
+    restore_optimizer,
+    restore_random_state,
+    trainable_tensors,
+)
+from ..checkpoint.store import Checkpoint, CheckpointStore
+from ..config.schema import RunConfig
+from ..data.rows import Row, SamplePrompt
+from ..errors import RunError
+from ..precision.observe import Observer
+from ..precision.resolve import Resolved
+from .batches import Batch, RowStream, collate
+from .console import Pace, RunConsole
+from .evaluate import evaluate
+from .flops import StepFlops
+from .folder import RunFolder
+from .interrupt import Interrupt
+from .memory import peak_memory
+from .metrics import Metrics
+from .sample import sample
+from .schedule import learning_rate
+from .step import Stepper
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class Progress:
+    """What a checkpoint remembers besides tensors."""
+
+    step: int = 0
+    position: int = 0
+    best_loss: float = math.inf
+    best_step: int | None = None
+    without_gain: int = 0
+    trained_seconds: float = 0.0
+    tokens: int = 0
+
+
+@dataclass
+class Plan:
+    """When things happen: total steps, and the steps between evaluations, samples and checkpoints (0: never)."""
+
+    total: int
+    eval_every: int
+    save_every: int
+    sample_every: int
+
+    @classmethod
+    def of(cls, config: RunConfig, *, rows: int, eval_rows: int) -> Plan:
+        per_step = config.train.batch_size * config.train.accumulate
+        total = config.train.steps or max(1, math.ceil(config.train.epochs * rows / per_step))
+        tenth = max(1, math.ceil(total / 10))
+        eval_every = (config.train.eval_every or tenth) if eval_rows else 0
+        return cls(total, eval_every, config.run.save_every or eval_every or tenth, config.run.sample_every or eval_every or tenth)
+
+    def due(self, every: int, step: int) -> bool:
+        return bool(every) and (step % every == 0 or step == self.total)
+
+
+@dataclass
+class Loop:
+    """The parts of a run; `run()` returns True when it came to its end, False when it was interrupted and saved."""
+
+    config: RunConfig
+    resolved: Resolved
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    stepper: Stepper
+    observer: Observer
+    stream: RowStream
+    eval_rows: Sequence[Row]
+    prompts: Sequence[SamplePrompt]
+    plan: Plan
+    folder: RunFolder
+    store: CheckpointStore
+    console: RunConsole
+    device: torch.device
+    flops: StepFlops
+    peak_flops: float | None
+    progress: Progress = field(default_factory=Progress)
+    observed: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.folder.metrics)
+        self.pace = Pace()
+
+    def run(self, interrupt: Interrupt) -> bool:
+        """Raises  RunError naming the last good checkpoint when a step fails."""
+        if self.progress.step == 0:
+            self._between(evaluating=True, sampling=True, saving=False)
+        while self.progress.step < self.plan.total:
+            step = self.progress.step + 1
+            try:
+                self._step(step)
+            except RunError as error:
+                raise self._with_last_good(error) from error
+            stopping = self._between(
+                evaluating=self.plan.due(self.plan.eval_every, step),
+                sampling=self.plan.due(self.plan.sample_every, step),
+                saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
+            )
+            if interrupt.asked and step < self.plan.total:
+                self.console.settle()
+                self.save()
+                return False
+            if stopping:
+                break
+        self.console.settle()
+        return True
+
+    def _step(self, step: int) -> None:
+        train, run = self.config.train, self.config.run
+        self.pace.start()
+        self.model.train()
+        batches = [
+            collate(self.stream.take(train.batch_size), pad_id=self.tokenizer.pad_token_id).to(self.device) for _ in range(train.accumulate)
+        ]
+        logging = step % run.log_every == 0 or step in (1, self.plan.total)
+        rate = learning_rate(train, step, self.plan.total)
+        if step == 1 or step % run.observe_every == 0:
+            result, promotions = self._observed_step(batches, step, rate)
+        else:
+            result, promotions = self.stepper(batches, step=step, learning_rate=rate, watch_changes=logging), None
+        seconds = self.pace.lap()
+        self.progress.step, self.progress.position = step, self.stream.position
+        self.progress.trained_seconds += seconds
+        self.progress.tokens += result.tokens
+        if not logging:
+            return
+        rate_reached = sum(self.flops.of(*batch.input_ids.shape) for batch in batches) / seconds
+        # the peak was measured in half a second: where a step beats it, the step is the better measurement
+        self.peak_flops = max(self.peak_flops, rate_reached) if self.peak_flops else None
+        row = {
+            "step": step,
+            "loss": result.loss,
+            "learning_rate": rate,
+            "grad_norm": result.gradient_norm if math.isfinite(result.gradient_norm) else None,
+            "share_changed": result.share_changed,
+            "tokens_per_second": result.tokens / seconds,
+            "seconds": seconds,
+            "tokens": self.progress.tokens,
+            "supervised": result.supervised,
+            "epoch": self.stream.epochs,
+            "memory_bytes": peak_memory(self.device),
+            "mfu": rate_reached / self.peak_flops if self.peak_flops else None,
+            "promotions": promotions,
+            "overflow": result.overflow or None,
+            "loss_scale": self.stepper.loss_scale.scale if self.stepper.loss_scale else None,
+        }
+        self.metrics.write(**row)
+        self.console.progress(step, self.plan.total, row | {"grad_norm": result.gradient_norm}, self.pace.eta(self.plan.total - step))
+
+    def _observed_step(self, batches: list[Batch], step: int, rate: float) -> tuple[Any, int]:
+        """A step with every module hooked; raises DtypeError when something is not as declared."""
+        accumulator, optimizer = self.stepper.accumulator, self.stepper.optimizer
+        with self.observer.watch(step) as seen:
+
+            def before_update(*_: Any) -> None:
+                # the gradients are gone after the step: their dtypes are taken just before the optimizer reads them
+                self.observer.look(seen, gradient=accumulator.gradient)
+
+            hook = optimizer.register_step_pre_hook(before_update)
+            try:
+                result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=True)
+            finally:
+                hook.remove()
+        self.observer.look(seen, states=lambda p: optimizer.state.get(p, {}), parameters=False)
+        self.observed.append(seen.as_json())
+        self.write_precision()
+        seen.raise_if_violated()
+        return result, sum(seen.promotions.values())
+
+    def write_precision(self) -> None:
+        last = self.observed[-1] if self.observed else None
+        self.folder.write_json(
+            "precision.json",
+            {
+                "precision": str(self.resolved.precision),
+                "preset": self.resolved.preset,
+                "declared": self.resolved.as_json(),
+                "observed": last["dtypes"] if last else {},
+                "violations": last["violations"] if last else [],
+                "promotions": last["promotions"] if last else [],
+                "observed_at": [o["step"] for o in self.observed],
+            },
+        )
+
+    def _between(self, *, evaluating: bool, sampling: bool, saving: bool) -> bool:
+        """Evaluation, samples and checkpoint after a step; True when it is time to stop early."""
+        best = stop = False
+        if evaluating and self.eval_rows:
+            best, stop = self._evaluate()
+        if sampling and self.prompts:
+            self._sample()
+        if saving or best or stop:
+            self.save(best=best)
+        return stop
+
+    def _evaluate(self) -> tuple[bool, bool]:
+        train = self.config.train
+        result = evaluate(
+            self.model,
+            self.eval_rows,
+            batch_size=train.eval_batch_size or train.batch_size,
+            pad_id=self.tokenizer.pad_token_id,
+            device=self.device,
+            loss_dtype=self.resolved.precision.loss,
+        )
+        progress = self.progress
+        if not math.isfinite(result.loss):
+            raise RunError(
+                f"step {progress.step}: the evaluation loss is not finite", code="NF001", fix="resume from the last good checkpoint"
+            )
+        best = result.loss < progress.best_loss
+        if best:
+            progress.best_loss, progress.best_step, progress.without_gain = result.loss, progress.step, 0
+        else:
+            progress.without_gain += 1
+        self.metrics.write(step=progress.step, event="evaluation", eval_loss=result.loss, eval_tokens=result.tokens)
+        self.console.settle()
+        self.console.say(
+            f"step {progress.step}/{self.plan.total}  evaluation loss {result.loss:.4f}{' (best)' if best and progress.step else ''}"
+        )
+        stop = train.patience is not None and progress.without_gain >= train.patience
+        if stop:
+            self.console.say(f"no better evaluation for {progress.without_gain}: stopping early (train.patience)")
+        return best and progress.step > 0, stop
+
+    def _sample(self) -> None:
+        samples = sample(self.model, self.tokenizer, self.prompts, max_new_tokens=self.config.run.sample_tokens, device=self.device)
+        self.folder.samples.mkdir(exist_ok=True)
+        step = self.progress.step
+        self.folder.write_json(f"samples/step_{step}.json", {"step": step, "samples": [s.as_json() for s in samples]})
+        self.console.settle()
+        self.console.samples(step, samples)
+
+    def save(self, *, best: bool = False) -> None:
+        if self.store.path(self.progress.step).is_dir() and not best:
+            return
+        random_tensors, random_json = random_state()
+        optimizer, plain = optimizer_tensors(self.model, self.stepper.optimizer)
+        state = {
+            "progress": asdict(self.progress),
+            "random": random_json,
+            "optimizer": plain,
+            "loss_scale": asdict(self.stepper.loss_scale) if self.stepper.loss_scale else None,
+            "precision": str(self.resolved.precision),
+        }
+        self.store.save(Checkpoint(self.progress.step, {**trainable_tensors(self.model), **optimizer, **random_tensors}, state), best=best)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Puts everything back as it was after `checkpoint.step`."""
+        state = checkpoint.state
+        restore_model(self.model, checkpoint.tensors)
+        restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
+        restore_random_state(checkpoint.tensors, state["random"])
+        self.progress = Progress(**state["progress"])
+        self.stream.position = self.progress.position
+        if self.stepper.loss_scale and state["loss_scale"]:
+            self.stepper.loss_scale.scale, self.stepper.loss_scale.quiet = state["loss_scale"]["scale"], state["loss_scale"]["quiet"]
+        self.metrics.cut_after(checkpoint.step)
+
+    def _with_last_good(self, error: RunError) -> RunError:
+        step, _ = self.store.newest_whole()
+        good = f"last good checkpoint: {self.store.path(step)}" if step is not None else "there is no checkpoint yet"
+        return RunError(f"{error.message}\n  saved     {good}", code=error.code, fix=error.fix)

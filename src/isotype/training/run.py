@@ -1,0 +1,202 @@
+"""`train`: one run from a loaded configuration to a verified adapter in its folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint.store import CheckpointStore
+from ..config.compare import compare
+from ..config.load import LoadedConfig, load
+from ..config.write import resolved_yaml
+from ..environment import environment
+from ..errors import IsotypeError, RunError, UsageError
+from ..hardware import detect, measured_matmul_peak
+from ..precision.observe import Observer
+from .adapter import trainable_share
+from .batches import RowStream
+from .console import RunConsole, duration, size
+from .finish import finish
+from .flops import step_flops
+from .folder import RESOLVED, RunFolder, name_of
+from .interrupt import Interrupt
+from .loop import Loop, Plan
+from .setup import Prepared, prepare, resolve_precision
+
+INTERRUPTED = 130
+
+
+def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool = False) -> int:
+    """Runs to the end, or saves and returns 130 on Ctrl-C. Raises IsotypeError; returns the exit status."""
+    folder = RunFolder(resume or Path(loaded.config.run.folder.replace("{name}", name_of(loaded.config))))
+    if resume is not None and not folder.is_run:
+        raise UsageError(f"--resume {resume}: no {RESOLVED} there: not a run folder")
+    with folder.held(), Interrupt() as interrupt, RunConsole(json_output=json_output) as console:
+        if resume is None and folder.is_run:
+            raise UsageError(
+                f"run.folder: {folder.path} has a run already", fix=f"isotype train --resume {folder.path}, or give another folder"
+            )
+        if resume is not None:
+            _compare_with_before(loaded, folder, console)
+        try:
+            status, result = _run(loaded, folder, console, interrupt, resuming=resume is not None)
+        except torch.OutOfMemoryError as error:
+            raise RunError(
+                f"out of memory: {str(error).splitlines()[0]}",
+                fix="a smaller train.batch_size with more train.accumulate gives the same result; train.gradient_checkpointing: true",
+            ) from error
+        except IsotypeError as error:
+            console.settle()
+            if folder.is_run:
+                folder.write_json("result.json", {"status": "failed", "error": str(error), "folder": str(folder.path)})
+            raise
+    if json_output:
+        print(json.dumps(result))
+    return status
+
+
+def _run(
+    loaded: LoadedConfig, folder: RunFolder, console: RunConsole, interrupt: Interrupt, *, resuming: bool
+) -> tuple[int, dict[str, Any]]:
+    config = loaded.config
+    _quiet_libraries()
+    prepared = prepare(config, loaded.sources, folder)
+    loop = _loop(config, prepared, folder, console)
+    _write_start(loaded, prepared, folder, resuming=resuming)
+    console.header(header_rows(config, prepared, loop.plan, folder))
+    if resuming:
+        _restore(loop, console)
+    finished = loop.run(interrupt)
+    if not finished:
+        step = loop.progress.step
+        result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
+        folder.write_json("result.json", result)
+        console.say(f"interrupted: saved at step {step}. Go on with: isotype train --resume {folder.path}")
+        return INTERRUPTED, result
+    result = finish(loop, prepared)
+    folder.write_json("result.json", result)
+    if config.run.report:
+        from ..report import write_report
+
+        result["report"] = str(write_report(folder.path))
+    _say_result(result, console)
+    return 0, result
+
+
+def _loop(config: Any, prepared: Prepared, folder: RunFolder, console: RunConsole) -> Loop:
+    data, precision = prepared.data, prepared.resolved.precision
+    return Loop(
+        config=config,
+        resolved=prepared.resolved,
+        model=prepared.model,
+        tokenizer=prepared.tokenizer,
+        stepper=prepared.stepper,
+        observer=Observer(prepared.model, precision),
+        stream=RowStream(data.train, seed=config.train.seed, shuffle=config.data.shuffle),
+        eval_rows=data.eval,
+        prompts=prepared.prompts,
+        plan=Plan.of(config, rows=len(data.train), eval_rows=len(data.eval)),
+        folder=folder,
+        store=CheckpointStore(folder.checkpoints, keep=config.run.keep),
+        console=console,
+        device=prepared.device,
+        flops=step_flops(prepared.model, prepared.model.config),
+        peak_flops=measured_matmul_peak(prepared.device.type, precision.compute),
+    )
+
+
+def _write_start(loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, *, resuming: bool) -> None:
+    """What the run is, before its first step; `resolved.yaml` last, since its presence makes the folder a run."""
+    if not resuming:
+        folder.metrics.unlink(missing_ok=True)
+        folder.write_text("config.yaml", loaded.text)  # as given at first; a resumed run reads resolved.yaml
+    folder.write_json("env.json", environment())
+    folder.write_json("data.json", prepared.data.facts)
+    reasons = {f"precision.{role}": reason for role, reason in prepared.resolved.reasons.items()}
+    reasons["precision.preset"] = prepared.resolved.why_preset
+    values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
+    values["precision.preset"] = prepared.resolved.preset
+    folder.write_text(RESOLVED, resolved_yaml(loaded, reasons, values))
+
+
+def _compare_with_before(loaded: LoadedConfig, folder: RunFolder, console: RunConsole) -> None:
+    """Says what differs from the configuration the run was started with; refuses what would make it another run."""
+    preset = resolve_precision(loaded.config, loaded.sources, detect(loaded.config.model.device)).preset
+    changes = compare(load(folder.path / RESOLVED, [], {}).config, loaded.config, auto=preset)
+    forbidden = [c for c in changes if not c.allowed and not loaded.consent]
+    if forbidden:
+        raise UsageError(
+            "resuming would be another run:\n" + "\n".join(f"  {c}" for c in forbidden),
+            fix="resume without these, start a new run, or accept them: --yes",
+        )
+    for change in changes:
+        console.say(f"changed   {change}")
+
+
+def _restore(loop: Loop, console: RunConsole) -> None:
+    step, passed = loop.store.newest_whole()
+    for reason in passed:
+        console.say(f"resume    {reason}: passed over")
+    if step is None:
+        loop.metrics.cut_after(-1)
+        console.say("resume    no whole checkpoint: starting from the beginning")
+        return
+    loop.restore(loop.store.load(step))
+    console.say(f"resume    from step {step}")
+
+
+def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) -> list[tuple[str, str]]:
+    """Environment, model, precision, data, memory and schedule: what will happen, on one screen."""
+    hardware, resolved, train, facts = prepared.hardware, prepared.resolved, config.train, prepared.data.facts
+    trainable, total = trainable_share(prepared.model)
+    p = resolved.precision
+    how = f"{config.adapter.kind} r={config.adapter.r}" if config.adapter.kind != "none" else "every weight"
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in prepared.model.parameters())
+    rows = [
+        ("run", str(folder.path)),
+        ("device", f"{hardware.name}, torch {torch.__version__}"),
+        ("model", f"{prepared.source.name}  {total:,} parameters, {trainable:,} trained ({trainable / total:.2%}, {how})"),
+        ("precision", f"{p}  ({resolved.why_preset})"),
+        ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
+        ("data", f"{len(prepared.data.train):,} training rows, {len(prepared.data.eval):,} evaluation rows"),
+        *[("", note) for note in facts.get("notes", [])],
+        ("memory", f"weights {size(weights)} of {size(hardware.memory)}; isotype plan estimates the peak, each step shows the measured one"),
+        (
+            "schedule",
+            f"{plan.total} steps of {train.batch_size} x {train.accumulate} rows, learning rate {train.learning_rate:g} {train.schedule}",
+        ),
+    ]
+    return [*rows, *[("warning", f"{f.code} {f.message}; {f.fix}") for f in resolved.warnings]]
+
+
+def _say_result(result: dict[str, Any], console: RunConsole) -> None:
+    where = result.get("adapter") or result.get("model")
+    best = result.get("best_eval_loss")
+    console.say()
+    console.say(
+        f"done      {result['steps']} steps in {duration(result['trained_seconds'])}"
+        + (f", best evaluation loss {best:.4f} at step {result['best_step']}" if best is not None else "")
+    )
+    console.say(f"saved     {where}")
+    console.say(
+        f"checked   loaded into a fresh base: loss {result['check']['reloaded_loss']:.4f}, trained {result['check']['trained_loss']:.4f}"
+    )
+    if "report" in result:
+        console.say(f"report    {result['report']}")
+
+
+def _quiet_libraries() -> None:
+    """Their progress bars and advice would tear the live line; their errors still reach the user."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for library in ("peft", "bitsandbytes"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    for module in ("transformers", "peft", "torch"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=module)

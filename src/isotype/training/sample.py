@@ -1,0 +1,64 @@
+"""Samples in the middle of training: under the same precision, and without a trace in what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.snapshot import random_state, restore_random_state
+from ..data.rows import SamplePrompt
+from ..precision.apply import generating
+from .evaluate import evaluation_mode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Sample:
+    prompt: str
+    answer: str
+    reference: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"prompt": self.prompt, "answer": self.answer, "reference": self.reference}
+
+
+@contextmanager
+def untouched_random_state() -> Iterator[None]:
+    """Whatever is drawn inside, every generator goes on as if it had not been."""
+    tensors, state = random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(tensors, state)
+
+
+def sample(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[SamplePrompt], *, max_new_tokens: int, device: torch.device
+) -> list[Sample]:
+    """Greedy answers, one prompt at a time; training goes on bit for bit as without them."""
+    from transformers import GenerationConfig
+
+    own = getattr(model, "generation_config", None)
+    ends = {tokenizer.eos_token_id, *_as_list(getattr(own, "eos_token_id", None))} - {None}
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id, eos_token_id=sorted(ends) or None
+    )
+    samples = []
+    with untouched_random_state(), evaluation_mode(model), generating(model):
+        for prompt in prompts:
+            ids = torch.tensor([list(prompt.input_ids)], device=device)
+            out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
+            answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+            samples.append(Sample(prompt.text, answer.strip(), prompt.reference))
+    return samples
+
+
+def _as_list(value: Any) -> list[int | None]:
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,116 @@
+"""From a resolved configuration to a loop that is ready to run: device, precision, tokenizer, data, model, adapter, optimizer."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..config.schema import RunConfig
+from ..data.load import load_data
+from ..data.prompts import prompts_from
+from ..data.rows import LoadedData, SamplePrompt
+from ..hardware import Hardware, detect
+from ..precision.accumulate import GradientAccumulator
+from ..precision.apply import apply_precision
+from ..precision.precision import Precision
+from ..precision.resolve import Resolved, resolve
+from .adapter import attach_adapter
+from .folder import RunFolder
+from .model import Source, base_source, check_vocabulary, load_base, load_tokenizer
+from .optimizer import build_optimizer
+from .step import Stepper
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass
+class Prepared:
+    """Everything but the loop's own bookkeeping."""
+
+    hardware: Hardware
+    device: torch.device
+    resolved: Resolved
+    tokenizer: PreTrainedTokenizerBase
+    data: LoadedData
+    prompts: list[SamplePrompt]
+    source: Source
+    model: nn.Module
+    stepper: Stepper
+
+
+def resolve_precision(config: RunConfig, sources: Mapping[str, str], hardware: Hardware) -> Resolved:
+    """The contract of this configuration on this hardware. Raises UsageError with every contradiction."""
+    return resolve(
+        config.precision.model_dump(),
+        device=hardware,
+        adapter=config.adapter.kind,
+        optimizer=config.train.optimizer,
+        sources=sources,
+    )
+
+
+def prepare(config: RunConfig, sources: Mapping[str, str], folder: RunFolder) -> Prepared:
+    """Cheap things first, so that a mistake costs seconds: precision, tokenizer, data, and only then the model."""
+    hardware = detect(config.model.device)
+    device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
+    resolved = resolve_precision(config, sources, hardware)
+    seed_everything(config.train.seed, deterministic=config.train.deterministic)
+    tokenizer = load_tokenizer(config.model)
+    data = load_data(config.data, tokenizer, seed=config.train.seed)
+    if data.chat_template is not None:
+        tokenizer.chat_template = data.chat_template
+    prompts = prompts_from(config.run.samples, tokenizer, chat_template=data.chat_template) if config.run.samples else list(data.prompts)
+    source = base_source(config.model, tokenizer, folder=folder.base, seed=config.train.seed, dtype=_base_dtype(config, resolved.precision))
+    model = build_model(config, resolved.precision, source, tokenizer, device)
+    accumulator = GradientAccumulator(model.parameters(), dtype=resolved.precision.grads, reduce=resolved.precision.reduce)
+    optimizer = build_optimizer(model, config.train, resolved.precision, accumulator.gradient)
+    # building drew from the generators by a path that a resumed run may not take again
+    seed_everything(config.train.seed, deterministic=config.train.deterministic)
+    stepper = Stepper(model, optimizer, accumulator, resolved.precision, config.train)
+    return Prepared(hardware, device, resolved, tokenizer, data, prompts, source, model, stepper)
+
+
+def build_model(
+    config: RunConfig, precision: Precision, source: Source, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> nn.Module:
+    """The model as it will be trained: loaded, with its adapter, under its precision."""
+    every_weight = config.adapter.kind == "none"
+    base = load_base(source, precision, attention=config.model.attention, device=device, trainable=every_weight)
+    check_vocabulary(base, tokenizer)
+    base.config.use_cache = False
+    if config.train.gradient_checkpointing:
+        enable_checkpointing(base)
+    model: nn.Module = base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed)
+    apply_precision(model, precision, device_type=device.type)
+    return model
+
+
+def enable_checkpointing(base: PreTrainedModel) -> None:
+    """Recomputes each layer in backward, without re-entrance. The method's name changed in transformers 5.2x."""
+    if hasattr(base, "activation_checkpointing_enable"):
+        base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def seed_everything(seed: int, *, deterministic: bool) -> None:
+    """Python's, NumPy's and torch's generators; `deterministic` also forbids algorithms that are not."""
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def _base_dtype(config: RunConfig, precision: Precision) -> str:
+    return precision.trainable if config.adapter.kind == "none" else precision.unquantised

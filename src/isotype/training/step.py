@@ -1,0 +1,112 @@
+"""One optimizer step: accumulate over micro-batches normalised by tokens, check, clip, update, and see how much really changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..config.schema import TrainSection
+from ..precision.accumulate import GradientAccumulator
+from ..precision.observe import share_changed
+from ..precision.precision import Precision
+from .batches import Batch
+from .finite import non_finite_error
+from .loss import token_loss_sum
+from .loss_scale import LossScale
+
+SAMPLED_PARAMETERS, SAMPLED_ELEMENTS = 32, 256  # what `share changed` looks at: enough for 1%, a few kilobytes
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """loss: mean over supervised tokens; share_changed: None where it was not looked at; overflow: fp16 skipped this update."""
+
+    loss: float
+    gradient_norm: float
+    tokens: int
+    supervised: int
+    share_changed: float | None
+    overflow: bool = False
+
+
+class Stepper:
+    """Owns what a step changes: the model's trainable weights, the optimizer, the gradients and the loss scale."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, accumulator: GradientAccumulator,
+                 precision: Precision, train: TrainSection) -> None:  # fmt: skip
+        self.model, self.optimizer, self.accumulator, self.precision, self.train = model, optimizer, accumulator, precision, train
+        self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
+        self._sampled = _sampled_elements(accumulator.parameters)
+
+    def accumulate(self, batches: Sequence[Batch]) -> Tensor:
+        """Forward and backward of every micro-batch; returns the mean loss over all their supervised tokens."""
+        supervised = sum(b.supervised for b in batches)
+        scale = (self.loss_scale.scale if self.loss_scale else 1.0) / max(1, supervised)
+        total = torch.zeros((), device=batches[0].input_ids.device)
+        for batch in batches:
+            logits = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+            loss = token_loss_sum(logits, batch.labels, dtype=self.precision.loss)
+            del logits
+            (loss.float() * scale).backward()
+            total += loss.detach()
+        return total / max(1, supervised)
+
+    def __call__(self, batches: Sequence[Batch], *, step: int, learning_rate: float, watch_changes: bool) -> StepResult:
+        """Raises  RunError NF001 before any weight is touched when the loss or (without loss scaling) the gradient is not finite."""
+        loss_tensor = self.accumulate(batches)
+        self.accumulator.reduce()
+        norm_tensor = gradient_norm(self.accumulator.gradients())
+        loss, norm = torch.stack([loss_tensor, norm_tensor.to(loss_tensor)]).tolist()  # the one wait for the device in a step
+        if not math.isfinite(loss):
+            raise self._not_finite(batches, step, "the loss")
+        scale = self.loss_scale.scale if self.loss_scale else 1.0
+        overflow = not math.isfinite(norm)
+        if overflow and self.loss_scale is None:
+            raise self._not_finite(batches, step, "the gradient")
+        changed = None
+        if not overflow:
+            norm /= scale
+            clip = min(1.0, self.train.clip / (norm + 1e-6)) if self.train.clip else 1.0
+            if clip != 1.0 or scale != 1.0:
+                torch._foreach_mul_(self.accumulator.gradients(), clip / scale)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            before = self._look() if watch_changes else []
+            self.optimizer.step()
+            changed = share_changed(before, self._look()) if watch_changes else None
+        self.accumulator.zero()
+        if self.loss_scale:
+            self.loss_scale.update(overflow=overflow, step=step)
+        tokens = sum(b.tokens for b in batches)
+        return StepResult(loss, norm, tokens, sum(b.supervised for b in batches), changed, overflow)
+
+    def _look(self) -> list[Tensor]:
+        return [p.detach().flatten()[index] for p, index in self._sampled]
+
+    def _not_finite(self, batches: Sequence[Batch], step: int, what: str) -> Exception:
+        return non_finite_error(self.model, list(batches), step=step, what=what, gradient=self.accumulator.gradient)
+
+
+def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """L2 norm over all gradients, in fp32 whatever they are kept in."""
+    if not gradients:
+        return torch.zeros(())
+    if all(g.dtype == torch.float32 for g in gradients):
+        norms = torch._foreach_norm(list(gradients))
+    else:
+        norms = tuple(torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients)
+    return torch.linalg.vector_norm(torch.stack(list(norms)))
+
+
+def _sampled_elements(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+    """Fixed places, the same in every run: parameters spread evenly over the model, elements evenly over a parameter."""
+    stride = max(1, math.ceil(len(parameters) / SAMPLED_PARAMETERS))
+    return [
+        (p, torch.linspace(0, p.numel() - 1, min(SAMPLED_ELEMENTS, p.numel()), device=p.device).long())
+        for p in parameters[::stride]
+        if p.numel()
+    ]

@@ -1,0 +1,136 @@
+"""`isotype conform` as its user runs it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from isotype.cli.app import build_app
+from isotype.errors import UsageError
+
+FAULTY = """
+import torch
+from torch.autograd import Function
+
+print("loading")
+
+class Linear(Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, d):
+        x, w = ctx.saved_tensors
+        return d @ w, d.t() @ x
+
+def right(x, w):
+    return x @ w.t()
+
+def build():
+    return Linear, (torch.ones(4, 8), torch.ones(6, 8))
+
+def build_right():
+    return right, (torch.ones(4, 8),), {"params": (torch.ones(6, 8),)}
+
+def build_nothing():
+    return 3
+
+def build_failing():
+    raise OSError("no disk")
+
+def build_option():
+    return right, (torch.ones(2),), {"refrence": right}
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "ops.py"
+    path.write_text(FAULTY)
+    return path
+
+
+def conform(*arguments):
+    return CliRunner().invoke(build_app(), ["conform", *map(str, arguments)])
+
+
+def test_json_is_one_object_whatever_the_file_prints(file):
+    result = subprocess.run(
+        [sys.executable, "-m", "isotype", "conform", f"{file}:build", "--json"], capture_output=True, text=True, check=False
+    )
+    answer = json.loads(result.stdout)
+    assert result.returncode == 1
+    (finding,) = answer["findings"]
+    assert finding["code"] == "AC002"
+    assert finding["place"] == {"file": str(file), "line": 16, "symbol": "Linear.backward"}
+    assert answer["tried"] >= 16
+    assert "version" in answer
+
+
+def test_build_is_the_default_name(file):
+    result = conform(file)
+    assert result.exit_code == 1
+    assert "Linear.backward" in result.stdout
+
+
+def test_right_code_exits_0(file):
+    result = conform(f"{file}:build_right")
+    assert result.exit_code == 0, result.output
+    assert "no findings" in result.stdout
+
+
+def test_a_function_with_inputs(file):
+    assert conform(f"{file}:Linear", "--inputs", "fp32[4 16], fp32[8 16]").exit_code == 1
+    assert conform(f"{file}:right", "--inputs", "x: fp32[4 16], w: fp32[8 16]").exit_code == 0
+    assert conform("torch.nn.functional:cross_entropy", "--inputs", "fp32[4 16], int[4] < 16").exit_code == 0
+
+
+def test_fail_on_never_hides_the_finding(file):
+    assert "AC002" in conform(f"{file}:build", "--fail-on", "warning").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.py"], "nowhere.py: no such file"),
+        (["no.such.module:x"], "no.such.module: no such module"),
+        (["{file}:biuld"], "has no biuld"),
+        (["{file}:build_nothing"], "returned int"),
+        (["{file}:build_failing"], r"raised .*ops.py:\d+: OSError: no disk"),
+        (["{file}:build_option"], "the option 'refrence'"),
+        (["{file}:Linear"], "Linear needs inputs"),
+        (["{file}:right"], "right needs inputs"),
+        (["{file}:right", "--inputs", "bf17[2]"], "bf17"),
+        (["{file}:right", "--inputs", "fp32[n]"], "--inputs 'fp32"),
+        (["{file}:right", "--inputs", "abc"], "neither a tensor"),
+        (["{file}:right", "--inputs", "fp32[4 16], fp32[8 15]"], r"runs under no dtype combination.*ops.py:19"),
+        (["{file}", "--fail-on", "bad"], "--fail-on"),
+    ],
+)
+def test_bad_usage_is_one_line(file, arguments, message):
+    result = conform(*[a.format(file=file) for a in arguments])
+    assert isinstance(result.exception, UsageError)
+    with pytest.raises(UsageError, match=message):
+        raise result.exception
+
+
+def test_a_file_with_a_syntax_error(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("def f(:\n")
+    with pytest.raises(UsageError, match=r"broken.py:1"):
+        raise conform(path).exception
+
+
+def test_the_cases(shared, capsys):
+    """Every fault in the folder of real cases is found, and its repaired form passes."""
+    for case in sorted((shared / "cases").glob("amp-*")):
+        found = conform(case / "case.py", "--json")
+        assert found.exit_code == 1, case.name
+        expected = json.loads((case / "expect.json").read_text())
+        named = [f for f in json.loads(found.stdout)["findings"] if f["place"].get("symbol") == expected["culprit"]]
+        assert any(abs(f["place"]["line"] - expected["culprit_line"]) <= 2 for f in named), case.name
+        assert conform(case / "fixed.py", "--fail-on", "warning").exit_code == 0, case.name

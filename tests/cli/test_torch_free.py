@@ -1,0 +1,78 @@
+"""Commands that must answer at once: no torch, no transformers, a bound on their own CPU time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+CPU_SECONDS = 0.3
+ATTEMPTS = 8  # a busy machine only ever adds
+PROGRAM = """
+import json, resource, runpy, sys
+sys.argv = ["isotype", *json.loads(sys.argv[1])]
+status = 0
+try:
+    runpy.run_module("isotype", run_name="__main__")
+except SystemExit as end:
+    status = end.code or 0
+heavy = [m for m in ("torch", "transformers", "peft", "numpy", "datasets") if m in sys.modules]
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(json.dumps({"status": status, "heavy": heavy, "seconds": used.ru_utime + used.ru_stime}), file=sys.stderr)
+"""
+
+
+def run(*arguments: str, given: str = "") -> dict:
+    """The quickest of some attempts; the first that is quick enough ends them."""
+    quickest: dict = {"seconds": float("inf")}
+    for _ in range(ATTEMPTS):
+        command = [sys.executable, "-c", PROGRAM, json.dumps(arguments)]
+        ended = subprocess.run(command, input=given, capture_output=True, text=True, timeout=120)
+        answer = json.loads(ended.stderr.splitlines()[-1]) | {"stdout": ended.stdout, "stderr": ended.stderr}
+        quickest = min(quickest, answer, key=lambda one: one["seconds"])
+        if quickest["seconds"] < CPU_SECONDS:
+            break
+    return quickest
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--help",), ("--version",), ("schema",), ("schema", "--markdown"), ("init", "-"), ("train", "--help"), ("plan", "--help"),
+     ("env", "--help"), ("init", "--help"), ("schema", "--help")],
+)  # fmt: skip
+def test_answers_at_once_without_torch(arguments):
+    answer = run(*arguments)
+    assert answer["status"] == 0, answer["stderr"]
+    assert answer["stdout"]
+    assert answer["heavy"] == []
+    assert answer["seconds"] < CPU_SECONDS
+
+
+LOG = "RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16\n"
+
+
+@pytest.mark.parametrize("arguments", [("check", "FOLDER", "--json"), ("lint", "FOLDER"), ("explain", "--json"), ("explain", "CF001")])
+def test_the_doctors_static_commands_too(arguments, tmp_path):
+    (tmp_path / "x.py").write_text("x = 1\n")
+    (tmp_path / "args.yaml").write_text("output_dir: o\nbf16: true\nfp16: true\nlogging_steps: 1\n")
+    answer = run(*(str(tmp_path) if word == "FOLDER" else word for word in arguments), given=LOG)
+    assert answer["status"] in (0, 1), answer["stderr"]
+    assert answer["stdout"]
+    assert answer["heavy"] == []
+    assert answer["seconds"] < CPU_SECONDS
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("train",), ("train", "no-such.yaml"), ("plan", "train.foo=1"), ("train", "--preset", "bf17"),
+     ("train", "--resume", "nowhere"), ("train", "x.yaml", "--resume", "nowhere"), ("train", "--yes", "--model", "m"),
+     ("train", "--steps", "0", "--model", "m", "--data", "d")],
+)  # fmt: skip
+def test_mistakes_are_told_before_torch_is_imported(arguments):
+    answer = run(*arguments)
+    assert answer["status"] == 2
+    assert answer["heavy"] == []
+    assert answer["stderr"].startswith("isotype: ")
+    assert "Traceback" not in answer["stderr"]

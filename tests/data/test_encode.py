@@ -1,0 +1,139 @@
+"""Labels: exactly the answers and their end-of-turn tokens, for every family of templates."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from isotype.data.chat import chat_template
+from isotype.data.encode import Encoder, Tally
+from isotype.data.formats import Example
+from isotype.data.rows import IGNORED, Row
+from isotype.errors import UsageError
+
+FAMILIES = ("chatml", "thinking", "llama3", "gemma", "mistral")
+# Any text but the marks of templates, which a tokenizer reads as special tokens, and ▁, which stands for a space in two of the tokenizers.
+words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<>[]▁\0"), min_size=1, max_size=40).filter(
+    lambda t: t.strip() == t
+)
+
+
+def encoder_of(families: SimpleNamespace, family: str, **changes: object) -> Encoder:
+    tokenizer = families.of(family)
+    wanted: dict = {"max_length": 4096, "loss_on": "assistant", "template": chat_template(tokenizer, None)} | changes
+    return Encoder(tokenizer, **wanted)
+
+
+def row_of(encoder: Encoder, example: Example) -> Row:
+    ((_, row, _),) = list(encoder.rows([example], Tally()))
+    return row
+
+
+def chat(*turns: str) -> Example:
+    return Example("x:1", messages=tuple({"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(turns)))
+
+
+def learnt(encoder: Encoder, row: Row) -> str:
+    return encoder.tokenizer.decode([label for label in row.labels if label != IGNORED])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(turns=st.lists(words, min_size=2, max_size=6).filter(lambda t: len(t) % 2 == 0))
+def test_labels_are_the_answers_and_their_end_of_turn(families: SimpleNamespace, family: str, turns: list[str]) -> None:
+    encoder = encoder_of(families, family)
+    row = row_of(encoder, chat(*turns))
+    end, answers = families.end_of_turn[family], turns[1::2]
+    if family == "thinking":
+        answers = [a.split("</think>")[-1].lstrip("\n") for a in answers]
+        answers[-1] = "<think>\n\n</think>\n\n" + answers[-1]
+    if family == "mistral":
+        answers = [" " + a for a in answers]
+    assert learnt(encoder, row) == "".join(a + end for a in answers)
+    assert all(label in (IGNORED, i) for label, i in zip(row.labels, row.input_ids))
+    assert row.labels[row.prompt_length] != IGNORED
+    assert set(row.labels[: row.prompt_length]) == {IGNORED}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=30, deadline=None)
+@given(question=words, answer=words)
+def test_the_prompt_of_a_row_is_what_generation_gets(families: SimpleNamespace, family: str, question: str, answer: str) -> None:
+    encoder = encoder_of(families, family)
+    row = row_of(encoder, chat(question, answer))
+    assert encoder.template is not None
+    prompt = encoder.template.render([{"role": "user", "content": question}], generation_prompt=True)
+    assert list(row.input_ids[: row.prompt_length]) == encoder.ids(prompt)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_beginning_of_text_is_doubled(families: SimpleNamespace, family: str) -> None:
+    tokenizer = families.of(family)
+    for example, template in ((chat("hi", "yes"), chat_template(tokenizer, None)), (Example("x:1", text="plain text"), None)):
+        ids = row_of(encoder_of(families, family, template=template), example).input_ids
+        assert ids.count(tokenizer.bos_token_id) == (0 if tokenizer.bos_token is None else 1)
+
+
+def test_a_literal_pair_without_template_ends_in_the_end_of_text(families: SimpleNamespace) -> None:
+    tokenizer = families.new("mistral", template=False)
+    encoder = Encoder(tokenizer, max_length=64, loss_on="assistant", template=None)
+    row = row_of(encoder, Example("x:1", prompt="two and two is", completion=" four"))
+    assert learnt(encoder, row) == " four</s>"
+    assert tokenizer.decode(row.input_ids) == "<s> two and two is four</s>"
+
+
+def test_text_that_brings_its_own_frame_gets_no_second_one(families: SimpleNamespace) -> None:
+    tokenizer = families.of("mistral")
+    encoder = Encoder(tokenizer, max_length=64, loss_on="assistant", template=None)
+    row = row_of(encoder, Example("x:1", text="<s>hello</s>"))
+    assert [row.input_ids.count(i) for i in (tokenizer.bos_token_id, tokenizer.eos_token_id)] == [1, 1]
+
+
+def test_loss_on_all_learns_everything(families: SimpleNamespace) -> None:
+    row = row_of(encoder_of(families, "chatml", loss_on="all"), chat("hi", "yes"))
+    assert row.labels == row.input_ids
+
+
+def test_an_answer_that_would_change_its_prompts_tokens_is_tokenised_apart(families: SimpleNamespace) -> None:
+    tokenizer = families.of("chatml")
+    encoder, tally = encoder_of(families, "chatml"), Tally()
+    assert len(encoder.ids("\n\n")) == 1, "the tokenizer must merge the two line ends for this test to mean anything"
+    ((_, row, _),) = list(encoder.rows([chat("hi", "\n\nyes")], tally))
+    assert tally.borders == 1
+    assert learnt(encoder, row) == "\n\nyes<|im_end|>"
+    assert tokenizer.decode(row.input_ids).endswith("assistant\n\n\nyes<|im_end|>\n")
+
+
+def test_long_rows_are_cut_and_hopeless_ones_dropped(families: SimpleNamespace) -> None:
+    encoder, tally = encoder_of(families, "chatml", max_length=40), Tally()
+    rows = list(encoder.rows([chat("hi", "yes " * 60), chat("word " * 60, "yes"), chat("a", "b")], tally))
+    assert [(len(row.input_ids) <= 40, cut) for _, row, cut in rows] == [(True, True), (True, False)]
+    assert tally.dropped == {"no answer left within data.max_length 40": 1}
+
+
+def test_windows_hold_the_whole_text_once(families: SimpleNamespace) -> None:
+    tokenizer, text = families.of("llama3"), "The quick brown fox.\n" * 200
+    encoder = Encoder(tokenizer, max_length=33, loss_on="assistant", template=None)
+    rows = list(encoder.windows(text, "x.txt", Tally()))
+    assert {row.input_ids[0] for row in rows} == {tokenizer.bos_token_id}
+    assert all(len(row.input_ids) == 33 for row in rows[:-1])
+    ids = [i for row in rows for i in row.input_ids[1:]]
+    assert tokenizer.decode(ids) == text + tokenizer.eos_token
+
+
+def test_a_slow_tokenizer_is_refused() -> None:
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(UsageError, match=r"tokenizer\.json"):
+        Encoder(Slow(), max_length=8, loss_on="all", template=None)
+
+
+def test_a_row_costs_eight_bytes_a_token(families: SimpleNamespace) -> None:
+    encoder = encoder_of(families, "chatml")
+    one, two = (row_of(encoder, chat("question " * 50, "a")) for _ in range(2))
+    assert max(one.input_ids) > 256, "larger than the integers that Python shares by itself"
+    assert all(a is b for a, b in zip(one.input_ids, two.input_ids))

@@ -1,0 +1,276 @@
+"""`load_data`: what a user's files become, and what a wrong file is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from isotype.config.schema import DataSection
+from isotype.data.load import load_data
+from isotype.data.prompts import prompts_from
+from isotype.data.rows import IGNORED, LoadedData
+from isotype.errors import UsageError
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes a file into the current folder: objects as JSON lines, text and bytes as they are."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name: str, content: str | bytes | list[Any]) -> str:
+        if isinstance(content, list):
+            content = "".join(json.dumps(row) + "\n" for row in content)
+        Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        return name
+
+    return write
+
+
+@pytest.fixture
+def load(families: SimpleNamespace) -> Any:
+    def load(*, family: str = "chatml", seed: int = 0, **section: Any) -> LoadedData:
+        return load_data(DataSection(**section), families.of(family), seed=seed)
+
+    return load
+
+
+def chat(question: str, answer: str, **extra: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], **extra}
+
+
+CHATS = [chat(f"question {i}", f"answer {i}") for i in range(40)]
+
+
+def test_chats_are_split_counted_and_sampled(write: Any, load: Any, families: SimpleNamespace) -> None:
+    loaded = load(train=write("chats.jsonl", CHATS), eval_split=0.1)
+    assert (len(loaded.train), len(loaded.eval)) == (36, 4)
+    facts = loaded.facts
+    assert facts["train"]["files"][0]["format"] == "messages"
+    assert facts["train"]["files"][0]["why"] == "the first row (chats.jsonl:1) has the key messages"
+    assert facts["train"]["tokens"] == sum(len(row.input_ids) for row in loaded.train)
+    assert facts["train"]["supervised_tokens"] == sum(sum(label != IGNORED for label in row.labels) for row in loaded.train)
+    assert sum(bar["rows"] for bar in facts["train"]["lengths"]["histogram"]) == 36
+    assert facts["tokens"]["end_of_turn"] == {"<|im_end|>": 40}
+    assert facts["template"] == {"source": "tokenizer", "has_generation_block": False}
+    assert facts["notes"] == []
+    assert loaded.chat_template == families.of("chatml").chat_template
+    json.dumps(facts)
+    tokenizer = families.of("chatml")
+    for prompt in loaded.prompts:
+        number = prompt.text.removeprefix("question ")
+        assert prompt.reference == f"answer {number}"
+        assert tokenizer.decode(prompt.input_ids).endswith(f"question {number}<|im_end|>\n<|im_start|>assistant\n")
+    assert len(loaded.prompts) == 4
+
+
+def test_the_split_follows_the_seed_and_nothing_else(write: Any, load: Any) -> None:
+    name = write("chats.jsonl", CHATS)
+    assert load(train=name, seed=1).eval == load(train=name, seed=1).eval
+    assert load(train=name, seed=1).eval != load(train=name, seed=2).eval
+
+
+def test_copies_of_a_row_are_never_on_both_sides(write: Any, load: Any) -> None:
+    loaded = load(train=write("chats.jsonl", CHATS[:12] * 4), eval_split=0.25)
+    assert loaded.facts["duplicates_between"] == 0
+    assert len(loaded.train) + len(loaded.eval) == 48
+    assert len(loaded.eval) % 4 == 0 != len(loaded.eval)
+
+
+def test_rows_in_both_files_are_counted(write: Any, load: Any) -> None:
+    loaded = load(train=write("train.jsonl", CHATS), eval=write("eval.jsonl", [*CHATS[:3], chat("new", "one")]))
+    assert loaded.facts["duplicates_between"] == 3
+    assert any("3 evaluation rows are also training rows" in note for note in loaded.facts["notes"])
+
+
+def test_few_rows_are_all_trained_on_and_sampled(write: Any, load: Any) -> None:
+    loaded = load(train=write("chats.jsonl", CHATS[:5]))
+    assert (len(loaded.train), len(loaded.eval), len(loaded.prompts)) == (5, 0, 4)
+    assert loaded.facts["notes"] == ["only 5 rows: none is held out for evaluation"]
+
+
+def test_rows_longer_than_the_model_takes_are_noted(write: Any, families: SimpleNamespace) -> None:
+    tokenizer = families.new("chatml")
+    tokenizer.model_max_length = 16
+    facts = load_data(DataSection(train=write("chats.jsonl", CHATS)), tokenizer, seed=0).facts
+    assert any("its model takes 16" in note for note in facts["notes"])
+
+
+def test_prompt_and_completion_use_the_chat_template_where_there_is_one(write: Any, load: Any, families: SimpleNamespace) -> None:
+    rows = [{"prompt": f"say {i}", "completion": f"it is {i}"} for i in range(3)]
+    name = write("pairs.jsonl", rows)
+    tokenizer = families.of("chatml")
+    text = tokenizer.decode(load(train=name).train[0].input_ids)
+    assert text.endswith("<|im_start|>user\nsay 0<|im_end|>\n<|im_start|>assistant\nit is 0<|im_end|>\n")
+    plain = families.new("mistral", template=False)
+    loaded = load_data(DataSection(train=name), plain, seed=0)
+    assert plain.decode(loaded.train[0].input_ids) == "<s> say 0it is 0</s>"
+    assert loaded.chat_template is None
+    assert plain.decode(loaded.prompts[0].input_ids) == "<s> say 0"
+
+
+def test_chats_without_any_template_use_the_plain_default(write: Any, families: SimpleNamespace) -> None:
+    tokenizer = families.new("llama3", template=False)
+    loaded = load_data(DataSection(train=write("chats.jsonl", CHATS[:3])), tokenizer, seed=0)
+    row = loaded.train[0]
+    assert tokenizer.decode(row.input_ids) == "<|begin_of_text|>User: question 0\nAssistant: answer 0<|eot_id|>\n"
+    assert tokenizer.decode([i for i in row.labels if i != IGNORED]) == " answer 0<|eot_id|>"
+    assert loaded.facts["template"]["source"] == "default"
+    # What a run saves in its tokenizer renders the same rows in plain transformers.
+    again = tokenizer.apply_chat_template(CHATS[0]["messages"], chat_template=loaded.chat_template, return_dict=True)["input_ids"]
+    assert tuple(again) == row.input_ids
+
+
+def test_a_template_file_replaces_the_tokenizers(write: Any, load: Any) -> None:
+    write(
+        "mine.jinja",
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
+    )
+    loaded = load(train=write("chats.jsonl", CHATS[:3]), chat_template="mine.jinja")
+    assert loaded.facts["template"]["source"] == "file"
+    write("broken.jinja", "{% for m in messages %}")
+    with pytest.raises(UsageError, match=r"chat template \(file\), line 1"):
+        load(train="chats.jsonl", chat_template="broken.jinja")
+    with pytest.raises(UsageError, match=r"data\.chat_template has no effect"):
+        load(train=write("text.jsonl", [{"text": "some text"}]), chat_template="mine.jinja")
+
+
+@pytest.mark.parametrize(("inside", "equal"), [(True, 3), (False, 0)])
+def test_the_templates_own_mask_is_compared(write: Any, families: SimpleNamespace, inside: bool, equal: int) -> None:
+    tokenizer = families.new("chatml")
+    tokenizer.chat_template = families.with_generation_block(end_of_turn_inside=inside)
+    facts = load_data(DataSection(train=write("chats.jsonl", CHATS[:3])), tokenizer, seed=0).facts
+    own = facts["template"]["own_mask"]
+    assert (own["rows_compared"], own["rows_equal"]) == (3, equal)
+    assert own["learnt_only_by_the_derived_labels"] == ({} if inside else {"<|im_end|>": 3})
+    assert any("own mask differs" in note for note in facts["notes"]) is not inside
+
+
+def test_formats_are_per_file(write: Any, load: Any) -> None:
+    loaded = load(train=[write("chats.jsonl", CHATS[:4]), write("texts.json", json.dumps([{"text": "plain words"}] * 2).encode())])
+    assert [f["format"] for f in loaded.facts["train"]["files"]] == ["messages", "text"]
+    assert len(loaded.train) == 6
+
+
+def test_a_text_file_becomes_windows(write: Any, load: Any) -> None:
+    loaded = load(train=write("book.txt", "The quick brown fox jumps over the lazy dog.\n" * 100), max_length=32)
+    assert loaded.chat_template is None
+    assert loaded.facts["train"]["files"][0]["format"] == "text"
+    assert all(row.labels == row.input_ids and len(row.input_ids) <= 32 for row in loaded.train)
+    assert loaded.prompts[0].reference
+
+
+def test_the_reference_of_a_text_ends_where_the_text_ends(write: Any, load: Any) -> None:
+    first = "zyx wvu " * 5
+    (prompt,) = load(train=write("book.txt", first + "<|im_end|>a wholly different text that goes on"), max_length=256).prompts
+    assert prompt.text
+    assert prompt.reference
+    assert (prompt.text + prompt.reference).replace(" ", "") == first.replace(" ", "")
+
+
+def test_limit_and_unread_keys(write: Any, load: Any) -> None:
+    loaded = load(train=write("chats.jsonl", [chat("q", "a", id=1, source="x")] * 8), limit=5)
+    assert len(loaded.train) == 5
+    assert "chats.jsonl: the key source is not read (5 rows)" in loaded.facts["notes"]
+
+
+def test_cut_and_dropped_rows_are_in_the_notes(write: Any, load: Any) -> None:
+    rows = [chat("hi", "yes " * 90), chat("word " * 90, "yes"), chat("a", "b")]
+    loaded = load(train=write("chats.jsonl", rows), max_length=48, eval_split=0.0)
+    assert loaded.facts["train"]["truncated"] == 1
+    assert loaded.facts["train"]["dropped"] == [{"why": "no answer left within data.max_length 48", "rows": 1, "first": "chats.jsonl:2"}]
+    assert len(loaded.facts["notes"]) == 2
+
+
+def test_cut_rows_are_counted_on_the_side_they_are_on(write: Any, load: Any) -> None:
+    rows = [chat(f"hi {i}", "yes " * (90 if i % 2 else 1)) for i in range(40)]
+    loaded = load(train=write("chats.jsonl", rows), max_length=48, eval_split=0.25)
+    for side, name in ((loaded.train, "train"), (loaded.eval, "eval")):
+        assert loaded.facts[name]["truncated"] == sum(len(row.input_ids) == 48 for row in side) > 0
+
+
+def test_stdlib_works_with_any_tokenizer(families: SimpleNamespace) -> None:
+    for family, template in (("chatml", True), ("gemma", True), ("mistral", False)):
+        loaded = load_data(DataSection(train="stdlib", limit=50), families.new(family, template=template), seed=0)
+        assert len(loaded.train) + len(loaded.eval) == 50
+        assert loaded.prompts[0].reference
+
+
+def test_users_own_prompts(families: SimpleNamespace) -> None:
+    tokenizer = families.of("mistral")
+    (chat_prompt,) = prompts_from(["why?"], tokenizer, chat_template=tokenizer.chat_template)
+    assert tokenizer.decode(chat_prompt.input_ids) == "<s>[INST] why? [/INST]"
+    (text_prompt,) = prompts_from(["Once upon"], tokenizer)
+    assert tokenizer.decode(text_prompt.input_ids) == "<s> Once upon"
+    with pytest.raises(UsageError, match=r"run\.samples\[0\]"):
+        prompts_from([" "], tokenizer)
+
+
+def chats_with(*messages: dict[str, Any]) -> list[Any]:
+    return [CHATS[0], {"messages": list(messages)}]
+
+
+ASK = {"role": "user", "content": "q"}
+WRONG: dict[str, tuple[str, str | bytes | list[Any], dict[str, Any], str]] = {
+    "missing": ("chats.jsonl", CHATS, {"train": "chat.jsonl"}, "chat.jsonl: no such file, did you mean chats.jsonl?"),
+    "folder": ("chats.jsonl", CHATS, {"train": "."}, ".: is a folder; name a file in it (chats.jsonl)"),
+    "ending": ("rows.parquet", b"PAR1", {}, "rows.parquet: the ending .parquet says no known format; use one of .jsonl"),
+    "empty": ("x.jsonl", "", {}, "x.jsonl: the file is empty"),
+    "blank": ("x.jsonl", "\n \n", {}, "x.jsonl: the file holds no rows"),
+    "blank text": ("x.txt", "\n \n", {}, "x.txt: the file holds only white space"),
+    "no rows": ("x.json", "[]", {}, "x.json: the file holds no rows"),
+    "broken line": ("x.jsonl", '{"text": "a"}\n{"text": ', {}, "x.jsonl:2: broken JSON at column"),
+    "broken array": ("x.json", '[{"text": "a"},\n {"text": }]', {}, "x.json:2: broken JSON at column 11"),
+    "open array": ("x.json", '[{"text": "a"}', {}, "x.json:1: broken JSON: ',' or ']' expected, the file ends here"),
+    "after array": ("x.json", '[{"text": "a"}]\nmore', {}, "x.json:2: text after the end of the array"),
+    "pretty object": ("x.json", '{\n "text": "a"}', {}, "x.json:1: broken JSON at column 1: Expecting property name"),
+    "surrogate": ("x.jsonl", '{"text": "a"}\n{"text": "\\ud800"}', {}, "x.jsonl:2: a \\u escape is half of a surrogate pair"),
+    "deep": ("x.jsonl", "[" * 100_000, {}, "x.jsonl:1: JSON nested too deeply"),
+    "latin": ("x.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}', {}, "x.jsonl:2: byte 27 (0xe9) is not UTF-8"),
+    "utf16": ("x.txt", "words".encode("utf-16"), {}, "x.txt:1: byte 0: the file is UTF-16; save it as UTF-8"),
+    "not object": ("x.jsonl", "[1]\n", {}, "x.jsonl:1: a row must be an object with keys, got a list"),
+    "unknown keys": ("x.jsonl", [{"instruction": "a", "output": "b"}], {}, "x.jsonl:1: no known format in the keys (instruction, output)"),
+    "typo": ("x.jsonl", [{"mesages": []}], {}, "x.jsonl:1: mesages: unknown key, did you mean messages?"),
+    "half a pair": ("x.jsonl", [{"prompt": "a"}], {}, "x.jsonl:1: the row has prompt but no completion"),
+    "two formats in a row": ("x.jsonl", [{"text": "a", "messages": []}], {}, "x.jsonl:1: the row has messages and text: set data.format"),
+    "mixed": ("x.jsonl", [*CHATS[:2], {"text": "a"}], {}, "x.jsonl:3: the row is text, but the file is read as messages"),
+    "asked format": ("x.jsonl", CHATS, {"format": "text"}, "x.jsonl:1: the row is messages, but the file is read as text"),
+    "typo later": ("x.jsonl", [{"text": "a"}, {"txt": "a"}], {}, "x.jsonl:2: no key 'text', but 'txt': did you mean text?"),
+    "no assistant": ("x.jsonl", chats_with(ASK), {}, "x.jsonl:2: messages has no assistant turn: the row has no target"),
+    "empty answer": ("x.jsonl", chats_with(ASK, {"role": "assistant", "content": ""}), {},
+        "x.jsonl:2: messages[1].content is empty: the row has no target"),
+    "empty completion": ("x.jsonl", [{"prompt": "a", "completion": " "}], {}, "x.jsonl:1: completion is empty: the row has no target"),
+    "empty text": ("x.jsonl", [{"text": "a"}, {"text": ""}], {}, "x.jsonl:2: text is empty"),
+    "null": ("x.jsonl", [{"text": None}], {}, "x.jsonl:1: text must be text, got null"),
+    "role": ("x.jsonl", chats_with(ASK, {"role": "gpt", "content": "a"}), {},
+        "x.jsonl:2: messages[1].role: unknown role 'gpt', did you mean assistant?"),
+    "sharegpt": ("x.jsonl", chats_with({"from": "human", "value": "a"}), {}, "x.jsonl:2: messages[0] has from and value"),
+    "content": ("x.jsonl", chats_with({"role": "user", "contnet": "a"}), {}, "x.jsonl:2: messages[0] has no content, but 'contnet'"),
+    "parts": ("x.jsonl", chats_with({"role": "user", "content": [{}]}), {}, "x.jsonl:2: messages[0].content must be text, got a list"),
+    "template refuses": ("x.jsonl", chats_with(ASK, ASK), {"family": "gemma", "loss_on": "all"},
+        "x.jsonl:2: the chat template refuses the row: Conv"),
+    "nothing left": ("x.jsonl", [chat("word " * 50, "a")], {"max_length": 16}, "x.jsonl: no training row is left: no answer left within"),
+    "too short": ("x.jsonl", CHATS, {"max_length": 1}, "data.max_length is 1: a row needs at least 2 tokens"),
+    "no template": ("x.jsonl", CHATS, {"chat_template": "y.jinja"}, "y.jinja: no such file"),
+    "twice": ("x.jsonl", CHATS, {"train": ["x.jsonl", "x.jsonl"]}, "data.train: x.jsonl is named twice"),
+    "none": ("x.jsonl", CHATS, {"train": None}, "data.train is not set"),
+    "format of text": ("x.txt", "words", {"format": "messages"}, "x.txt: data.format is messages, but a .txt file is plain text"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_file_is_one_line_that_says_where(write: Any, load: Any, case: str) -> None:
+    name, content, changes, message = WRONG[case]
+    write(name, content)
+    with pytest.raises(UsageError) as caught:
+        load(**({"train": name} | changes))
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(write: Any, load: Any) -> None:
+    loaded = load(train=write("x.jsonl", b'\xef\xbb\xbf{"text": "words"}\n'))
+    assert len(loaded.train) == 1

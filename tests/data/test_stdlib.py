@@ -1,0 +1,59 @@
+"""The built-in set: real, deterministic, varied, without repeats."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections import Counter
+
+from isotype.data.stdlib import documented, stdlib_pairs, stdlib_text
+
+_DIGEST = (
+    "import hashlib; from isotype.data.stdlib import *; print(hashlib.sha256(repr((stdlib_pairs(), stdlib_text())).encode()).hexdigest())"
+)
+
+
+def test_several_thousand_pairs_none_twice() -> None:
+    pairs = stdlib_pairs()
+    assert len(pairs) > 4000
+    assert len({p.question for p in pairs}) == len(pairs)
+    descriptions = [p.answer for p in pairs if not p.answer.startswith(("Call it as", "It takes no"))]
+    assert len(set(descriptions)) == len(descriptions)
+
+
+def test_answers_are_prose_and_about_public_names() -> None:
+    for pair in stdlib_pairs():
+        assert not any(part.startswith("_") for part in pair.name.split("."))
+        assert pair.answer == pair.answer.strip()
+        assert "\n" not in pair.question + pair.answer
+        assert ">>>" not in pair.answer
+        assert len(pair.answer) <= 500
+
+
+def test_what_everyone_knows_is_in_it() -> None:
+    answers = {p.name: p.answer for p in stdlib_pairs() if not p.answer.startswith(("Call it as", "`"))}
+    assert "whitespace" in answers["textwrap.dedent"]
+    calls = {p.name: p.answer for p in stdlib_pairs() if p.answer.startswith("Call it as")}
+    assert calls["json.encoder.JSONEncoder.iterencode"] == "Call it as `iterencode(o, _one_shot=False)`."
+    assert not any("(self" in item.signature for item in documented() if item.kind == "method")
+
+
+def test_questions_take_many_forms() -> None:
+    forms = Counter(p.question.split("`")[0] for p in stdlib_pairs())
+    assert len(forms) >= 15
+    assert max(forms.values()) < len(stdlib_pairs()) / 4
+
+
+def test_every_process_makes_the_same_set() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", _DIGEST], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": "7"}
+    )
+    assert ran.stdout.strip() == hashlib.sha256(repr((stdlib_pairs(), stdlib_text())).encode()).hexdigest()
+
+
+def test_text_is_large_enough_to_learn_from() -> None:
+    texts = stdlib_text()
+    assert len(set(texts)) == len(texts)
+    assert 1_000_000 < sum(map(len, texts)) < 10_000_000

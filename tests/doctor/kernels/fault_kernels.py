@@ -1,0 +1,399 @@
+"""Kernels that fail for some dtype, each beside its repaired form. The faulty line carries `# fault`."""
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+
+@triton.jit
+def loop_running_max(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    best = tl.load(x_ptr + cols)
+    for i in range(1, n):
+        value = tl.load(x_ptr + i * BLOCK + cols).to(tl.float32)
+        best = tl.maximum(best, value)  # fault
+    tl.store(out_ptr + cols, best)
+
+
+@triton.jit
+def loop_running_max_fixed(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    best = tl.load(x_ptr + cols).to(tl.float32)
+    for i in range(1, n):
+        value = tl.load(x_ptr + i * BLOCK + cols).to(tl.float32)
+        best = tl.maximum(best, value)
+    tl.store(out_ptr + cols, best)
+
+
+@triton.jit
+def loop_fp64_scalar(x_ptr, out_ptr, scale, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    m = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for i in range(n):
+        value = tl.load(x_ptr + i * BLOCK + cols).to(tl.float32)
+        m = tl.maximum(m, value * scale)  # fault
+    tl.store(out_ptr + cols, m)
+
+
+@triton.jit
+def loop_fp64_scalar_fixed(x_ptr, out_ptr, scale, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    scale = scale.to(tl.float32)
+    m = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for i in range(n):
+        value = tl.load(x_ptr + i * BLOCK + cols).to(tl.float32)
+        m = tl.maximum(m, value * scale)
+    tl.store(out_ptr + cols, m)
+
+
+@triton.jit
+def while_sum(x_ptr, out_ptr, n):
+    total = 0
+    i = 0
+    while i < n:
+        total += tl.load(x_ptr + i)  # fault
+        i += 1
+    tl.store(out_ptr, total)
+
+
+@triton.jit
+def while_sum_fixed(x_ptr, out_ptr, n):
+    total = tl.zeros((), tl.float32)
+    i = 0
+    while i < n:
+        total += tl.load(x_ptr + i).to(tl.float32)
+        i += 1
+    tl.store(out_ptr, total)
+
+
+@triton.jit
+def branch_else(x_ptr, out_ptr, causal, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + cols, mask=cols < n, other=0.0)
+    if causal:
+        y = x
+    else:
+        y = x * tl.full((BLOCK,), 2.0, tl.float32)  # fault
+    tl.store(out_ptr + cols, y, mask=cols < n)
+
+
+@triton.jit
+def branch_else_fixed(x_ptr, out_ptr, causal, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)
+    if causal:
+        y = x
+    else:
+        y = x * tl.full((BLOCK,), 2.0, tl.float32)
+    tl.store(out_ptr + cols, y, mask=cols < n)
+
+
+@triton.jit
+def ternary(x_ptr, out_ptr, flag):
+    x = tl.load(x_ptr)
+    y = x if flag > 0 else x.to(tl.float32) * 2.0  # fault
+    tl.store(out_ptr, y)
+
+
+@triton.jit
+def ternary_fixed(x_ptr, out_ptr, flag):
+    x = tl.load(x_ptr).to(tl.float32)
+    y = x if flag > 0 else x * 2.0
+    tl.store(out_ptr, y)
+
+
+@triton.jit
+def _scaled(x, scale):
+    if scale != 1.0:
+        x = x.to(tl.float32) * scale  # fault
+    return x
+
+
+@triton.jit
+def branch_in_helper(x_ptr, out_ptr, scale, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = _scaled(tl.load(x_ptr + cols), scale)
+    tl.store(out_ptr + cols, x)
+
+
+@triton.jit
+def _scaled_fixed(x, scale):
+    x = x.to(tl.float32)
+    if scale != 1.0:
+        x = x * scale
+    return x
+
+
+@triton.jit
+def branch_in_helper_fixed(x_ptr, out_ptr, scale, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = _scaled_fixed(tl.load(x_ptr + cols), scale)
+    tl.store(out_ptr + cols, x)
+
+
+@triton.jit
+def _two_returns(x, flag):
+    if flag > 0:
+        return x.to(tl.float32)  # fault
+    return x
+
+
+@triton.jit
+def helper_returns(x_ptr, out_ptr, flag, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    tl.store(out_ptr + cols, _two_returns(tl.load(x_ptr + cols), flag))
+
+
+@triton.jit
+def _two_returns_fixed(x, flag):
+    if flag > 0:
+        return x.to(tl.float32)
+    return x.to(tl.float32) * 2
+
+
+@triton.jit
+def helper_returns_fixed(x_ptr, out_ptr, flag, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    tl.store(out_ptr + cols, _two_returns_fixed(tl.load(x_ptr + cols), flag))
+
+
+@triton.jit
+def dot_probabilities(q_ptr, k_ptr, v_ptr, out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    at = i[:, None] * N + i[None, :]
+    s = tl.dot(tl.load(q_ptr + at), tl.load(k_ptr + at))
+    p = tl.exp(s - tl.max(s, 1)[:, None])
+    v = tl.load(v_ptr + at)
+    tl.store(out_ptr + at, tl.dot(p, v))  # fault
+
+
+@triton.jit
+def dot_probabilities_fixed(q_ptr, k_ptr, v_ptr, out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    at = i[:, None] * N + i[None, :]
+    s = tl.dot(tl.load(q_ptr + at), tl.load(k_ptr + at))
+    p = tl.exp(s - tl.max(s, 1)[:, None])
+    v = tl.load(v_ptr + at)
+    tl.store(out_ptr + at, tl.dot(p.to(v.dtype), v))
+
+
+@triton.jit
+def dot_into_low_accumulator(a_ptr, b_ptr, out_ptr, n, N: tl.constexpr):
+    i = tl.arange(0, N)
+    at = i[:, None] * N + i[None, :]
+    acc = tl.zeros((N, N), a_ptr.dtype.element_ty)
+    for k in range(n):
+        acc += tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at))  # fault
+    tl.store(out_ptr + at, acc)
+
+
+@triton.jit
+def dot_into_low_accumulator_fixed(a_ptr, b_ptr, out_ptr, n, N: tl.constexpr):
+    i = tl.arange(0, N)
+    at = i[:, None] * N + i[None, :]
+    acc = tl.zeros((N, N), tl.float32)
+    for k in range(n):
+        acc += tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at))
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def log_of_mean(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + cols, mask=cols < n, other=0.0)
+    square = x * x
+    tl.store(out_ptr + cols, tl.sqrt(square + 1), mask=cols < n)  # fault
+
+
+@triton.jit
+def log_of_mean_fixed(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)
+    square = x * x
+    tl.store(out_ptr + cols, tl.sqrt(square + 1), mask=cols < n)
+
+
+@triton.jit
+def sigmoid_low(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + cols)
+    tl.store(out_ptr + cols, x * tl.sigmoid(x))  # fault
+
+
+@triton.jit
+def sigmoid_low_fixed(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + cols).to(tl.float32)
+    tl.store(out_ptr + cols, x * tl.sigmoid(x))
+
+
+@triton.jit
+def tanh_low(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + cols)
+    tl.store(out_ptr + cols, libdevice.tanh(x))  # fault
+
+
+@triton.jit
+def tanh_low_fixed(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + cols).to(tl.float32)
+    tl.store(out_ptr + cols, libdevice.tanh(x))
+
+
+@triton.jit
+def block_lost_constexpr(x_ptr, out_ptr, n, BLOCK):
+    cols = tl.arange(0, BLOCK)  # fault
+    tl.store(out_ptr + cols, tl.load(x_ptr + cols, mask=cols < n), mask=cols < n)
+
+
+@triton.jit
+def block_lost_constexpr_fixed(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    tl.store(out_ptr + cols, tl.load(x_ptr + cols, mask=cols < n), mask=cols < n)
+
+
+@triton.jit
+def zeros_lost_constexpr(x_ptr, out_ptr, D):
+    size = D * 2
+    acc = tl.zeros((size,), tl.float32)  # fault
+    tl.store(out_ptr + tl.arange(0, 64), acc + tl.load(x_ptr))
+
+
+@triton.jit
+def zeros_lost_constexpr_fixed(x_ptr, out_ptr, D: tl.constexpr):
+    size: tl.constexpr = D * 2
+    acc = tl.zeros((size,), tl.float32)
+    tl.store(out_ptr + tl.arange(0, 64), acc + tl.load(x_ptr))
+
+
+@triton.jit
+def atomic_max_low(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    tl.atomic_max(out_ptr, tl.max(tl.load(x_ptr + cols), 0))  # fault
+
+
+@triton.jit
+def atomic_max_low_fixed(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    tl.atomic_max(out_ptr, tl.max(tl.load(x_ptr + cols).to(tl.float32), 0))
+
+
+@triton.jit
+def float_index(x_ptr, out_ptr, offset, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + cols + offset)  # fault
+    tl.store(out_ptr + cols, x)
+
+
+@triton.jit
+def float_index_fixed(x_ptr, out_ptr, offset, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + cols + offset.to(tl.int32))
+    tl.store(out_ptr + cols, x)
+
+
+@triton.jit
+def float_mask(x_ptr, mask_ptr, out_ptr, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    keep = tl.load(mask_ptr + cols)
+    x = tl.load(x_ptr + cols) & keep  # fault
+    tl.store(out_ptr + cols, x)
+
+
+@triton.jit
+def float_mask_fixed(x_ptr, mask_ptr, out_ptr, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    keep = tl.load(mask_ptr + cols)
+    x = tl.load(x_ptr + cols) * keep
+    tl.store(out_ptr + cols, x)
+
+
+@triton.jit
+def descriptor_store(x_ptr, out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i[:, None] * N + i[None, :]).to(tl.float32)
+    out = tl.make_tensor_descriptor(out_ptr, shape=[N, N], strides=[N, 1], block_shape=[N, N])
+    out.store([0, 0], x * 2)
+
+
+@triton.jit
+def low_sum_loop(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), x_ptr.dtype.element_ty)
+    for i in range(n):
+        acc += tl.load(x_ptr + i * BLOCK + cols)  # fault
+    tl.store(out_ptr + cols, acc)
+
+
+@triton.jit
+def low_sum_loop_fixed(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for i in range(n):
+        acc += tl.load(x_ptr + i * BLOCK + cols)
+    tl.store(out_ptr + cols, acc)
+
+
+@triton.jit
+def low_block_sum(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + cols, mask=cols < n, other=0.0)
+    tl.store(out_ptr, tl.sum(x, 0))  # fault
+
+
+@triton.jit
+def low_block_sum_fixed(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + cols, mask=cols < n, other=0.0)
+    tl.store(out_ptr, tl.sum(x.to(tl.float32), 0))
+
+
+@triton.jit
+def low_dot(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    at = i[:, None] * N + i[None, :]
+    c = tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at), out_dtype=tl.float16)  # fault
+    tl.store(out_ptr + at, c)
+
+
+@triton.jit
+def low_dot_fixed(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    at = i[:, None] * N + i[None, :]
+    c = tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at))
+    tl.store(out_ptr + at, c)
+
+
+@triton.jit
+def loop_bound_float(x_ptr, out_ptr, steps):
+    total = tl.zeros((), tl.float32)
+    for i in range(0, steps):  # fault
+        total += tl.load(x_ptr + i).to(tl.float32)
+    tl.store(out_ptr, total)
+
+
+@triton.jit
+def loop_bound_float_fixed(x_ptr, out_ptr, steps):
+    total = tl.zeros((), tl.float32)
+    for i in range(0, steps.to(tl.int32)):
+        total += tl.load(x_ptr + i).to(tl.float32)
+    tl.store(out_ptr, total)
+
+
+@triton.jit
+def one_specialised(x_ptr, out_ptr, stride, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    offset = stride
+    for i in range(n):
+        offset = offset.to(tl.int64) + stride  # fault
+    tl.store(out_ptr + cols, tl.load(x_ptr + cols + offset))
+
+
+@triton.jit
+def one_specialised_fixed(x_ptr, out_ptr, stride, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    offset = tl.cast(stride, tl.int64)
+    for i in range(n):
+        offset = offset + stride
+    tl.store(out_ptr + cols, tl.load(x_ptr + cols + offset))

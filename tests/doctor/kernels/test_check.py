@@ -1,0 +1,108 @@
+"""Each kind of dtype fault is found, named, explained and absent from the repaired form."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from isotype.doctor.kernels import check  # noqa: E402
+from isotype.errors import UsageError  # noqa: E402
+from isotype.finding import Finding, Severity  # noqa: E402
+
+from . import fault_kernels as kernels  # noqa: E402
+
+
+def low(**types: str) -> dict[str, dict[str, str]]:
+    """The signature with every `*F` pointer in each float dtype."""
+    return {word: {n: t.replace("F", word) for n, t in types.items()} for word in ("fp32", "bf16", "fp16")}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    code: str
+    variable: str
+    signatures: dict[str, dict[str, str]]
+    constexprs: dict[str, Any] = field(default_factory=dict)
+    words: tuple[str, ...] = ()  # that cause and fix must hold
+    severity: Severity = Severity.ERROR
+    fixed_signatures: dict[str, dict[str, str]] | None = None
+
+
+XO = {"x_ptr": "*F", "out_ptr": "*F"}
+DOT = {"a_ptr": "*F", "b_ptr": "*F", "out_ptr": "*F"}
+CASES = [
+    Case("loop_running_max", "KN002", "best", low(**XO, n="i32"), {"BLOCK": 64}, ("loop", "bf16", "fp32", ".to(tl.float32)")),
+    Case("loop_fp64_scalar", "KN002", "m", {"eager": {"x_ptr": "*bf16", "out_ptr": "*fp32", "scale": "fp32", "n": "i32"}, "inductor": {"x_ptr": "*bf16", "out_ptr": "*fp32", "scale": "fp64", "n": "i32"}}, {"BLOCK": 64}, ("fp64", "Inductor", "scale.to(tl.float32)")),
+    Case("while_sum", "KN002", "total", low(**XO, n="i32"), {}, ("loop", "tl.float32")),
+    Case("branch_else", "KN001", "y", low(**XO, causal="i32", n="i32"), {"BLOCK": 64}, ("branch", "causal: tl.constexpr", "float32")),
+    Case("ternary", "KN001", "x", low(**XO, flag="i32"), {}, ("flag", "float32")),
+    Case("branch_in_helper", "KN001", "x", low(**XO, scale="fp32"), {"BLOCK": 64}, ("branch", "fp32")),
+    Case("helper_returns", "KN001", "", low(**XO, flag="i32"), {"BLOCK": 64}, ("return", "fp32")),
+    Case("dot_probabilities", "KN003", "p", low(q_ptr="*F", k_ptr="*F", v_ptr="*F", out_ptr="*F"), {"N": 32}, ("tl.dot", "p.to(v.dtype)")),
+    Case("dot_into_low_accumulator", "KN002", "acc", low(**DOT, n="i32"), {"N": 32}, ("fp32",)),
+    Case("log_of_mean", "KN004", "square", low(**XO, n="i32"), {"BLOCK": 64}, ("sqrt", ".to(tl.float32)")),
+    Case("sigmoid_low", "KN004", "x", low(**XO), {"BLOCK": 64}, ("sigmoid", ".to(tl.float32)")),
+    Case("tanh_low", "KN004", "x", low(**XO), {"BLOCK": 64}, ("tanh", "libdevice", ".to(tl.float32)")),
+    Case("block_lost_constexpr", "KN005", "BLOCK", low(**XO, n="i32", BLOCK="i32"), {}, ("BLOCK: tl.constexpr",), fixed_signatures=low(**XO, n="i32", BLOCK="constexpr")),
+    Case("zeros_lost_constexpr", "KN005", "D", low(**XO, D="i32"), {}, ("D: tl.constexpr",), fixed_signatures=low(**XO, D="constexpr")),
+    Case("atomic_max_low", "KN006", "out_ptr", low(**XO), {"BLOCK": 64}, ("fp32 buffer",), fixed_signatures=low(x_ptr="*F", out_ptr="*fp32")),
+    Case("float_index", "KN008", "offset", low(**XO, offset="fp32"), {"BLOCK": 64}, ("cast offset",)),
+    Case("float_mask", "KN008", "x_ptr", low(**XO, mask_ptr="*F"), {"BLOCK": 64}, ("cast", "keep")),
+    Case("low_sum_loop", "KN020", "acc", low(**XO, n="i32"), {"BLOCK": 64}, ("bf16", "tl.float32"), Severity.WARNING),
+    Case("low_block_sum", "KN020", "x", low(**XO, n="i32"), {"BLOCK": 64}, ("bf16", ".to(tl.float32)"), Severity.WARNING),
+    Case("low_dot", "KN020", "", {"fp16": {"a_ptr": "*fp16", "b_ptr": "*fp16", "out_ptr": "*fp16"}}, {"N": 32}, ("fp16", "out_dtype"), Severity.WARNING),
+    Case("loop_bound_float", "KN008", "steps", low(**XO, steps="fp32"), {}, ("steps",)),
+]  # fmt: skip
+
+
+def fault_line(case: Case) -> int:
+    """The line marked `# fault` in the kernel or, where it has none, in a function it calls."""
+    for function in (getattr(kernels, case.name), kernels._scaled, kernels._two_returns):
+        source, first = inspect.getsourcelines(function.fn)
+        marked = [first + i for i, text in enumerate(source) if "# fault" in text]
+        if marked:
+            return (
+                marked[0]
+                if function is getattr(kernels, case.name) or case.name != "helper_returns" or function is kernels._two_returns
+                else 0
+            )
+    raise AssertionError(case.name)
+
+
+def loud(findings: list[Finding]) -> list[Finding]:
+    return [f for f in findings if f.severity > Severity.NOTE]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_the_fault_is_found_named_and_explained(case: Case) -> None:
+    values = {n: v for n, v in case.constexprs.items()} | ({"BLOCK": 64} if "BLOCK" in case.constexprs else {})
+    found = loud(check(getattr(kernels, case.name), case.signatures, values))
+    assert [f.code for f in found] == [case.code], [f.render() for f in found]
+    finding = found[0]
+    assert finding.severity == case.severity
+    text = finding.render()
+    for word in case.words:
+        assert word in text, text
+    if case.variable:
+        assert dict(finding.details)["variable"] == case.variable, text
+    assert finding.fix
+    if case.name != "helper_returns":
+        assert finding.place.line is not None
+        assert abs(finding.place.line - fault_line(case)) <= 1, text
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_the_repaired_form_is_quiet(case: Case) -> None:
+    signatures = case.fixed_signatures or case.signatures
+    values = dict(case.constexprs)
+    for name in ("BLOCK", "D"):
+        if any(s.get(name) == "constexpr" for s in signatures.values()):
+            values[name] = 64 if name == "BLOCK" else 32
+    found = loud(check(getattr(kernels, f"{case.name}_fixed"), signatures, values))
+    assert not found, [f.render() for f in found]

@@ -1,0 +1,50 @@
+"""Tiny random models of the families that Isotype supports, a tokenizer trained on the spot, and rows for them."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from isotype.data.rows import Row
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+# what a family needs besides SIZES
+FAMILIES: dict[str, dict] = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16},
+    "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16},
+    "mistral": {"sliding_window": None},
+    "phi3": {},
+}
+
+
+def tiny(family: str = "llama", *, seed: int = 0, **changes):
+    """A random model of `family` with about 20,000 parameters, in fp32."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES.get(family, {}), **changes})
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def lora(model, *, seed: int = 1, **changes):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    return get_peft_model(model, LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes}))
+
+
+def rows(count: int = 16, *, seed: int = 0, longest: int = 24) -> list[Row]:
+    """Rows of different lengths; the first third of each is a prompt without loss."""
+    g = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        n = int(torch.randint(6, longest, (1,), generator=g))
+        ids = tuple(torch.randint(3, 96, (n,), generator=g).tolist())
+        prompt = n // 3
+        made.append(Row(ids, (-100,) * prompt + ids[prompt:], prompt))
+    return made

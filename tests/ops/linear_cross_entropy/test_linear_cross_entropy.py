@@ -1,0 +1,259 @@
+"""linear_cross_entropy: both gradient paths against fp64 and plain PyTorch, and the defects that shipped in other fused heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from isotype.errors import IsotypeError, ShapeError, UsageError
+from isotype.ops import linear_cross_entropy
+from isotype.ops.linear_cross_entropy import chunks
+from isotype.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
+from tests.ops.trials import FACTOR, error, keeps_its_dtypes
+
+OPTIONS = {
+    "plain": {},
+    "all": {"label_smoothing": 0.1, "logit_scale": 1.5, "softcap": 8.0, "z_loss": 1e-2},
+}
+
+
+def make(tokens=20, hidden=8, classes=50, dtype=torch.float64):
+    torch.manual_seed(0)
+    x = torch.randn(tokens, hidden, dtype=torch.float64)
+    w = torch.randn(classes, hidden, dtype=torch.float64) / hidden**0.5
+    b = torch.randn(classes, dtype=torch.float64)
+    targets = torch.randint(0, classes, (tokens,))
+    targets[::7] = -100
+    return x.to(dtype), w.to(dtype), b.to(dtype), targets
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradcheck(options, reduction):
+    x, w, b, targets = make(6, 3, 7)
+    assert torch.autograd.gradcheck(
+        lambda x, w, b: linear_cross_entropy(x, w, targets, bias=b, reduction=reduction, chunk=2, **options),
+        tuple(t.requires_grad_() for t in (x, w, b)),
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("shape", [(20, 8, 50), (4160, 8, 33), (64, 128, 4099)], ids=str)
+def test_dtypes(shape, reduction):
+    x, w, _, targets = make(*shape)
+    tried = keeps_its_dtypes(
+        lambda x, w: linear_cross_entropy(x, w, targets, reduction=reduction),
+        lambda x, w: plain(x, w, targets, reduction),
+        [x, w],
+        groups=[0, 1],
+        out_dtype=lambda own, cast: torch.float32,
+    )
+    assert tried == 45
+
+
+def plain(x, w, targets, reduction):
+    logits = F.linear(x, w)
+    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets, reduction=reduction)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_chunked_head_gradient_in_bf16_is_as_good_as_one_product(reduction):
+    x, w, b, targets = make(512, 64, 300)
+    leaves = [t.bfloat16().requires_grad_() for t in (x, w, b)]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    peer = [t.detach().clone().requires_grad_() for t in leaves]
+    linear_cross_entropy(leaves[0], leaves[1], targets, bias=leaves[2], chunk=32, reduction=reduction).sum().backward()
+    linear_cross_entropy_reference(exact[0], exact[1], targets, bias=exact[2], reduction=reduction).sum().backward()
+    F.cross_entropy(F.linear(*peer).float(), targets, reduction=reduction).sum().backward()
+    for mine, theirs, truth in zip(leaves, peer, exact):
+        assert error(mine.grad, truth.grad) <= FACTOR * error(theirs.grad, truth.grad)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_either_side_may_be_frozen(frozen, reduction):
+    x, w, _, targets = make()
+    mine = [x.clone().requires_grad_(frozen != "hidden"), w.clone().requires_grad_(frozen != "weight")]
+    theirs = [t.detach().clone().requires_grad_(t.requires_grad) for t in mine]
+    linear_cross_entropy(*mine, targets, reduction=reduction, chunk=5).sum().backward()
+    F.cross_entropy(F.linear(*theirs), targets, reduction=reduction).sum().backward()
+    for a, b in zip(mine, theirs):
+        assert (a.grad is None) == (b.grad is None)
+        if b.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_upstream_gradient_second_backward_and_second_consumer(reduction):
+    x, w, _, targets = make()
+    results = []
+    for f in (linear_cross_entropy, lambda x, w, t, reduction: F.cross_entropy(F.linear(x, w), t, reduction=reduction)):
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        h = a * 1
+        loss = f(h, b, targets, reduction=reduction)
+        dy = torch.linspace(-3, 3, loss.numel(), dtype=torch.float64).view(loss.shape) if loss.dim() else torch.tensor(-2.5).double()
+        total = (loss * dy).sum() + h.square().sum() + b.square().sum()
+        total.backward(retain_graph=True)
+        total.backward()
+        results.append((a.grad, b.grad))
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("upstream", [2.0**16, 2.0**-8])
+def test_fp16_neither_flushes_nor_overflows_under_a_loss_scale(reduction, upstream):
+    x, w, _, targets = make(256, 32, 20000)
+    # near-uniform probabilities: each 5e-5, and divided by 220 tokens 2e-7, where fp16 has two bits left
+    leaves = [(x * 0.1).half().requires_grad_(), w.half().requires_grad_()]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    items = (targets != -100).sum()
+    (linear_cross_entropy(*leaves, targets, reduction=reduction).sum() / (1 if reduction == "mean" else items) * upstream).backward()
+    (linear_cross_entropy_reference(*exact, targets) * upstream).backward()
+    for leaf, truth in zip(leaves, exact):
+        # what rounding the true gradient to fp16 once costs (a small one is subnormal) is the least that any implementation can reach
+        least = error(truth.grad.half(), truth.grad)
+        assert error(leaf.grad, truth.grad) <= FACTOR * least + torch.finfo(torch.float16).eps
+
+
+def test_logits_never_exist_at_once():
+    x, w, _, targets = make(512, 8, 2000, dtype=torch.float32)
+    seen = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            seen.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+            return out
+
+    from isotype.ops.linear_cross_entropy import eager
+
+    rule = eager.LossRule()
+    with Sizes():
+        eager.forward_with_gradients(x, w, None, targets, rule, 64, True, True, False, False)
+    assert max(seen) <= 64 * 2000
+
+
+def test_chunks_depend_on_shapes_alone():
+    cpu = torch.device("cpu")
+    assert chunks.extent(2048, 128256, 2, cpu) == 1024
+    assert chunks.extent(10**6, 128256, 2, cpu) <= 256 * 2**20 // (128256 * 2) + 64
+    assert chunks.extent(5, 10**9, 2, cpu) == 64
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_chunk_size_changes_nothing_but_rounding(chunk):
+    x, w, b, targets = make()
+    got = [t.clone().requires_grad_() for t in (x, w, b)]
+    want = [t.clone().requires_grad_() for t in (x, w, b)]
+    linear_cross_entropy(got[0], got[1], targets, bias=got[2], chunk=chunk, **OPTIONS["all"]).backward()
+    linear_cross_entropy_reference(want[0], want[1], targets, bias=want[2], **OPTIONS["all"]).backward()
+    torch.testing.assert_close([t.grad for t in got], [t.grad for t in want])
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_statistics(options):
+    x, w, _, targets = make()
+    x.requires_grad_()
+    loss, stats = linear_cross_entropy(x, w, targets, statistics=True, chunk=6, **options)
+    cap, scale = options.get("softcap"), options.get("logit_scale", 1.0)
+    z = F.linear(x, w) * scale
+    z = cap * torch.tanh(z / cap) if cap else z
+    keep = targets != -100
+    log_p = z.log_softmax(-1)
+    torch.testing.assert_close(stats.log_probs[keep], log_p[keep].gather(-1, targets[keep, None]).squeeze(-1))
+    torch.testing.assert_close(stats.entropy[keep], -(log_p.exp() * log_p).sum(-1)[keep])
+    assert torch.equal(stats.top1[keep], z.argmax(-1)[keep])
+    assert (stats.top1[~keep] == -1).all()
+    assert not stats.entropy.requires_grad
+    torch.testing.assert_close(loss, linear_cross_entropy_reference(x, w, targets, **options))
+
+
+@pytest.mark.parametrize("ignored", ["none", "all"])
+def test_no_rows_and_no_kept_rows(ignored):
+    x, w = torch.randn(0 if ignored == "none" else 3, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    targets = torch.full((x.shape[0],), -100)
+    for reduction in ("sum", "none"):
+        linear_cross_entropy(x, w, targets, reduction=reduction).sum().backward()
+        assert torch.equal(x.grad, torch.zeros_like(x))
+        assert torch.equal(w.grad, torch.zeros_like(w))
+
+
+def test_leading_dimensions_and_strides():
+    x, w, _, targets = make(24)
+    results = []
+    for f in (linear_cross_entropy, linear_cross_entropy_reference):
+        a, b = x.clone().requires_grad_(), w.t().contiguous().requires_grad_()
+        loss = f(a.view(4, 6, 8).transpose(0, 1), b.t(), targets.view(4, 6).t(), reduction="none")
+        loss.sum().backward()
+        results.append((loss, a.grad, b.grad))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_bad_arguments_raise():
+    x, w, b, targets = make()
+    with pytest.raises(ShapeError, match="SH001 hidden"):
+        linear_cross_entropy(x, w[:, :3], targets)
+    with pytest.raises(ShapeError, match="SH001 bias"):
+        linear_cross_entropy(x, w, targets, bias=b[:3])
+    with pytest.raises(UsageError, match="chunk is 0"):
+        linear_cross_entropy(x, w, targets, chunk=0)
+    with pytest.raises(IsotypeError, match="SH002"):
+        linear_cross_entropy(x, w, targets + 50)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradient_checkpointing(reentrant, reduction):
+    x, w, _, targets = make()
+    results = []
+    for wrapped in (True, False):
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+
+        def f(a, b):
+            return linear_cross_entropy(a * 2, b, targets, reduction=reduction)
+
+        (torch.utils.checkpoint.checkpoint(f, a, b, use_reentrant=reentrant) if wrapped else f(a, b)).sum().backward()
+        results.append((a.grad, b.grad))
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("cast", [None, torch.bfloat16], ids=["off", "bf16"])
+def test_compiles_without_a_graph_break(reduction, cast):
+    torch._dynamo.reset()
+    x, w, b, targets = make(dtype=torch.float32)
+
+    def f(x, w, b):
+        return linear_cross_entropy(x * 2, w, targets, bias=b, reduction=reduction, softcap=9.0)
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    results = []
+    for g in (compiled, f):
+        leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+        with torch.autocast("cpu", cast or torch.bfloat16, enabled=cast is not None):
+            loss = g(*leaves)
+        loss.sum().backward()
+        results.append([loss, *(t.grad for t in leaves)])
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_torch_func():
+    x, w, _, targets = make()
+
+    def peer(x, w):
+        return F.cross_entropy(F.linear(x, w), targets)
+
+    torch.testing.assert_close(
+        torch.func.grad(lambda x, w: linear_cross_entropy(x, w, targets), argnums=(0, 1))(x, w), torch.func.grad(peer, argnums=(0, 1))(x, w)
+    )
+
+
+def test_no_gradient_is_made_under_no_grad(monkeypatch):
+    from isotype.ops.cross_entropy import eager
+
+    monkeypatch.setattr(eager, "loss_and_gradient", lambda *a: pytest.fail("a gradient was computed"))
+    x, w, _, targets = make()
+    with torch.no_grad():
+        loss = linear_cross_entropy(x.requires_grad_(), w, targets)
+    torch.testing.assert_close(loss, linear_cross_entropy_reference(x, w, targets).detach())

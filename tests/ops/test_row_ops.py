@@ -1,0 +1,273 @@
+"""rms_norm, rope, silu_mul, gelu_mul: one set of demands for all, since each is a formula a row with a contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from isotype.errors import DtypeError, ShapeError
+from isotype.ops import add_rms_norm, compiled, gelu_mul, rms_norm, rope, silu_mul
+from isotype.ops.gelu_mul.reference import gelu_mul_reference
+from isotype.ops.rms_norm.reference import rms_norm_reference
+from isotype.ops.rope.reference import rope_reference
+from isotype.ops.silu_mul.reference import silu_mul_reference
+from tests.ops.trials import keeps_its_dtypes
+
+
+@dataclass
+class Case:
+    op: Any
+    reference: Any
+    plain: Any
+    shapes: Any  # rows -> shapes of the inputs
+    groups: list[int]
+
+
+def tables(positions, pairs):
+    angle = torch.arange(positions, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    return angle.cos(), angle.sin()
+
+
+def rotary(f, interleaved, pairs):
+    def run(q, k):
+        cos, sin = (t if q.dtype == k.dtype == torch.float64 else t.float() for t in tables(q.shape[2], pairs))
+        q, k = f(q, k, cos[None], sin[None], interleaved=interleaved)
+        # one output, so that both gradients are compared
+        with torch.autocast("cpu", enabled=False):
+            return torch.cat((q, k.to(q.dtype)), 1)
+
+    return run
+
+
+def plain_norm(x, w, offset=0.0):
+    # F.rms_norm wants one dtype; transformers' own forms are the plain ops
+    h = x.float() if x.dtype != torch.float64 else x
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
+    return (w * h.to(x.dtype)).to(x.dtype) if not offset else (h * (1.0 + w.to(h.dtype))).to(x.dtype)
+
+
+def rotary_case(interleaved, pairs):
+    return Case(
+        rotary(rope, interleaved, pairs),
+        rotary(rope_reference, interleaved, pairs),
+        rotary(rope_reference, interleaved, pairs),
+        lambda rows: [(2, 3, rows // 2, 8), (2, 1, rows // 2, 8)],
+        [0, 1],
+    )
+
+
+def pair(rows):
+    return [(rows, 6), (rows, 6)]
+
+
+def gated(activation):
+    return lambda gate, up: activation(gate) * up
+
+
+CASES = {
+    "rms_norm": Case(rms_norm, rms_norm_reference, plain_norm, lambda rows: [(rows, 6), (6,)], [0, 1]),
+    "rms_norm-gemma": Case(
+        lambda x, w: rms_norm(x, w, unit_offset=True),
+        lambda x, w: rms_norm_reference(x, w, unit_offset=True),
+        lambda x, w: plain_norm(x, w, 1.0),
+        lambda rows: [(rows, 6), (6,)],
+        [0, 1],
+    ),
+    "silu_mul": Case(silu_mul, silu_mul_reference, gated(F.silu), pair, [0, 0]),
+    "gelu_mul": Case(gelu_mul, gelu_mul_reference, gated(F.gelu), pair, [0, 0]),
+    "gelu_mul-tanh": Case(
+        lambda g, u: gelu_mul(g, u, approximate="tanh"),
+        lambda g, u: gelu_mul_reference(g, u, approximate="tanh"),
+        gated(lambda g: F.gelu(g, approximate="tanh")),
+        pair,
+        [0, 0],
+    ),
+    "rope": rotary_case(False, 4),
+    "rope-interleaved": rotary_case(True, 4),
+    "rope-partial": rotary_case(False, 2),
+    "rope-partial-interleaved": rotary_case(True, 3),
+}
+each = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def make(case, rows=12, dtype=torch.float64):
+    torch.manual_seed(0)
+    return [(torch.randn(s, dtype=torch.float64) + (len(s) == 1)).to(dtype).requires_grad_() for s in case.shapes(rows)]
+
+
+def copies(inputs):
+    return [x.detach().clone().requires_grad_() for x in inputs]
+
+
+@each
+def test_gradcheck(case):
+    assert torch.autograd.gradcheck(case.op, tuple(make(case, 6)))
+
+
+@each
+def test_reference_is_the_plain_mathematics(case):
+    inputs = make(case)
+    torch.testing.assert_close(case.reference(*inputs), case.plain(*inputs))
+
+
+@each
+@pytest.mark.parametrize("rows", [12, 4160])
+def test_dtypes(case, rows):
+    inputs = [x.detach() for x in make(case, rows)]
+    tried = keeps_its_dtypes(case.op, case.plain, inputs, groups=case.groups, truth=case.reference, out_dtype=lambda own, cast: own[0])
+    assert tried == 5 * 3 ** (max(case.groups) + 1)
+
+
+@each
+def test_aliasing(case):
+    """A shared gradient (residual), an expanded one, a second backward: inputs and incoming gradients stay as they were."""
+    results = []
+    inputs = make(case)
+    for f in (case.op, case.reference):
+        leaves = copies(inputs)
+        hidden = [x * 1 for x in leaves]
+        y = f(*hidden)
+        shared = y.sum() + (y * 2 + y.detach()).square().sum() + hidden[0].square().sum()
+        kept = [h.detach().clone() for h in hidden]
+        shared.backward(retain_graph=True)
+        shared.backward()
+        assert all(torch.equal(h, k) for h, k in zip(hidden, kept))
+        results.append([x.grad for x in leaves])
+    torch.testing.assert_close(results[0], results[1])
+
+
+@each
+def test_strided_inputs_and_gradients(case):
+    inputs = make(case)
+    results = []
+    for f in (case.op, case.reference):
+        leaves = [torch.stack((x.detach(), x.detach()), -1).requires_grad_() for x in inputs]
+        y = f(*(x[..., 0] for x in leaves))
+        dy = torch.stack((y.detach(), y.detach()), -1)[..., 1]
+        y.backward(dy)
+        results.append([y, *(x.grad for x in leaves)])
+    torch.testing.assert_close(results[0], results[1])
+
+
+@each
+def test_zero_size(case):
+    inputs = make(case, 0)
+    y = case.op(*inputs)
+    y.sum().backward()
+    assert y.numel() == 0
+    assert all(x.grad is not None and x.grad.shape == x.shape for x in inputs)
+
+
+@each
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(case, reentrant):
+    mine, theirs = make(case), make(case)
+    torch.utils.checkpoint.checkpoint(case.op, *mine, use_reentrant=reentrant).square().sum().backward()
+    case.reference(*theirs).square().sum().backward()
+    torch.testing.assert_close([x.grad for x in mine], [x.grad for x in theirs])
+
+
+@each
+def test_torch_func(case):
+    inputs = [x.detach() for x in make(case)]
+
+    def loss(f):
+        return lambda *args: f(*args).square().sum()
+
+    every = tuple(range(len(inputs)))
+    torch.testing.assert_close(torch.func.grad(loss(case.op), every)(*inputs), torch.func.grad(loss(case.plain), every)(*inputs))
+    tangents = tuple(torch.randn_like(x) for x in inputs)
+    torch.testing.assert_close(
+        torch.func.jvp(loss(case.op), tuple(inputs), tangents), torch.func.jvp(loss(case.plain), tuple(inputs), tangents)
+    )
+    torch.testing.assert_close(torch.func.vmap(case.op)(*(x[None] for x in inputs)), case.plain(*inputs)[None])
+
+
+@each
+@pytest.mark.parametrize("cast", [None, torch.bfloat16], ids=["off", "bf16"])
+def test_compiles_without_a_graph_break(case, cast):
+    torch._dynamo.reset()
+    mine, theirs = make(case, dtype=torch.bfloat16), make(case, dtype=torch.bfloat16)
+    got = torch.compile(lambda *a: case.op(*a), fullgraph=True, backend="aot_eager")
+    for f, leaves in ((got, mine), (case.op, theirs)):
+        with torch.autocast("cpu", cast or torch.bfloat16, enabled=cast is not None):
+            y = f(*leaves)
+        y.sum().backward()
+    torch.testing.assert_close([x.grad for x in mine], [x.grad for x in theirs])
+
+
+def test_bad_inputs_raise():
+    x = torch.randn(3, 4)
+    with pytest.raises(DtypeError, match="DT001"):
+        silu_mul(x, x.bfloat16())
+    with pytest.raises(ShapeError, match="SH001"):
+        gelu_mul(x, x[:2])
+    with pytest.raises(ShapeError, match="SH001 weight"):
+        rms_norm(x, torch.ones(3))
+    with pytest.raises(ShapeError, match="SH001 x is"):
+        add_rms_norm(x, x[:2], torch.ones(4))
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ShapeError, match="pairs need 6"):
+        rope(q, q, torch.ones(3, 3), torch.ones(3, 3))
+    with pytest.raises(ShapeError, match="expected"):
+        rope(q, q, torch.ones(2, 2), torch.ones(2, 2))
+
+
+def test_an_fp32_weight_does_not_widen_the_norm_and_out_dtype_does():
+    x, w = torch.randn(3, 4, dtype=torch.bfloat16), torch.ones(4)
+    assert rms_norm(x, w).dtype == torch.bfloat16
+    assert rms_norm(x.float(), w, out_dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_add_rms_norm():
+    x, r, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 4), (3, 4), (4,)))
+    y, total = add_rms_norm(x, r, w)
+    torch.testing.assert_close(y, rms_norm_reference(x + r, w))
+    torch.testing.assert_close(total, x + r)
+    assert torch.autograd.gradcheck(add_rms_norm, (x, r, w))
+
+
+def test_position_ids_pick_rows_of_the_tables():
+    q = torch.randn(2, 3, 4, 8)
+    cos, sin = (t.float() for t in tables(10, 4))
+    ids = torch.tensor([[3, 4, 5, 6], [0, 1, 2, 9]])
+    torch.testing.assert_close(rope(q, q, cos, sin, position_ids=ids), rope_reference(q, q, cos[ids], sin[ids]))
+
+
+def test_rotation_keeps_the_norm_and_composes():
+    """Properties no formula can share by mistake: angles add, lengths stay."""
+    q = torch.randn(1, 1, 6, 8, dtype=torch.float64)
+    cos, sin = tables(6, 4)
+    once, _ = rope(q, q, cos, sin)
+    torch.testing.assert_close(once.norm(dim=-1), q.norm(dim=-1))
+    twice, _ = rope(once, once, cos, sin)
+    torch.testing.assert_close(twice, rope(q, q, *(f(2 * torch.atan2(sin, cos)) for f in (torch.cos, torch.sin)))[0])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiled.cpu_compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["rms_norm", "silu_mul", "rope"])
+def test_compiled_formulas_equal_the_plain_ones(name, monkeypatch):
+    case = CASES[name]
+    monkeypatch.setattr(compiled, "SMALLEST", 1)
+    mine, theirs = make(case, 64, torch.bfloat16), make(case, 64, torch.bfloat16)
+    y = case.op(*mine)
+    y.sum().backward()
+    monkeypatch.setattr(compiled, "SMALLEST", 2**60)
+    want = case.op(*theirs)
+    want.sum().backward()
+    assert not compiled.fallbacks()
+    torch.testing.assert_close([y, *(x.grad for x in mine)], [want, *(x.grad for x in theirs)])
+
+
+def test_without_a_compiler_the_plain_formula_runs_and_says_why(monkeypatch):
+    monkeypatch.setattr(compiled, "cpu_compiler", lambda: None)
+    monkeypatch.setattr(compiled, "SMALLEST", 1)
+    monkeypatch.setattr(compiled, "_fallbacks", {})
+    x = torch.randn(4, 4)
+    torch.testing.assert_close(silu_mul(x, x), silu_mul_reference(x, x))
+    assert compiled.fallbacks() == {"silu_mul.forward_formula": "no C++ compiler (g++ or clang++) was found"}

@@ -1,0 +1,48 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isotype.errors import UsageError
+from isotype.precision import PRESETS, ROLES, Precision
+
+halves = st.sampled_from(["fp32", "bf16", "fp16"])
+precisions = st.builds(
+    Precision,
+    base=st.sampled_from(["fp32", "bf16", "fp16", "nf4"]),
+    **{role: halves for role in ROLES if role not in ("base", "save")},
+    save=st.one_of(halves, st.builds("model {}, adapter {}".format, halves, halves)),
+    rounding=st.sampled_from(["nearest", "stochastic"]),
+    loss_scaling=st.sampled_from(["none", "dynamic"]),
+)
+
+
+@given(precisions)
+def test_text_form_round_trips(precision):
+    assert Precision.parse(str(precision)) == precision
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_its_own_text_form(name):
+    assert str(PRESETS[name]) == name
+
+
+def test_is_frozen_and_keyword_only():
+    with pytest.raises(TypeError):
+        Precision("bf16")
+    with pytest.raises(AttributeError):
+        PRESETS["fp32"].base = "bf16"
+
+
+def test_save_speaks_of_model_and_adapter():
+    precision = PRESETS["bf16-mixed"]
+    assert (precision.save_model, precision.save_adapter) == ("bf16", "fp32")
+    assert Precision(save="adapter fp32").save == "fp32"
+    assert Precision(base="bfloat16").base == "bf16"
+
+
+@pytest.mark.parametrize(
+    "bad", [{"base": "bf17"}, {"grads": "nf4"}, {"save": "model bf16, tokenizer fp32"}, {"save": "nf4"}, {"lr": "fp32"}]
+)
+def test_refuses_a_word_a_role_cannot_have(bad):
+    with pytest.raises(UsageError, match="PR000"):
+        PRESETS["fp32"].but(**bad)

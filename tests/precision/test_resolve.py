@@ -1,0 +1,99 @@
+import pytest
+
+from isotype.errors import UsageError
+from isotype.finding import Severity
+from isotype.precision import PRESETS, resolve
+from isotype.precision.rules import RULES, page
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_resolves_without_a_finding(name, h100):
+    resolved = resolve({"preset": name}, device=h100, adapter="lora" if "lora" in name else "none")
+    assert resolved.precision == PRESETS[name]
+    assert not resolved.warnings
+    assert set(resolved.reasons.values()) == {f"preset {name}"}
+
+
+def test_auto_says_what_it_became_and_why(h100, t4, old_cpu):
+    assert resolve(device=h100).preset == "bf16-lora"
+    assert resolve(device=h100, adapter="none").preset == "bf16-mixed"
+    assert "native bf16" in resolve(device=h100).reasons["compute"]
+    on_t4 = resolve(device=t4)
+    assert on_t4.preset == "fp32"
+    assert "fp16-mixed" in on_t4.reasons["compute"]
+    assert "65504" in on_t4.reasons["compute"]
+    assert resolve(device=old_cpu).preset == "fp32"
+
+
+def test_an_override_keeps_its_line(h100):
+    resolved = resolve(
+        {"preset": "bf16-pure", "rounding": "nearest"}, device=h100, adapter="none", sources={"precision.rounding": "run.yaml:9"}
+    )
+    assert resolved.reasons["rounding"] == "run.yaml:9"
+    assert resolved.reasons["grads"] == "preset bf16-pure"
+    assert [f.code for f in resolved.warnings] == ["PR008"]
+
+
+def test_generate_follows_compute(h100):
+    resolved = resolve({"preset": "fp32", "base": "bf16", "compute": "bf16"}, device=h100)
+    assert (resolved.precision.generate, resolved.reasons["generate"]) == ("bf16", "follows compute")
+
+
+def test_bf16_without_hardware_is_refused_with_both_ways_out(t4):
+    with pytest.raises(UsageError, match=r"PR001(.|\n)*Tesla T4(.|\n)*fp16-mixed(.|\n)*fp32"):
+        resolve({"preset": "bf16-lora"}, device=t4, sources={"precision.preset": "run.yaml:3"})
+
+
+def test_gradient_precision_fp32_with_bf16_weights_is_no_contradiction(h100):
+    resolved = resolve({"preset": "bf16-pure", "grads": "fp32"}, device=h100, adapter="none")
+    assert resolved.precision.grads == "fp32"
+    assert not resolved.warnings
+
+
+# code -> settings that break the rule, adapter, optimizer
+BROKEN = {
+    "PR002": ({"preset": "fp32", "grads": "bf16"}, "lora", "adamw"),
+    "PR003": ({"preset": "nf4-lora"}, "none", "adamw"),
+    "PR004": ({"preset": "fp16-mixed", "trainable": "fp16"}, "none", "adamw"),
+    "PR005": ({"preset": "fp16-mixed", "loss_scaling": "none"}, "none", "adamw"),
+    "PR006": ({"preset": "bf16-mixed", "loss_scaling": "dynamic"}, "none", "adamw"),
+    "PR007": ({"preset": "fp32", "rounding": "stochastic"}, "none", "adamw"),
+    "PR008": ({"preset": "bf16-pure", "rounding": "nearest"}, "none", "adamw"),
+    "PR009": ({"preset": "bf16-mixed", "base": "fp16"}, "lora", "adamw"),
+    "PR010": ({"preset": "bf16-lora", "loss": "bf16"}, "lora", "adamw"),
+    "PR011": ({"preset": "bf16-lora", "optimizer": "bf16"}, "lora", "adamw8bit"),
+    "PR012": ({"preset": "bf16-lora"}, "none", "adamw"),
+    "PR013": ({"preset": "bf16-lora", "generate": "fp32"}, "lora", "adamw"),
+    "PR014": ({"preset": "bf16-lora", "norms": "bf16"}, "lora", "adamw"),
+    "PR015": ({"preset": "bf16-lora", "reduce": "bf16"}, "lora", "adamw"),
+    "PR016": ({"preset": "bf16-lora", "base": "fp32"}, "lora", "adamw"),
+    "PR018": ({"preset": "bf16-pure"}, "none", "adamw8bit"),
+    "PR017": ({"preset": "fp32", "base": "bf16"}, "lora", "adamw"),
+}
+
+
+def test_every_rule_has_a_test_and_a_page():
+    assert set(RULES) == {*BROKEN, "PR001"}
+    for code in RULES:
+        text = page(code)
+        assert text is not None
+        assert {"Why it matters", "Example", "What to do"} <= {part.strip("*. ") for part in text.split("**")}, code
+
+
+@pytest.mark.parametrize("code", BROKEN)
+def test_a_contradiction_names_both_settings_and_the_fix(code, h100):
+    settings, adapter, optimizer = BROKEN[code]
+    sources = {f"precision.{role}": f"run.yaml:{line}" for line, role in enumerate(settings, 3)}
+    try:
+        found = [
+            f for f in resolve(settings, device=h100, adapter=adapter, optimizer=optimizer, sources=sources).warnings if f.code == code
+        ]
+        assert found, f"{code} found nothing"
+        assert found[0].severity == Severity.WARNING
+        text = found[0].render()
+    except UsageError as error:
+        assert error.exit_status == 2
+        text = str(error)
+    assert code in text
+    assert "run.yaml:" in text
+    assert "fix" in text

@@ -1,0 +1,213 @@
+"""ampcheck as a whole: silent on right functions, and on faults it names code, function and line."""
+
+from pathlib import Path
+
+import faulty_functions
+import pytest
+import torch
+import torch.nn.functional as F
+from faulty_functions import FAULTY, SumsChunksInLowPrecision, autocast_off_without_casts
+from right_functions import RIGHT, RMSNorm, SiluMul, drawn
+from torch.autograd import Function
+
+from isotype import OpContract
+from isotype.errors import UsageError
+from isotype.finding import Severity
+from isotype.pages import page
+from isotype.testing import ConformanceError, ampcheck
+
+SOURCE = Path(faulty_functions.__file__).read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_silent_on_right_functions(name):
+    function, inputs = RIGHT[name]
+    report = ampcheck(function, inputs, raises=False)
+    assert report.codes() == [], report.render()
+    assert report.ok
+    assert report.tried >= 16
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_finds_the_fault_and_its_line(name):
+    function, inputs, code = FAULTY[name]
+    report = ampcheck(function, inputs, raises=False)
+    found = [f for f in report.at_least(Severity.WARNING) if f.code == code]
+    assert found, report.render()
+    assert found[0].place.line, report.render()
+    assert "# HERE" in SOURCE[found[0].place.line - 1], found[0].render()
+    assert found[0].cause
+    assert found[0].fix
+    assert page(code), f"{code} has no page"
+
+
+def test_every_code_that_can_be_given_has_a_page():
+    source = "".join(p.read_text() for p in Path(faulty_functions.__file__).parents[3].glob("src/isotype/testing/amp/*.py"))
+    codes = {f"AC{n:03d}" for n in range(1, 40) if f'"AC{n:03d}"' in source}
+    assert codes
+    assert not [code for code in codes if page(code) is None]
+
+
+def test_as_an_assertion_it_raises_with_the_report():
+    with pytest.raises(ConformanceError, match=r"AC001[\s\S]*faulty_functions.py") as caught:
+        ampcheck(autocast_off_without_casts, (drawn(4, 8), drawn(6, 8)))
+    assert isinstance(caught.value, AssertionError)
+    assert caught.value.report.codes() == ["AC001"]
+
+
+def test_names_operands_and_combination():
+    report = ampcheck(autocast_off_without_casts, (drawn(4, 8, dtype=torch.bfloat16), drawn(6, 8)), raises=False)
+    text = report.render()
+    assert "x bf16[4 8], w fp32[6 8]" in text
+    assert "as built, autocast bf16" in text
+
+
+def test_a_function_that_runs_nowhere_is_a_usage_error():
+    with pytest.raises(UsageError, match="runs under no dtype combination.*test_ampcheck.py"):
+        ampcheck(lambda x: x @ torch.zeros(3, 3), (drawn(4, 8),))
+
+
+@pytest.mark.parametrize("inputs", [3, (), (torch.zeros(2, dtype=torch.int64),)])
+def test_inputs_without_floats_are_a_usage_error(inputs):
+    with pytest.raises(UsageError, match="at least one floating tensor"):
+        ampcheck(F.silu, inputs)
+
+
+def test_what_cannot_be_called_is_a_usage_error():
+    with pytest.raises(UsageError, match="cannot call a int"):
+        ampcheck(3, drawn(2))
+
+
+def test_several_samples():
+    report = ampcheck(SiluMul, [(drawn(4, 8), drawn(4, 8, seed=1)), (drawn(2, 3, 8), drawn(2, 3, 8, seed=1))])
+    assert report.tried == 32
+
+
+def test_params_vary_apart_from_inputs():
+    together = ampcheck(SumsChunksInLowPrecision, (drawn(8, 8), drawn(8, 8, seed=1)), raises=False)
+    apart = ampcheck(SumsChunksInLowPrecision, (drawn(8, 8),), params=(drawn(8, 8, seed=1),), raises=False)
+    assert apart.tried > together.tried
+
+
+def rms_norm_reference(x, weight):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def rms_norm(x, weight):
+    return RMSNorm.apply(x, weight, 1e-6)
+
+
+class HalfHearted(RMSNorm):
+    """The mean of squares in the input's own dtype."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps).float()
+        ctx.save_for_backward(x, weight, rstd)
+        return (x.float() * (rstd + 0.05) * weight.float()).to(x.dtype)
+
+
+def test_reference_judges_numerics():
+    ampcheck(rms_norm, (drawn(4, 8), drawn(8)), reference=rms_norm_reference)
+    report = ampcheck(lambda x, w: HalfHearted.apply(x, w, 1e-6), (drawn(4, 8), drawn(8)), reference=rms_norm_reference, raises=False)
+    assert "AC006" in report.codes()
+    assert "the reference at the same dtypes" in report.render()
+
+
+def test_reference_says_which_combinations_must_run():
+    def picky(x, w):
+        same = x.dtype == w.dtype or torch.is_autocast_enabled("cpu")
+        return F.linear(x, w) if same else torch.mm(x.double(), w)
+
+    def plain(x, w):
+        dtype = torch.promote_types(x.dtype, w.dtype)
+        return F.linear(x.to(dtype), w.to(dtype))
+
+    inputs = (drawn(4, 8), drawn(6, 8))
+    assert ampcheck(picky, inputs, raises=False).codes() == []  # plain PyTorch refuses mixed dtypes as well
+    assert ampcheck(picky, inputs, reference=plain, raises=False).codes() == ["AC001"]
+
+
+NORM = OpContract("x: F[*n d], weight: W[d] -> F[*n d]", inside="fp32", grads={"x": "F", "weight": "W"}, autocast="ignored")
+
+
+def test_contract_kept():
+    ampcheck(rms_norm, (drawn(4, 8), drawn(8)), reference=rms_norm_reference, contract=NORM)
+
+
+class WideGradient(RMSNorm):
+    @staticmethod
+    def backward(ctx, d):
+        dx, dw, _ = RMSNorm.backward(ctx, d)
+        return dx, dw.float(), None
+
+
+def test_contract_gradient_broken():
+    report = ampcheck(lambda x, w: WideGradient.apply(x, w, 1e-6), (drawn(4, 8), drawn(8)), contract=NORM, raises=False)
+    (finding,) = report.at_least(Severity.WARNING)
+    assert finding.code == "AC014"
+    assert "weight in fp32; its contract says bf16" in finding.message
+    assert "WideGradient.backward" in str(finding.place)
+
+
+@pytest.mark.parametrize(
+    ("signature", "autocast", "message"),
+    [
+        ("x: F[*n d], weight: W[d] -> fp32[*n d]", "ignored", "returns its output in bf16; its contract says fp32"),
+        ("x: F[*n d], weight: W[d] -> F[*n d]", "follows", "returns its output in fp32; its contract says bf16"),
+        ("x: F[*n d], weight: W[d] -> F[*n d]", "fp32", "returns its output in bf16; its contract says fp32"),
+        ("x: F[*n d], weight: W[d] -> F[d]", "ignored", "2 dimensions where"),
+        ("x: F[*n d], weight: W[d] -> F[*n d], fp32[*n]", "ignored", "returns 1 floating outputs; 2 are declared"),
+    ],
+)
+def test_contract_output_broken(signature, autocast, message):
+    report = ampcheck(rms_norm, (drawn(4, 8), drawn(8)), contract=OpContract(signature, autocast=autocast), raises=False)
+    assert "AC014" in report.codes()
+    assert message in report.render()
+
+
+def test_contract_inside_fp32_is_held_to_one_rounding():
+    def loose(x, weight):
+        return rms_norm_reference(x, weight)
+
+    inputs = (drawn(64, 64, scale=3.0), drawn(64))
+    ampcheck(loose, inputs, reference=rms_norm_reference)
+    # the same function is no worse than the reference in bf16, but not fp32 inside: three roundings and more
+    worse = ampcheck(lambda x, w: loose(x, w) * (1 + 2**-6), inputs, reference=rms_norm_reference, contract=NORM, raises=False)
+    assert "AC006" in worse.codes()
+
+
+class Compiled(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * (3 if torch.compiler.is_compiling() else 2)
+
+    @staticmethod
+    def backward(ctx, d):
+        return d * 2
+
+
+@pytest.mark.slow
+def test_compiling_is_checked_when_asked_for():
+    ampcheck(F.silu, drawn(4, 8), compile="aot_eager")
+    report = ampcheck(lambda x: Compiled.apply(x), drawn(4, 8), compile="eager", raises=False)
+    assert "AC018" in report.codes()
+
+
+def test_random_functions_are_not_compared_across_dtypes():
+    report = ampcheck(lambda x: F.dropout(x, 0.5), drawn(4, 8))
+    assert any("seeds" in why for why in report.skipped)
+
+
+def test_leaves_nothing_behind():
+    before = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), Function.__dict__["apply"]
+    x = drawn(4, 8)
+    ampcheck(SiluMul, (x, drawn(4, 8, seed=1)))
+    ampcheck(FAULTY["autocast leak"][0], FAULTY["autocast leak"][1], raises=False)
+    assert before == (torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), Function.__dict__["apply"])
+    assert x.grad is None
+
+
+def test_under_no_grad_it_still_differentiates():
+    with torch.no_grad():
+        assert "AC008" in ampcheck(*FAULTY["gradient overwritten"][:2], raises=False).codes()

@@ -1,0 +1,315 @@
+"""The repaired interpreter against torch: bf16 rounding, arithmetic, reductions, dot, atomics, float arguments, libdevice."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+triton = pytest.importorskip("triton")
+import triton.language as tl
+from triton.language.extra import libdevice
+from triton.language.extra.libdevice import tanh
+
+from isotype.testing.interpreter import interpreted, is_installed
+from isotype.testing.interpreter.bf16 import narrow, truncate, widen
+from isotype.testing.interpreter.libdevice import FUNCTIONS
+
+
+def bits(x):
+    return x.view(torch.int16).numpy().view(np.uint16)
+
+
+@given(st.floats(width=32))
+def test_rounds_fp32_as_torch_does(value):
+    expected = torch.tensor(value, dtype=torch.float32).bfloat16()
+    given = torch.from_numpy(narrow(np.float32(value)).astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+    assert given.isnan() if math.isnan(value) else torch.equal(given, expected)
+
+
+def test_rounds_fp64_once():
+    # just above the midpoint of two bf16 numbers, by less than fp32 can hold: rounding twice would go down
+    value = 1.0 + 2.0**-8 + 2.0**-40
+    assert widen(narrow(np.float64(value))) == np.float32(1.0 + 2.0**-7)
+    assert torch.tensor(value, dtype=torch.float64).float().bfloat16() == 1.0  # what rounding twice gives
+
+
+def test_truncates_when_asked():
+    assert widen(truncate(np.float32(1.99999))) == np.float32(1.9921875)
+
+
+@triton.jit
+def arithmetic(x, y, out, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(x + i, mask=i < n, other=0.0)
+    b = tl.load(y + i, mask=i < n, other=1.0)
+    if KIND == "add":
+        r = a + b
+    elif KIND == "sub":
+        r = a - b
+    elif KIND == "mul":
+        r = a * b
+    elif KIND == "div":
+        r = (a / b).to(a.dtype)
+    elif KIND == "neg":
+        r = -a
+    elif KIND == "abs":
+        r = tl.abs(a)
+    elif KIND == "max":
+        r = tl.maximum(a, b)
+    elif KIND == "min":
+        r = tl.minimum(a, b)
+    elif KIND == "where":
+        r = tl.where(a > b, a, b * 0.5)
+    elif KIND == "fma":
+        r = tl.fma(a, b, a)
+    elif KIND == "exp":
+        r = tl.exp(a.to(tl.float32)).to(a.dtype)
+    elif KIND == "scalar":
+        r = a * 3.14159
+    tl.store(out + i, r, mask=i < n)
+
+
+EXPECTED = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: (a.float() / b.float()).to(a.dtype),
+    "neg": lambda a, b: -a,
+    "abs": lambda a, b: a.abs(),
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "where": lambda a, b: torch.where(a > b, a, b * 0.5),
+    "fma": lambda a, b: (a.double() * b.double() + a.double()).to(a.dtype),
+    "exp": lambda a, b: a.float().exp().to(a.dtype),
+    "scalar": lambda a, b: a * torch.tensor(3.14159, dtype=a.dtype),
+}
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_arithmetic(kind, dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(200, generator=generator).to(dtype) for _ in range(2))
+    out = torch.empty_like(x)
+    with interpreted():
+        arithmetic[(2,)](x, y, out, 200, KIND=kind, BLOCK=128)
+    expected = EXPECTED[kind](x, y)
+    if kind == "exp" or dtype == torch.float32:
+        torch.testing.assert_close(out, expected, rtol=4 * torch.finfo(dtype).eps, atol=0)
+    else:
+        assert torch.equal(out, expected)
+
+
+@triton.jit
+def casts(x, out, D: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i).to(D))
+
+
+@pytest.mark.parametrize("into", [tl.float32, tl.float16, tl.float64, tl.int32, tl.int64])
+def test_casts_from_bf16(into):
+    dtype = getattr(torch, {"fp32": "float32", "fp16": "float16", "fp64": "float64"}.get(into.name, into.name))
+    x, out = torch.randn(64).mul(20).bfloat16(), torch.empty(64, dtype=dtype)
+    with interpreted():
+        casts[(1,)](x, out, into, 64)
+    assert torch.equal(out, x.to(dtype))
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.float64, torch.int32, torch.int64])
+def test_casts_to_bf16(source):
+    x = (torch.randn(64, dtype=torch.float64) * 1000).to(source)
+    out = torch.empty(64, dtype=torch.bfloat16)
+    with interpreted():
+        casts[(1,)](x, out, tl.bfloat16, 64)
+    assert torch.equal(out, x.to(torch.bfloat16))
+
+
+@triton.jit
+def reductions(x, out, M: tl.constexpr, N: tl.constexpr):
+    row = tl.arange(0, M)
+    a = tl.load(x + row[:, None] * N + tl.arange(0, N)[None, :])
+    tl.store(out + row, tl.sum(a, axis=1))
+    tl.store(out + M + row, tl.max(a, axis=1))
+    tl.store(out + 2 * M + row, tl.min(a, axis=1))
+    tl.store(out + 3 * M + row, tl.argmax(a, axis=1).to(out.dtype.element_ty))
+    tl.store(out + 4 * M + row, a.sum(1))
+    tl.store(out + 5 * M, tl.sum(a))
+    tl.store(out + 6 * M + row, tl.sum(tl.cumsum(a, axis=1), axis=1))
+
+
+def halves(rows):
+    while rows.shape[1] > 1:
+        rows = rows[:, : rows.shape[1] // 2] + rows[:, rows.shape[1] // 2 :]
+    return rows[:, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_reductions_round_as_a_tree_of_low_precision_additions_does(dtype):
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    out = torch.zeros(7 * 4, dtype=dtype)
+    with interpreted():
+        reductions[(1,)](x, out, 4, 32)
+    sums, largest, smallest, where, members, total, _ = out.view(7, 4)
+    assert torch.equal(sums, halves(x))
+    assert torch.equal(members, halves(x))
+    assert torch.equal(largest, x.amax(1))
+    assert torch.equal(smallest, x.amin(1))
+    assert torch.equal(where, x.argmax(1).to(dtype))
+    assert torch.equal(total[0], halves(x.reshape(1, -1))[0])
+
+
+@triton.jit
+def ones_summed(out, N: tl.constexpr):
+    tl.store(out, tl.sum(tl.full([N], 1.0, tl.bfloat16)))
+    tl.store(out + 1, tl.max(tl.cumsum(tl.full([N], 1.0, tl.bfloat16))))
+
+
+def test_a_prefix_sum_and_a_sum_of_ones():
+    out = torch.zeros(2, dtype=torch.bfloat16)
+    with interpreted():
+        ones_summed[(1,)](out, 256)
+    assert out.tolist() == [256.0, 256.0]
+
+
+@triton.jit
+def product(a, b, out, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+    m, k, n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, N)
+    left = tl.load(a + m[:, None] * K + k[None, :])
+    right = tl.load(b + k[:, None] * N + n[None, :])
+    tl.store(out + m[:, None] * N + n[None, :], tl.dot(left, right))
+
+
+def test_dot_accumulates_in_fp32():
+    a, b = torch.randn(16, 32).bfloat16(), torch.randn(32, 16).bfloat16()
+    out = torch.empty(16, 16)
+    with interpreted():
+        product[(1,)](a, b, out, 16, 32, 16)
+    torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-6, atol=1e-6)
+
+
+@triton.jit
+def atomics(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.atomic_add(out + i % 2, tl.load(x + i))
+    tl.atomic_max(out + 2 + i % 2, tl.load(x + i))
+
+
+def test_atomics_on_colliding_addresses():
+    x = torch.randn(16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out = torch.zeros(2, dtype=torch.bfloat16)
+
+    @triton.jit
+    def adds(x, out, N: tl.constexpr):
+        i = tl.arange(0, N)
+        tl.atomic_add(out + i % 2, tl.load(x + i))
+
+    with interpreted():
+        adds[(1,)](x, out, 16)
+    expected = torch.zeros(2, dtype=torch.bfloat16)
+    for j, value in enumerate(x):
+        expected[j % 2] += value
+    assert torch.equal(out, expected)
+
+
+@triton.jit
+def scaled_tanh(x, out, scale, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    wide = tl.load(x + i, mask=i < n, other=0.0).to(tl.float32)
+    tl.store(out + i, scale.to(tl.float32) * tanh(wide / scale) + libdevice.erf(wide), mask=i < n)
+
+
+def test_float_arguments_and_libdevice():
+    x, out = torch.randn(50), torch.empty(50)
+    with interpreted():
+        scaled_tanh[(1,)](x, out, 30.0, 50, BLOCK=64)
+    torch.testing.assert_close(out, 30 * torch.tanh(x / 30) + torch.erf(x))
+    assert tanh(0.5) is None  # the stub is a stub again
+
+
+@triton.jit
+def tanh_of_bf16(x, out):
+    tl.store(out, tanh(tl.load(x)))
+
+
+def test_libdevice_refuses_bf16_as_a_compiler_does():
+    with interpreted(), pytest.raises(Exception, match="Expect fp32 or fp64, got bf16"):
+        tanh_of_bf16[(1,)](torch.zeros(1).bfloat16(), torch.zeros(1))
+
+
+@triton.jit
+def unknown_libdevice(x):
+    tl.store(x, libdevice.tgamma(tl.load(x)))
+
+
+def test_an_unknown_libdevice_function_says_so():
+    with interpreted(), pytest.raises(Exception, match="libdevice.tgamma has no CPU version"):
+        unknown_libdevice[(1,)](torch.ones(1))
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_every_libdevice_name_exists(name):
+    assert callable(getattr(libdevice, name))
+
+
+@triton.autotune(configs=[triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 64})], key=["n"])
+@triton.jit
+def tuned(x, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + i, tl.load(x + i, mask=i < n) * 2, mask=i < n)
+
+
+def test_autotuned_kernels_run_once():
+    x = torch.ones(100)
+    with interpreted():
+        tuned[lambda meta: (triton.cdiv(100, meta["BLOCK"]),)](x, 100)
+    assert torch.equal(x, torch.full((100,), 2.0))
+
+
+@triton.jit
+def fails(x):
+    tl.store(x, tl.load(x) + undefined)  # noqa: F821
+
+
+def test_everything_is_put_back_even_after_an_error():
+    before = triton.runtime.interpreter.InterpreterBuilder.create_fadd, triton.JITFunction.run, tl.load, tl.tensor.sum
+    with pytest.raises(Exception, match="undefined"):
+        with interpreted(), interpreted():
+            assert is_installed()
+            fails[(1,)](torch.zeros(1))
+    assert not is_installed()
+    assert before == (triton.runtime.interpreter.InterpreterBuilder.create_fadd, triton.JITFunction.run, tl.load, tl.tensor.sum)
+
+
+def test_kernels_compile_after_they_were_interpreted():
+    from triton.backends.compiler import GPUTarget
+
+    x = torch.ones(100)
+    with interpreted():
+        arithmetic[(1,)](x, x, x, 100, KIND="add", BLOCK=128)
+    signature = {"x": "*bf16", "y": "*bf16", "out": "*bf16", "n": "i32", "KIND": "constexpr", "BLOCK": "constexpr"}
+    source = triton.compiler.ASTSource(arithmetic, signature=signature, constexprs={"KIND": "add", "BLOCK": 128})
+    from triton._C.libtriton import ir
+
+    target = GPUTarget("cuda", 80, 32)
+    backend = triton.compiler.make_backend(target)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = source.make_ir(
+        target, backend.parse_options({}), backend.get_codegen_implementation(backend.parse_options({})), backend.get_module_map(), context
+    )
+    assert "bf16" in str(module)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 130))
+def test_masked_tails(n):
+    x = torch.arange(n, dtype=torch.float32).bfloat16()
+    out = torch.full((130,), torch.nan, dtype=torch.bfloat16)
+    with interpreted():
+        arithmetic[(triton.cdiv(n, 64),)](x, x, out, n, KIND="add", BLOCK=64)
+    assert torch.equal(out[:n], x + x)
+    assert out[n:].isnan().all()

@@ -1,0 +1,87 @@
+import pytest
+import torch
+from torch import nn
+
+from isotype.config.schema import TrainSection
+from isotype.precision import PRESETS
+from isotype.precision.accumulate import GradientAccumulator
+from isotype.training.optimizer import MixedAdamW, build_optimizer, stochastic_round_
+
+
+def mixed(parameters, *, gradient=lambda p: p.grad, lr=1e-2, state="fp32", rounding="nearest", decay=0.0):
+    groups = [{"params": list(parameters), "weight_decay": decay}]
+    return MixedAdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-8, gradient=gradient, state=state, rounding=rounding, seed=0)
+
+
+def test_equals_torchs_adamw_in_fp32():
+    torch.manual_seed(0)
+    ours = nn.Parameter(torch.randn(8, 8))
+    theirs = nn.Parameter(ours.detach().clone())
+    a, b = mixed([ours], decay=0.1), torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1)
+    for _ in range(20):
+        gradient = torch.randn(8, 8)
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        a.step()
+        b.step()
+    # both round each fp32 operation; their order differs
+    assert torch.allclose(ours, theirs, rtol=0, atol=20 * torch.finfo(torch.float32).eps * float(theirs.detach().abs().max()))
+
+
+def test_stochastic_rounding_keeps_the_mean_and_exact_values():
+    g = torch.Generator().manual_seed(0)
+    value = torch.full((200_000,), 1.0 + 2.0**-10)  # an eighth of the way to the next bf16
+    target = torch.empty(200_000, dtype=torch.bfloat16)
+    stochastic_round_(target, value, g)
+    assert set(target.unique().tolist()) == {1.0, 1.0 + 2.0**-7}
+    expected, deviation = 2.0**-10, 2.0**-7 * (0.125 * 0.875 / 200_000) ** 0.5
+    assert abs(float(target.double().mean()) - 1 - expected) < 5 * deviation
+    exact = torch.tensor([0.0, -1.5, float("inf"), float("-inf"), 3.0])
+    out = torch.empty(5, dtype=torch.bfloat16)
+    stochastic_round_(out, exact, g)
+    assert out.tolist() == exact.tolist()
+
+
+@pytest.mark.parametrize(("rounding", "low", "high"), [("nearest", 0.0, 0.3), ("stochastic", 0.9, 1.1)])
+def test_bf16_weights_move_as_far_as_they_should_only_with_stochastic_rounding(rounding, low, high):
+    """A constant gradient moves fp32 weights by steps x learning rate: how much of it do bf16 weights move?"""
+    torch.manual_seed(0)
+    start = torch.randn(64, 64).bfloat16()
+    p = nn.Parameter(start.clone())
+    optimizer = mixed([p], lr=1e-4, rounding=rounding)
+    for _ in range(50):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    moved = float((start.double() - p.detach().double()).mean()) / (50 * 1e-4)
+    assert low <= moved <= high
+
+
+def test_reads_fp32_gradients_of_bf16_weights():
+    p = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    accumulator = GradientAccumulator([p])
+    optimizer = mixed([p], gradient=accumulator.gradient)
+    (p * torch.tensor([1.0, -1.0, 2.0, 0.0], dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+    assert p.detach().sign().tolist() == [-1, 1, -1, 0]
+
+
+@pytest.mark.parametrize("preset", ["fp32", "bf16-mixed", "bf16-pure"])
+def test_state_has_the_declared_dtype_and_decay_spares_vectors(preset):
+    precision = PRESETS[preset]
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).to(torch.bfloat16 if preset == "bf16-pure" else torch.float32)
+    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
+    optimizer = build_optimizer(model, TrainSection(weight_decay=0.1), precision, accumulator.gradient)
+    decays = {p.ndim: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert decays == {2: 0.1, 1: 0.0}
+    model(torch.randn(2, 8, dtype=next(model.parameters()).dtype)).sum().backward()
+    optimizer.step()
+    assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
+
+
+def test_eight_bit_adamw_is_the_real_one():
+    pytest.importorskip("bitsandbytes")
+    model = nn.Linear(128, 64)
+    optimizer = build_optimizer(model, TrainSection(optimizer="adamw8bit"), PRESETS["bf16-mixed"], lambda p: p.grad)
+    model(torch.randn(4, 128)).sum().backward()
+    optimizer.step()
+    assert optimizer.state[model.weight]["state1"].dtype == torch.uint8

@@ -1,0 +1,132 @@
+import copy
+
+import pytest
+import torch
+from tests.models import lora, rows, tiny
+
+from isotype.config.schema import TrainSection
+from isotype.errors import RunError
+from isotype.precision import PRESETS
+from isotype.precision.accumulate import GradientAccumulator
+from isotype.precision.apply import apply_precision
+from isotype.training.batches import collate
+from isotype.training.evaluate import evaluate
+from isotype.training.optimizer import build_optimizer
+from isotype.training.step import Stepper, gradient_norm
+
+CPU = torch.device("cpu")
+
+
+def stepper(preset="fp32", *, adapter=False, **train):
+    model = lora(tiny()) if adapter else tiny()
+    precision = PRESETS[preset]
+    apply_precision(model, precision, device_type="cpu")
+    section = TrainSection(**train)
+    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
+    return Stepper(model, build_optimizer(model, section, precision, accumulator.gradient), accumulator, precision, section)
+
+
+def batches(*sizes, count=8):
+    every = rows(count)
+    made, at = [], 0
+    for size in sizes:
+        made.append(collate(every[at : at + size], pad_id=0))
+        at += size
+    return made
+
+
+def test_accumulation_is_normalised_by_tokens():
+    """1 x 8 equals 8 x 1 and 3 + 5, though the rows have different numbers of tokens."""
+    gradients = []
+    for split in ((8,), (1,) * 8, (3, 5)):
+        s = stepper()
+        loss = s.accumulate(batches(*split))
+        gradients.append((float(loss), [g.clone() for g in s.accumulator.gradients()]))
+    loss, reference = gradients[0]
+    for other_loss, others in gradients[1:]:
+        assert other_loss == pytest.approx(loss, rel=1e-6)
+        for a, b in zip(reference, others):
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-7)
+
+
+def test_loss_is_transformers_own():
+    s = stepper()
+    batch = batches(8)[0]
+    theirs = s.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels).loss
+    assert float(s.accumulate([batch])) == pytest.approx(float(theirs.detach()), rel=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["fp32", "bf16-mixed", "bf16-pure", "fp16-mixed"])
+def test_learns_a_batch_by_heart(preset):
+    s = stepper(preset, learning_rate=1e-2)
+    batch = batches(4)
+    first = s(batch, step=1, learning_rate=1e-2, watch_changes=True)
+    for step in range(2, 30):
+        last = s(batch, step=step, learning_rate=1e-2, watch_changes=False)
+    assert last.loss < 0.5 * first.loss
+    assert first.share_changed > 0.5
+
+
+def test_clipping_bounds_what_the_optimizer_sees():
+    s = stepper(clip=1e-3)
+    seen = []
+    s.optimizer.register_step_pre_hook(lambda *_: seen.append(float(gradient_norm(s.accumulator.gradients()))))
+    result = s(batches(4), step=1, learning_rate=0.0, watch_changes=False)
+    assert result.gradient_norm > 1e-2
+    assert seen[0] == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_share_changed_exposes_updates_that_vanish():
+    s = stepper("bf16-pure")
+    s.optimizer._stochastic = False
+    result = s(batches(4), step=1, learning_rate=1e-6, watch_changes=True)
+    assert result.share_changed < 0.1
+
+
+def poisoned_weight(s):
+    s.model.model.layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
+
+
+def poisoned_activation(s):
+    s.model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda m, a, out: out * float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("poison", "named"), [(poisoned_weight, r"parameter model\.layers\.1\.mlp\.down_proj"), (poisoned_activation, r"model\.layers\.0")]
+)
+def test_a_non_finite_loss_stops_before_any_weight_changes(poison, named):
+    s = stepper()
+    poison(s)
+    before = copy.deepcopy(s.model.state_dict())
+    with pytest.raises(RunError, match=rf"NF001 step 7: the loss is not finite.*{named}"):
+        s(batches(2, 2), step=7, learning_rate=1e-3, watch_changes=False)
+    assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(before.values(), s.model.state_dict().values()))
+
+
+def test_a_non_finite_gradient_names_the_parameter():
+    s = stepper()
+    s.model.model.norm.weight.register_hook(lambda g: g * float("nan"))
+    with pytest.raises(RunError, match=r"the gradient is not finite.*model\.norm\.weight"):
+        s(batches(2), step=3, learning_rate=1e-3, watch_changes=False)
+
+
+def test_fp16_overflow_halves_the_scale_and_a_collapse_is_reported():
+    s = stepper("fp16-mixed")
+    s.model.model.norm.weight.register_hook(lambda g: g * float("inf"))
+    before = s.model.model.norm.weight.detach().clone()
+    result = s(batches(2), step=1, learning_rate=1e-3, watch_changes=False)
+    assert result.overflow
+    assert s.loss_scale.scale == 2.0**15
+    assert torch.equal(before, s.model.model.norm.weight)
+    for step in range(2, 17):
+        s(batches(2), step=step, learning_rate=1e-3, watch_changes=False)
+    with pytest.raises(RunError, match=r"FP001.*collapsed"):
+        s(batches(2), step=17, learning_rate=1e-3, watch_changes=False)
+
+
+def test_evaluation_does_not_depend_on_the_batch_size():
+    model = stepper().model
+    losses = {size: evaluate(model, rows(13), batch_size=size, pad_id=0, device=CPU) for size in (1, 3, 13)}
+    assert len({e.tokens for e in losses.values()}) == 1
+    reference = losses[1].loss
+    assert all(e.loss == pytest.approx(reference, rel=1e-6) for e in losses.values())
