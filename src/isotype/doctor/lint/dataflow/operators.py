@@ -226,8 +226,10 @@ def _torch(run: Interpreter, name: str, args: list[Any], nodes: list[ast.expr], 
         return Scalar()
     if not isinstance(first, Tensor):
         return UNKNOWN
-    if name in ("cos", "sin", "polar", "sincos") and first.positional:
-        run.emit("table", node, name, (run.text(nodes[0]), first))
+    if name in ("cos", "sin", "polar"):
+        at = 1 if name == "polar" and len(args) > 1 else 0  # polar(radius, angle)
+        if isinstance(args[at], Tensor) and args[at].positional:
+            run.emit("table", node, name, (run.text(nodes[at]), args[at]))
     if name in names.SPLIT:
         return Items(each=first)
     if name in names.VALUES_AND_INDICES or (name in ("max", "min", "median", "cummax") and (len(args) > 1 or "dim" in kwargs)):
