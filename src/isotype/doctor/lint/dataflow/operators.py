@@ -316,7 +316,8 @@ def _factory(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any
     if name in ("tensor", "as_tensor", "scalar_tensor"):
         data = args[0] if args else UNKNOWN
         zero_dim = True if isinstance(data, Scalar) else (None if not isinstance(data, Items) else False)
-    positional = name == "arange" and not any(_COUNTS_FEATURES.search(ast.unparse(a)) for a in node.args)
+    counted = [*node.args, *(k.value for k in node.keywords if k.arg in ("start", "end", "step"))]
+    positional = name == "arange" and not any(_COUNTS_FEATURES.search(ast.unparse(a)) for a in counted)
     buffer = node if name.startswith(("zeros", "empty", "new_zeros", "new_empty", "full", "new_full")) else None
     if isinstance(dtype, Dtype):
         made = Made.LITERAL if dtype.literal else Made.FOLLOWS
