@@ -20,7 +20,7 @@ from .subjects import Subject
 
 GROWTH = 3.0  # an error that grows by this factor with the number of rows is a sum in low precision
 SOME, LONG = 512, 4096  # rows tried first, and at most
-BUDGET, RUNS = 1.0, 6  # seconds for the long runs of one setting, and how many exact runs they are worth
+BUDGET, RUNS = 3.0, 6  # processor seconds (a busy machine must not find less) for the long runs of one setting, and how many exact runs they are worth
 LARGEST = 8_000_000  # numbers in the lengthened inputs
 MANY = 16  # additions into one low-precision tensor
 
@@ -49,9 +49,9 @@ def long_sums(numerics: Numerics, setting: Setting, *, hand_written: bool) -> tu
         return [], None
     if not attempt(subject, some, setting).ran:
         return [], f"long reductions: the function refuses its inputs lengthened to {_rows(some)} rows"
-    started = time.perf_counter()
+    started = time.process_time()
     numerics.on(some).truth(setting)
-    affordable = int(SOME * BUDGET / (RUNS * (time.perf_counter() - started)))
+    affordable = int(SOME * BUDGET / (RUNS * max(1e-4, time.process_time() - started)))
     grown = lengthened(sample, max(SOME, min(LONG, affordable, LARGEST * SOME // max(1, _numbers(some))))) or some
     outcome = attempt(subject, grown, setting)
     if not outcome.ran:
