@@ -156,3 +156,17 @@ def test_needs_no_torch(project):
         "lint_command([Path('bad.py')]); sys.exit(any(m in sys.modules for m in ('torch', 'triton', 'libcst')))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_failing_rule_costs_only_its_file(project, monkeypatch):
+    from isotype.doctor.lint.rules.lt006_default_dtype_not_restored import DefaultDtypeNotRestored
+
+    (project / "other.py").write_text(BAD.format(comment=""))
+    visit = DefaultDtypeNotRestored.visit
+
+    def failing(self, file):
+        assert file.path != "bad.py"
+        return visit(self, file)
+
+    monkeypatch.setattr(DefaultDtypeNotRestored, "visit", failing)
+    assert codes("bad.py", "other.py") == ["LT000", "LT006"]
