@@ -5,8 +5,11 @@ The tensors are tiny: a second thread would spin more than it works.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,3 +26,45 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"no {SHARED.name}/ folder beside the checkout")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory) -> SimpleNamespace:
+    """`base`: a saved tiny Llama with a chat tokenizer; `chats`: a JSONL file of 48 short conversations."""
+    from isotype.data.small_model import train_tokenizer
+    from tests.models import SIZES, tiny
+
+    folder = tmp_path_factory.mktemp("workshop")
+    pairs = [(f"How much is {a} plus {b}?", f"{a} plus {b} is {a + b}.") for a in range(4) for b in range(12)]
+    tokenizer = train_tokenizer([f"{q} {a}" for q, a in pairs] * 2, vocabulary=320)
+    sizes = {k: v for k, v in SIZES.items() if not k.endswith("_id")}
+    model = tiny(**{**sizes, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None,
+                    "eos_token_id": tokenizer.eos_token_id})  # fmt: skip
+    model.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    rows = ({"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in pairs)
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return SimpleNamespace(folder=folder, base=folder / "base", chats=folder / "chats.jsonl")
+
+
+@pytest.fixture
+def configured(workshop, tmp_path):
+    """`configured(preset=..., train={...})` writes tmp_path/run.yaml and loads it; the run goes to tmp_path/`folder`."""
+    from isotype.config.load import load
+
+    def make(folder: str = "run", **sections: Any) -> Any:
+        config = {
+            "model": {"name": str(workshop.base)},
+            "data": {"train": str(workshop.chats), "eval_split": 0.1, "max_length": 64},
+            "adapter": {"kind": "lora", "r": 4},
+            "precision": {"preset": "fp32"},
+            "train": {"steps": 6, "batch_size": 4, "learning_rate": 1e-3, "eval_every": 2},
+            "run": {"folder": str(tmp_path / folder), "sample_tokens": 4, "report": False, "samples": ["How much is 1 plus 1?"]},
+        }
+        for section, values in sections.items():
+            config[section] |= values
+        file = Path(tmp_path / f"{folder}.yaml")
+        file.write_text(json.dumps(config))  # JSON is YAML
+        return load(file, [], {})
+
+    return make

@@ -18,12 +18,6 @@ from typing import Any
 from .errors import UsageError
 
 TEXT, PARTS, PRETRAIN, TUNE = "text.txt", "small", "pretrain.yaml", "tune.yaml"
-QUESTIONS = (
-    "What does `os.path.join` do?",
-    "Explain `random.shuffle`.",
-    "What is the class `collections.OrderedDict` for?",
-    "How do I call `shutil.copyfile`?",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +25,11 @@ class Size:
     """How large the model is and how long it trains. The default takes about two minutes on two cores with bf16, four without."""
 
     vocabulary: int = 2048
-    hidden: int = 256
+    hidden: int = 192
     layers: int = 4
     window: int = 256
-    pretrain_steps: int = 900
-    tune_steps: int = 400
+    pretrain_steps: int = 1600
+    tune_steps: int = 500
 
 
 def quickstart(folder: Path, *, size: Size | None = None, json_output: bool = False) -> int:
@@ -65,12 +59,12 @@ def summarise(folder: Path) -> dict[str, Any]:
     from .report.record import read_run
 
     pretrain, tune = read_run(folder / "pretrain"), read_run(folder / "tune")
-    first, last = tune.samples[0], tune.samples[-1]
+    first, last = (tune.samples[0], tune.samples[-1]) if tune.samples else ({"samples": []}, {"samples": []})
     return {
         "loss": {"pretrain": pretrain.curve("loss"), "tune": tune.curve("loss")},
         "evaluations": {"pretrain": pretrain.curve("eval_loss"), "tune": tune.curve("eval_loss")},
         "samples": [
-            {"prompt": before["prompt"], "before": before["answer"], "after": after["answer"]}
+            {"prompt": before["prompt"], "before": before["answer"], "after": after["answer"], "reference": before["reference"]}
             for before, after in zip(first["samples"], last["samples"])
         ],
         "report": str(folder / "tune" / "report.html"),
@@ -131,11 +125,12 @@ def _show(folder: Path, summary: dict[str, Any], say: Callable[[str], None]) -> 
     for stage in ("pretrain", "tune"):
         say(f"\nloss of {stage}")
         say(terminal_chart(summary["loss"][stage], encoding=sys.stdout.encoding))
-    say("\nanswers before and after LoRA")
+    say("\nanswers to questions that were not trained on, before and after LoRA")
     for sample in summary["samples"]:
         say(f"\n  > {sample['prompt']}")
         say(f"    before  {_short(sample['before'])}")
         say(f"    after   {_short(sample['after'])}")
+        say(f"    in the documentation: {_short(sample['reference'] or '')}")
     say(f"\nreport    {summary['report']}")
     say(f"adapter   {folder / 'tune' / 'adapter'}  on  {folder / 'pretrain' / 'model'}")
     say(f"again     isotype train {folder / TUNE} run.folder=runs/mine data.train=YOUR.jsonl")
@@ -162,8 +157,9 @@ adapter:
 train:
   steps: {size.pretrain_steps}
   batch_size: 4
-  learning_rate: 2.0e-3
+  learning_rate: 1.5e-3
   beta2: 0.95
+  eval_every: {max(1, size.pretrain_steps // 5)}
 run:
   folder: {_quoted(folder / "pretrain")}
   keep: 1
@@ -172,7 +168,6 @@ run:
 
 
 def _tune_yaml(folder: Path, size: Size) -> str:
-    samples = "\n".join(f"    - {_quoted(question)}" for question in QUESTIONS)
     return f"""\
 # An adapter on the model that pretrain.yaml makes; put your own file in data.train to tune it on something else.
 model:
@@ -183,18 +178,17 @@ data:
   eval_split: 0.03
 adapter:
   kind: lora
-  r: 16
-  alpha: 32
+  r: 32
+  alpha: 64
 train:
   steps: {size.tune_steps}
   batch_size: 16
-  learning_rate: 3.0e-3
+  learning_rate: 2.0e-3
+  eval_every: {max(1, size.tune_steps // 5)}
 run:
   folder: {_quoted(folder / "tune")}
   keep: 1
   sample_tokens: 48
-  samples:
-{samples}
 """
 
 

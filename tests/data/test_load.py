@@ -89,6 +89,14 @@ def test_rows_in_both_files_are_counted(write: Any, load: Any) -> None:
 def test_few_rows_are_all_trained_on_and_sampled(write: Any, load: Any) -> None:
     loaded = load(train=write("chats.jsonl", CHATS[:5]))
     assert (len(loaded.train), len(loaded.eval), len(loaded.prompts)) == (5, 0, 4)
+    assert loaded.facts["notes"] == ["only 5 rows: none is held out for evaluation"]
+
+
+def test_rows_longer_than_the_model_takes_are_noted(write: Any, families: SimpleNamespace) -> None:
+    tokenizer = families.new("chatml")
+    tokenizer.model_max_length = 16
+    facts = load_data(DataSection(train=write("chats.jsonl", CHATS)), tokenizer, seed=0).facts
+    assert any("its model takes 16" in note for note in facts["notes"])
 
 
 def test_prompt_and_completion_use_the_chat_template_where_there_is_one(write: Any, load: Any, families: SimpleNamespace) -> None:
@@ -155,6 +163,14 @@ def test_a_text_file_becomes_windows(write: Any, load: Any) -> None:
     assert loaded.prompts[0].reference
 
 
+def test_the_reference_of_a_text_ends_where_the_text_ends(write: Any, load: Any) -> None:
+    first = "zyx wvu " * 5
+    (prompt,) = load(train=write("book.txt", first + "<|im_end|>a wholly different text that goes on"), max_length=256).prompts
+    assert prompt.text
+    assert prompt.reference
+    assert (prompt.text + prompt.reference).replace(" ", "") == first.replace(" ", "")
+
+
 def test_limit_and_unread_keys(write: Any, load: Any) -> None:
     loaded = load(train=write("chats.jsonl", [chat("q", "a", id=1, source="x")] * 8), limit=5)
     assert len(loaded.train) == 5
@@ -163,10 +179,17 @@ def test_limit_and_unread_keys(write: Any, load: Any) -> None:
 
 def test_cut_and_dropped_rows_are_in_the_notes(write: Any, load: Any) -> None:
     rows = [chat("hi", "yes " * 90), chat("word " * 90, "yes"), chat("a", "b")]
-    loaded = load(train=write("chats.jsonl", rows), max_length=48)
-    assert loaded.facts["train"]["truncated"] == 2
+    loaded = load(train=write("chats.jsonl", rows), max_length=48, eval_split=0.0)
+    assert loaded.facts["train"]["truncated"] == 1
     assert loaded.facts["train"]["dropped"] == [{"why": "no answer left within data.max_length 48", "rows": 1, "first": "chats.jsonl:2"}]
     assert len(loaded.facts["notes"]) == 2
+
+
+def test_cut_rows_are_counted_on_the_side_they_are_on(write: Any, load: Any) -> None:
+    rows = [chat(f"hi {i}", "yes " * (90 if i % 2 else 1)) for i in range(40)]
+    loaded = load(train=write("chats.jsonl", rows), max_length=48, eval_split=0.25)
+    for side, name in ((loaded.train, "train"), (loaded.eval, "eval")):
+        assert loaded.facts[name]["truncated"] == sum(len(row.input_ids) == 48 for row in side) > 0
 
 
 def test_stdlib_works_with_any_tokenizer(families: SimpleNamespace) -> None:
@@ -231,6 +254,7 @@ WRONG: dict[str, tuple[str, str | bytes | list[Any], dict[str, Any], str]] = {
         "x.jsonl:2: the chat template refuses the row: Conv"),
     "nothing left": ("x.jsonl", [chat("word " * 50, "a")], {"max_length": 16}, "x.jsonl: no training row is left: no answer left within"),
     "too short": ("x.jsonl", CHATS, {"max_length": 1}, "data.max_length is 1: a row needs at least 2 tokens"),
+    "no template": ("x.jsonl", CHATS, {"chat_template": "y.jinja"}, "y.jinja: no such file"),
     "twice": ("x.jsonl", CHATS, {"train": ["x.jsonl", "x.jsonl"]}, "data.train: x.jsonl is named twice"),
     "none": ("x.jsonl", CHATS, {"train": None}, "data.train is not set"),
     "format of text": ("x.txt", "words", {"format": "messages"}, "x.txt: data.format is messages, but a .txt file is plain text"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -47,7 +48,7 @@ def test_questions_take_many_forms() -> None:
 
 def test_every_process_makes_the_same_set() -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", _DIGEST], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "7", "PATH": ""}
+        [sys.executable, "-c", _DIGEST], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": "7"}
     )
     assert ran.stdout.strip() == hashlib.sha256(repr((stdlib_pairs(), stdlib_text())).encode()).hexdigest()
 

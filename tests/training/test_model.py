@@ -30,6 +30,12 @@ def test_the_asked_attention_is_the_one_that_runs(tmp_path, attention):
     assert load(Source(str(tmp_path)), attention=attention).config._attn_implementation == attention
 
 
+@pytest.mark.parametrize("attention", ["flash", "flex"])
+def test_attention_that_needs_a_gpu_is_refused_on_a_cpu(tmp_path, attention):
+    with pytest.raises(UsageError, match=r"on a GPU only(.|\n)*sdpa"):
+        load(Source(str(tmp_path)), attention=attention)
+
+
 def test_a_random_model_is_built_once_and_loads_again(shared, tmp_path):
     tokenizer = load_tokenizer(ModelSection(name=str(shared / "data/stories260k")))
     sizes = {k: v for k, v in SIZES.items() if not k.endswith("_id") and k != "vocab_size"}

@@ -74,7 +74,7 @@ class CheckpointStore:
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
         """(step, what was passed over and why). The step is None when no checkpoint is whole."""
-        passed = []
+        passed: list[str] = []
         for step in reversed(self.steps()):
             reason = fault(self.path(step))
             if reason is None:

@@ -68,9 +68,9 @@ def kernels(
     if not json_output:
         hidden = [] if notes else [f for f in shown if f.severity == Severity.NOTE]
         shown = [f for f in shown if f not in hidden]
-        for remark in dict.fromkeys(report.remarks):
+        for remark in dict.fromkeys([*report.remarks, *report.usages]):
             print(f"  {remark}")
         if hidden:
             subject += f"; {len(hidden)} note{'s' if len(hidden) != 1 else ''} not shown (--notes)"
-    status = answer(shown, subject=subject, json_output=json_output, fail_on=level, kernels=report.kernels, compiled=report.compiled, failed=report.failed, remarks=report.remarks)  # fmt: skip
+    status = answer(shown, subject=subject, json_output=json_output, fail_on=level, kernels=report.kernels, compiled=report.compiled, failed=report.failed, usages=report.usages, remarks=report.remarks)  # fmt: skip
     raise typer.Exit(status)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import typer
+from click.core import ParameterSource
 
 from ..errors import UsageError
 from .app import DOCTOR
@@ -31,30 +33,33 @@ def register(app: typer.Typer) -> None:
         context: typer.Context,
         target: str = typer.Argument(..., metavar="SCRIPT.py|FILE.py:FUNCTION", help="What to run."),
         json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout; what the program prints goes to stderr."),
+        map_file: Path | None = typer.Option(None, "--map", metavar="FILE.html", help="Draw the precision map there: one HTML file, no network."),
         fail_on: str = typer.Option("error", help="Exit 1 from this severity on: error, warning or note."),
     ) -> None:
-        from ..doctor.trace.program import Target, run, stdout_to_stderr
         from ..doctor.output import answer
+        from ..doctor.trace.program import Target, plain_traceback, run, stdout_to_stderr
         from ..finding import Severity
 
         parsed = Target.parse(target)
         arguments = list(context.args)
         if parsed.function is not None and arguments:
             # nothing here is the program's: options may stand behind FILE.py:FUNCTION too
-            inner = context.command.make_context("trace", [*arguments, target], parent=context.parent)
-            if inner.args:
-                raise UsageError(f"{target}: a function takes no arguments, got {' '.join(inner.args)}")
-            json_output, fail_on = json_output or inner.params["json_output"], inner.params["fail_on"] if "fail_on" in " ".join(arguments).replace("-", "_") else fail_on
+            with context.command.make_context("trace", [*arguments, target], parent=context.parent) as inner:
+                if inner.args:
+                    raise UsageError(f"{target}: a function takes no arguments, got {' '.join(inner.args)}")
+                given = {key: value for key, value in inner.params.items() if inner.get_parameter_source(key) is not ParameterSource.DEFAULT}
+            json_output, map_file, fail_on = (given.get(k, v) for k, v in (("json_output", json_output), ("map_file", map_file), ("fail_on", fail_on)))
+            arguments = []
         try:
             level = Severity.parse(fail_on)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        if json_output:
-            with stdout_to_stderr():
-                outcome = run(parsed, arguments if parsed.function is None else ())
-        else:
-            outcome = run(parsed, arguments if parsed.function is None else ())
+        if map_file is not None and not map_file.resolve().parent.is_dir():
+            raise UsageError(f"--map {map_file}: no such folder")
+        with stdout_to_stderr() if json_output else nullcontext():
+            outcome = run(parsed, arguments, map=map_file)
         if outcome.error is not None and not isinstance(outcome.error, SystemExit):
-            traceback.print_exception(outcome.error)
+            sys.stdout.flush()
+            print(plain_traceback(outcome.error), file=sys.stderr, flush=True)
         status = answer(outcome.findings, subject=Path(target).name, json_output=json_output, fail_on=level)
         raise typer.Exit(status or outcome.status)

@@ -51,12 +51,17 @@ class Change:
         return f"{self.key}: {write_value(self.old)} -> {write_value(self.new)} ({self.why})"
 
 
-def compare(old: RunConfig, new: RunConfig) -> list[Change]:
-    """Every key whose value differs, in the order of the schema."""
+def compare(old: RunConfig, new: RunConfig, *, auto: str = "auto") -> list[Change]:
+    """Every key whose value differs, in the order of the schema.
+
+    auto  what `precision.preset: auto` is on the device of the new one: resolved.yaml has the preset it became, not the word
+    """
     changes = []
     for key in keys():
         section, _, name = key.partition(".")
         before, after = getattr(getattr(old, section), name), getattr(getattr(new, section), name)
+        if key == "precision.preset" and after == "auto":
+            after = auto
         if before != after:
             why = MAY_CHANGE.get(key)
             changes.append(Change(key, before, after, why is not None, why or "what was trained so far had the old one"))

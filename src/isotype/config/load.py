@@ -61,6 +61,7 @@ def load(
     *,
     preset: str | None = None,
     consent: bool = False,
+    resolved: bool = False,
 ) -> LoadedConfig:
     """Reads and checks a configuration.
 
@@ -68,6 +69,8 @@ def load(
     overrides  `section.key=value`, the value in YAML
     flags      `section.key` -> value from the command line's own options; None means not given
     preset     a recipe or precision by name (`config.recipes`)
+    consent    see LoadedConfig
+    resolved   the file is a run's resolved.yaml: the sources are those in its comments, so that they outlive a resume
     Raises     UsageError, a line for each mistake
     """
     settings = _Settings()
@@ -89,8 +92,16 @@ def load(
         _from_override(settings, override)
     config = _checked(settings)
     sources = {key: settings.sources.get(key, DEFAULT) for key in keys()}
+    if resolved:
+        sources = {key: _source_in_comment(source, text, str(path)) for key, source in sources.items()}
     said = [*([f"--preset {preset}"] if preset else []), *[f"{key}={write_value(value)}" for key, value in given.items()], *overrides]
     return LoadedConfig(config, sources, _with_command_line(text, said), path, consent)
+
+
+def _source_in_comment(source: str, text: str, name: str) -> str:
+    """The comment behind the key that `source` (`NAME:LINE`) points at, as `config.write.resolved_yaml` wrote it."""
+    line = source.removeprefix(f"{name}:")
+    return text.splitlines()[int(line) - 1].rpartition("  # ")[2] if line.isdecimal() else source
 
 
 def read_text(path: Path) -> str:

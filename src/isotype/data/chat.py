@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
@@ -30,6 +29,7 @@ DEFAULT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
 
+_ENDINGS = (".jinja", ".jinja2", ".j2", ".txt")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SENTINEL = "\U000f0f0e\U000f0f0f"  # private-use characters: in no template, in no text
 
@@ -101,9 +101,7 @@ class ChatTemplate:
 def chat_template(tokenizer: Any, file: str | None) -> ChatTemplate:
     """The template of a run: the file of `data.chat_template`, else the tokenizer's own, else a plain default."""
     if file is not None:
-        path = Path(file).expanduser()
-        text = read_text(path, file) if path.suffix in (".jinja", ".j2") and path.is_file() else read_text(existing_file(file), file)
-        return ChatTemplate(tokenizer, text, "file")
+        return ChatTemplate(tokenizer, read_text(existing_file(file, _ENDINGS), file), "file")
     own = tokenizer.chat_template
     if isinstance(own, dict):
         own = own.get("default") or next(iter(own.values()), None)

@@ -28,7 +28,6 @@ _PIECE = 1 << 16  # characters of a plain text tokenised at once, cut at line en
 class Tally:
     """What happened to the examples of one side (training or evaluation) on their way to rows."""
 
-    truncated: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     first_dropped: dict[str, str] = field(default_factory=dict)
     end_of_turn: Counter[str] = field(default_factory=Counter)
@@ -75,8 +74,8 @@ class Encoder:
         """The tokens of a text, nothing added."""
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def rows(self, examples: Iterable[Example], tally: Tally) -> Iterator[tuple[Example, Row]]:
-        """Examples with their rows, in order; those that teach nothing are dropped and counted."""
+    def rows(self, examples: Iterable[Example], tally: Tally) -> Iterator[tuple[Example, Row, bool]]:
+        """Examples with their rows, in order, and whether they were cut; those that teach nothing are dropped and counted."""
         examples = iter(examples)
         while batch := list(islice(examples, BATCH)):
             rendered = [self.render(example, tally) for example in batch]
@@ -86,7 +85,7 @@ class Encoder:
             for source, r, ids, offsets in zip(batch, rendered, encoded["input_ids"], encoded["offset_mapping"]):
                 row = self._row(r, ids, offsets, list(islice(prompts, len(r.spans))), tally)
                 if row is not None:
-                    yield source, row
+                    yield source, *row
 
     def render(self, example: Example, tally: Tally | None = None) -> Rendered:
         """The text of an example and what is learnt of it."""
@@ -118,7 +117,7 @@ class Encoder:
             else:
                 tally.drop("one token alone at the end of a text teaches nothing", place)
 
-    def _row(self, r: Rendered, ids: list[int], offsets: Offsets, prompts: Iterable[list[int]], tally: Tally) -> Row | None:
+    def _row(self, r: Rendered, ids: list[int], offsets: Offsets, prompts: Iterable[list[int]], tally: Tally) -> tuple[Row, bool] | None:
         ids, offsets = self._apart(r, ids, offsets, prompts, tally)
         learnt = [False] * len(ids)
         whole = len(r.spans) == 1 and r.spans[0].start == 0 and r.spans[0].end == len(r.text)
@@ -130,16 +129,14 @@ class Encoder:
             after = [] if self.after and ids[-1:] == self.after else self.after
             learnt = [whole] * len(before) + learnt + [True] * len(after)
             ids = before + ids + after
-        if len(ids) > self.max_length:
-            tally.truncated += 1
-            ids, learnt = ids[: self.max_length], learnt[: self.max_length]
+        cut = len(ids) > self.max_length
+        ids, learnt = ids[: self.max_length], learnt[: self.max_length]
         if not any(learnt[1:]):
-            cut = len(ids) == self.max_length
             tally.drop(f"no answer left within data.max_length {self.max_length}" if cut else "no token to learn", r.place)
             return None
         shared = self._tuple(ids)
         labels = shared if all(learnt) else tuple(i if on else IGNORED for i, on in zip(shared, learnt))
-        return Row(shared, labels, learnt.index(True))
+        return Row(shared, labels, learnt.index(True)), cut
 
     def _tokens(self, r: Rendered, ids: list[int], offsets: Offsets, span: Span, tally: Tally, *, whole: bool) -> tuple[int, int]:
         """The tokens of a span, from the first to its end-of-turn token; white space the template writes after that is not learnt."""

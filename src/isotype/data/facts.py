@@ -14,7 +14,7 @@ from .rows import IGNORED, Row
 _COMPARED = 64  # rows whose labels are compared with the template's own mask
 
 
-def side_facts(rows: Sequence[Row], tally: Tally, files: list[dict[str, Any]]) -> dict[str, Any]:
+def side_facts(rows: Sequence[Row], tally: Tally, files: list[dict[str, Any]], *, truncated: int) -> dict[str, Any]:
     """Counts of one side, training or evaluation."""
     lengths = sorted(len(row.input_ids) for row in rows)
     distinct = len({row.input_ids for row in rows})
@@ -23,7 +23,7 @@ def side_facts(rows: Sequence[Row], tally: Tally, files: list[dict[str, Any]]) -
         "rows": len(rows),
         "tokens": sum(lengths),
         "supervised_tokens": sum(row.supervised for row in rows),
-        "truncated": tally.truncated,
+        "truncated": truncated,
         "dropped": [{"why": why, "rows": n, "first": tally.first_dropped[why]} for why, n in tally.dropped.most_common()],
         "duplicates": len(rows) - distinct,
         "lengths": {
@@ -86,7 +86,7 @@ def compare_with_own_mask(encoder: Encoder, template: ChatTemplate, examples: Se
     only_derived: Counter[str] = Counter()
     for example in examples[:_COMPARED]:
         messages = as_messages(example)
-        _, row = next(encoder.rows([example], Tally()), (None, None))
+        _, row, _ = next(encoder.rows([example], Tally()), (None, None, False))
         if messages is None or row is None:
             continue
         own = encoder.tokenizer.apply_chat_template(
@@ -124,6 +124,12 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
         said += [f"{d['rows']} {name} rows dropped: {d['why']} (first: {d['first']})" for d in side["dropped"]]
         for file in side["files"]:
             said += [f"{file['path']}: the key {key} is not read ({n} rows)" for key, n in file.get("ignored_keys", {}).items()]
+    longest = max(train["lengths"]["longest"], evaluation["lengths"]["longest"])
+    if longest > encoder.tokenizer.model_max_length:
+        most = encoder.tokenizer.model_max_length
+        said.append(f"rows have up to {longest} tokens, and the tokenizer says its model takes {most}: lower data.max_length")
+    if evaluation["held_out"] and not evaluation["rows"] and facts["eval_split"]:
+        said.append(f"only {train['rows']} rows: none is held out for evaluation")
     if facts["duplicates_between"]:
         said.append(f"{facts['duplicates_between']} evaluation rows are also training rows: the evaluation loss is too good")
     if train["duplicates"]:

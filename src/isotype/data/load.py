@@ -39,11 +39,17 @@ class Source:
 
 @dataclass
 class Side:
-    """Rows of training or evaluation with where each came from (None for a window of plain text)."""
+    """Rows of training or evaluation, where each came from (None for a window of plain text), and whether it was cut."""
 
     rows: list[Row] = field(default_factory=list)
     examples: list[Example | None] = field(default_factory=list)
+    cut: list[bool] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
+
+    def add(self, row: Row, kept: Example | None, cut: bool) -> None:
+        self.rows.append(row)
+        self.examples.append(kept)
+        self.cut.append(cut)
 
 
 def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
@@ -78,11 +84,13 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
 
     keys = {row.input_ids for row in train.rows}
     facts: dict[str, Any] = {
-        "train": side_facts(train.rows, train.tally, [s.facts for s in sources]),
-        "eval": side_facts(evaluation.rows, evaluation.tally, [s.facts for s in eval_sources]) | {"held_out": held_out},
+        "train": side_facts(train.rows, train.tally, [s.facts for s in sources], truncated=sum(train.cut)),
+        "eval": side_facts(evaluation.rows, evaluation.tally, [s.facts for s in eval_sources], truncated=sum(evaluation.cut))
+        | {"held_out": held_out},
         "duplicates_between": sum(row.input_ids in keys for row in evaluation.rows),
         "max_length": data.max_length,
         "loss_on": data.loss_on,
+        "eval_split": data.eval_split if held_out else None,
         "template": template_facts(encoder, [e for s in sources for e in s.examples if e.completion is not None or e.messages is not None]),
         "tokens": token_facts(encoder, [*train.rows, *evaluation.rows], [train.tally, evaluation.tally]),
     }
@@ -139,14 +147,13 @@ def _encode(sources: list[Source], encoder: Encoder, limit: int | None) -> Side:
         if source.text is not None:
             windows = list(encoder.windows(source.text, source.name, side.tally))[:limit]
             source.facts["rows"] = len(windows)
-            side.rows += windows
-            side.examples += [None] * len(windows)
+            for window in windows:
+                side.add(window, None, False)
             continue
-        for kept, row in watched(encoder.rows(source.examples, side.tally), f"tokenising {source.name}"):
-            side.rows.append(row)
-            side.examples.append(kept)
+        for kept, row, cut in watched(encoder.rows(source.examples, side.tally), f"tokenising {source.name}"):
+            side.add(row, kept, cut)
     if limit is not None:
-        del side.rows[limit:], side.examples[limit:]
+        del side.rows[limit:], side.examples[limit:], side.cut[limit:]
     return side
 
 
@@ -165,15 +172,10 @@ def _hold_out(train: Side, share: float, seed: int) -> Side:
             break
         held.add(key)
         count += copies[key]
-    kept_rows, kept_examples = [], []
-    for row, kept in zip(train.rows, train.examples):
-        if row.input_ids in held:
-            evaluation.rows.append(row)
-            evaluation.examples.append(kept)
-        else:
-            kept_rows.append(row)
-            kept_examples.append(kept)
-    train.rows, train.examples = kept_rows, kept_examples
+    everything = list(zip(train.rows, train.examples, train.cut))
+    train.rows, train.examples, train.cut = [], [], []
+    for row, kept, cut in everything:
+        (evaluation if row.input_ids in held else train).add(row, kept, cut)
     return evaluation
 
 

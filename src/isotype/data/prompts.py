@@ -52,7 +52,10 @@ def prompts_of(examples: Sequence[Example], encoder: Encoder) -> list[SampleProm
 def prompt_of_text(ids: Sequence[int], encoder: Encoder) -> SamplePrompt:
     """The beginning of a text as a prompt, the rest as its reference."""
     cut = min(len(encoder.before) + _TEXT_PROMPT, max(1, len(ids) // 2))
-    text, rest = (encoder.tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:cut], ids[cut : cut + 8 * _TEXT_PROMPT]))
+    following = ids[cut : cut + 2 * _TEXT_PROMPT]
+    if encoder.after and encoder.after[0] in following:  # the next text is another matter
+        following = following[: following.index(encoder.after[0])]
+    text, rest = (encoder.tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:cut], following))
     return SamplePrompt(text.strip(), tuple(ids[:cut]), rest.strip() or None)
 
 

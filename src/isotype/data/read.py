@@ -36,12 +36,12 @@ class Record:
         return f"{self.file}:{self.line}"
 
 
-def existing_file(name: str) -> Path:
-    """The path of a readable, non-empty, regular file, or an error that says what is there instead."""
+def existing_file(name: str, endings: tuple[str, ...] = JSON_ENDINGS + TEXT_ENDINGS) -> Path:
+    """The path of a readable, non-empty, regular file with one of the endings, or an error that says what is there instead."""
     path = Path(name).expanduser()
     if path.is_dir():
-        inside = sorted(p.name for p in path.iterdir() if p.suffix in JSON_ENDINGS + TEXT_ENDINGS)[:3]
-        hint = f"name a file in it ({', '.join(inside)})" if inside else "it has no .jsonl, .json or .txt file"
+        inside = sorted(p.name for p in path.iterdir() if p.suffix in endings)[:3]
+        hint = f"name a file in it ({', '.join(inside)})" if inside else f"it has no file that ends in {', '.join(endings)}"
         raise UsageError(f"{name}: is a folder; {hint}")
     if not path.exists():
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -49,9 +49,8 @@ def existing_file(name: str) -> Path:
         raise UsageError(f"{name}: no such file" + (f", did you mean {path.parent / close[0]}?" if close else ""))
     if not path.is_file():
         raise UsageError(f"{name}: not a regular file")
-    if path.suffix.lower() not in JSON_ENDINGS + TEXT_ENDINGS:
-        known = ", ".join(JSON_ENDINGS + TEXT_ENDINGS)
-        raise UsageError(f"{name}: the ending {path.suffix or '(none)'} says no known format; use one of {known}")
+    if path.suffix.lower() not in endings:
+        raise UsageError(f"{name}: the ending {path.suffix or '(none)'} says no known format; use one of {', '.join(endings)}")
     try:
         with path.open("rb") as file:
             if not file.read(1):

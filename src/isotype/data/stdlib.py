@@ -145,7 +145,8 @@ def _summary(doc: str) -> str | None:
         text = paragraphs[1]
     text = re.sub(r"^[\w.]+\([^)]*\)\s*(->\s*[\w.\[\], ]+?)?\s*(--?|:)\s+", "", text).strip()
     text = re.sub(r":(?:\w+:)?`+([^`]+)`+", r"`\1`", text).replace("``", "`")
-    if not _SHORTEST <= len(text) <= _LONGEST or ">>>" in text or not text.isascii() or not text[0].isalpha():
+    text = re.sub(r"(?<![\w*])\*(\w+)\*(?![\w*])", r"`\1`", text)
+    if not _SHORTEST <= len(text) <= _LONGEST or ">>>" in text or "->" in text or not text.isascii() or not text[0].isalpha():
         return None
     letters = sum(c.isalpha() or c.isspace() for c in text) / len(text)
     if letters < 0.8 or len(text.split()) < 4:

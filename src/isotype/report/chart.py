@@ -64,7 +64,8 @@ def bar_chart(bars: Sequence[tuple[str, int]], *, label: str, width: int = 460, 
     parts = []
     for i, (name, count) in enumerate(bars):
         size = (bottom - top) * count / most
-        x, w = i * step + step * 0.12, step * 0.76
+        w = min(step * 0.76, 64.0)
+        x = (i + 0.5) * step - w / 2
         parts.append(f'<rect class="bar" x="{x:.1f}" y="{bottom - size:.1f}" width="{w:.1f}" height="{max(size, 1.0):.1f}" rx="3"/>')
         middle = x + w / 2
         parts.append(f'<text class="value" x="{middle:.1f}" y="{bottom - size - 6:.1f}" text-anchor="middle">{count:,}</text>')

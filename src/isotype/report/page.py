@@ -78,7 +78,7 @@ def subtitle(record: RunRecord) -> str:
     kind = record.setting("adapter", "kind")
     train = record.setting("data", "train")
     parts = [
-        Path(str(model)).name if model else None,
+        "/".join(Path(str(model)).parts[-2:]) if model else None,
         record.precision.get("preset"),
         f"LoRA r={record.setting('adapter', 'r')}" if kind == "lora" else "every weight trained" if kind == "none" else None,
         f"on {', '.join(Path(str(t)).name for t in (train if isinstance(train, list) else [train]))}" if train else None,

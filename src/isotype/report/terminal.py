@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from .words import plain
 
@@ -26,12 +27,13 @@ def terminal_chart(points: Sequence[tuple[float, float]], *, width: int = 60, he
         label = plain(high) if row == height - 1 else plain(low) if row == 0 else ""
         rows.append(f"{label:>9} " + "".join(blocks[min(8, max(0, e - 8 * row))] for e in eighths).rstrip())
     first, last = f"{finite[0][0]:,.0f}", f"{finite[-1][0]:,.0f}"
-    return "\n".join([*rows, " " * 10 + first + last.rjust(max(1, len(means) - len(first)))])
+    steps = first if len(means) == 1 else first + " " + last.rjust(len(means) - len(first) - 1)
+    return "\n".join([*rows, " " * 10 + steps])
 
 
 def _columns(points: Sequence[tuple[float, float]], count: int) -> list[float]:
     cuts = [round(i * len(points) / count) for i in range(count + 1)]
-    return [sum(y for _, y in points[a:b]) / (b - a) for a, b in zip(cuts, cuts[1:])]
+    return [sum(y for _, y in points[a:b]) / (b - a) for a, b in pairwise(cuts)]
 
 
 def _has_blocks(encoding: str | None) -> bool:

@@ -67,8 +67,19 @@ def base_source(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, fo
     return Source(str(folder))
 
 
+def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """The configuration of the model that a run would load or build, without its weights."""
+    if section.init == "random":
+        return _random_config(section, tokenizer)
+    assert section.name is not None, "the command line asks for a model before anything is loaded"
+    with _explained(section.name, "model"):
+        return AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
+
+
 def load_base(source: Source, precision: Precision, *, attention: str, device: torch.device, trainable: bool) -> PreTrainedModel:
     """The base model on `device`; every weight in `trainable`'s dtype when all are trained, else in the base's, quantised for nf4."""
+    if attention in ("flash", "flex") and device.type == "cpu":
+        raise UsageError(f"model.attention: {attention} trains on a GPU only, and this run is on the CPU", fix="model.attention: sdpa")
     dtype = precision.trainable if trainable else precision.unquantised
     options: dict[str, Any] = {"attn_implementation": ATTENTION[attention], "dtype": to_torch(dtype)}
     if precision.base == "nf4" and not trainable:
@@ -159,6 +170,8 @@ def _explain(name: str, what: str, error: BaseException) -> UsageError:
         at = at.__cause__ or at.__context__
     kinds = {type(c).__name__ for c in causes}
     text = " ".join(str(c) for c in causes)
+    if "FlashAttention" in text:
+        return UsageError(f"model.attention: flash: {_first_line(error)}", fix="pip install flash-attn, or model.attention: sdpa")
     if Path(name).exists():
         if not (Path(name) / "config.json").is_file():
             kept = ", ".join(sorted(p.name for p in Path(name).iterdir())[:6]) if Path(name).is_dir() else "a file"

@@ -16,7 +16,7 @@ from ..config.load import LoadedConfig, load
 from ..config.write import resolved_yaml
 from ..environment import environment
 from ..errors import IsotypeError, RunError, UsageError
-from ..hardware import measured_matmul_peak
+from ..hardware import detect, measured_matmul_peak
 from ..precision.observe import Observer
 from .adapter import trainable_share
 from .batches import RowStream
@@ -26,7 +26,7 @@ from .flops import step_flops
 from .folder import RESOLVED, RunFolder, name_of
 from .interrupt import Interrupt
 from .loop import Loop, Plan
-from .setup import Prepared, prepare
+from .setup import Prepared, prepare, resolve_precision
 
 INTERRUPTED = 130
 
@@ -114,20 +114,25 @@ def _write_start(loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, *,
     """What the run is, before its first step; `resolved.yaml` last, since its presence makes the folder a run."""
     if not resuming:
         folder.metrics.unlink(missing_ok=True)
-    folder.write_text("config.yaml", loaded.text)
+        folder.write_text("config.yaml", loaded.text)  # as given at first; a resumed run reads resolved.yaml
     folder.write_json("env.json", environment())
     folder.write_json("data.json", prepared.data.facts)
     reasons = {f"precision.{role}": reason for role, reason in prepared.resolved.reasons.items()}
-    folder.write_text(RESOLVED, resolved_yaml(loaded, reasons))
+    reasons["precision.preset"] = prepared.resolved.why_preset
+    values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
+    values["precision.preset"] = prepared.resolved.preset
+    folder.write_text(RESOLVED, resolved_yaml(loaded, reasons, values))
 
 
 def _compare_with_before(loaded: LoadedConfig, folder: RunFolder, console: RunConsole) -> None:
     """Says what differs from the configuration the run was started with; refuses what would make it another run."""
-    changes = compare(load(folder.path / RESOLVED, [], {}).config, loaded.config)
-    forbidden = [c for c in changes if not c.allowed]
+    preset = resolve_precision(loaded.config, loaded.sources, detect(loaded.config.model.device)).preset
+    changes = compare(load(folder.path / RESOLVED, [], {}).config, loaded.config, auto=preset)
+    forbidden = [c for c in changes if not c.allowed and not loaded.consent]
     if forbidden:
         raise UsageError(
-            "resuming would be another run:\n" + "\n".join(f"  {c}" for c in forbidden), fix="resume without these, or start a new run"
+            "resuming would be another run:\n" + "\n".join(f"  {c}" for c in forbidden),
+            fix="resume without these, start a new run, or accept them: --yes",
         )
     for change in changes:
         console.say(f"changed   {change}")

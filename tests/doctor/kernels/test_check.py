@@ -67,7 +67,11 @@ def fault_line(case: Case) -> int:
         source, first = inspect.getsourcelines(function.fn)
         marked = [first + i for i, text in enumerate(source) if "# fault" in text]
         if marked:
-            return marked[0] if function is getattr(kernels, case.name) or case.name != "helper_returns" or function is kernels._two_returns else 0
+            return (
+                marked[0]
+                if function is getattr(kernels, case.name) or case.name != "helper_returns" or function is kernels._two_returns
+                else 0
+            )
     raise AssertionError(case.name)
 
 

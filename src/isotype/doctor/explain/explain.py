@@ -87,10 +87,9 @@ def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
         inside = "inside a trainer" if "trainer" in situation else "no trainer in the traceback"
         details.append(("situation", ", ".join([*context, inside])))
     details.append(("seen", top.because or "nothing in the text decides between the causes; this is the usual one"))
-    details += [
-        ("or", f"{cause.name}: {cause.fix.splitlines()[0]}" + (f" (seen: {cause.because})" if cause.because else ""))
-        for cause in others[:3]
-    ]
+    if others:
+        lines = [f"{c.name}: {c.fix.splitlines()[0]}" + (f" (seen: {c.because})" if c.because else "") for c in others[:3]]
+        details.append(("or", "\n".join(lines)))
     place = (
         Place(file=frame.file, line=frame.line, symbol=frame.function or None)
         if frame

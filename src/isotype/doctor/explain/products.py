@@ -376,9 +376,9 @@ def attention(s: Seen) -> Explained:
     a mask made with `dtype=query.dtype` (or bool).
     """
     if s.operator == "attention mask":
-        mask, query = s.dtype("mask"), s.dtype("query")
+        mask, query = s.dtype("mask", "another dtype"), s.dtype("query", "one dtype")
         causes = []
-        if not _float(mask):
+        if "mask" in s.dtypes and not _float(mask):
             causes.append(
                 Cause(
                     name="integer mask",
@@ -588,6 +588,40 @@ def indexed_write(s: Seen) -> Explained:
         )
     )
     return Explained(message=f"{name}: {src} source, {dst} destination", causes=causes)
+
+
+@family("EX008", "integer input")
+def integer_input(s: Seen) -> Explained:
+    """Ids or labels are floating where integers are expected
+
+    **Why it matters.** Embeddings take integer ids, and losses over classes integer labels. Casting a whole batch to bf16, a
+    remedy that circulates for
+    dtype errors elsewhere, casts the ids too.
+
+    **Example.** `batch = {k: v.to(torch.bfloat16) for k, v in batch.items()}`.
+
+    **What to do.** Cast floating tensors only: `v.to(dtype) if v.is_floating_point() else v`; labels with `.long()`.
+    """
+    want, got = s.dtype("expected", "an integer dtype"), s.dtype("got", "a floating dtype")
+    embedding = s.situation.mentions("embed")
+    return Explained(
+        message=f"{got} where integer ids or labels are expected",
+        causes=[
+            Cause(
+                name="ids cast with the rest of the batch",
+                score=4 if embedding or "indices" in s.text else 2,
+                why=f"an embedding's ids are {got}: the whole batch was cast to a floating dtype, input_ids included",
+                fix="cast floating tensors only: {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}",
+                because="the argument is indices" if "indices" in s.text else "",
+            ),
+            Cause(
+                name="labels are floating",
+                score=3,
+                why=f"a loss over classes needs {want} labels and got {got}",
+                fix="labels = labels.long()",
+            ),
+        ],
+    )
 
 
 @family("EX030", "unknown wording")

@@ -185,6 +185,7 @@ _FORMS: tuple[tuple[str, str], ...] = (
     ),
     ("scaler, fp16 gradients", r"[Aa]ttempting to unscale FP16 gradients"),
     ("scaler, bf16 gradients", r"\"_amp_foreach_non_finite_check_and_unscale_\w+\" not implemented for '<gradient>'"),
+    ("integer input", r"to have one of the following scalar types: (?:Long|Int)[\w, ]*; but got <got>"),
     ("two dtypes", r"expected scalar type <expected> but (?:found|got) <got>"),
     ("no gradient", r"element 0 of tensors does not require grad and does not have a grad_fn"),
     # what a dtype lacks
@@ -285,6 +286,15 @@ _FORMS: tuple[tuple[str, str], ...] = (
     ("Triton math", r"Expected dtype \[(?P<_ok>[^\]]+)\] but got <got>"),
     ("Triton store", r"Block element type\s?\(<left>\) and value element type\s?\(<right>\) mismatch"),
     ("Triton fp8", r"type (?P<_dtype>fp8\w+) not supported in this architecture"),
+    # forms cut short, as people quote them
+    ("attention", r"Expected query,? key,? and value to have the same dtype"),
+    ("attention mask", r"attn_mask dtype to be bool (?:or float )?or to match query dtype|invalid dtype for bias - should match query"),
+    ("indexed write", r"(?P<_name>Index put) requires .{0,60}got <destination> for the destination and <source> for the source"),
+    ("indexed write", r"(?P<_name>Index put) requires the source and destination dtypes match"),
+    ("flattened parameters", r"(?:Must flatten tensors with|FlatParameter requires) uniform dtype"),
+    ("sharded group", r"FSDP expects uniform (?P<_what>original parameter|reduce) dtype"),
+    ("DeepSpeed mismatch", r"DeepSpeed config values that mismatch TrainingArguments values"),
+    ("matrix product", r"expected m(?:at)?1 and m(?:at)?2 to have the same dtype"),
 )
 
 # A cheap word of each form's literal text would do; one union is simpler and as fast: text without any of these is not about dtypes.
@@ -293,7 +303,7 @@ _HINT = re.compile(
     r"?Attention|mixed.precision|grad_fn|data type|same type|Query/Key|quantized models|'lower'|requires "
     r"it\.|lhs and rhs|(?:type|and) Float|c10::|without overflow|Float and|got Float|can't be cast|Float "
     r"can"
-    r"|Input type|Blockwise|purely quantized|invalid tensor type|same data ?type|scalar types|autocast"
+    r"|Input type|Blockwise|purely quantized|invalid tensor type|same data ?type|scalar types?|autocast"
 )
 _META = re.compile(r"different metadata than during the forward pass")
 _META_PAIR = re.compile(
@@ -330,21 +340,23 @@ def recognise(text: str, situation: Situation) -> Seen | None:
             dtypes = {k: dtype_word(v) for k, v in groups.items() if not k.startswith("_")}
             if not all(_known(word) for word in dtypes.values()):
                 continue
+            if len(dtypes) > 1 and len(set(dtypes.values())) == 1:
+                return None  # one dtype on both sides: the disagreement is about devices or shapes
             words = {k[1:].rstrip("2"): v for k, v in groups.items() if k.startswith("_")}
             if "dtype" in words:
                 dtypes["missing"] = dtype_word(words["dtype"])
-            operator = _by_place(operator, words, situation)
+            operator = _by_place(operator, words, dtypes, situation)
             return Seen(text=text, operator=operator, dtypes=dtypes, words=words, situation=situation)
     return _unknown_wording(text, situation)
 
 
-def _by_place(operator: str, words: dict[str, str], situation: Situation) -> str:
+def _by_place(operator: str, words: dict[str, str], dtypes: dict[str, str], situation: Situation) -> str:
     """A few texts are shared by several operators: the traceback tells which."""
     if operator == "old type check":
         names = " ".join(words.values())
         return "convolution" if "grad_output" in names or ("weight" in names and situation.mentions("conv")) else "matrix product"
     if operator == "two dtypes":
-        return operator_of(situation)
+        return "integer input" if dtypes.get("expected", "").startswith("int") else operator_of(situation)
     return operator
 
 

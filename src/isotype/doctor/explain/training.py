@@ -247,10 +247,11 @@ def sharding(s: Seen) -> Explained:
     if s.operator == "collective":
         causes.append(
             Cause(
-                name="parameters of two dtypes under ZeRO",
+                name="mixed parameter dtypes in one collective",
                 score=3.5,
                 why=(
-                    "DeepSpeed ZeRO packs parameters of two dtypes (fp32 LoRA on a bf16 base, or a misspelt bf16 section "
+                    "a reduce_scatter or all_gather (DeepSpeed ZeRO, ZeRO++) packs tensors of mixed dtypes (fp32 LoRA on "
+                    "a bf16 base, or a misspelt bf16 section "
                     "that left parameters in fp32) into one collective"
                 ),
                 fix=("one parameter dtype: autocast_adapter_dtype=False, and check that the DeepSpeed config has bf16: {enabled: auto}"),

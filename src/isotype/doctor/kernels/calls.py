@@ -130,6 +130,8 @@ class Recording:
         self._stack = ExitStack()
 
     def __enter__(self) -> Recording:
+        import torch._dynamo  # noqa: F401  its table of torch's functions must hold the real ones, not the pretended ones
+
         from .pretend import pretend_gpu
         from .trap import trap_launches
 

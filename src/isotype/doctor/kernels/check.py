@@ -13,6 +13,7 @@ from .observe import Observation, observe
 from .signature import Combination, Reach, distinct, float_pointer_matrix, scalar_variations
 from .static_checks import static_faults
 from .targets import DEFAULT, parse_target, require_triton
+from .unwrap import place_of
 
 Signatures = Mapping[str, Mapping[str, str]] | Sequence[Mapping[str, str]]
 _SEVERITY = {Reach.GIVEN: Severity.ERROR, Reach.MIXED: Severity.WARNING, Reach.INFERRED: Severity.WARNING, Reach.LATENT: Severity.NOTE}
@@ -38,6 +39,7 @@ class Result:
     compiled: int  # combinations tried, over all targets
     failed: int
     observations: list[Observation] = field(default_factory=list)
+    usages: list[str] = field(default_factory=list)  # with `binary`: a line for each program made
 
 
 def check(
@@ -140,11 +142,13 @@ def check_combinations(
     for target in parsed[1:]:
         observations += [observe(function, c, target) for c in combinations if c.reach > Reach.LATENT]
     findings = as_findings(function, observations)
+    usages: list[str] = []
     if binary:
         from .binary import binary_findings
 
-        findings += binary_findings(function, [o for o in observations if not o.failed and o.combination.reach > Reach.LATENT], parsed)
-    return Result(findings, len(observations), sum(o.failed for o in observations), observations)
+        more, usages = binary_findings(function, [o for o in observations if not o.failed and o.combination.reach > Reach.LATENT], parsed)
+        findings += more
+    return Result(findings, len(observations), sum(o.failed for o in observations), observations, usages)
 
 
 def as_findings(function: Any, observations: Sequence[Observation]) -> list[Finding]:
@@ -161,7 +165,7 @@ def as_findings(function: Any, observations: Sequence[Observation]) -> list[Find
 
 def _faults(function: Any, observation: Observation) -> Iterable[Fault]:
     if observation.failed:
-        return [diagnose(function.__name__, function.file_name, function.def_file_line_number, observation)]
+        return [diagnose(function.__name__, *place_of(function), observation)]
     if observation.combination.reach == Reach.LATENT:
         return []
     return static_faults(function.__name__, observation)

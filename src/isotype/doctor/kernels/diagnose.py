@@ -222,7 +222,9 @@ def _ternary(scene: Scene) -> Fault | None:
 
 
 def _return_types(scene: Scene) -> Fault | None:
-    found = re.search(r"(?:[Rr]eturn type mismatch|[Ii]nconsistent return types)[: ]*(<.*?>|\S+) (?:and|vs\.?|!=) (<.*?>|\w\S*)", scene.message)
+    found = re.search(
+        r"(?:[Rr]eturn type mismatch|[Ii]nconsistent return types)[: ]*(<.*?>|\S+) (?:and|vs\.?|!=) (<.*?>|\w\S*)", scene.message
+    )
     if not found:
         return None
     left, right = scalar_word(found[1]), scalar_word(found[2])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...dtypes import parse
+from .unwrap import place_of
 
 _POINTER_WORD = {
     "int64": "*i64",
@@ -78,7 +79,7 @@ def _is(node: ast.AST, name: str) -> bool:
 
 def _tree(function: Any) -> ast.AST | None:
     try:
-        with open(function.file_name, encoding="utf-8") as file:
+        with open(place_of(function)[0], encoding="utf-8") as file:
             return ast.parse(file.read())
     except (OSError, SyntaxError, ValueError):
         return None

@@ -72,21 +72,29 @@ class Observation:
         return self.error is not None
 
 
+def _of(value: Any, name: str) -> Any:
+    """An attribute or None; Triton's own tuples raise ValueError for one they have not (up to 3.6)."""
+    try:
+        return getattr(value, name, None)
+    except ValueError:
+        return None
+
+
 def dtype_word(value: Any) -> str | None:
     """`fp32`, `int32`, `*bf16`; None for values without a type (modules, functions, None)."""
-    kind = getattr(value, "type", None)
-    scalar = getattr(kind, "scalar", kind)
+    kind = _of(value, "type")
+    scalar = _of(kind, "scalar") or kind
     word = str(scalar) if scalar is not None else None
     if word is None or word.startswith(("constexpr", "<class")):
-        inner = getattr(value, "value", None)
-        return f"constexpr {type(inner).__name__}" if hasattr(value, "value") else None
+        inner = _of(value, "value")
+        return f"constexpr {type(inner).__name__}" if inner is not None else None
     if word.startswith("pointer<"):
         return "*" + word.removeprefix("pointer<").removesuffix(">").split(",")[0].strip("> ")
     return {"int1": "bool"}.get(word, word)
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    sizes = [getattr(n, "value", n) for n in getattr(value, "shape", None) or ()]
+    sizes = [getattr(n, "value", n) for n in _of(value, "shape") or ()]
     return tuple(n for n in sizes if isinstance(n, int))  # a tensor descriptor's sizes are run-time values
 
 

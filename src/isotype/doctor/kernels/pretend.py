@@ -133,7 +133,6 @@ class _Driver:
 def _cuda_answers(target: Any) -> dict[str, Any]:
     """`torch.cuda`'s questions and their answers."""
     shape = _properties(target)
-    nothing = lambda *args, **kwargs: None  # noqa: E731
     answers: dict[str, Any] = {
         "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
         "get_device_capability": lambda device=None: (shape.major, shape.minor), "get_device_properties": lambda device=None: shape,
@@ -141,11 +140,21 @@ def _cuda_answers(target: Any) -> dict[str, Any]:
         "current_stream": lambda device=None: _Stream(), "default_stream": lambda device=None: _Stream(), "Stream": _Stream, "Event": _Stream,
         "stream": lambda stream: contextlib.nullcontext(), "device": lambda device: contextlib.nullcontext(),
         "device_of": lambda tensor: contextlib.nullcontext(), "memory_allocated": lambda *a: 0, "max_memory_allocated": lambda *a: 0,
-        "mem_get_info": lambda *a: (70 << 30, 80 << 30), "_lazy_init": nothing,
+        "mem_get_info": lambda *a: (70 << 30, 80 << 30),
     }  # fmt: skip
-    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all", "ipc_collect"):
-        answers[name] = nothing
+    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all", "ipc_collect", "_lazy_init"):  # fmt: skip
+        answers[name] = _nothing(name)
     return answers
+
+
+def _nothing(name: str) -> Any:
+    """A function of its own for each name: torch.compile keeps a table of functions, in which each may stand once."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    nothing.__name__ = name
+    return nothing
 
 
 @contextlib.contextmanager
@@ -167,6 +176,8 @@ def pretend_gpu(target: Any) -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         for name, value in {"is_cuda": property(lambda self: True), "device": property(lambda self: _CUDA), "get_device": lambda self: 0}.items():  # fmt: skip
             stack.enter_context(_attribute(torch.Tensor, name, value))
+        # torch.compile's import reaches for it once CUDA says it is available
+        stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True))
         stack.enter_context(mock.patch.object(autograd, "_engine_run_backward", backward_on_the_cpu))
         stack.enter_context(mock.patch.object(torch.nn.Module, "cuda", lambda self, device=None: self))
         before = getattr(driver, "_active", None)

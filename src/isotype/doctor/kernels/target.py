@@ -8,7 +8,6 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -33,17 +32,21 @@ class Report:
     compiled: int = 0
     failed: int = 0
     remarks: list[str] = field(default_factory=list)
+    usages: list[str] = field(default_factory=list)
 
     def add(self, name: str, result: Result) -> None:
         self.findings += [f for f in result.findings if f not in self.findings]
         self.kernels.append(name)
         self.compiled += result.compiled
         self.failed += result.failed
+        self.usages += result.usages
 
     def add_wrapper(self, result: WrapperResult) -> None:
         self.findings += [f for f in result.findings if f not in self.findings]
         self.kernels += [k for k in result.kernels if k not in self.kernels]
         self.compiled += result.compiled
+        self.failed += result.failed
+        self.usages += result.usages
         self.remarks += [f"{label}: refused by the function itself: {why}" for label, why in result.refused.items()] + result.remarks
 
 
@@ -65,8 +68,8 @@ def check_target(text: str, targets: Sequence[str] | None = None, *, binary: boo
     if name:
         _check_name(module, name, own, binary, report)
         return report
-    for one in modules:
-        _check_module(one, own, binary, report)
+    for each in modules:
+        _check_module(each, own, binary, report)
     if not report.kernels:
         raise UsageError(f"{text}: no @triton.jit kernel in it")
     return report
@@ -77,40 +80,47 @@ def _looks_like_windows(text: str) -> bool:
 
 
 def load(place: str) -> list[ModuleType]:
-    """The module behind a path or a dotted name; a package also brings its submodules. Its own code sees a pretended GPU and launches nothing.
+    """The module behind a path or a dotted name; a package also brings its submodules. What its own code launches is not run.
 
     Raises  UsageError in one line: no such file, a syntax error, an import that fails.
     """
     from .pretend import pretend_gpu
     from .trap import trap_launches
 
-    with ExitStack() as stack:
-        stack.enter_context(trap_launches())
-        stack.enter_context(pretend_gpu(parse_target(DEFAULT)))
-        try:
-            path = Path(place)
-            if place.endswith(".py") or path.is_file():
-                return [_load_file(path)]
-            if path.is_dir():
-                files = sorted(f for f in path.rglob("*.py") if "triton" in f.read_text(encoding="utf-8", errors="replace"))
-                if not files:
-                    raise UsageError(f"{place}: no Python file in it names triton")
-                return [_load_file(f) for f in files]
-            module = importlib.import_module(place)
-            return [module, *_submodules(module)]
-        except IsotypeError:
-            raise
-        except ModuleNotFoundError as error:
-            hint = (
-                "no such file or module"
-                if error.name and place.startswith(error.name)
-                else f"it imports {error.name}, which is not installed"
-            )
-            raise UsageError(f"{place}: {hint}") from error
-        except SyntaxError as error:
-            raise UsageError(f"{error.filename or place}:{error.lineno}: {error.msg}") from error
-        except Exception as error:
-            raise UsageError(f"{place}: importing it raised {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+    try:
+        with trap_launches():
+            try:
+                return _imported(place)
+            except (IsotypeError, ModuleNotFoundError, SyntaxError):
+                raise
+            except Exception:
+                # code that picks a driver or a device when imported: once more, on a machine that says it has a GPU
+                with pretend_gpu(parse_target(DEFAULT)):
+                    return _imported(place)
+    except IsotypeError:
+        raise
+    except ModuleNotFoundError as error:
+        missing = bool(error.name) and place.split(".")[0] == str(error.name).split(".")[0]
+        raise UsageError(
+            f"{place}: {'no such file or module' if missing else f'it imports {error.name}, which is not installed'}"
+        ) from error
+    except SyntaxError as error:
+        raise UsageError(f"{error.filename or place}:{error.lineno}: {error.msg}") from error
+    except Exception as error:
+        raise UsageError(f"{place}: importing it raised {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _imported(place: str) -> list[ModuleType]:
+    path = Path(place)
+    if place.endswith(".py") or path.is_file():
+        return [_load_file(path)]
+    if path.is_dir():
+        files = sorted(f for f in path.rglob("*.py") if "triton" in f.read_text(encoding="utf-8", errors="replace"))
+        if not files:
+            raise UsageError(f"{place}: no Python file in it names triton")
+        return [_load_file(f) for f in files]
+    module = importlib.import_module(place)
+    return [module, *_submodules(module)]
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -137,9 +147,10 @@ def _load_file(path: Path) -> ModuleType:
 def _submodules(module: ModuleType) -> Iterator[ModuleType]:
     for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{module.__name__}.", onerror=lambda name: None):
         try:
-            yield importlib.import_module(info.name)
+            found = importlib.import_module(info.name)
         except Exception:
             continue  # an optional part of a package that needs what is not installed; its other parts are checked
+        yield found
 
 
 def kernels_in(module: ModuleType) -> dict[str, Any]:

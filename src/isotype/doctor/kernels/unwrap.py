@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,3 +69,10 @@ def unwrap(kernel: Any) -> Unwrapped:
     if not isinstance(one, JITFunction):
         raise UsageError(f"{getattr(kernel, '__name__', kernel)!r} is no @triton.jit kernel")
     return Unwrapped(one, configs or [Configuration()], heuristics)
+
+
+def place_of(function: Any) -> tuple[str, int]:
+    """The file of a kernel and the line of its `def`, below the decorators."""
+    source, first = inspect.getsourcelines(function.fn)
+    below = next((i for i, text in enumerate(source) if text.lstrip().startswith("def ")), 0)
+    return function.fn.__code__.co_filename, first + below

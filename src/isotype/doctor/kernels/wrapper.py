@@ -18,6 +18,8 @@ class WrapperResult:
     kernels: list[str] = field(default_factory=list)
     launches: int = 0
     compiled: int = 0
+    failed: int = 0
+    usages: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
@@ -36,6 +38,8 @@ def check_reached(calls: Calls, targets: Sequence[str | int], *, binary: bool = 
         one = check_combinations(reached.function, reached.combinations, targets, binary=binary, extend=not _only_own(reached))
         result.findings += one.findings
         result.compiled += one.compiled
+        result.failed += one.failed
+        result.usages += one.usages
         result.kernels.append(reached.function.__name__)
     return result
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 N = TypeVar("N", bound=ast.AST)
+_SCOPES = {ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda}
 
 
 class SourceFile:
@@ -21,23 +22,33 @@ class SourceFile:
         self.path, self.text = path, text
         self.tree = ast.parse(text, filename=path)
         self.parents: dict[ast.AST, ast.AST] = {}
+        self.memo: dict[str, Any] = {}  # what several rules need and one of them has worked out
+        self._snippets: dict[ast.AST, str] = {}
+        self._own: dict[ast.AST, list[ast.AST]] = {}
         self._by_type: dict[type[ast.AST], list[ast.AST]] = {}
         self._index()
 
     def _index(self) -> None:
-        queue: list[ast.AST] = [self.tree]
-        for node in queue:  # grows while it is read: breadth first
-            self._by_type.setdefault(type(node), []).append(node)
+        """One walk, breadth first: types, parents, and which scope each node belongs to."""
+        queue: list[tuple[ast.AST, ast.AST]] = [(self.tree, self.tree)]
+        parents, by_type, own = self.parents, self._by_type, self._own
+        for node, scope in queue:  # grows while it is read
+            kind = type(node)
+            by_type.setdefault(kind, []).append(node)
+            inner = node if kind in _SCOPES else scope
+            children = own.setdefault(inner, [])
             for name in node._fields:
                 value = getattr(node, name, None)
                 if isinstance(value, ast.AST):
-                    self.parents[value] = node
-                    queue.append(value)
+                    parents[value] = node
+                    children.append(value)
+                    queue.append((value, inner))
                 elif isinstance(value, list):
                     for item in value:
                         if isinstance(item, ast.AST):
-                            self.parents[item] = node
-                            queue.append(item)
+                            parents[item] = node
+                            children.append(item)
+                            queue.append((item, inner))
 
     def nodes(self, kind: type[N]) -> Iterator[N]:
         """Every node of exactly this type, outer before inner."""
@@ -89,8 +100,14 @@ class SourceFile:
 
     def snippet(self, node: ast.AST, limit: int = 60) -> str:
         """The node's own source on one line, shortened."""
-        text = " ".join(ast.unparse(node).split())
+        if node not in self._snippets:
+            self._snippets[node] = " ".join(ast.unparse(node).split())
+        text = self._snippets[node]
         return text if len(text) <= limit else text[: limit - 3] + "..."
+
+    def own(self, scope: ast.AST) -> list[ast.AST]:
+        """The nodes of a function, class or module, outer before inner, without those of functions and classes defined inside it."""
+        return self._own.get(scope, [])
 
 
 def keyword(call: ast.Call, *names: str) -> ast.expr | None:

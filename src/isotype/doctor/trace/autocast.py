@@ -90,7 +90,8 @@ class Autocast:
 
     def state(self) -> tuple[str, bool]:
         """In words, and whether the running module ran with autocast on before."""
-        now = self.now()
+        device = self._tracer.device
+        now = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) or self._tracer.autocast_around else None
         before = bool(self._tracer.stack) and id(self._tracer.stack[-1]) in self._ever_on
         if now is not None:
             return f"on, {dtype_name(now)}", before

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,13 +23,12 @@ MENTIONS_DTYPE = re.compile(
     r"dtype|scalar ?type|\bdata type|BFloat16|\bHalf\b|\bFloat\b|float(16|32|64)|\b(fp|bf)(16|32)\b|not implemented for '|without overflow|floating|CheckpointError",
     re.IGNORECASE,
 )
+_ENGINE = frozenset({"backward", "grad"})
 _READERS = 8  # operands shown in full
 
 
-@dataclass
-class Explained:
-    error: BaseException
-    finding: Finding
+_MARK = "_isotype_finding"  # on the exception itself: to keep exceptions would keep the frames and tensors of their tracebacks
+_CAUGHT = 32  # findings kept for errors that the program catches
 
 
 class Failures:
@@ -37,7 +36,7 @@ class Failures:
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        self._seen: list[Explained] = []
+        self._seen: list[Finding] = []
         self.told: set[Any] = set()  # places and names in the chains that a failure shows: a silent finding need not repeat them
 
     def op_failed(self, error: Exception, op: Op, args: tuple, kwargs: dict | None) -> None:
@@ -47,15 +46,21 @@ class Failures:
     def call_failed(self, error: Exception, func: Any, args: tuple, kwargs: dict | None) -> None:
         """Called above the dispatcher: a check made in a composite op or in Python."""
         name = getattr(func, "__name__", str(func))
-        named = [(f"argument {position}", value) for position, value in enumerate(args)] + list((kwargs or {}).items())
+        if name in _ENGINE:
+            return  # what failed is inside: an op has explained it, or the program's end will
+        labels = _parameter_names(func)
+        named = [(labels[i] if i < len(labels) else f"argument {i}", value) for i, value in enumerate(args)] + list((kwargs or {}).items())
         self._explain(error, name, list(floating(named)))
+
+    def launch_failed(self, error: Exception, kernel: str, arguments: list[tuple[str, Any]]) -> None:
+        """A Triton kernel that did not compile or launch for what it got."""
+        self._explain(error, kernel, list(floating(arguments)), any_error=True)
 
     def escaped(self, error: BaseException) -> Finding | None:
         """The explanation of an exception that ended the program, or of what led to it; made now if no op failed (a check in Python)."""
         chain = _causes(error)
         for link in reversed(chain):
-            found = next((explained.finding for explained in self._seen if explained.error is link), None)
-            if found is not None:
+            if (found := getattr(link, _MARK, None)) is not None:
                 return found
         for link in reversed(chain):
             finding = explain_refusal(self._tracer, link) if MENTIONS_DTYPE.search(f"{type(link).__name__}: {link}") else None
@@ -64,17 +69,20 @@ class Failures:
                 return finding
         return None
 
-    def caught(self, error: BaseException | None) -> list[Explained]:
-        """Those that the program itself dealt with."""
-        chain = _causes(error) if error is not None else []
-        return [explained for explained in self._seen if not any(explained.error is link for link in chain)]
+    def caught(self, error: BaseException | None) -> list[Finding]:
+        """The explanations of errors that the program itself dealt with."""
+        left = [getattr(link, _MARK, None) for link in _causes(error)] if error is not None else []
+        return [finding for finding in self._seen if not any(finding is other for other in left)]
 
     def _attach(self, error: BaseException, finding: Finding) -> None:
         error.add_note(finding.render())
-        self._seen.append(Explained(error, finding))
+        setattr(error, _MARK, finding)
+        if len(self._seen) < _CAUGHT:
+            self._seen.append(finding)
 
-    def _explain(self, error: Exception, name: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        if any(explained.error is error for explained in self._seen) or not isinstance(error, (RuntimeError, ValueError, TypeError)):
+    def _explain(self, error: Exception, name: str, tensors: list[tuple[str, torch.Tensor]], *, any_error: bool = False) -> None:
+        known = any_error or isinstance(error, (RuntimeError, ValueError, TypeError))
+        if not known or hasattr(error, _MARK):
             return
         if not tensors or not (len({t.dtype for _, t in tensors}) > 1 or MENTIONS_DTYPE.search(str(error))):
             return
@@ -120,6 +128,15 @@ class Failures:
             observed=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             details=_details(operands, node, state, own_line(stack), site),
         )
+
+
+def _parameter_names(func: Any) -> list[str]:
+    """Names of a torch function's positional arguments: from its signature, or for a builtin from the first line of its documentation."""
+    try:
+        return list(inspect.signature(func).parameters)
+    except (TypeError, ValueError):
+        found = re.match(r"\s*\w+\(([^)]*)\)", getattr(func, "__doc__", None) or "")
+        return [part.partition("=")[0].strip() for part in found[1].split(",")] if found else []
 
 
 def _causes(error: BaseException) -> list[BaseException]:

@@ -24,12 +24,13 @@ class Op:
     """One overload: what kind it is, and who wants to see it run.
 
     product a matrix product or attention: where a promotion costs
+    factory takes no tensor
     view    its result shares memory with its input
     before  called with (op, args, kwargs) first; what it returns goes to `after`
     after   called with (op, args, kwargs, result, token)
     """
 
-    __slots__ = ("after", "before", "cast", "func", "lift", "name", "product", "view")
+    __slots__ = ("after", "before", "cast", "factory", "func", "lift", "name", "product", "view")
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -39,6 +40,7 @@ class Op:
         self.product = self.name in PRODUCTS
         self.view = bool(schema.returns) and schema.returns[0].alias_info is not None and not schema.is_mutable and not self.lift
         self.cast = self.name in CASTS
+        self.factory = self.lift or not any("Tensor" in str(a.type) for a in schema.arguments)
         self.before: Any = None
         self.after: Any = None
 

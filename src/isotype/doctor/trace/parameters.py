@@ -11,14 +11,15 @@ import torch
 from ...dtypes import name as dtype_name
 from ...finding import Finding, Place, Severity
 from .ops import FLOATS
-from .source import Site, callers, own_line, short
+from .source import TORCH, Site, callers, own_line, short
 
 if TYPE_CHECKING:
     from .tracer import Tracer
 
 SAMPLE = 4096  # elements of a tensor that are compared before and after a cast
 _BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
-_EVALUATING = ("eval", "valid", "test", "predict", "generate", "sample", "infer")
+_EVALUATING = frozenset({"eval", "evaluate", "evaluation", "valid", "validate", "validation", "predict", "prediction"})
+_NEAR = 6  # callers of a cast in which an evaluation is looked for
 
 
 @dataclass(slots=True)
@@ -48,7 +49,8 @@ class Change:
     @property
     def evaluating(self) -> bool:
         """Whether a function named for evaluation made the cast."""
-        return any(word in site.function.rpartition(".")[2].lower() for site in self.stack for word in _EVALUATING)
+        near = [site for site in self.stack if not site.file.startswith(TORCH)][:_NEAR]
+        return any(_EVALUATING & set(site.function.rpartition(".")[2].lower().split("_")) for site in near)
 
     def __str__(self) -> str:
         return f"{self.name} changed from {dtype_name(self.before)} to {dtype_name(self.after)} at {short(self.site.file)}:{self.site.line} in {self.site.function}"
@@ -71,6 +73,7 @@ class Parameters:
         self._tracer = tracer
         self._history: dict[tuple[int, str], list[Change]] = {}
         self._calls: dict[int, int] = {}  # id of a module -> its forward calls
+        self._evaluated: dict[int, int] = {}  # the same, of its last call without gradients
         self._steps: dict[int, int] = {}  # id of a parameter -> optimizer steps that updated it
         self._depth = 0
         self._dirty = True
@@ -101,12 +104,13 @@ class Parameters:
     def called(self, module: torch.nn.Module) -> None:
         key = id(module)
         self._calls[key] = self._calls.get(key, 0) + 1
+        if not torch.is_grad_enabled():
+            self._evaluated[key] = self._calls[key]
 
     def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """After an optimizer's step: a parameter that was stepped in a wider dtype, or cast down by an evaluation before, trains rounded."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not self._dirty and all(id(p) in self._steps for p in parameters[:1]):
-            self._steps.update((id(p), 1) for p in ())
             return
         for parameter in parameters:
             self._steps[id(parameter)] = self._steps.get(id(parameter), 0) + 1
@@ -117,7 +121,7 @@ class Parameters:
                 if change.narrows and change.rounded and change.after == parameter.dtype:
                     if change.stepped:
                         self._fault("between steps", change, None)
-                    elif change.evaluating and self._calls.get(key[0] if key else 0, 0) > change.calls:
+                    elif change.evaluating and key is not None and self._evaluated.get(key[0], 0) > change.calls:
                         self._fault("before training", change, None)
                     break
         self._dirty = False

@@ -113,7 +113,9 @@ class Positions:
 
     def findings(self) -> list[Finding]:
         places: dict[Any, Rounded] = {}
-        for rounded in self._found.values():
+        angles = [rounded for rounded in self._found.values() if "of cos" in rounded.what]
+        told = {origin.site for rounded in angles for origin in rounded.origin.chain()}
+        for rounded in [*angles, *(rounded for rounded in self._found.values() if rounded.site not in told)]:
             places.setdefault(rounded.site, rounded)
         return [_finding(rounded) for rounded in places.values()]
 

@@ -14,7 +14,7 @@ from types import ModuleType
 
 from ...errors import UsageError
 from ...finding import Finding
-from .source import OURS
+from .source import OURS, TORCH
 from .session import program_failed, trace
 
 
@@ -55,7 +55,7 @@ class Outcome:
     def findings(self) -> list[Finding]:
         found = list(self.seen.findings)
         if self.error is not None and self.seen.failure is None and not isinstance(self.error, SystemExit):
-            spot = next((f for f in reversed(traceback.extract_tb(self.error.__traceback__)) if not f.filename.startswith(OURS)), None)
+            spot = next((f for f in reversed(traceback.extract_tb(self.error.__traceback__)) if not f.filename.startswith((OURS, TORCH))), None)
             found.append(program_failed(self.error, spot.filename if spot else None, spot.lineno if spot else None))
         return found
 
@@ -73,13 +73,13 @@ class Outcome:
                 return 1
 
 
-def run(target: Target, arguments: Sequence[str] = ()) -> Outcome:
+def run(target: Target, arguments: Sequence[str] = (), *, map: Path | None = None) -> Outcome:
     """Runs it under a trace; its exceptions end it, not us.
 
     Raises  UsageError when the file has no such function
     """
     with _as_main(target, arguments):
-        seen = trace()
+        seen = trace(map=map.resolve() if map is not None else None)
         error: BaseException | None = None
         try:
             if target.function is None:
@@ -100,6 +100,17 @@ def run(target: Target, arguments: Sequence[str] = ()) -> Outcome:
         except BaseException as raised:
             error = raised
     return Outcome(seen, error)
+
+
+def plain_traceback(error: BaseException) -> str:
+    """The traceback as it would be without the trace: no frames of ours, and no note, since the finding says it."""
+    shown = traceback.TracebackException.from_exception(error)
+    link: traceback.TracebackException | None = shown
+    while link is not None:
+        link.stack = traceback.StackSummary.from_list([frame for frame in link.stack if not frame.filename.startswith(OURS)])
+        link.__notes__ = None
+        link = link.__cause__ or link.__context__
+    return "".join(shown.format()).rstrip()
 
 
 def _function(target: Target) -> Callable[[], object]:

@@ -34,6 +34,7 @@ class Promotion:
     count: int = 0
     extra_bytes: int = 0
     vector: bool = False
+    alike: bool = False  # the wide operand is as large as the result: an activation, not a scale, mask or table
     spread: dict[str, None] = field(default_factory=dict)
 
 
@@ -55,7 +56,7 @@ class Promotions:
         key = (origin.module, op.name, origin.site)
         promotion = self._seen.get(key)
         if promotion is None:
-            promotion = self._seen[key] = Promotion(op.name, origin, narrow.dtype, type(tracer.stack[-1]).__name__, census, vector=wide.ndim <= 1)
+            promotion = self._seen[key] = Promotion(op.name, origin, narrow.dtype, type(tracer.stack[-1]).__name__, census, vector=wide.ndim <= 1, alike=wide.numel() == out.numel())
         promotion.count += 1
         promotion.extra_bytes += out.numel() * (out.element_size() - narrow.element_size())
         origin.event = promotion
@@ -84,21 +85,22 @@ def _finding(group: list[Promotion]) -> Finding:
     first = group[0]
     origin, decider = first.origin, first.origin.decider()
     wide, narrow = dtype_name(origin.dtype), dtype_name(first.narrow)
-    usual_arrangement = decider.kind == "parameter" and ("norm" in first.module_class.lower() or first.vector)
+    norm = decider.kind == "parameter" and ("norm" in first.module_class.lower() or first.vector)
+    residual = decider.kind == "cast" and first.alike  # someone wrote that the stream be wide (residual_in_fp32)
     extra = sum(p.extra_bytes for p in group)
     count = sum(p.count for p in group)
     spread = list(dict.fromkeys(where for p in group for where in p.spread))
     place = decider.place()
     return Finding(
         code="TR010",
-        severity=Severity.NOTE if usual_arrangement else Severity.WARNING,
+        severity=Severity.NOTE if norm or residual else Severity.WARNING,
         message=f"{origin.what} promotes {narrow} activations to {wide} because of {decider.what}",
         place=Place(file=origin.site.file if origin.site else None, line=origin.site.line if origin.site else None, symbol=origin.module or None),
         cause=f"{decider.describe()}" + (f" ({place})" if place else "") + f"; {origin.what} with it promoted the {narrow} operand ({origin.place()}), and nothing cast "
         f"it back before {spread[0]}" + (f" and {len(spread) - 1} more places" if len(spread) > 1 else "") + f". {share_of(first.census)}",
         observed=f"{count} promotions, {size(extra)} more than in {narrow}",
         fix=f"cast the {wide} operand to the activation's dtype where they meet, `.to(x.dtype)`, or make it in that dtype (`dtype=x.dtype`)"
-        + ("" if not usual_arrangement else "; or leave it: fp32 norms under autocast are a usual arrangement"),
+        + ("; or leave it: fp32 norms under autocast are a usual arrangement" if norm else "; or leave it if the wide stream is meant" if residual else ""),
         details=tuple(("at", f"{origin.site}: {origin.site.text}") for _ in [0] if origin.site is not None),
     )
 

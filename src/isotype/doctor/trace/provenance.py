@@ -1,12 +1,10 @@
-"""The origin of every tensor, kept on the tensor and, for the copies that autograd unpacks, by its storage; and how an op makes a new one."""
+"""The origin of every tensor, kept on the tensor and, for the copies that autograd unpacks, on its storage; and how an op makes a new one."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-
 from .ops import Op
 from .origin import Origin
 
@@ -14,39 +12,33 @@ if TYPE_CHECKING:
     from .tracer import Tracer
 
 MARK = "_isotype_origin"
-_FEW = 4096
 
 
 class Provenance:
-    """Looks origins up and hands them on."""
+    """Looks origins up and hands them on. They live and die with their tensors: nothing is kept here, so memory does not grow with steps."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        self._by_storage: dict[int, tuple[StorageWeakRef, Origin]] = {}
-        self._prune_at = _FEW
-        self._marked: list[Any] = []  # weak references to long-lived tensors, to clear at the end
 
     def set(self, tensor: torch.Tensor, origin: Origin, writer: tuple[str, Any] | None = None) -> None:
         """writer: the op and the module that wrote the values last."""
         tensor.__dict__[MARK] = (origin, writer)
         try:
-            storage = tensor.untyped_storage()
+            tensor.untyped_storage().__dict__[MARK] = origin
         except (RuntimeError, NotImplementedError):
-            return  # no memory of its own (fake, sparse, functional)
-        self._by_storage[storage._cdata] = (StorageWeakRef(storage), origin)
+            pass  # no memory of its own (fake, sparse, functional)
 
     def get(self, tensor: torch.Tensor) -> Origin:
         """The tensor's origin; for one that nothing recorded, what can be said of it."""
         mark = tensor.__dict__.get(MARK)
         if mark is not None and mark[0].dtype == tensor.dtype:
             return mark[0]
-        found = None
         try:
-            found = self._by_storage.get(tensor.untyped_storage()._cdata)
+            found = tensor.untyped_storage().__dict__.get(MARK)
         except (RuntimeError, NotImplementedError):
-            pass
-        if found is not None and not found[0].expired() and found[1].dtype == tensor.dtype:
-            return found[1]
+            found = None
+        if found is not None and found.dtype == tensor.dtype:
+            return found
         return self._tracer.unrecorded(tensor)
 
     def known(self, tensor: torch.Tensor) -> Origin | None:
@@ -62,15 +54,6 @@ class Provenance:
         op, module = mark[1]
         return f"{op} in {self._tracer.names.of(module)}" if module is not None else op
 
-    def prune(self) -> None:
-        """Forgets what no longer exists; called once a step, so that memory does not grow with steps."""
-        if len(self._by_storage) > self._prune_at:
-            self._by_storage = {key: entry for key, entry in self._by_storage.items() if not entry[0].expired()}
-            self._prune_at = max(_FEW, 2 * len(self._by_storage))
-
-    def __len__(self) -> int:
-        return len(self._by_storage)
-
     def record(self, op: Op, inputs: list[torch.Tensor], out: torch.Tensor) -> None:
         """Gives an op's floating result its origin: handed on when the dtype is kept, new when it changed."""
         tracer = self._tracer
@@ -85,13 +68,17 @@ class Provenance:
         module = tracer.stack[-1] if tracer.stack else None
         dtype = out.dtype
         same = None
-        mixed = False
+        narrower = False  # whether an operand was widened to the result's dtype
         for tensor in inputs:
             if tensor.dtype == dtype:
                 same = same if same is not None else tensor
-            else:
-                mixed = True
-        if same is not None and not mixed and not op.lift:
+            elif tensor.dtype.itemsize < dtype.itemsize:
+                narrower = True
+        if op.lift:
+            if tracer.provenance.known(out) is None:
+                self.set(out, self._made(op, [], out))
+            return
+        if same is not None and not narrower:
             if out is not same:
                 self.set(out, self.get(same), (op.name, module))
             return
@@ -105,9 +92,11 @@ class Provenance:
         called = tracer.calling_name()
         wide = next((t for t in inputs if t.dtype == out.dtype), None)
         made: dict[str, Any] = {"module": module, "site": site, "backward": node}
-        if not inputs or op.lift:
-            what = f"torch.{called}" if called and not op.cast else (f".{called}()" if called else op.name)
-            if tracer.default_dtype_decides(site, out.dtype, op):
+        if not inputs:
+            what = f"torch.{called}" if called else op.name
+            if op.cast or not op.factory:
+                what = f"{f'.{called}()' if called else op.name} of whole numbers"
+            elif tracer.default_dtype_decides(site, out.dtype, op):
                 what += f" without dtype= (the default dtype is {tracer.default_word()})"
             return Origin(out.dtype, "created", what, **made)
         if wide is not None and len(inputs) > 1:
@@ -120,7 +109,7 @@ class Provenance:
             return Origin(out.dtype, "op", called or op.name, **made)
         if tracer.cast_by_engine():
             origin = Origin(out.dtype, "engine", f"{node} returned {inputs[0].dtype} for a {out.dtype} tensor".replace("torch.", ""), **made)
-        elif tracer.cast_by_autocast(out):
+        elif tracer.cast_by_autocast():
             origin = Origin(out.dtype, "autocast", called or op.name, **made)
         else:
             origin = Origin(out.dtype, "cast", f".{called}()" if called else op.name, **made)

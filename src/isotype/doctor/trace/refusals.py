@@ -15,7 +15,7 @@ from ...dtypes import name as dtype_name
 from ...finding import Finding, Place, Severity
 from .operands import Operand, share_of
 from .ops import FLOATS, LOW
-from .source import Site, own_line, short
+from .source import Site, in_library, own_line, short, statement
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -87,6 +87,8 @@ def explain_refusal(tracer: Tracer, error: BaseException) -> Finding | None:
     tracer.before_explaining()
     evidence = gather(tracer, error)
     text = str(error)
+    if evidence.stack and not in_library(evidence.stack[0].file) and "dtype" not in statement(evidence.stack[0]):
+        return None  # the program's own complaint, about something else than the dtype of a tensor at hand
     for pattern, explain in _KNOWN:
         if re.search(pattern, f"{type(error).__name__}: {text}"):
             finding = explain(tracer, error, evidence)

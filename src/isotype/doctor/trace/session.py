@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -19,14 +22,16 @@ class trace:
             print(finding.render())
 
     model  names parameters and modules from the start; without it they are named when they run for the first time
+    map    a file: the precision map is drawn there at the end
 
     A dtype error inside keeps its type and message and carries the explanation as a note.
     """
 
-    def __init__(self, model: torch.nn.Module | None = None) -> None:
-        self._tracer = Tracer(model)
+    def __init__(self, model: torch.nn.Module | None = None, *, map: str | PathLike[str] | None = None) -> None:
+        self._tracer = Tracer(model, mapped=map is not None)
+        self._map = Path(map) if map is not None else None
         self._failure: Finding | None = None
-        self._silent: list[Finding] = []
+        self._others: list[Finding] = []
 
     def __enter__(self) -> trace:
         self._tracer.__enter__()
@@ -34,9 +39,15 @@ class trace:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._tracer.__exit__(kind, error, traceback)
-        if error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt)):
-            self._failure = self._tracer.failures.escaped(error)
-        self._silent = self._tracer.findings()
+        ended = error if error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt, GeneratorExit)) else None
+        if ended is not None:
+            self._failure = self._tracer.failures.escaped(ended)
+        self._others = self._tracer.findings()
+        for caught in self._tracer.failures.caught(ended):
+            if not any(f.code == "TR022" and f.place == caught.place for f in self._others):
+                self._others.append(replace(caught, code="TR022", severity=Severity.NOTE, message=f"caught by the program: {caught.message}"))
+        if self._map is not None:
+            self._tracer.picture.write(self._map, self.findings)
 
     @property
     def failure(self) -> Finding | None:
@@ -46,9 +57,9 @@ class trace:
     @property
     def findings(self) -> list[Finding]:
         """Worst first; a silent fault that the failure already explains is not said twice."""
-        found = list(self._silent)
+        found = list(self._others)
         if self._failure is not None:
-            found = [f for f in found if f.code != self._failure.code]
+            found = [f for f in found if f.code != self._failure.code and f.cause != self._failure.cause]
             found.insert(0, self._failure)
         return worst_first(found)
 

@@ -79,11 +79,12 @@ class Locator:
 
 
 def callers(depth: int = 1) -> list[Site]:
-    """Every line on the stack, innermost first."""
+    """Every line on the stack but ours, innermost first."""
     frame: FrameType | None = sys._getframe(depth)
     found = []
     while frame is not None:
-        found.append(Site(frame.f_code, frame.f_lineno))
+        if not frame.f_code.co_filename.startswith(OURS):
+            found.append(Site(frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return found
 

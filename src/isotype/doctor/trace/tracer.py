@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...dtypes import name as dtype_name
 from ...finding import Finding
 from .autocast import Autocast, Recompute
+from .compiled import Compiled
 from .defaults import DefaultDtype
 from .failures import Failures
 from .gradients import Casts
@@ -26,11 +27,12 @@ from .origin import Origin
 from .provenance import MARK, Provenance
 from .parameters import Parameters
 from .positions import WATCHED, Positions
+from .precision_map import PrecisionMap
 from .promotions import Promotions
 from .source import Locator, Site, statement
 from .updates import UPDATES, Updates
 
-_CASTING = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "_apply", "copy_", "tensor", "as_tensor", "cpu", "cuda"})
+_CASTING = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy", "tensor", "as_tensor", "cpu", "cuda"})
 _KEPT_SITES = 20_000  # autograd nodes whose forward place is remembered; a step makes a few thousand
 
 
@@ -44,6 +46,7 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         tracer = self._tracer
         outer, tracer.calling = tracer.calling, func
+        tracer.autocast_around = torch.is_autocast_enabled(tracer.device)
         try:
             if func.__name__ == "__set__" and len(args) == 2:
                 tracer.attribute_set(func, *args)
@@ -61,7 +64,7 @@ class Tracer(TorchDispatchMode):
     watchers  objects with any of the methods below named `on_...`
     """
 
-    def __init__(self, model: torch.nn.Module | None = None) -> None:
+    def __init__(self, model: torch.nn.Module | None = None, *, mapped: bool = False) -> None:
         super().__init__()
         self.names = Names()
         self.stack: list[torch.nn.Module] = []
@@ -76,12 +79,17 @@ class Tracer(TorchDispatchMode):
         self.promotions = Promotions(self)
         self.casts = Casts(self)
         self.positions = Positions(self)
+        self.compiled = Compiled(self)
+        self.picture = PrecisionMap(self)
+        self._mapped = mapped
         self._census: Counter[torch.dtype] | None = None
         self.device = "cpu"
+        self.factory_dtype: torch.dtype | None = None  # what the running factory call names
+        self.autocast_around = False  # whether autocast was on where the program called; it reads as off below the dispatcher
         self.ops = 0
         self.forwards = 0  # calls of root modules
         self._model = model
-        self._ops: dict[Any, Op] = {}
+        self._ops: dict[int, Op] = {}
         self._forward_sites: dict[int, tuple[torch.nn.Module | None, Site | None]] = {}
         self._hooks: list[Any] = []
         self._calls = Calls(self)
@@ -98,6 +106,7 @@ class Tracer(TorchDispatchMode):
         self._hooks.append(register_optimizer_step_post_hook(self.parameters.stepped))
         self.defaults.start()
         self.parameters.start()
+        self.compiled.start()
         self._calls.__enter__()
         super().__enter__()
         return self
@@ -105,6 +114,7 @@ class Tracer(TorchDispatchMode):
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
         self._calls.__exit__(kind, error, traceback)
+        self.compiled.stop()
         self.parameters.stop()
         self.defaults.stop()
         for hook in self._hooks:
@@ -129,7 +139,6 @@ class Tracer(TorchDispatchMode):
             self.learn(module)
         if not self.stack:
             self.forwards += 1
-            self.provenance.prune()
             self.updates.prune()
             self.defaults.look()
             self.autocast.prune()
@@ -144,16 +153,24 @@ class Tracer(TorchDispatchMode):
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         while self.stack and self.stack.pop() is not module:
             pass
+        if self._mapped:
+            self.picture.left(module, args, output, root=not self.stack)
         if not self.stack and output is not None:
             for item in output if isinstance(output, (tuple, list)) else output.values() if isinstance(output, dict) else (output,):
                 self.promotions.reached(item, f"the output of {type(module).__name__}")
 
     # ---- the mode
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # spares each op the wrapper that torch.compile puts around a mode; Dynamo does not trace under one anyway
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        op = self._ops.get(func)
+        op = self._ops.get(id(func))  # its own hash is slow; the entry keeps the op alive, so the id stays its own
         if op is None:
-            op = self._ops[func] = self._learn_op(func)
+            op = self._ops[id(func)] = self._learn_op(func)
         self.ops += 1
+        if op.factory:
+            self.factory_dtype = (kwargs or {}).get("dtype")
         token = op.before(op, args, kwargs) if op.before is not None else None
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
@@ -174,6 +191,8 @@ class Tracer(TorchDispatchMode):
                         del self._forward_sites[old]
         if type(out) is torch.Tensor:
             if out.dtype in FLOATS:
+                if self._mapped and (node := torch._C._current_autograd_node()) is not None and not op.view:
+                    self.picture.gradient(self._forward_sites.get(node._sequence_nr(), (None, None))[0], out)
                 self.provenance.record(op, dtype_of_tensors(args), out)
         elif type(out) in (tuple, list):
             inputs = None
@@ -220,7 +239,9 @@ class Tracer(TorchDispatchMode):
 
     def default_dtype_decides(self, site: Site | None, dtype: torch.dtype, op: Op) -> bool:
         """Whether a factory call took the default dtype because it names none."""
-        return site is not None and not op.cast and dtype == torch.get_default_dtype() and "dtype" not in statement(site)
+        if dtype != torch.get_default_dtype() or self.factory_dtype is not None:
+            return False
+        return not op.lift or (site is not None and "dtype" not in statement(site) and self.calling_name() in ("tensor", "Tensor"))
 
     def cast_by_engine(self) -> bool:
         """Whether autograd itself cast what a custom Function's backward returned: no Python frame of that backward is left."""
@@ -232,9 +253,9 @@ class Tracer(TorchDispatchMode):
             frame = frame.f_back
         return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
-    def cast_by_autocast(self, out: torch.Tensor) -> bool:
-        device = out.device.type
-        return torch.is_autocast_enabled(device) and getattr(self.calling, "__name__", "") not in _CASTING
+    def cast_by_autocast(self) -> bool:
+        """Whether autocast put the running cast in: it is on, and what the program called is no cast."""
+        return self.autocast_around and self.calling_name() not in _CASTING
 
     def unrecorded(self, tensor: torch.Tensor) -> Origin:
         """An origin for a tensor that no traced op made: a parameter under a new dtype or not yet named, or something from outside."""
@@ -266,14 +287,18 @@ class Tracer(TorchDispatchMode):
     def findings(self) -> list[Finding]:
         """What failed silently, as far as seen until now."""
         found = [*self.defaults.findings(), *self.autocast.findings(), *self.parameters.findings(), *self.updates.findings()]
-        return [*found, *self.promotions.findings(self.failures.told), *self.casts.findings(), *self.positions.findings()]
+        return [*found, *self.promotions.findings(self.failures.told), *self.casts.findings(), *self.positions.findings(), *self.compiled.findings()]
 
     # ---- events
     def promoted(self, op: Op, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None:
         self.promotions.happened(op, origin, wide, narrow, out)
+        if self._mapped:
+            self.picture.changed(origin, narrow.dtype, out)
 
     def cast(self, op: Op, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         self.casts.happened(origin, source, out)
+        if self._mapped:
+            self.picture.changed(origin, source.dtype, out)
         if origin.kind == "autocast":
             if isinstance(source, torch.nn.Parameter):
                 self.autocast.copied(source, out, origin)

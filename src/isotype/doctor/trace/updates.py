@@ -82,13 +82,13 @@ class Updates:
         """The fp32 movement of those of the op's destinations that are due for a comparison."""
         target = args[0]
         if isinstance(target, torch.Tensor):
-            if torch.is_autocast_enabled(target.device.type):
+            if self._tracer.autocast_around:
                 self._tracer.autocast.updated(target)
             if target.dtype not in LOW:
                 return None
             due = self._due(op, target, args)
             return [self._repeat(op, due, args, kwargs, None)] if due is not None else None
-        if len(target) and torch.is_autocast_enabled(target[0].device.type):
+        if self._tracer.autocast_around:
             for tensor in target:
                 self._tracer.autocast.updated(tensor)
         picked = [i for i, t in enumerate(target) if t.dtype in LOW and t.numel() > 1][:_PAIR]
@@ -138,8 +138,8 @@ class Updates:
         tracer = self._tracer
         origin = tracer.provenance.get(target)
         role, name = "tensor", f"of shape {tuple(target.shape)}"
-        if origin.kind == "parameter" and (isinstance(target, torch.nn.Parameter) or tuple(target.shape) and target.is_leaf and target.requires_grad):
-            role, name = "parameter", origin.what
+        if isinstance(target, torch.nn.Parameter) and target.requires_grad:
+            role, name = "parameter", origin.what if origin.kind == "parameter" else tracer.names.parameter_name(target) or name
         elif origin.kind in ("parameter", "buffer") and self._optimizer is None and torch._C._current_autograd_node() is None:
             role, name = "tensor", origin.what
         elif self._optimizer is not None:

@@ -1,0 +1,152 @@
+"""`isotype train` and `isotype plan`: one run, or what it would be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import UsageError
+from .app import ENGINE
+
+if TYPE_CHECKING:
+    from ..config.load import LoadedConfig
+
+TRAIN_HELP = """Fine-tune a model under a declared precision.
+
+Settings come from a YAML file, from `section.key=value`, from the options below, or from all of them; later ones win.
+
+Examples:
+
+    isotype train --model Qwen/Qwen2.5-0.5B --data chats.jsonl
+
+    isotype train run.yaml train.learning_rate=1e-4 precision.preset=bf16-mixed
+
+    isotype train run.yaml --preset qlora --steps 20
+
+    isotype train --resume runs/qwen                      # goes on bit for bit
+
+    isotype train --resume runs/qwen train.steps=2000     # for longer
+"""
+PLAN_HELP = """Show what `isotype train` would do: precision, parameters, data, memory, schedule. Loads no weights.
+
+Examples:
+
+    isotype plan run.yaml
+
+    isotype plan --model Qwen/Qwen2.5-0.5B --data chats.jsonl --preset qlora
+
+    isotype plan run.yaml train.batch_size=16 train.gradient_checkpointing=true
+"""
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[FILE] [section.key=value ...]", help="A YAML file, then single settings.", show_default=False),
+]
+Model = Annotated[str | None, typer.Option("--model", help="Folder or hub id of the model (model.name).", show_default=False)]
+Data = Annotated[
+    list[str] | None, typer.Option("--data", help="Training file, or stdlib (data.train); may be repeated.", show_default=False)
+]
+Out = Annotated[str | None, typer.Option("--out", help="Run folder (run.folder).", show_default=False)]
+Preset = Annotated[
+    str | None, typer.Option("--preset", help="lora, qlora, full, full-bf16, or a precision (precision.preset).", show_default=False)
+]
+Steps = Annotated[int | None, typer.Option("--steps", help="Optimizer steps (train.steps).", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, progress on stderr.")]
+
+
+def train(
+    settings: Settings = None,
+    model: Model = None,
+    data: Data = None,
+    out: Out = None,
+    preset: Preset = None,
+    steps: Steps = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="Folder of a run to go on with.", show_default=False)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would happen, as isotype plan does.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --resume: accept changes that make it another run.")] = False,
+    json_output: Json = False,
+) -> None:
+    loaded = _loaded(settings, model=model, data=data, out=out, preset=preset, steps=steps, resume=resume, consent=yes)
+    if dry_run:
+        _print_plan(loaded, json_output)
+        return
+    from ..training.run import train as run
+
+    raise typer.Exit(run(loaded, resume=resume, json_output=json_output))
+
+
+def plan(
+    settings: Settings = None,
+    model: Model = None,
+    data: Data = None,
+    out: Out = None,
+    preset: Preset = None,
+    steps: Steps = None,
+    json_output: Json = False,
+) -> None:
+    _print_plan(_loaded(settings, model=model, data=data, out=out, preset=preset, steps=steps), json_output)
+
+
+def _loaded(
+    settings: list[str] | None,
+    *,
+    model: str | None,
+    data: list[str] | None,
+    out: str | None,
+    preset: str | None,
+    steps: int | None,
+    resume: Path | None = None,
+    consent: bool = False,
+) -> LoadedConfig:
+    from ..config.load import load
+
+    arguments = list(settings or [])
+    file = Path(arguments.pop(0)) if arguments and "=" not in arguments[0] else None
+    flags = {
+        "model.name": model,
+        "data.train": data[0] if data and len(data) == 1 else data or None,
+        "run.folder": out,
+        "train.steps": steps,
+    }
+    if consent and resume is None:
+        raise UsageError("--yes has no effect without --resume")
+    if resume is not None:
+        if file is not None:
+            raise UsageError(f"{file}: --resume takes the run's own configuration", fix="give changes as section.key=value")
+        if out is not None:
+            raise UsageError("--out: a resumed run stays in its folder", fix="leave --out away, or start a new run")
+        file = resume / "resolved.yaml"
+        if not file.is_file():
+            raise UsageError(f"--resume {resume}: no resolved.yaml there: not a run folder, or stopped before it began")
+    loaded = load(file, arguments, flags, preset=preset, consent=consent, resolved=resume is not None)
+    _refuse_incomplete(loaded)
+    return loaded
+
+
+def _refuse_incomplete(loaded: LoadedConfig) -> None:
+    """What no run can do without, said before anything heavy is imported."""
+    config = loaded.config
+    where = f"{loaded.path} " if loaded.path else ""
+    missing = []
+    if config.model.name is None and (config.model.init == "pretrained" or config.model.config is None):
+        missing.append(f"{where}model.name: missing: --model FOLDER, or model.name in a file (isotype init writes one)")
+    if config.data.train is None:
+        missing.append(f"{where}data.train: missing: --data FILE, or --data stdlib for the built-in questions and answers")
+    if missing:
+        raise UsageError("\n".join(missing))
+
+
+def _print_plan(loaded: LoadedConfig, json_output: bool) -> None:
+    import json
+
+    from ..training.plan import plan as make
+
+    made = make(loaded)
+    print(json.dumps(made.as_json(), indent=1) if json_output else made.as_text())
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="train", rich_help_panel=ENGINE, help=TRAIN_HELP)(train)
+    app.command(name="plan", rich_help_panel=ENGINE, help=PLAN_HELP)(plan)

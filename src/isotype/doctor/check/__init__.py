@@ -1,0 +1,5 @@
+"""`isotype check`: contradictions in training configurations, found before a run. Imports no torch."""
+
+from .check import Checked, check
+
+__all__ = ["Checked", "check"]

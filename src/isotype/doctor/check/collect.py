@@ -1,0 +1,182 @@
+"""From paths to documents: every file that may be a configuration is read, and given to its tool."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ...errors import UsageError
+from ...finding import Finding, Place, Severity
+from .identify import identify
+from .programs import from_environment, from_python, from_script
+from .readers import json_lines, pickled, python_calls, safetensors_header, toml_lines, yaml_lines
+from .readers.tree import Tree
+from .settings import Document
+from .versions import is_version_file, read_versions
+
+SKIPPED_FOLDERS = {
+    ".git",
+    "node_modules",
+    "__pycache__",
+    "site-packages",
+    ".venv",
+    "venv",
+    "wandb",
+    ".mypy_cache",
+    ".ruff_cache",
+    "build",
+    "dist",
+    ".cache",
+}
+LARGEST = 8 << 20  # bytes of a text file that may be a configuration
+MOST_FILES = 5000
+_SUFFIXES = {
+    ".json",
+    ".yaml",
+    ".yml",
+    ".toml",
+    ".env",
+    ".sh",
+    ".bash",
+    ".slurm",
+    ".sbatch",
+    ".py",
+    ".bin",
+    ".safetensors",
+    ".txt",
+    ".lock",
+    ".cfg",
+    ".jsonc",
+}
+
+
+class Collection:
+    """documents: folder-tagged; trouble: files that look like configurations and cannot be read."""
+
+    def __init__(self) -> None:
+        self.documents: list[tuple[Path, Document]] = []
+        self.trouble: list[Finding] = []
+        self.files = 0
+        self.trees: dict[str, Tree] = {}  # of Isotype's own files, which have their own reader
+
+
+def collect(paths: Iterable[str]) -> Collection:
+    """Raises UsageError for a path that does not exist."""
+    found = Collection()
+    for given in paths:
+        path = Path(given)
+        if not path.exists():
+            raise UsageError(f"{given}: no such file or folder")
+        explicit = path.is_file()
+        for file in [path] if explicit else _walk(path):
+            found.files += 1
+            if found.files > MOST_FILES:
+                raise UsageError(f"{given}: more than {MOST_FILES} files; give the folder with the configurations")
+            _read(file, found, explicit=explicit)
+    return found
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for here, folders, files in os.walk(folder):
+        folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith((".", "checkpoint-")))
+        for name in sorted(files):
+            path = Path(here, name)
+            if path.suffix.lower() in _SUFFIXES or name == ".env" or is_version_file(name):
+                yield path
+
+
+def _shown(path: Path) -> str:
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _read(path: Path, found: Collection, *, explicit: bool) -> None:
+    name, suffix, shown = path.name, path.suffix.lower(), _shown(path)
+
+    def keep(document: Document | None) -> None:
+        if document is not None and document.settings:
+            found.documents.append((path.parent, document))
+
+    try:
+        if suffix == ".safetensors":
+            keep(_safetensors(path, shown))
+            return
+        if suffix == ".bin":
+            if name == "training_args.bin" or (explicit and path.stat().st_size < LARGEST):
+                document = Document("hf", shown, attributes={"reader": "pickle"})
+                for key, value in pickled.read(path.read_bytes()).items():
+                    document.add(key, value, None)
+                keep(document)
+            return
+        if path.stat().st_size > LARGEST:
+            if explicit:
+                raise UsageError(f"{shown}: {path.stat().st_size >> 20} MiB is no configuration")
+            return
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if is_version_file(name):
+            keep(read_versions(text, name, shown))
+        elif suffix == ".py":
+            for made in from_python(text, shown):
+                keep(made)
+        elif suffix in (".sh", ".bash", ".slurm", ".sbatch"):
+            for made in from_script(text, shown):
+                keep(made)
+        elif suffix == ".env" or name == ".env":
+            for made in from_environment(text, shown):
+                keep(made)
+        elif suffix in (".json", ".jsonc", ".yaml", ".yml", ".toml"):
+            tree = {".toml": toml_lines.read, ".yaml": yaml_lines.read, ".yml": yaml_lines.read}.get(suffix, json_lines.read)(text)
+            read = _document(tree, name, shown)
+            if read is None and explicit:
+                found.trouble.append(_trouble(shown, None, "holds no setting of a tool that isotype check knows", Severity.NOTE))
+            if read is not None and read.tool == "isotype":
+                found.trees[shown] = tree
+            keep(read)
+        elif explicit:
+            raise UsageError(
+                f"{shown}: isotype check reads JSON, YAML, TOML, env and shell files, Python, training_args.bin and safetensors"
+            )
+    except (json_lines.BadJson, yaml_lines.BadYaml, toml_lines.BadToml, python_calls.BadPython) as error:
+        if explicit or suffix not in (".py", ".json"):
+            found.trouble.append(_trouble(shown, error.line, str(error)))
+    except (pickled.BadPickle, safetensors_header.BadHeader) as error:
+        found.trouble.append(_trouble(shown, None, str(error)))
+    except OSError as error:
+        found.trouble.append(_trouble(shown, None, error.strerror or str(error)))
+
+
+def _trouble(file: str, line: int | None, what: str, severity: Severity = Severity.ERROR) -> Finding:
+    return Finding(
+        code="CF099",
+        severity=severity,
+        message=f"cannot be read: {what}" if severity else what,
+        place=Place(file=file, line=line),
+        fix="correct the file; nothing in it was checked" if severity else None,
+    )
+
+
+def _document(tree: Tree, name: str, shown: str) -> Document | None:
+    tool = identify(tree.data, name)
+    if tool is None:
+        return None
+    document = Document(tool, shown)
+    document.attributes["repeated"] = [(".".join(map(str, path)), line) for path, line in tree.repeated]
+    for key, value, line in tree.leaves():
+        document.add(key.removeprefix("--"), value, line, written=key)
+    if tool == "model" and any(str(k).startswith(("bnb_", "load_in_")) for k in tree.data):
+        for key, setting in list(document.settings.items()):
+            if key.startswith(("bnb_", "load_in_")):
+                document.settings[f"quantization_config.{key}"] = setting
+    return document
+
+
+def _safetensors(path: Path, shown: str) -> Document | None:
+    count = safetensors_header.read(path)
+    floats = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
+    held = {floats[word]: n for word, n in count.items() if word in floats}
+    if not held or path.name.startswith(("adapter", "optimizer")):
+        return None
+    document = Document("checkpoint", shown, attributes={"dtypes": held, "reader": "safetensors"})
+    document.add("stored_dtype", max(held, key=held.__getitem__), None, written="safetensors header")
+    return document

@@ -1,0 +1,196 @@
+"""What programs decide: calls in Python files, commands and exports in scripts, env files; each as documents of their tools."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .identify import identify
+from .readers import python_calls, shell
+from .settings import Document, Setting
+from .simpletuner_env import read_config_env
+
+
+def _plain(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The known values of an argument, nested ones under dotted keys."""
+    if isinstance(value, dict):
+        for inner, item in value.items():
+            if inner != "__call__":
+                yield from _plain(f"{key}.{inner}", item)
+    elif value is not python_calls.Unknown:
+        yield key, value
+
+
+_TRL = re.compile(r"^(?:SFT|DPO|GRPO|ORPO|CPO|KTO|RLOO|Reward|PRM|BCO|GKD|OnlineDPO|NashMD|XPO|PPO)Config$")
+
+
+def from_python(text: str, shown: str) -> list[Document]:
+    """The calls that decide precision, as documents of their tools."""
+    if not re.search(
+        r"TrainingArguments|from_pretrained|Config\(|Accelerator|Trainer\(|Fabric\(|autocast|GradScaler|environ|FSDPStrategy", text
+    ):
+        return []
+    documents: list[Document] = []
+
+    def document(tool: str, **attributes: Any) -> Document:
+        made = next((d for d in documents if d.tool == tool and tool not in ("hf", "lightning")), None)
+        if made is None:
+            made = Document(tool, shown, attributes={"reader": "python"})
+            documents.append(made)
+        made.attributes.update(attributes)
+        return made
+
+    def copy(call: python_calls.Call, into: Document, prefix: str = "") -> None:
+        for key, (value, line) in call.arguments.items():
+            if key.isdigit():
+                continue
+            known = list(_plain(prefix + key, value))
+            for name, plain in known:
+                into.add(name, plain, line)
+            if not known:
+                into.attributes.setdefault("unknown", set()).add(prefix + key)
+
+    code = Document("code", shown)
+    accelerators: list[python_calls.Call] = []
+    lightning = bool(re.search(r"\b(?:lightning|pytorch_lightning|lightning_fabric)\b", text))
+    for call in python_calls.read(text):
+        if call.name in ("TrainingArguments", "Seq2SeqTrainingArguments") or _TRL.match(call.name):
+            copy(call, document("hf", made_by=call.name))
+        elif call.name == "BitsAndBytesConfig":
+            copy(call, document("model"), "quantization_config.")
+        elif (
+            call.name == "from_pretrained"
+            and re.search(r"Model|Pipeline|VAE|UNet|Transformer", call.owner)
+            and "Tokenizer" not in call.owner
+        ):
+            copy(call, document("model", unsloth="Fast" in call.owner) if "Fast" in call.owner else document("model"))
+            if call.owner.startswith("Fast"):
+                made = document("model")
+                for key in ("load_in_4bit", "load_in_8bit"):
+                    if key in made.settings:
+                        made.settings[f"quantization_config.{key}"] = made.settings[key]
+        elif call.name in ("LoraConfig", "get_peft_model", "AdaLoraConfig", "prepare_model_for_kbit_training"):
+            made = document("peft")
+            copy(call, made)
+            made.add("called", call.name, call.line)
+        elif call.name == "Accelerator":
+            accelerators.append(call)
+            copy(call, document("accelerate"))
+        elif call.name in ("FullyShardedDataParallelPlugin", "FSDPStrategy"):
+            made = document("fsdp")
+            copy(call, made)
+            made.add("strategy", call.name, call.line)
+        elif call.name in ("Trainer", "Fabric") and lightning:
+            copy(call, document("lightning"))
+        elif call.name == "environ":
+            made = document("env")
+            for key, (value, line) in call.arguments.items():
+                made.add(key, value, line)
+        elif call.name in ("evaluate", "predict", "train", "fit", "generate") and call.owner:
+            code.settings.setdefault(f"{call.name}@{call.owner}", Setting(True, f"{call.owner}.{call.name}()", shown, call.line))
+        elif call.name == "autocast":
+            copy(call, code, "autocast.")
+            code.add("autocast", "autocast", call.line)
+        elif call.name == "GradScaler":
+            enabled = call.arguments.get("enabled", (True, 0))[0]
+            code.add("GradScaler", enabled, call.line)
+        elif call.owner == "deepspeed" and call.name == "initialize":
+            code.add("deepspeed.initialize", True, call.line)
+    modes = {repr(c.arguments["mixed_precision"][0]): c for c in accelerators if "mixed_precision" in c.arguments}
+    if len(modes) > 1:
+        for index, call in enumerate(modes.values()):
+            code.add(f"accelerators.{index}", call.arguments["mixed_precision"][0], call.line, written="Accelerator(mixed_precision=)")
+    if code.settings:
+        documents.append(code)
+    return documents
+
+
+_KOHYA_SCRIPT = re.compile(
+    r"(?:train_network|train_db|fine_tune|sdxl_train|train_textual_inversion|flux_train|sd3_train|lumina_train)\w*\.py"
+)
+_SIMPLETUNER = re.compile(r"(?:^|/)simpletuner$|simpletuner/train\.py|SimpleTuner")
+
+
+def from_script(text: str, shown: str) -> list[Document]:
+    """The environment a script exports, the launcher's own arguments, and those of the program."""
+    script = shell.read(text)
+    documents: list[Document] = []
+    environment = Document("env", shown)
+    for assignment in [*script.variables.values(), *script.prefixed.values()]:
+        environment.add(assignment.name, assignment.value, assignment.line)
+    for words, line in script.commands:
+        documents += _command(words, line, shown)
+    if environment.settings:
+        documents.append(environment)
+    return documents
+
+
+def _command(words: list[str], line: int, shown: str) -> list[Document]:
+    program = next((i for i, w in enumerate(words) if w.endswith(".py")), None)
+    module = words.index("-m") + 1 if program is None and "-m" in words[:-1] else None
+    first = words[0].rpartition("/")[2]
+    documents = []
+    if first == "accelerate" and len(words) > 1 and words[1] == "launch":
+        end = program if program is not None else module if module is not None else len(words)
+        launcher = Document("accelerate", shown, attributes={"launcher": True})
+        for key, value in shell.arguments(words[2:end]).items():
+            launcher.add(key, value, line, written=f"accelerate launch --{key}")
+        if launcher.settings:
+            documents.append(launcher)
+        start = end + 1
+    elif program is not None:
+        start = program + 1
+    elif first in ("llamafactory-cli", "axolotl", "trl", "tune", "simpletuner"):
+        start = 2
+    elif module is not None:
+        start = module + 1
+    else:
+        return []
+    given = shell.arguments(words[start:])
+    name = words[program] if program is not None else " ".join(words[:2])
+    if not given:
+        return documents
+    if _KOHYA_SCRIPT.search(name) or {"full_bf16", "full_fp16", "network_module"} & set(given):
+        tool: str | None = "kohya"
+    elif _SIMPLETUNER.search(name) or {"gradient_precision", "base_model_precision"} & set(given):
+        tool = "simpletuner"
+    elif first == "llamafactory-cli":
+        tool = "llamafactory"
+    elif first == "axolotl":
+        tool = "axolotl"
+    elif "mixed_precision" in given and not {"bf16", "fp16"} & set(given):
+        tool = "script"
+    else:
+        tool = identify(given)
+        tool = (
+            "hf"
+            if tool in ("model", "peft", "checkpoint", "deepspeed", None)
+            and {"bf16", "fp16", "output_dir", "tf32", "deepspeed"} & set(given)
+            else tool
+        )
+    if tool is None:
+        return documents
+    document = Document(tool, shown, attributes={"reader": "command line"})
+    for key, value in given.items():
+        document.add(key, value, line, written=f"--{key}")
+    return [*documents, document]
+
+
+def from_environment(text: str, shown: str) -> list[Document]:
+    """An env file: SimpleTuner's config.env when it has its variables, else a plain environment."""
+    if document := read_config_env(text, shown):
+        return [document]
+    environment = Document("env", shown)
+    for assignment in shell.read(text).variables.values():
+        environment.add(assignment.name, assignment.value, assignment.line)
+    return [environment]
+
+
+def process_environment(variables: Mapping[str, str]) -> Document:
+    """What of this shell's environment a launcher would pass on."""
+    document = Document("env", "environment")
+    for name, value in variables.items():
+        if name.startswith(("ACCELERATE_", "FSDP_", "DEEPSPEED_")):
+            document.add(name, value, None)
+    return document

@@ -1,0 +1,116 @@
+"""Calls and their plain arguments in a Python file, found in its syntax tree; nothing is executed."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Unknown:
+    """A value that only running the program would tell."""
+
+
+@dataclass(slots=True)
+class Call:
+    name: str  # last part: `TrainingArguments`, `from_pretrained`
+    owner: str  # what it is called on: `AutoModelForCausalLM`, `torch`, `trainer`
+    line: int
+    arguments: dict[str, tuple[Any, int]] = field(default_factory=dict)
+    target: str = ""  # the variable that takes the result
+
+
+class BadPython(ValueError):
+    def __init__(self, message: str, line: int) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+def read(text: str) -> list[Call]:
+    """Every call, in the order of lines. Raises BadPython."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise BadPython(getattr(error, "msg", None) or str(error), getattr(error, "lineno", None) or 1) from error
+    names = _constants(tree)
+    targets = {
+        id(node.value): node.targets[0].id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+    }
+    calls = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            owner = _dotted(node.targets[0].value)
+            if owner in ("os.environ", "environ"):
+                key, value = _value(node.targets[0].slice, names), _value(node.value, names)
+                calls.append(Call("environ", "os", node.lineno, {str(key): (value, node.lineno)}))
+        if not isinstance(node, ast.Call):
+            continue
+        owner, _, name = _dotted(node.func).rpartition(".")
+        call = Call(name, owner, node.lineno, target=targets.get(id(node), ""))
+        for index, argument in enumerate(node.args):
+            if not isinstance(argument, ast.Starred):
+                call.arguments[str(index)] = (_value(argument, names), argument.lineno)
+        for keyword in node.keywords:
+            if keyword.arg is not None:
+                call.arguments[keyword.arg] = (_value(keyword.value, names), keyword.value.lineno)
+            elif isinstance(spread := _value(keyword.value, names), dict):
+                call.arguments.update({str(k): (v, keyword.value.lineno) for k, v in spread.items()})
+        calls.append(call)
+    return sorted(calls, key=lambda c: c.line)
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return _dotted(node.func) if isinstance(node, ast.Call) else ""
+
+
+def _constants(tree: ast.Module) -> dict[str, ast.expr]:
+    """Names assigned exactly once in the file, so that their value is known wherever they are used."""
+    found: dict[str, ast.expr | None] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    found[target.id] = None if target.id in found else node.value
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign) and isinstance(node.target, ast.Name):
+            known = isinstance(node, ast.AnnAssign) and node.target.id not in found
+            found[node.target.id] = node.value if known else None
+        elif isinstance(node, ast.arg | ast.For):
+            name = node.arg if isinstance(node, ast.arg) else getattr(node.target, "id", "")
+            found[name] = None
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _value(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
+    """A constant, a dotted name as text (`torch.bfloat16`), a container of them, or Unknown."""
+    if depth > 8:
+        return Unknown
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name):
+        return _value(names[node.id], names, depth + 1) if node.id in names else Unknown
+    if isinstance(node, ast.Attribute):
+        dotted = _dotted(node)
+        return dotted if dotted.startswith(("torch.", "tf.", "jnp.")) and dotted.count(".") == 1 else Unknown
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        inner = _value(node.operand, names, depth + 1)
+        return -inner if isinstance(inner, int | float) else Unknown
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_value(item, names, depth + 1) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        return {
+            _value(k, names, depth + 1): _value(v, names, depth + 1)
+            for k, v in zip(node.keys, node.values, strict=True)
+            if isinstance(k, ast.Constant)
+        }
+    if isinstance(node, ast.Call):
+        name = _dotted(node.func).rpartition(".")[2]
+        if name == "dict":
+            return {k.arg: _value(k.value, names, depth + 1) for k in node.keywords if k.arg}
+        return {"__call__": name, **{k.arg: _value(k.value, names, depth + 1) for k in node.keywords if k.arg}}
+    return Unknown

@@ -1,0 +1,573 @@
+"""The effective precision record: what each role of a run will really be, with the setting that decided it.
+
+Each tool's settings are compiled into the same record, so that a rule about precision is written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .devices import Device, find
+from .settings import Facts, Setting, dtype_of, truth
+
+ROLES = (
+    "parameters",
+    "trained",
+    "gradients",
+    "accumulation",
+    "reduction",
+    "optimizer",
+    "compute",
+    "loss scaling",
+    "norms",
+    "storage",
+    "evaluation",
+    "ema",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """value: a dtype word or a phrase; by: the setting that decided, None for the tool's default; why: in a few words."""
+
+    value: str
+    why: str
+    by: Setting | None = None
+
+
+@dataclass
+class Record:
+    """adapter, quantised: None where nothing says so; `autocast`: None when off; scaler: a GradScaler will run."""
+
+    tool: str
+    facts: Facts
+    roles: dict[str, Decision] = field(default_factory=dict)
+    adapter: bool | None = None
+    adapter_by: Setting | None = None
+    quantised: int | None = None
+    quantised_by: Setting | None = None
+    device: Device | None = None
+
+    def set(self, role: str, value: str | None, why: str, by: Setting | None = None) -> None:
+        if value is not None:
+            self.roles[role] = Decision(value, why, by)
+
+    def value(self, role: str) -> str | None:
+        return self.roles[role].value if role in self.roles else None
+
+    def by(self, role: str) -> Setting | None:
+        return self.roles[role].by if role in self.roles else None
+
+    @property
+    def full(self) -> bool:
+        """Every weight is trained, as far as the settings say."""
+        return self.adapter is not True and self.quantised is None
+
+    def number(self, *names: str) -> float | None:
+        return self.facts.number(*names)
+
+    @property
+    def learning_rate(self) -> float | None:
+        return self.facts.number(
+            *(
+                f"{tool}.{key}"
+                for tool in _TOOLS
+                for key in ("learning_rate", "train.learning_rate", "lr", "optimizer.lr", "optimizer.params.lr")
+            )
+        )
+
+    @property
+    def accumulates(self) -> Setting | None:
+        return self.facts.get(
+            *(
+                f"{tool}.{key}"
+                for tool in _TOOLS
+                for key in ("gradient_accumulation_steps", "train.accumulate", "accumulate_grad_batches", "trainer.accumulate_grad_batches")
+            )
+        )
+
+
+_TOOLS = (
+    "hf",
+    "simpletuner",
+    "axolotl",
+    "llamafactory",
+    "torchtune",
+    "torchtitan",
+    "lightning",
+    "kohya",
+    "script",
+    "isotype",
+    "deepspeed",
+    "accelerate",
+)
+
+
+def compile_record(facts: Facts) -> Record:
+    tool = next((d.tool for d in facts.documents if d.tool in _COMPILERS), "hf")
+    record = Record(tool, facts)
+    record.device = _device(facts)
+    _COMPILERS[tool](record)
+    _shared(record)
+    return record
+
+
+def _device(facts: Facts) -> Device | None:
+    if facts.device:
+        return find(facts.device)
+    for setting in (facts.on("hf.use_cpu", "hf.no_cuda", "accelerate.use_cpu", "accelerate.cpu"),):
+        if setting:
+            return find("cpu")
+    if facts.word("lightning.accelerator", "lightning.trainer.accelerator") == "cpu" or facts.word("torchtune.device") == "cpu":
+        return find("cpu")
+    named = facts.get("hardware.gpu", "hardware.gpu_name", "hardware.hardware", "hardware.device", "env.GPU_NAME", "env.GPU")
+    return find(str(named.value)) if named else None
+
+
+# ---- parts shared by tools that load a transformers model
+
+
+MODEL_DTYPE = (
+    "model.dtype",
+    "model.torch_dtype",
+    "hf.dtype",
+    "hf.torch_dtype",
+    "hf.model_init_kwargs.dtype",
+    "hf.model_init_kwargs.torch_dtype",
+    "hf.model_dtype",
+    "model.model_kwargs.torch_dtype",
+)
+CHECKPOINT_DTYPE = (
+    "checkpoint.stored_dtype",
+    "checkpoint.dtype",
+    "checkpoint.torch_dtype",
+    "checkpoint.text_config.dtype",
+    "checkpoint.text_config.torch_dtype",
+)
+BNB = "quantization_config"
+
+
+def model_dtype(facts: Facts) -> tuple[str | None, Setting | None]:
+    """The dtype the weights are loaded in: as asked, or the checkpoint's own."""
+    asked = facts.get(*MODEL_DTYPE)
+    if asked is not None and dtype_of(asked.value):
+        return dtype_of(asked.value), asked
+    stored = facts.get(*CHECKPOINT_DTYPE)
+    return (dtype_of(stored.value), stored) if stored else (None, None)
+
+
+def mixed_flag(facts: Facts, tool: str = "hf") -> Setting | None:
+    """The trainer's own flag for half precision that is on, bf16 first."""
+    return facts.on(f"{tool}.bf16", f"{tool}.fp16")
+
+
+def launcher_mode(facts: Facts) -> Setting | None:
+    """What accelerate's configuration, launcher or environment says."""
+    found = facts.get("env.ACCELERATE_MIXED_PRECISION", "accelerate.mixed_precision")
+    return found
+
+
+def deepspeed_setting(facts: Facts, key: str) -> Setting | None:
+    return facts.get(
+        f"deepspeed.{key}",
+        f"accelerate.deepspeed_config.{key}",
+        f"hf.deepspeed.{key}",
+        f"axolotl.deepspeed.{key}",
+        f"llamafactory.deepspeed.{key}",
+    )
+
+
+def uses_deepspeed(facts: Facts) -> Setting | None:
+    if facts.has("deepspeed"):
+        document = facts.tool("deepspeed")
+        assert document is not None
+        return next(iter(document.settings.values()), None)
+    if "deepspeed" in facts.word("accelerate.distributed_type"):
+        return facts.get("accelerate.distributed_type")
+    return next((s for t in ("hf", "axolotl", "llamafactory") if (s := facts.get(f"{t}.deepspeed")) and s.value), None) or next(
+        iter(facts.under("hf.deepspeed")), None
+    )
+
+
+def zero_stage(facts: Facts) -> tuple[int | None, Setting | None]:
+    found = facts.get(
+        "deepspeed.zero_optimization.stage",
+        "accelerate.deepspeed_config.zero_stage",
+        "hf.deepspeed.zero_optimization.stage",
+        "axolotl.deepspeed.zero_optimization.stage",
+    )
+    if found is not None:
+        try:
+            return int(found.value), found
+        except (TypeError, ValueError):
+            return None, found
+    for tool in ("hf", "axolotl", "llamafactory"):
+        named = facts.get(f"{tool}.deepspeed")
+        if (
+            named
+            and isinstance(named.value, str)
+            and (digits := [c for c in named.value.rpartition("/")[2] if c in "0123"])
+            and "z" in named.value.lower()
+        ):
+            return int(digits[0]), named
+    return None, None
+
+
+def uses_fsdp(facts: Facts) -> Setting | None:
+    if "fsdp" in facts.word("accelerate.distributed_type"):
+        return facts.get("accelerate.distributed_type")
+    for name in (
+        "hf.fsdp",
+        "axolotl.fsdp",
+        "llamafactory.fsdp",
+        "simpletuner.fsdp_enable",
+        "axolotl.fsdp_version",
+        "fsdp.strategy",
+        "accelerate.use_fsdp",
+        "lightning.strategy",
+        "lightning.trainer.strategy",
+    ):
+        found = facts.get(name)
+        if found and found.value not in ("", [], False) and ("strategy" not in name or "fsdp" in str(found.value).lower()):
+            return found
+    inner = [
+        s for t in ("hf", "axolotl", "llamafactory", "accelerate") for s in facts.under(f"{t}.fsdp_config") if s.value not in (None, {}, [])
+    ]
+    if (inner and "fsdp" in facts.word("accelerate.distributed_type", "accelerate.use_fsdp")) or (inner and not facts.has("accelerate")):
+        return inner[0]
+    return next((s for _, s in facts.all("fsdp")), None)
+
+
+def fsdp_version(facts: Facts) -> tuple[int | None, Setting | None]:
+    found = facts.get(
+        "accelerate.fsdp_config.fsdp_version",
+        "hf.fsdp_config.version",
+        "hf.fsdp_config.fsdp_version",
+        "fsdp.fsdp_version",
+        "fsdp.version",
+        "axolotl.fsdp_version",
+        "axolotl.fsdp_config.fsdp_version",
+        "simpletuner.fsdp_version",
+        "accelerate.fsdp_version",
+        "env.FSDP_VERSION",
+    )
+    try:
+        return (int(found.value), found) if found else (None, None)
+    except (TypeError, ValueError):
+        return None, found
+
+
+def _quantised(record: Record, *prefixes: str) -> None:
+    facts = record.facts
+    for bits in (4, 8):
+        found = facts.on(*(f"{p}.load_in_{bits}bit" for p in prefixes))
+        if found:
+            record.quantised, record.quantised_by = bits, found
+            return
+    stored = facts.get("checkpoint.quantization_config.quant_method", "model.quantization_config.quant_method")
+    if stored:
+        four = facts.on("checkpoint.quantization_config.load_in_4bit", "model.quantization_config._load_in_4bit") or str(stored.value) in (
+            "awq",
+            "gptq",
+            "hqq",
+        )
+        record.quantised, record.quantised_by = (4 if four else 8), stored
+
+
+def _adapter_from(record: Record, *names: str) -> None:
+    facts = record.facts
+    for name in names:
+        setting = facts.given(name)
+        if setting is None:
+            continue
+        word = str(setting.value).lower()
+        record.adapter = word not in ("none", "null", "false", "full", "", "freeze", "no")
+        record.adapter_by = setting
+        return
+    if facts.has("peft"):
+        record.adapter = True
+        record.adapter_by = next((s for _, s in facts.all("peft")), None)
+
+
+def _shared(record: Record) -> None:
+    """Roles that follow from others."""
+    trained = record.value("trained")
+    if trained:
+        record.set(
+            "gradients",
+            record.value("gradients") or trained,
+            "a gradient has its weight's dtype",
+            record.by("gradients") or record.by("trained"),
+        )
+        if "optimizer" not in record.roles:
+            record.set("optimizer", trained, "torch optimizers keep their states in the weight's dtype", record.by("trained"))
+    if "accumulation" not in record.roles and record.accumulates is not None and record.value("gradients"):
+        record.set("accumulation", record.value("gradients"), "accumulates into .grad", record.accumulates)
+    if record.quantised and "storage" not in record.roles:
+        kind = record.facts.word(f"model.{BNB}.bnb_4bit_quant_type", f"checkpoint.{BNB}.bnb_4bit_quant_type") or (
+            "fp4 or nf4" if record.quantised == 4 else "int8"
+        )
+        record.set("storage", kind, f"{record.quantised}-bit base", record.quantised_by)
+    if record.value("compute") in ("bf16", "fp16") and "norms" not in record.roles and record.value("trained") == "fp32" and record.full:
+        record.set("norms", "fp32", "autocast runs norms in fp32")
+
+
+def _hf(record: Record) -> None:
+    facts = record.facts
+    dtype, dtype_by = model_dtype(facts)
+    _adapter_from(record, "model.adapter", "hf.adapter", "model.use_peft", "hf.use_peft", "hf.use_lora", "model.peft")
+    _quantised(record, f"model.{BNB}", "model", "hf", f"hf.model_init_kwargs.{BNB}", f"checkpoint.{BNB}", f"hf.{BNB}")
+    record.set("parameters", dtype, "as loaded", dtype_by)
+    flag, launcher = mixed_flag(facts), launcher_mode(facts)
+    attributes = document.attributes if (document := facts.tool("hf")) else {}
+    made_by = attributes.get("made_by", "")
+    undecided = {"bf16", "fp16"} & attributes.get("unknown", set())  # set by code that only runs on the machine
+    compute, by, why = None, flag, "the trainer's flag: autocast"
+    if flag is not None:
+        compute = flag.key.lstrip("-").rpartition("_")[2] if flag.key.endswith(("bf16", "fp16")) else "bf16"
+    elif launcher is not None and str(launcher.value).lower() in ("bf16", "fp16", "fp8"):
+        compute, by, why = str(launcher.value).lower(), launcher, "the launcher's mode: autocast"
+    elif made_by.endswith("Config") and not undecided and facts.given("hf.bf16") is None and not facts.on("hf.fp16"):
+        compute, why = "bf16", f"{made_by}'s default"
+    section = next((s for half in ("bf16", "fp16") if (s := deepspeed_setting(facts, f"{half}.enabled")) and truth(s.value) is True), None)
+    if section is not None and compute is None:
+        compute, by, why = ("bf16" if "bf16" in section.key else "fp16"), section, "the DeepSpeed section"
+    if record.device is not None and record.device.kind == "cpu" and compute == "fp16":
+        record.set("compute", "fp32", "fp16 has no effect on a CPU", by)
+    elif compute:
+        record.set("compute", compute, why, by)
+    elif not undecided:
+        record.set("compute", dtype or "as weights", "no mixed precision: the weights' own dtype", dtype_by)
+    if compute == "fp16" and not (record.device and record.device.kind == "cpu"):
+        record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", by)
+    explicit = facts.get("hf.trainable_dtype", "model.trainable_dtype", "peft.trainable_dtype")
+    if explicit is not None and dtype_of(explicit.value):
+        record.set("trained", dtype_of(explicit.value), "as set", explicit)
+    elif record.adapter or (record.quantised and record.adapter is None):
+        kept = facts.off("peft.autocast_adapter_dtype", "hf.autocast_adapter_dtype")
+        if kept and dtype:
+            record.set("trained", dtype, "adapters keep the base's dtype", kept)
+        elif record.quantised and made_by == "SFTConfig":
+            record.set("trained", "bf16", "TRL casts adapters on a quantised base to bf16")
+        else:
+            record.set("trained", "fp32", "PEFT makes adapters fp32", record.adapter_by)
+    else:
+        record.set("trained", dtype, "every weight, as loaded", dtype_by)
+    full_eval = facts.on("hf.bf16_full_eval", "hf.fp16_full_eval")
+    if full_eval:
+        record.set("evaluation", "bf16" if "bf16" in full_eval.key else "fp16", "the model itself is cast", full_eval)
+    elif compute:
+        record.set("evaluation", compute, "autocast", by)
+    if section is not None or (uses_deepspeed(facts) and compute in ("bf16", "fp16")):
+        record.set("parameters", compute, "DeepSpeed casts the module", section or by)
+        record.set(
+            "trained", compute if record.adapter is not True else record.value("trained"), "DeepSpeed casts the module", section or by
+        )
+        record.set("optimizer", "fp32", "ZeRO keeps an fp32 master copy", section or by)
+        accumulated = deepspeed_setting(facts, "data_types.grad_accum_dtype")
+        if accumulated is not None:
+            record.set("accumulation", dtype_of(accumulated.value) or str(accumulated.value), "data_types.grad_accum_dtype", accumulated)
+        elif compute == "bf16" and record.accumulates is not None:
+            record.set("accumulation", "bf16", "DeepSpeed accumulates in the model's dtype", record.accumulates)
+    elif uses_fsdp(facts) and compute in ("bf16", "fp16"):
+        record.set("reduction", compute, "accelerate's FSDP policy reduces in the mixed precision dtype", uses_fsdp(facts))
+    optimizer = facts.get("hf.optim")
+    if optimizer is not None and "8bit" in str(optimizer.value):
+        record.set("optimizer", "8 bit", "bitsandbytes", optimizer)
+
+
+def _simpletuner(record: Record) -> None:
+    facts = record.facts
+    mixed = facts.get("simpletuner.mixed_precision")
+    mode = str(mixed.value) if mixed else "bf16"
+    optimizer = facts.get("simpletuner.optimizer")
+    name = str(optimizer.value).lower() if optimizer else "adamw_bf16"
+    base = facts.get("simpletuner.base_model_precision")
+    quantised = base is not None and str(base.value) not in ("no_change", "")
+    default = facts.get("simpletuner.base_model_default_dtype")
+    record.adapter = "lora" in facts.word("simpletuner.model_type") if facts.get("simpletuner.model_type") else None
+    record.adapter_by = facts.get("simpletuner.model_type")
+    weights, by, why = (
+        {"bf16": "bf16", "fp16": "fp16", "no": "fp32", "fp8": "bf16"}.get(mode),
+        mixed,
+        "mixed_precision decides the weight dtype",
+    )
+    if quantised and mode in ("no", "fp16"):
+        weights, by, why = (
+            ("fp32" if default and str(default.value) == "fp32" else "bf16"),
+            default or base,
+            "base_model_default_dtype decides for a quantised base",
+        )
+    record.set("parameters", weights, why, by)
+    if name == "adamw_bf16" and not (quantised and default and str(default.value) == "fp32"):
+        record.set("trained", "bf16", "adamw_bf16 makes the trained weights bf16", optimizer)
+        record.set("optimizer", "bf16", "adamw_bf16 with stochastic rounding", optimizer)
+    else:
+        record.set("trained", weights, "trained weights get the weight dtype", by)
+    if mode in ("bf16", "fp16", "fp8"):
+        record.set("compute", mode, "mixed_precision: autocast", mixed)
+    elif mode == "no":
+        record.set("compute", "fp32" if record.value("trained") == "fp32" else "bf16", "mixed_precision no: no autocast", mixed)
+    if mode == "fp16":
+        record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", mixed)
+    gradient = facts.get("simpletuner.gradient_precision")
+    if gradient is not None:
+        record.set(
+            "gradients", record.value("trained"), f"gradient_precision={gradient.value} is not applied by current SimpleTuner", gradient
+        )
+    if quantised and base is not None:
+        record.quantised, record.quantised_by = (
+            (4 if any(w in str(base.value) for w in ("int4", "nf4", "fp4", "uint4", "int2")) else 8),
+            base,
+        )
+        record.set("storage", str(base.value), "base_model_precision", base)
+    if ema := facts.on("simpletuner.use_ema"):
+        record.set("ema", record.value("trained") or "bf16", "the shadow is a clone of the trained weights", ema)
+
+
+def _axolotl(record: Record) -> None:
+    facts = record.facts
+    bf16, fp16 = facts.get("axolotl.bf16"), facts.get("axolotl.fp16")
+    device_has = record.device.bf16 if record.device else True
+    bf16_on = (
+        bf16 is None or truth(bf16.value) is True or (str(bf16.value) == "auto" and device_has) or facts.on("axolotl.bfloat16") is not None
+    )
+    if bf16 is None and (facts.on("axolotl.fp16") or (record.device and not record.device.bf16)):
+        bf16_on = False
+    if bf16 is not None and truth(bf16.value) is False:
+        bf16_on = False
+    fp16_on = not bf16_on and bool(facts.on("axolotl.fp16") or (bf16 is not None and str(bf16.value) == "auto"))
+    half = "bf16" if bf16_on else "fp16" if fp16_on or facts.on("axolotl.float16") else "fp32"
+    by = bf16 if bf16_on else fp16 or facts.on("axolotl.float16")
+    _adapter_from(record, "axolotl.adapter")
+    if record.adapter is None:
+        record.adapter = False
+    _quantised(record, "axolotl")
+    loaded = "fp16" if record.quantised == 8 and not bf16_on else half
+    record.set("parameters", loaded, "loaded in the half precision that is on", by)
+    record.set(
+        "trained",
+        "fp32" if record.adapter else loaded,
+        "adapters are fp32" if record.adapter else "every weight, as loaded",
+        record.adapter_by or by,
+    )
+    record.set("compute", half, "autocast" if half != "fp32" else "no mixed precision", by)
+    if half == "fp16" and facts.on("axolotl.fp16"):
+        record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", facts.on("axolotl.fp16"))
+    if uses_deepspeed(facts) and record.accumulates:
+        record.set("optimizer", "fp32", "ZeRO keeps an fp32 master copy", uses_deepspeed(facts))
+
+
+def _llamafactory(record: Record) -> None:
+    facts = record.facts
+    kind = facts.word("llamafactory.finetuning_type") or "lora"
+    record.adapter, record.adapter_by = kind in ("lora", "oft"), facts.get("llamafactory.finetuning_type")
+    bits = facts.get("llamafactory.quantization_bit")
+    if bits is not None:
+        record.quantised, record.quantised_by = (8 if str(bits.value) == "8" else 4), bits
+    pure, flag = facts.on("llamafactory.pure_bf16"), mixed_flag(facts, "llamafactory")
+    half = "bf16" if pure else ("bf16" if facts.on("llamafactory.bf16") else "fp16") if flag else None
+    stored = facts.get(*CHECKPOINT_DTYPE)
+    by = pure or flag
+    loaded = half or (dtype_of(stored.value) if stored else None)
+    record.set("parameters", loaded, "compute dtype", by or stored)
+    if record.adapter:
+        record.set("trained", "fp32", "PEFT makes adapters fp32", record.adapter_by)
+    else:
+        record.set(
+            "trained", "bf16" if pure else "fp32" if flag else loaded, "pure_bf16" if pure else "upcast to fp32 for training", pure or flag
+        )
+    record.set("compute", half or loaded, "autocast" if flag else "the weights' own dtype", by or stored)
+    if facts.on("llamafactory.fp16"):
+        record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", facts.on("llamafactory.fp16"))
+    if uses_deepspeed(facts) and half:
+        record.set("optimizer", "fp32", "ZeRO keeps an fp32 master copy", uses_deepspeed(facts))
+
+
+def _torchtune(record: Record) -> None:
+    facts = record.facts
+    dtype = facts.get("torchtune.dtype")
+    word = dtype_of(dtype.value) if dtype else "fp32"
+    component = facts.word("torchtune.model._component_")
+    record.adapter, record.adapter_by = "lora" in component or "dora" in component, facts.get("torchtune.model._component_")
+    if "qlora" in component:
+        record.quantised, record.quantised_by = 4, record.adapter_by
+    for role in ("parameters", "trained", "compute"):
+        record.set(role, word, "torchtune has one dtype", dtype)
+    if "reduction" not in record.roles:
+        record.set("reduction", word, "gradients are reduced in their dtype", dtype)
+
+
+def _torchtitan(record: Record) -> None:
+    facts = record.facts
+    parameter = facts.get("torchtitan.training.mixed_precision_param")
+    reduce = facts.get("torchtitan.training.mixed_precision_reduce")
+    dtype = facts.get("torchtitan.training.dtype")
+    held = dtype_of(dtype.value) if dtype else "fp32"
+    record.adapter = False
+    record.set("parameters", held, "training.dtype", dtype)
+    record.set("trained", held, "training.dtype", dtype)
+    record.set("compute", dtype_of(parameter.value) if parameter else "bf16", "mixed_precision_param", parameter)
+    record.set("reduction", dtype_of(reduce.value) if reduce else "fp32", "mixed_precision_reduce", reduce)
+
+
+def lightning_precision(facts: Facts) -> Setting | None:
+    return facts.get("lightning.precision", "lightning.trainer.precision")
+
+
+def _lightning(record: Record) -> None:
+    precision = lightning_precision(record.facts)
+    word = str(precision.value) if precision else "32-true"
+    full = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}.get(word, word)
+    half = {"16-mixed": "fp16", "bf16-mixed": "bf16", "16-true": "fp16", "bf16-true": "bf16"}.get(full, "fp32")
+    if full == "16-mixed" and record.device and record.device.kind == "cpu":
+        half = "bf16"
+    held = half if full.endswith("true") else "fp32"
+    record.adapter = None
+    record.set("parameters", held, full, precision)
+    record.set("trained", held, full, precision)
+    record.set("compute", half, full, precision)
+    if full == "16-mixed" and half == "fp16":
+        record.set("loss scaling", "dynamic", "16-mixed makes a GradScaler", precision)
+    if uses_fsdp(record.facts) and full.endswith("mixed"):
+        record.set("reduction", half, "FSDPStrategy reduces in the mixed precision dtype", uses_fsdp(record.facts))
+
+
+def _kohya(record: Record) -> None:
+    facts = record.facts
+    mixed = facts.get("kohya.mixed_precision")
+    mode = str(mixed.value).lower() if mixed else "no"
+    network = facts.get("kohya.network_module")
+    record.adapter, record.adapter_by = (True, network) if network else (None, None)
+    full = facts.on("kohya.full_bf16", "kohya.full_fp16")
+    half = mode if mode in ("bf16", "fp16") else "fp32"
+    record.set("parameters", half, "mixed_precision", mixed)
+    record.set(
+        "trained",
+        ("bf16" if "bf16" in full.key else "fp16") if full else "fp32",
+        "full_* casts what is trained" if full else "fp32 masters",
+        full,
+    )
+    record.set("compute", half, "autocast" if half != "fp32" else "no mixed precision", mixed)
+    if mode == "fp16" and not full:
+        record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", mixed)
+
+
+def _script(record: Record) -> None:
+    """A training script with diffusers' or accelerate's arguments."""
+    mixed = record.facts.get("script.mixed_precision")
+    record.set("compute", dtype_of(mixed.value) if mixed else None, "the script's argument", mixed)
+
+
+_COMPILERS: dict[str, Callable[[Record], None]] = {
+    "simpletuner": _simpletuner,
+    "axolotl": _axolotl,
+    "llamafactory": _llamafactory,
+    "torchtune": _torchtune,
+    "torchtitan": _torchtitan,
+    "lightning": _lightning,
+    "kohya": _kohya,
+    "hf": _hf,
+    "script": _script,
+}

@@ -1,0 +1,361 @@
+"""Rules over the record: two settings that exclude each other, whatever tool they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ....finding import Finding
+from ..record import BNB, Record, deepspeed_setting, launcher_mode, mixed_flag, uses_deepspeed
+from ..settings import dtype_of, truth
+from .base import ERROR, WARNING, found, rule
+
+_PAIRS = (
+    ("hf.bf16", "hf.fp16"),
+    ("hf.bf16_full_eval", "hf.fp16_full_eval"),
+    ("axolotl.bf16", "axolotl.fp16"),
+    ("llamafactory.bf16", "llamafactory.fp16"),
+    ("llamafactory.pure_bf16", "llamafactory.fp16"),
+    ("kohya.full_bf16", "kohya.full_fp16"),
+)
+
+
+@rule("CF001")
+def both_halves(r: Record) -> Iterator[Finding]:
+    """fp16 and bf16 are both on
+
+    **Why it matters.** They exclude each other: bf16 has fp32's range and no loss scaling, fp16 needs it. Most trainers stop with "At most
+    one of fp16 and bf16 can be True"; some go on with whichever they look at first.
+
+    **Example.** `{"fp16": true, "bf16": true}`; a DeepSpeed file with both sections enabled; `bf16` for training and `fp16_full_eval`
+    for evaluation under DeepSpeed's "auto".
+
+    **What to do.** Keep one: bf16 on Ampere and newer, else fp16.
+    """
+    f = r.facts
+    for one, other in _PAIRS:
+        bf16, fp16 = f.on(one), f.on(other)
+        if bf16 and fp16:
+            silent = "pure_bf16" in one
+            yield found(
+                "CF001",
+                ERROR,
+                f"{fp16.key} and {bf16.key} are both on",
+                fp16,
+                bf16,
+                cause="fp16 and bf16 exclude each other; both cannot be true at once",
+                fix=f"keep only one: {bf16.key}: true with {fp16.key}: false where the GPU has bf16, else the reverse",
+                wins="nobody notices: bf16 weights run under fp16 autocast with a GradScaler" if silent else "the trainer refuses to start",
+            )
+    bf16, fp16 = deepspeed_setting(f, "bf16.enabled"), deepspeed_setting(f, "fp16.enabled")
+    if bf16 and fp16 and truth(bf16.value) and truth(fp16.value):
+        yield found(
+            "CF001",
+            ERROR,
+            "DeepSpeed's fp16 and bf16 sections are both enabled",
+            fp16,
+            bf16,
+            cause="DeepSpeed: bfloat16 and fp16 modes cannot be enabled at once; both sections are true",
+            wins="DeepSpeed refuses to start",
+            fix='keep one section enabled, and "enabled": false or "auto" in the other',
+        )
+    if bf16 and fp16 and str(bf16.value) == str(fp16.value) == "auto":
+        for train, evaluate in (("hf.bf16", "hf.fp16_full_eval"), ("hf.fp16", "hf.bf16_full_eval")):
+            flag, full = f.on(train), f.on(evaluate)
+            if flag and full:
+                yield found(
+                    "CF001",
+                    ERROR,
+                    f"{flag.key} with {full.key} enables both of DeepSpeed's sections",
+                    full,
+                    flag,
+                    fp16,
+                    bf16,
+                    cause=(
+                        '"auto" takes a section on when either the training or the full_eval flag of that half is set: both '
+                        "fp16 and bf16 are on"
+                    ),
+                    fix=f"evaluate in the same half as training: remove {full.key}",
+                    wins="DeepSpeed refuses to start",
+                )
+
+
+@rule("CF002")
+def fp16_weights_trained(r: Record) -> Iterator[Finding]:
+    """fp16 weights are trained under a GradScaler
+
+    **Why it matters.** Loss scaling needs gradients that are wider than fp16 to unscale into. With fp16 weights the gradients are fp16, and
+    torch stops at the first step: "Attempting to unscale FP16 gradients".
+
+    **Example.** `fp16: true` with `dtype: float16` and no adapter; SimpleTuner with `mixed_precision=fp16`.
+
+    **What to do.** Load in float32 (fp16 stays for the products), or train in bf16, or train an adapter.
+    """
+    if r.value("trained") == "fp16" and r.value("loss scaling") == "dynamic" and not uses_deepspeed(r.facts):
+        by, scaler = r.by("trained"), r.by("loss scaling")
+        yield found(
+            "CF002",
+            ERROR,
+            "fp16 weights are trained with fp16 mixed precision: its GradScaler cannot unscale fp16 gradients",
+            by,
+            scaler,
+            r.adapter_by,
+            cause=(
+                "fp16 makes a GradScaler; the weights that are trained are float16, so their gradients are too: "
+                '"Attempting to unscale FP16 gradients"'
+            ),
+            fix=(
+                "load the weights in float32 (dtype: float32), or use bf16 (bf16: true, fp16: false), or train a "
+                "LoRA adapter, which is fp32"
+            ),
+            wins="torch stops at the first optimizer step",
+        )
+
+
+@rule("CF003")
+def other_half_than_the_weights(r: Record) -> Iterator[Finding]:
+    """The weights are one half format and mixed precision the other
+
+    **Why it matters.** `fp16` makes a GradScaler, whose CUDA kernel refuses bf16 gradients; and each cast between the two formats loses
+    range (bf16 to fp16) or bits. A checkpoint saved in bf16 is loaded in bf16 unless a dtype is given.
+
+    **Example.** `fp16: true` with `dtype: bfloat16`; a bf16 checkpoint and `fp16: true`.
+
+    **What to do.** `bf16: true, fp16: false`, or load fp32 weights.
+    """
+    held, compute = r.value("parameters"), r.value("compute")
+    trained = r.value("trained")
+    if r.tool == "simpletuner" and trained == "bf16" and compute == "fp16":
+        return  # CF021 and CF022 say it with SimpleTuner's own reasons
+    if {held, compute} != {"bf16", "fp16"}:
+        return
+    unsloth = any(d.attributes.get("unsloth") for d in r.facts.documents)
+    if trained == "bf16" and r.value("loss scaling") == "dynamic":
+        yield found(
+            "CF003",
+            ERROR,
+            "fp16 mixed precision with bf16 weights: its GradScaler cannot unscale bf16 gradients",
+            r.by("compute"),
+            r.by("trained"),
+            cause=(
+                "fp16: true makes a GradScaler, and the trained weights are bfloat16: "
+                "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'; bf16 needs no "
+                "loss scaling"
+            ),
+            fix="bf16: true, fp16: false; or fp32 weights (dtype: float32) where the GPU has no bf16",
+            wins="torch stops at the first optimizer step on CUDA",
+        )
+    elif held in ("bf16", "fp16") and r.by("parameters") is not None:
+        by, compute_by = r.by("parameters"), r.by("compute")
+        yield found(
+            "CF003",
+            ERROR if unsloth else WARNING,
+            f"{held} weights under {compute} mixed precision",
+            compute_by,
+            by,
+            cause=(f"the weights are {held} and every product casts them to {compute}: range or bits are lost at each cast")
+            + (", and Unsloth refuses the pair" if unsloth else ""),
+            fix=(
+                f"match them: {held}: true in place of {compute}: true, or load with dtype {'bfloat16' if compute == 'bf16' else 'float16'}"
+            ),
+            wins="Unsloth stops with a TypeError" if unsloth else "autocast casts the weights in every forward",
+        )
+
+
+@rule("CF008")
+def quantised_without_adapter(r: Record) -> Iterator[Finding]:
+    """A quantised base and nothing to train
+
+    **Why it matters.** Quantised weights take no gradient: "You cannot perform fine-tuning on purely quantized models".
+
+    **Example.** `load_in_4bit: true` with `adapter: null`, or LLaMA-Factory's `quantization_bit: 4` with `finetuning_type: full`.
+
+    **What to do.** Attach LoRA, or load without quantisation.
+    """
+    if r.quantised and r.adapter is False:
+        yield found(
+            "CF008",
+            ERROR,
+            "the base is quantised and there is no adapter to train",
+            r.quantised_by,
+            r.adapter_by,
+            cause=f"{r.quantised}-bit weights take no gradient, and no adapter is attached",
+            fix=("attach an adapter (adapter: lora or qlora, finetuning_type: lora, LoraConfig), or remove the quantisation"),
+            wins="the trainer stops",
+        )
+
+
+@rule("CF009")
+def two_owners(r: Record) -> Iterator[Finding]:
+    """Two owners of mixed precision disagree
+
+    **Why it matters.** The trainer's flag, accelerate's file, the launcher's option and `ACCELERATE_MIXED_PRECISION` all set one
+    thing. With HF, a flag
+    wins over the launcher (an fp8 launch becomes bf16); without a flag, the launcher decides and the arguments still print `bf16=False`.
+    Scripts that ask for the precision themselves ignore the launcher's.
+
+    **Example.** `bf16: false, fp16: false` and `ACCELERATE_MIXED_PRECISION=bf16`.
+
+    **What to do.** Say it once, or the same in both places.
+    """
+    f = r.facts
+    launcher = launcher_mode(f)
+    file_mode, env_mode = f.get("accelerate.mixed_precision"), f.get("env.ACCELERATE_MIXED_PRECISION")
+    if launcher is None:
+        return
+    mode = "no" if launcher.value is False else str(launcher.value).lower()
+    if mode not in ("no", "fp16", "bf16", "fp8"):
+        return
+    if r.tool == "hf" and f.has("hf"):
+        flag = mixed_flag(f)
+        if flag is not None:
+            half = "bf16" if "bf16" in flag.key else "fp16"
+            if mode not in (half, "no"):
+                yield found(
+                    "CF009",
+                    WARNING,
+                    f"the trainer says {half}, the launcher {mode}: mixed precision has two owners",
+                    flag,
+                    launcher,
+                    cause=f"the trainer's flag and accelerate's mixed_precision ({mode}) disagree",
+                    fix=f"one source: mixed_precision: {half} in the launcher, or remove {flag.key}",
+                    wins=f"the trainer's flag: the run is {half}, not {mode}",
+                )
+            return
+        off = f.off("hf.bf16") or f.off("hf.fp16")
+        if mode != "no":
+            yield found(
+                "CF009",
+                WARNING,
+                f"the arguments say no mixed precision, the launcher {mode}",
+                off or launcher,
+                launcher,
+                cause=f"neither bf16 nor fp16 is set in the training arguments, and {launcher.key} is {mode}",
+                fix=f"{mode}: true in the training arguments too"
+                if mode != "fp8"
+                else "mixed_precision: 'no' in the launcher, or say it in both",
+                wins=f"the launcher: the run is {mode}, while the arguments print bf16=False",
+            )
+    elif r.tool in ("script", "kohya", "simpletuner"):
+        own = f.get(f"{r.tool}.mixed_precision")
+        said = str(own.value).lower() if own else None
+        if (own is None and r.tool == "kohya" and mode != "no") or (said is not None and said != mode and r.tool != "simpletuner"):
+            yield found(
+                "CF009",
+                WARNING,
+                f"the launcher says {mode}, the script {said or 'nothing'}",
+                own or launcher,
+                launcher,
+                cause=(
+                    "the script makes its own Accelerator with its own mixed_precision argument; the launcher's option "
+                    "does not reach the weights it loads"
+                ),
+                fix=f"give both the same: accelerate launch --mixed_precision {mode} SCRIPT --mixed_precision {mode}",
+                wins="the script's own argument",
+            )
+    if env_mode is not None and file_mode is not None and str(env_mode.value) != str(file_mode.value) and not f.has("hf"):
+        yield found(
+            "CF009",
+            WARNING,
+            f"accelerate's file says {file_mode.value}, the environment {env_mode.value}",
+            env_mode,
+            file_mode,
+            cause="both set mixed precision",
+            fix="unset ACCELERATE_MIXED_PRECISION",
+            wins="the launcher overwrites the variable with its file's value; a plain python run takes the variable",
+        )
+
+
+@rule("CF010")
+def quantised_compute_dtype(r: Record) -> Iterator[Finding]:
+    """The dtype that 4-bit weights compute in is not the run's
+
+    **Why it matters.** Quantised layers return their compute dtype; the layers beside them and the kernels of several trainers
+    expect the model's:
+    "expected scalar type Half but found Float". With fp32 it is also slow. The library's default is fp32.
+
+    **Example.** `bnb_4bit_compute_dtype: float32` with `dtype: float16` and `fp16: true`.
+
+    **What to do.** The same dtype for `bnb_4bit_compute_dtype`, `dtype` and mixed precision.
+    """
+    f = r.facts
+    setting = f.get(
+        f"model.{BNB}.bnb_4bit_compute_dtype",
+        "hf.bnb_4bit_compute_dtype",
+        f"hf.model_init_kwargs.{BNB}.bnb_4bit_compute_dtype",
+        f"hf.{BNB}.bnb_4bit_compute_dtype",
+    )
+    if setting is None or r.quantised is None:
+        return
+    own, run = dtype_of(setting.value), r.value("compute")
+    weights = r.value("parameters")
+    if own is None or str(setting.value).startswith("torch."):
+        own = dtype_of(str(setting.value))
+    other = next((d for d in (run, weights) if d in ("bf16", "fp16") and d != own), None)
+    if own and other:
+        against = r.by("compute") if other == run else r.by("parameters")
+        yield found(
+            "CF010",
+            ERROR if {own, other} == {"fp16", "bf16"} or own == "fp32" else WARNING,
+            f"bnb_4bit_compute_dtype is {own}, the run is {other}",
+            setting,
+            r.by("parameters"),
+            against,
+            cause=(
+                f"4-bit layers compute and return {own} while the rest of the model is {other}: the dtype of "
+                "bnb_4bit_compute_dtype and the model's dtype must match (\"expected scalar type Half but found "
+                'Float")'
+            ),
+            fix=(f"bnb_4bit_compute_dtype: {'bfloat16' if other == 'bf16' else 'float16'}, to match dtype and mixed precision"),
+            wins="each layer its own: operands of two dtypes meet",
+        )
+
+
+_MODES = ("no", "fp16", "bf16", "fp8")
+
+
+@rule("CF014")
+def unknown_mode(r: Record) -> Iterator[Finding]:
+    """mixed_precision is a word the tool does not know
+
+    **Why it matters.** fp32 is spelt `no`, words are lower case, and an unquoted `no` in YAML is the boolean false: accelerate
+    1.15 fails on it
+    with "'bool' object has no attribute 'lower'".
+
+    **Example.** `mixed_precision: no` in accelerate's YAML; `--mixed_precision=fp32` in SimpleTuner.
+
+    **What to do.** `mixed_precision: 'no'` for fp32, quoted; else `bf16` or `fp16`.
+    """
+    f = r.facts
+    for name in (
+        "accelerate.mixed_precision",
+        "env.ACCELERATE_MIXED_PRECISION",
+        "simpletuner.mixed_precision",
+        "kohya.mixed_precision",
+        "script.mixed_precision",
+    ):
+        setting = f.get(name)
+        if setting is None:
+            continue
+        if isinstance(setting.value, bool):
+            yield found(
+                "CF014",
+                ERROR,
+                f"{setting.key} is the boolean {str(setting.value).lower()}",
+                setting,
+                cause="an unquoted no (or yes) in YAML is a boolean, and accelerate expects a word",
+                fix=f"quote it: {setting.key}: 'no'",
+                holds="accelerate 1.15",
+            )
+        elif str(setting.value) not in _MODES and (name.startswith("simpletuner") or str(setting.value).lower() not in _MODES):
+            word = str(setting.value)
+            meant = dtype_of(word)
+            fix = {"fp32": "'no' (that is fp32)", "bf16": "bf16", "fp16": "fp16"}.get(meant or "", "one of 'no', fp16, bf16, fp8")
+            yield found(
+                "CF014",
+                ERROR,
+                f"{setting.key}: {word} is not a mode",
+                setting,
+                cause=f"the modes are no, fp16, bf16 and fp8, in lower case; {word} is refused",
+                fix=f"{setting.key}: {fix}",
+                wins="the tool refuses to start",
+            )

@@ -1,0 +1,272 @@
+"""Rules over the record: what runs without an error and trains worse: updates that round away, sums in bf16, overflow."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ....finding import Finding
+from ..record import Record, deepspeed_setting, mixed_flag, uses_deepspeed
+from ..settings import dtype_of, truth
+from .base import NOTE, WARNING, found, rule
+
+# An update of Adam is about the learning rate; a bf16 weight of 0.02 has steps of 2^-8 * 0.02, and less than half of one rounds away.
+_LOST_BELOW = 2**-9 * 0.02
+
+
+@rule("CF004")
+def updates_round_away(r: Record) -> Iterator[Finding]:
+    """Updates of bf16 weights round away
+
+    **Why it matters.** A bf16 weight has 8 significant bits. AdamW moved bf16 weights 0.3% / 2.2% / 22.7% of what it should at learning
+    rate 1e-5 / 1e-4 / 1e-3; norm weights (1.0) never moved. Nothing is printed. A typical weight is 0.02: below a learning rate of about
+    4e-5 most updates are under half a bf16 step. It is a warning there, else a note.
+
+    **Example.** `bf16: true` with a bf16 checkpoint and full fine-tuning at 1e-5: transformers 5 loads the checkpoint's own dtype,
+    so there is no fp32 master copy.
+
+    **What to do.** Load fp32 weights (`dtype: float32`; bf16 stays for the products), or use stochastic rounding or an optimizer with fp32
+    masters, or train an adapter. In Isotype: `precision: {preset: bf16-mixed}`, or `bf16-pure`.
+    """
+    if r.value("trained") != "bf16" or r.value("optimizer") not in ("bf16", None) or not r.full or r.tool in ("simpletuner", "isotype"):
+        return
+    if r.value("loss scaling") == "dynamic" or uses_deepspeed(r.facts):
+        return
+    f = r.facts
+    optimizer = f.word("hf.optim", "axolotl.optimizer", "torchtune.optimizer._component_", "kohya.optimizer_type", "llamafactory.optim")
+    if any(w in optimizer for w in ("stochastic", "kahan", "adafactor", "lomo", "came", "anyprecision", "optimi", "ao_")) or f.on(
+        "llamafactory.use_galore", "llamafactory.use_badam", "llamafactory.use_apollo"
+    ):
+        return
+    by, rate = r.by("trained"), r.learning_rate
+    definite = by is not None and (truth(by.value) is True or dtype_of(by.value) == "bf16")
+    if by is None or rate is None or (r.adapter is None and r.tool not in ("hf", "torchtune")):
+        return
+    low = rate < _LOST_BELOW and definite
+    yield found(
+        "CF004",
+        WARNING if low else NOTE,
+        f"bf16 weights without an fp32 master: most updates at learning rate {rate:g} round away"
+        if low
+        else "bf16 weights without an fp32 master copy",
+        by,
+        f.get("hf.learning_rate", "axolotl.learning_rate", "llamafactory.learning_rate", "torchtune.optimizer.lr"),
+        mixed_flag(f),
+        cause=(
+            "weights, gradients and Adam's states are all bfloat16; an update smaller than 1/512 of a weight "
+            "rounds to nothing (AdamW moved 0.3% of the way at 1e-5)"
+        ),
+        fix=(
+            "load fp32 weights (dtype: float32, with bf16: true for the products), or an optimizer with "
+            "stochastic rounding or fp32 masters; Isotype: precision: {preset: bf16-mixed}"
+        ),
+        wins="the weights' own dtype: bf16 mixed precision does not make fp32 masters",
+        holds="transformers >= 5 (dtype defaults to the checkpoint's)" if r.tool == "hf" else None,
+    )
+
+
+@rule("CF005")
+def accumulation_in_bf16(r: Record) -> Iterator[Finding]:
+    """Gradients are accumulated in bf16
+
+    **Why it matters.** Each addition rounds to 8 bits: the sum is 0.3% off after 4 micro-batches, 0.8% after 64 and 1.5% after 256, where
+    fp32 accumulation is 0.02% off. DeepSpeed accumulates in the model's dtype unless told otherwise. From 16 micro-batches on it
+    is a warning, below a note.
+
+    **Example.** A DeepSpeed bf16 run with `gradient_accumulation_steps: 64` and no `data_types`.
+
+    **What to do.** `"data_types": {"grad_accum_dtype": "fp32"}` in DeepSpeed; fp32 weights elsewhere; in Isotype `precision:
+    {preset: bf16-pure, grads: fp32}`.
+    """
+    steps = r.accumulates
+    if steps is None or r.value("accumulation") not in ("bf16", "fp16"):
+        return
+    try:
+        count = int(float(steps.value))
+    except (TypeError, ValueError):
+        return
+    if count < 2:
+        return
+    deepspeed = uses_deepspeed(r.facts)
+    if r.tool == "simpletuner" and count < 64:
+        return
+    half = r.value("accumulation")
+    yield found(
+        "CF005",
+        WARNING if count >= 16 else NOTE,
+        f"{count} micro-batches are accumulated in {half}",
+        steps,
+        r.by("trained"),
+        cause=(
+            f"every addition of a gradient rounds to {half}: about 0.3% off at 4, 0.8% at 64, 1.5% at 256 "
+            "micro-batches, against 0.02% in fp32"
+        )
+        + ("; DeepSpeed's grad_accum_dtype defaults to the model's dtype" if deepspeed else ""),
+        fix='"data_types": {"grad_accum_dtype": "fp32"} in the DeepSpeed config'
+        if deepspeed
+        else ("accumulate in fp32: fp32 trained weights, or fewer micro-batches; Isotype: precision: {preset: bf16-pure, grads: fp32}"),
+    )
+
+
+@rule("CF006")
+def reduction_in_half(r: Record) -> Iterator[Finding]:
+    """Gradients are reduced across ranks in half precision
+
+    **Why it matters.** Through accelerate and Lightning, FSDP's reduce dtype follows mixed precision unless a policy says
+    otherwise: gradients
+    are rounded to bf16 before the sum. Divergence is known at 384 GPUs; on a few ranks it is small, so this is a note.
+
+    **Example.** `distributed_type: FSDP` with `mixed_precision: bf16`.
+
+    **What to do.** Pass a policy: `MixedPrecision(param_dtype=bf16, reduce_dtype=float32)`.
+    """
+    reduction = r.value("reduction")
+    policy = (
+        r.facts.under("fsdp.mixed_precision_policy")
+        or r.facts.under("fsdp.mixed_precision")
+        or r.facts.under("accelerate.fsdp_config.mixed_precision_policy")
+    )
+    if r.tool in ("torchtitan", "torchtune") or policy or reduction not in ("bf16", "fp16"):
+        return
+    yield found(
+        "CF006",
+        NOTE,
+        f"gradients are reduced across ranks in {reduction}",
+        r.by("reduction"),
+        r.by("compute"),
+        cause="FSDP's reduce dtype follows mixed precision when no policy is given",
+        fix="a mixed precision policy with reduce_dtype=torch.float32",
+    )
+
+
+@rule("CF011")
+def evaluation_changes_training(r: Record) -> Iterator[Finding]:
+    """An evaluation setting changes the training
+
+    **Why it matters.** `bf16_full_eval` casts the model itself. If an evaluation comes before training, training goes on with
+    bf16 weights and bf16 Adam
+    states. Under DeepSpeed's "auto" the evaluation flag alone switches bf16 training on.
+
+    **Example.** `bf16_full_eval: true` with `eval_on_start: true`, or `trainer.evaluate()` above `trainer.train()`.
+
+    **What to do.** Leave `*_full_eval` out; evaluation runs under autocast anyway.
+    """
+    f = r.facts
+    full = f.on("hf.bf16_full_eval", "hf.fp16_full_eval")
+    if full is None:
+        return
+    half = "bf16" if "bf16" in full.key else "fp16"
+    first, train = None, None
+    for name, setting in f.all("code"):
+        kind = name.partition("@")[0]
+        if kind in ("evaluate", "predict") and "@" in name:
+            first = setting if first is None or (setting.line or 0) < (first.line or 0) else first
+        if kind == "train" and "@" in name:
+            train = setting
+    on_start = f.on("hf.eval_on_start")
+    before = first if first and train and (first.line or 0) < (train.line or 0) else on_start
+    if before is not None:
+        yield found(
+            "CF011",
+            WARNING,
+            f"{full.key} casts the model before it is trained",
+            full,
+            before,
+            cause=(
+                f"{full.key} casts the model in place, and an evaluation runs before training: training then has "
+                f"{half} weights and {half} Adam states"
+            ),
+            fix=f"remove {full.key} (evaluation uses autocast), or evaluate after training",
+            wins="the cast: nothing casts the weights back",
+        )
+    section = deepspeed_setting(f, f"{half}.enabled")
+    other_flag = f.on(f"hf.{half}")
+    if section is not None and str(section.value) == "auto" and other_flag is None and f.on("hf.bf16", "hf.fp16") is None:
+        yield found(
+            "CF011",
+            WARNING,
+            f"{full.key} makes DeepSpeed train in {half}",
+            full,
+            section,
+            f.given(f"hf.{half}"),
+            cause=(f'"auto" joins {half} and {full.key}: the evaluation flag alone enables the {half} section for training'),
+            fix=f"set {half}: true if {half} training is meant, else remove {full.key}",
+            wins=f"{half} training",
+        )
+
+
+@rule("CF012")
+def ema_in_half(r: Record) -> Iterator[Finding]:
+    """An average of weights kept in half precision
+
+    **Why it matters.** With decay 0.999 each step moves the average by a thousandth of the difference: in bf16 it moved 6% of the
+    way (19% at 0.995).
+
+    **Example.** SimpleTuner's `use_ema` with bf16 weights.
+
+    **What to do.** Keep the shadow weights in fp32.
+    """
+    if r.value("ema") in ("bf16", "fp16"):
+        yield found(
+            "CF012",
+            WARNING,
+            f"the EMA is kept in {r.value('ema')}",
+            r.by("ema"),
+            r.by("trained"),
+            cause=(
+                f"the EMA shadow is a clone of the {r.value('ema')} weights and is updated in {r.value('ema')}: most "
+                "updates round away (6% of the distance at decay 0.999)"
+            ),
+            fix="keep an fp32 shadow (fp32 weights: mixed_precision=no), or leave use_ema out",
+            wins="the weights' dtype",
+        )
+
+
+# Families trained in bf16 (or fp32) whose activations pass fp16's 65504; the word is looked for in the model's name and its model_type.
+_OVERFLOWS = ("gemma", "t5", "mt5", "umt5", "longt5", "pegasus")
+
+
+@rule("CF016")
+def fp16_overflows(r: Record) -> Iterator[Finding]:
+    """fp16 with a model whose activations do not fit it
+
+    **Why it matters.** fp16 ends at 65504. Gemma 2 and 3 (large norm weights) and the T5 family were trained in bf16, and their
+    residual stream passes that: the loss
+    becomes nan, or grows until it does. Loss scaling does not help, since the overflow is in the forward pass.
+
+    **Example.** `fp16: true` with `google/gemma-3-4b-it`.
+
+    **What to do.** bf16, or fp32 on GPUs without it.
+    """
+    f = r.facts
+    compute, weights = r.value("compute"), r.value("parameters")
+    if "fp16" not in (compute, weights) or (compute == "bf16" and weights != "fp16"):
+        return
+    named = f.get(
+        "checkpoint.model_type",
+        "model.model_name_or_path",
+        "model.0",
+        "hf.model_name_or_path",
+        "hf.model_name",
+        "axolotl.base_model",
+        "llamafactory.model_name_or_path",
+        "model.model_name",
+        "model.pretrained_model_name_or_path",
+    )
+    if named is None or not any(part.startswith(_OVERFLOWS) for part in re.split(r"[^a-z0-9]+", str(named.value).lower())):
+        return
+    by = r.by("compute") if compute == "fp16" else r.by("parameters")
+    yield found(
+        "CF016",
+        WARNING,
+        f"{named.value} overflows in fp16",
+        by,
+        named,
+        r.by("parameters"),
+        cause=(
+            "the model was trained in bf16, and its activations (large RMSNorm weights, the residual stream) "
+            "pass fp16's largest value, 65504: values grow until they overflow to inf and the loss is nan"
+        ),
+        fix="bf16 (bf16: true, fp16: false, dtype: bfloat16), or fp32 (dtype: float32) where the GPU has no bf16",
+        wins="fp16: loss scaling does not help, the overflow is in the forward pass",
+    )

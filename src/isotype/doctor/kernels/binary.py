@@ -1,0 +1,141 @@
+"""To machine code, still without a GPU: what the later stages refuse, and the registers, spills and shared memory of what they make."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...finding import Finding, Place, Severity
+from .observe import Observation
+from .targets import limits, target_name
+from .unwrap import place_of
+
+MANY_SPILLS = 64  # 4-byte values a thread; fewer cost nothing one can measure
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one compiled program takes. None: the tool that knows is not there."""
+
+    registers: int | None
+    spills: int | None
+    shared_bytes: int
+
+    @property
+    def written(self) -> str:
+        known = [("registers", self.registers), ("spilled values", self.spills)]
+        return ", ".join([f"{n} {label}" for label, n in known if n is not None] + [f"{self.shared_bytes:,} bytes of shared memory"])
+
+
+def binary_findings(function: Any, observations: Sequence[Observation], targets: Sequence[Any]) -> tuple[list[Finding], list[str]]:
+    """One signature a dtype and target: the first combination of each. Returns findings, and a line of usage for each program made."""
+    findings: list[Finding] = []
+    usages: list[str] = []
+    for target in targets:
+        chosen: dict[tuple[str, ...], Observation] = {}
+        for one in observations:
+            if one.target == target_name(target):
+                words = tuple(sorted({str(w) for w in one.combination.types.values() if str(w).startswith("*")}))
+                chosen.setdefault(words, one)
+        for one in chosen.values():
+            found, usage = _compiled(function, one, target)
+            findings += found
+            if usage:
+                usages.append(f"{function.__name__} {target_name(target)} {one.combination.label}: {usage.written}")
+    return findings, usages
+
+
+def _compiled(function: Any, observation: Observation, target: Any) -> tuple[list[Finding], Usage | None]:
+    combination, where = observation.combination, target_name(target)
+    file, line = place_of(function)
+    place = Place(file=file, line=line, symbol=function.__name__)
+    details = (("kernel", function.__name__), ("signature", combination.written), ("target", where), ("reach", combination.reach.words))
+    try:
+        usage = machine_code(function, combination, target)
+    except Exception as error:
+        text = " ".join(str(error).split())[:400] or type(error).__name__
+        cause = f"the front end accepts {combination.label}; a later stage for {where} does not: {type(error).__name__}: {text}"
+        fix = (
+            "try other block sizes, num_warps and num_stages; where an instruction is missing on this architecture, take another path there"
+        )
+        message = f"{function.__name__} does not compile to machine code for {where}"
+        severity = Severity.ERROR if combination.reach.name == "GIVEN" else Severity.WARNING
+        return [Finding(code="KN010", severity=severity, message=message, place=place, cause=cause, fix=fix, details=details)], None
+    allowed = limits(target)
+    details += (("usage", usage.written),)
+    if usage.shared_bytes > allowed.shared_bytes:
+        cause = f"one block needs {usage.shared_bytes:,} bytes of shared memory and {where} allows {allowed.shared_bytes:,}: its launch raises OutOfResources"
+        severity = Severity.ERROR if combination.reach.name == "GIVEN" else Severity.NOTE
+        message = f"{function.__name__} needs more shared memory than {where} has"
+        return [
+            Finding(
+                code="KN011",
+                severity=severity,
+                message=message,
+                place=place,
+                cause=cause,
+                fix="smaller blocks or fewer num_stages",
+                details=details,
+            )
+        ], usage
+    if usage.spills:
+        cause = f"{usage.spills} values a thread do not fit in {usage.registers} registers and go to memory and back"
+        severity = Severity.WARNING if usage.spills > MANY_SPILLS and combination.reach.name == "GIVEN" else Severity.NOTE
+        fix = "smaller blocks, more warps, or narrow fp32 values earlier"
+        return [
+            Finding(
+                code="KN012",
+                severity=severity,
+                message=f"{function.__name__} spills registers on {where}",
+                place=place,
+                cause=cause,
+                fix=fix,
+                details=details,
+            )
+        ], usage
+    return [], usage
+
+
+def machine_code(function: Any, combination: Any, target: Any) -> Usage:
+    """Compiles all the way and reads what the program takes; Triton's own cache makes a second time quick."""
+    import triton
+    from triton.compiler import ASTSource
+
+    source = ASTSource(function, dict(combination.types), dict(combination.constexprs), dict(combination.attributes))
+    compiled = triton.compile(source, target=target, options=dict(combination.options))
+    shared = int(getattr(compiled.metadata, "shared", 0))
+    if target.backend == "cuda":
+        registers, spills = _nvidia_usage(compiled.asm.get("cubin"))
+    else:
+        registers, spills = _amd_usage(str(compiled.asm.get("amdgcn", "")))
+    return Usage(registers, spills, shared)
+
+
+def _nvidia_usage(cubin: bytes | None) -> tuple[int | None, int | None]:
+    tool = _cuobjdump()
+    if cubin is None or tool is None:
+        return None, None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False).stdout
+    registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
+    # Triton's kernels keep nothing on the stack but what did not fit in registers
+    return (int(registers[1]) if registers else None), (int(stack[1]) // 4 if stack else None)
+
+
+def _cuobjdump() -> str | None:
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return str(path) if path.is_file() else None
+
+
+def _amd_usage(assembly: str) -> tuple[int | None, int | None]:
+    registers, spills = re.search(r"\.vgpr_count:\s*(\d+)", assembly), re.search(r"\.vgpr_spill_count:\s*(\d+)", assembly)
+    return (int(registers[1]) if registers else None), (int(spills[1]) if spills else None)

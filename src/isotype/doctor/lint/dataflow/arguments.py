@@ -1,0 +1,112 @@
+"""What a function's parameters are taken to be: tensors, numbers, dtypes, from annotation, default, use and name, in that order."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from ..source import Function, SourceFile, last_name
+from . import torch_names as names
+from .events import Scenario
+from .paths import Path
+from .values import NONE, UNFOLLOWED, UNKNOWN, Dtype, Items, Made, Mapping, Scalar, Tensor
+
+# a name ending in one of these holds integers or booleans
+INTEGER = re.compile(
+    r"(^|_)(ids?|idx|index|indices|labels?|targets?|target_ids|y|seqlens?|cu_seqlens|"
+    r"offsets?|lengths?|tokens?|mask|masks|num|count|n|positions?)$"
+)
+POSITIONS = re.compile(r"(^|_)(position_ids|positions?|pos|pos_ids|t|timesteps?)$")
+WEIGHT = re.compile(
+    r"^((.*_)?(w|weights?|wt|bias|gamma|beta|kernel|emb|embedding|proj|lora_?[ab]|experts?)(_?[a-z0-9]{1,2}|_proj)?|"
+    r"w[a-z0-9]{0,2}(_t)?|[AB]|b|W\w{0,2})$",
+)
+ACTIVATION = re.compile(
+    r"^(x|xs|X|q|k|v|Q|K|V|query|key|value|queries|keys|values|hidden|hidden_states?|h|inputs?|inp|input_|xq|xk|xv|query_states|key_states|"
+    r"value_states|residual|attn_\w+|logits|embeds?|inputs_embeds|features|latents|activations?)$"
+)
+NUMBER = re.compile(
+    r"(^|_)(scale|scaling|alpha|eps|epsilon|dim|axis|size|chunks?|seq_len|theta|base|p|dropout|temperature|softcap|causal|groups?|stride|"
+    r"padding|reduction|length|heads?|num_\w+|is_\w+|use_\w+|n_\w+)$"
+)
+_MODEL_DTYPE = re.compile(r"^(torch_|model_|input_|weight_|target_|out_|output_|param_|params_|activation_)?dtype$")
+_DEFAULT_DTYPE = re.compile(r"\btorch\.(float32|float64|float)$")
+
+
+def bind(file: SourceFile, function: Function, arguments: list[ast.arg], scenario: Scenario, path: Path, *, module: bool) -> dict[str, Any]:
+    """Name -> value for these parameters. module: of a plain function, whose defaults are what most callers leave as they are."""
+    defaults = _defaults(function)
+    used = _tensor_uses(file, function)
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        name, default = argument.arg, defaults.get(argument.arg)
+        value = _value(name, argument.annotation, default, name in used, scenario, module)
+        if isinstance(default, ast.Constant) and default.value is None and isinstance(value, (Tensor, Dtype)):
+            value = NONE if path.take(f"{name} is None") else value
+        values[name] = value
+    return values
+
+
+def _value(name: str, annotation: ast.expr | None, default: ast.expr | None, used: bool, scenario: Scenario, module: bool) -> Any:
+    hint = ast.unparse(annotation) if annotation is not None else ""
+    constant = default.value if isinstance(default, ast.Constant) else None
+    if "dtype" in name.lower() or hint.endswith("torch.dtype"):
+        fixed = _DEFAULT_DTYPE.search(ast.unparse(default)) if default is not None else None
+        if fixed:
+            return Dtype("fp64" if fixed[1] == "float64" else "fp32", f"the default of the argument {name}")
+        # what an accumulator's or a master copy's dtype will be, no name tells
+        return Dtype(scenario.inputs if _MODEL_DTYPE.search(name) else None, f"the argument {name}")
+    if isinstance(constant, (bool, int, float, str)):
+        return Scalar(constant) if module else Scalar()
+    if hint and "Tensor" not in hint and re.search(r"\b(int|float|bool|str)\b", hint):
+        return Scalar()
+    if any(word in hint for word in ("List[", "list[", "Tuple[", "tuple[", "Sequence[", "Dict[", "dict[", "Callable")):
+        return UNKNOWN
+    if INTEGER.search(name) or "LongTensor" in hint or "IntTensor" in hint or "BoolTensor" in hint:
+        return UNFOLLOWED.but(positional=bool(POSITIONS.search(name)))
+    if "Tensor" in hint or used or ACTIVATION.match(name) or WEIGHT.match(name):
+        if WEIGHT.match(name):
+            return Tensor(scenario.weights, Made.PARAMETER, f"the argument {name}")
+        return Tensor(scenario.inputs, Made.INPUT, f"the argument {name}", zero_dim=None if NUMBER.search(name) else False)
+    return Scalar() if NUMBER.search(name) else UNKNOWN
+
+
+def _defaults(function: Function) -> dict[str, ast.expr]:
+    spec = function.args
+    positional = [*spec.posonlyargs, *spec.args]
+    found = {a.arg: d for a, d in zip(reversed(positional), reversed(spec.defaults))}
+    found |= {a.arg: d for a, d in zip(spec.kwonlyargs, spec.kw_defaults) if d is not None}
+    return found
+
+
+def _tensor_uses(file: SourceFile, function: Function) -> set[str]:
+    """Names used as only tensors are: multiplied with @, saved for backward, asked for their dtype or transpose."""
+    known = file.memo.setdefault("tensor_uses", {})
+    if function not in known:
+        known[function] = _find_tensor_uses(function)
+    return known[function]
+
+
+def _find_tensor_uses(function: Function) -> set[str]:
+    used: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in names.SHOWS_TENSOR:
+            used.add(node.value.id)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            used |= {side.id for side in (node.left, node.right) if isinstance(side, ast.Name)}
+        elif isinstance(node, ast.Call):
+            called = last_name(node.func)
+            if called == "save_for_backward" or called in names.LIKE or (called in names.LOWER and called != "multi_dot"):
+                used |= {a.id for a in node.args if isinstance(a, ast.Name)}
+    return used
+
+
+def extra(function: Function) -> dict[str, Any]:
+    """*args and **kwargs: anything."""
+    values: dict[str, Any] = {}
+    if function.args.vararg:
+        values[function.args.vararg.arg] = Items(each=UNKNOWN)
+    if function.args.kwarg:
+        values[function.args.kwarg.arg] = Mapping()
+    return values

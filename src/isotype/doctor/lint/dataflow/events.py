@@ -1,0 +1,46 @@
+"""What the interpreter saw: something torch would refuse, or that loses precision, in one scenario on one path."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .values import Tensor
+
+Kind = Literal["matmul", "out", "in_place", "attention", "scatter", "accumulate", "table", "returned", "integer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """The dtypes a function is tried with.
+
+    inputs, weights  of activations, and of what is named or registered like a weight
+    autocast         the region's dtype, or None outside one
+    device           of the region: decorators written for another device do nothing
+    """
+
+    inputs: str
+    weights: str
+    autocast: str | None = None
+    device: str = "cuda"
+
+    def __str__(self) -> str:
+        dtypes = f"{self.inputs} inputs" if self.inputs == self.weights else f"{self.inputs} activations with {self.weights} weights"
+        return f"{dtypes} under {self.autocast} autocast" if self.autocast else f"{dtypes}, no autocast"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Event:
+    """operands: source text and value, in the order of the operation; path: the branches taken, as text."""
+
+    kind: Kind
+    node: ast.expr | ast.stmt
+    operation: str
+    operands: tuple[tuple[str, Tensor], ...]
+    scenario: Scenario
+    phase: str
+    path: tuple[str, ...] = ()
+    symbol: str | None = None
+    loop: ast.AST | None = None
+    value: Any = None

@@ -1,0 +1,119 @@
+"""Plain functions and methods: run when they, or what they call in the same file, do something that a rule asks about."""
+
+from __future__ import annotations
+
+import ast
+from functools import partial
+
+from ..source import Function, SourceFile, keyword, last_name
+from . import arguments
+from . import torch_names as names
+from .events import Event, Scenario
+from .functions import function_classes
+from .interpreter import Interpreter, OutOfSteps, run_function
+from .modules import class_attributes
+from .paths import Path, each_path
+from .values import Closure, Env, Instance
+
+PURE = Scenario(inputs="bf16", weights="bf16")
+AUTOCAST = Scenario(inputs="fp32", weights="fp32", autocast="bf16")
+FP32_WEIGHTS = Scenario(inputs="bf16", weights="fp32")  # fp32 norms in a bf16 model: only what a function returns counts
+SCENARIOS = (PURE, AUTOCAST, FP32_WEIGHTS)
+
+_FLOAT_FACTORIES = names.FACTORIES - {"arange", "as_tensor", "tensor"}
+_NORM = frozenset({"rsqrt", "rsqrt_"})
+_TABLE = frozenset({"cos", "sin", "polar"})
+MAX_PATHS = 8
+MAX_STEPS = 12_000  # in all runs of one function in one scenario
+
+Wanted = dict[Function, set[Scenario]]
+
+
+def plain_events(file: SourceFile) -> list[Event]:
+    """What was seen in the functions of the file that are not methods of an autograd.Function."""
+    if "plain" not in file.memo:
+        events: list[Event] = []
+        for function, scenarios in _worth_running(file).items():
+            for scenario in scenarios:
+                steps = [MAX_STEPS]
+                each_path(partial(_run, file, function, scenario, events, steps), MAX_PATHS)
+        file.memo["plain"] = events
+    return file.memo["plain"]
+
+
+def _worth_running(file: SourceFile) -> Wanted:
+    """Functions with a trigger and the scenarios it asks for; and the functions of the file that call one of them."""
+    inside = {f.cls for f in function_classes(file)}
+    calls: dict[Function, set[str]] = {}
+    wanted: Wanted = {}
+    for function in file.functions():
+        if file.parents.get(function) in inside or _is_kernel(function):
+            continue
+        called: set[str] = set()  # plain functions and methods of self
+        scenarios: set[Scenario] = set()
+        loops = False
+        for node in file.own(function):
+            if isinstance(node, ast.Call):
+                scenarios |= _asked_for(file, node)
+                loops = loops or last_name(node.func) in names.LIKE
+                if isinstance(node.func, ast.Name) or (isinstance(node.func, ast.Attribute) and last_name(node.func.value) == "self"):
+                    called.add(last_name(node.func))
+        loops = loops or any(isinstance(n, ast.Assign) and "grad" in last_name(n.targets[0]) for n in file.own(function))
+        if loops and any(isinstance(node, (ast.For, ast.While)) for node in file.own(function)):
+            scenarios.add(PURE)
+        calls[function] = called
+        if scenarios:
+            wanted[function] = scenarios
+    by_name: dict[str, set[Scenario]] = {}
+    for function, scenarios in wanted.items():
+        by_name.setdefault(function.name, set()).update(scenarios)
+    for function, called in calls.items():
+        for name in called & by_name.keys():
+            wanted.setdefault(function, set()).update(by_name[name] - {FP32_WEIGHTS})
+    return wanted
+
+
+def _is_kernel(function: Function) -> bool:
+    return any(last_name(d) in ("jit", "autotune", "heuristics") for d in function.decorator_list)
+
+
+def _asked_for(file: SourceFile, node: ast.Call) -> set[Scenario]:
+    """The scenarios in which this call may show something."""
+    name = last_name(node.func)
+    if name in names.SCATTER or name in names.LOWER_IN_PLACE or (name in names.LOWER and keyword(node, "out") is not None):
+        return {PURE, AUTOCAST}
+    if name in _TABLE:
+        return {PURE, AUTOCAST}
+    if name in _NORM:
+        return {PURE, FP32_WEIGHTS}
+    if name in _FLOAT_FACTORIES and keyword(node, "dtype") is None and file.dotted(node.func).startswith("torch."):
+        return {PURE}
+    return set()
+
+
+def _run(file: SourceFile, function: Function, scenario: Scenario, events: list[Event], steps: list[int], path: Path) -> None:
+    if steps[0] <= 0:
+        return
+    run = Interpreter(file, scenario, path)
+    spec = function.args
+    given = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs]
+    env = Env()
+    cls = file.parents.get(function)
+    decorators = {last_name(d) for d in function.decorator_list}
+    if any("autocast" in name for name in decorators):
+        if scenario.autocast:
+            return  # the decorator decides, and not the region around the call
+        run.autocast = None
+    if isinstance(cls, ast.ClassDef) and given and "staticmethod" not in decorators:
+        attributes = {} if "classmethod" in decorators else class_attributes(file, cls, scenario.weights)
+        env.names[given[0].arg] = Instance(cls, attributes)
+        given = given[1:]
+    env.names |= arguments.bind(file, function, given, scenario, path, module=True)
+    env.names |= arguments.extra(function)
+    try:
+        run_function(run, Closure(function, file, Env()), env)
+    except OutOfSteps:
+        return
+    finally:
+        steps[0] -= run.steps
+    events += run.events

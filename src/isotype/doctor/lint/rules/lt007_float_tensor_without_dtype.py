@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ..dataflow.plain import PURE, plain_events
+from ..dataflow.values import Made
+from ..rule import Edit, FixSafety, Hit, Rule
+from ..source import Function, SourceFile, keyword, last_name
+from .evidence import details
+
+FACTORIES = frozenset({"zeros", "ones", "empty", "full", "rand", "randn", "linspace", "eye"})
+
+
+class FloatTensorWithoutDtype(Rule):
+    """a mask or constant made without `dtype=` meets activations of the model's dtype
+
+    Why
+    ---
+    `torch.full`, `zeros`, `ones`, `randn` and `linspace` without `dtype=` take the default dtype, fp32, whatever the model has. Added to
+    bf16 attention scores such a mask makes them fp32, and the next product with a bf16 tensor raises; where nothing raises, the rest of
+    the layer silently runs in fp32.
+
+    Example
+    -------
+    ```python
+    def build_mask(n, device, dtype):
+        return torch.triu(torch.full((n, n), float("-inf"), device=device), diagonal=1)
+    ```
+
+    Use instead
+    -----------
+    ```python
+        return torch.triu(torch.full((n, n), float("-inf"), device=device, dtype=dtype), diagonal=1)
+    ```
+
+    Fix safety
+    ----------
+    Unsafe: `dtype=dtype` is added where the function has a parameter of that name and never reads it.
+
+    Known problems
+    --------------
+    Reported in two cases only: the function takes a `dtype` that it never uses, or the tensor can be followed to a product, attention or
+    indexed write that refuses it for bf16 inputs. A constant that merely promotes is not reported.
+    """
+
+    code = "LT007"
+    name = "float-tensor-without-dtype"
+    fix_safety = FixSafety.UNSAFE
+
+    def visit(self, file: SourceFile) -> Iterator[Hit]:
+        seen: set[ast.AST] = set()
+        for function in file.functions():
+            for call in _ignoring_its_dtype(file, function):
+                seen.add(call)
+                yield Hit(
+                    node=call,
+                    message=f"torch.{last_name(call.func)} without dtype=, in a function that takes a dtype and never uses it",
+                    cause="a factory without dtype= takes the default dtype, fp32: mixed with bf16 activations it promotes, or is refused",
+                    fix=f"torch.{last_name(call.func)}(..., dtype=dtype)",
+                    edit=Edit.at("keyword", call, "dtype=dtype"),
+                )
+        for event in plain_events(file):
+            if event.kind not in ("matmul", "attention", "scatter") or event.scenario != PURE:
+                continue
+            for label, value in event.operands:
+                made = value.node
+                if value.made is not Made.DEFAULT or not isinstance(made, ast.Call) or made in seen or made not in file.parents:
+                    continue
+                if last_name(made.func) not in FACTORIES:
+                    continue
+                other = next(v for other_label, v in event.operands if v is not value)
+                seen.add(made)
+                yield Hit(
+                    node=made,
+                    message=f"torch.{last_name(made.func)} without dtype= is fp32, and meets {other.dtype} in `{event.operation}` "
+                    f"(line {event.node.lineno})",
+                    cause=f"a factory without dtype= takes the default dtype, fp32; with {event.scenario} it makes {label} fp32 while the "
+                    f"other operand is {other}, which {event.operation} refuses",
+                    fix=f"torch.{last_name(made.func)}(..., dtype=...) with the dtype of the tensor that it meets",
+                    details=details(event),
+                )
+
+
+def _ignoring_its_dtype(file: SourceFile, function: Function) -> Iterator[ast.Call]:
+    """Float factories without dtype= in a function that has a parameter `dtype` and never reads it."""
+    parameters = [a.arg for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+    if "dtype" not in parameters or function.name == "__init__":
+        return
+    nodes = list(ast.walk(function))
+    if any(isinstance(n, ast.Name) and n.id == "dtype" for n in nodes):
+        return
+    for node in nodes:
+        if not isinstance(node, ast.Call) or file.dotted(node.func).rpartition(".")[0] != "torch" or last_name(node.func) not in FACTORIES:
+            continue
+        if keyword(node, "dtype", "out") is None and not any(k.arg is None for k in node.keywords) and _floating(node):
+            yield node
+
+
+def _floating(node: ast.Call) -> bool:
+    """Whether the tensor is floating: full() of an integer or a boolean is not."""
+    if last_name(node.func) != "full":
+        return True
+    fill = node.args[1] if len(node.args) > 1 else keyword(node, "fill_value")
+    return not (isinstance(fill, ast.Constant) and isinstance(fill.value, (bool, int)))

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ..dataflow.plain import plain_events
+from ..rule import Hit, Rule
+from ..source import SourceFile, last_name
+from .evidence import details, first_of_each
+
+
+class PositionsInLowPrecision(Rule):
+    """positions are rounded to bf16 before sin and cos
+
+    Why
+    ---
+    bf16 holds integers exactly up to 256, fp16 up to 2048. A position cast to the model's dtype is off by up to 8 at 4096, and a rotary
+    angle off by radians: the table is noise beyond a few hundred tokens. Nothing raises; long contexts get worse. Autocast does the same
+    when the angles come from a matmul or einsum of positions and inverse frequencies.
+
+    Example
+    -------
+    ```python
+    t = torch.arange(seq_len).to(dtype)
+    freqs = torch.outer(t, inv_freq.to(dtype))
+    return freqs.cos(), freqs.sin()
+    ```
+
+    Use instead
+    -----------
+    ```python
+    t = torch.arange(seq_len, dtype=torch.float32)
+    freqs = torch.outer(t, inv_freq)
+    return freqs.cos().to(dtype), freqs.sin().to(dtype)
+    ```
+    Under autocast: `with torch.autocast(device_type, enabled=False)` around the product, or an elementwise product instead of an einsum.
+
+    Fix safety
+    ----------
+    There is no automatic fix.
+
+    Known problems
+    --------------
+    Reported where the rounding and the sin or cos are met in one function, or in functions of the same package that it calls. Which
+    dtype an argument called `dtype` has is not known: it is taken to be the model's.
+    """
+
+    code = "LT008"
+    name = "positions-in-low-precision"
+    words = ("cos", "sin", "polar")
+
+    def visit(self, file: SourceFile) -> Iterator[Hit]:
+        seen: set[int] = set()
+        events = (e for e in plain_events(file) if e.operands and e.operands[0][1].lowered is not None)
+        for event in first_of_each(events, "table"):
+            label, angle = event.operands[0]
+            at = angle.lowered
+            if not isinstance(at, (ast.expr, ast.stmt)) or at not in file.parents or at.lineno in seen:
+                continue
+            seen.add(at.lineno)
+            by_autocast = event.scenario.autocast is not None
+            if by_autocast and not _runs_in_forward(file, at):
+                continue
+            how = (
+                "autocast computes this product in bf16"
+                if by_autocast
+                else f"`{file.snippet(at, 50)}` rounds positions to {event.scenario.inputs}"
+            )
+            word = event.scenario.autocast or event.scenario.inputs
+            yield Hit(
+                node=at,
+                message=f"positions in {word} before {event.operation} (line {event.node.lineno})",
+                cause=f"{how}; bf16 counts exactly to 256 only, so a position from arange and the angle in {label} are "
+                "wrong before cos and sin see them",
+                fix="keep positions and inverse frequencies in torch.float32 and cast after cos and sin"
+                + (", with autocast switched off around the product" if by_autocast else ""),
+                details=details(event),
+            )
+
+
+def _runs_in_forward(file: SourceFile, node: ast.AST) -> bool:
+    """False for a method that its class calls while it is built and not from forward: no autocast is on then."""
+    function = file.function_of(node)
+    cls = file.parents.get(function) if function is not None else None
+    if function is None or not isinstance(cls, ast.ClassDef):
+        return True
+    calls = {
+        m.name: {last_name(n.func) for n in file.own(m) if isinstance(n, ast.Call)} for m in cls.body if isinstance(m, ast.FunctionDef)
+    }
+
+    def reached(start: str) -> set[str]:
+        seen = {start}
+        waiting = [start]
+        while waiting:
+            for name in calls.get(waiting.pop(), set()) & calls.keys():
+                if name not in seen:
+                    seen.add(name)
+                    waiting.append(name)
+        return seen
+
+    return function.name not in reached("__init__") or function.name in reached("forward")

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ..dataflow.plain import FP32_WEIGHTS, plain_events
+from ..dataflow.values import Made, Tensor
+from ..rule import Hit, Rule
+from ..source import Function, SourceFile, last_name
+from .evidence import details, first_of_each
+
+
+class NormFollowsWeightDtype(Rule):
+    """a norm casts its input back and then multiplies with a weight that may be fp32
+
+    Why
+    ---
+    Norm weights are often kept in fp32 (`prepare_model_for_kbit_training` casts them). `self.weight * x.to(input_dtype)` is then fp32
+    whatever the input was: the whole residual stream becomes fp32, attention gets a query and a key of different dtypes, and the first
+    plain Linear with bf16 weights raises, typically in `generate`, where no autocast hides it.
+
+    Example
+    -------
+    ```python
+    x = x.float()
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+    return self.weight * x.to(input_dtype)
+    ```
+
+    Use instead
+    -----------
+    ```python
+    return (self.weight * x).to(input_dtype)
+    ```
+
+    Fix safety
+    ----------
+    There is no automatic fix: where the weight is bf16 the product is now rounded once instead of twice.
+
+    Known problems
+    --------------
+    A model whose norm weights always have the model's dtype never meets it.
+    """
+
+    code = "LT009"
+    name = "norm-follows-weight-dtype"
+    words = ("rsqrt",)
+
+    def visit(self, file: SourceFile) -> Iterator[Hit]:
+        for event in first_of_each((e for e in plain_events(file) if e.scenario == FP32_WEIGHTS), "returned"):
+            value = event.value
+            function = file.function_of(event.node)
+            if not isinstance(value, Tensor) or function is None or not isinstance(event.node, ast.Return) or event.node.value is None:
+                continue
+            if value.dtype == "fp32" and value.made is Made.PARAMETER and _is_norm(file, function):
+                weight = value.why.removeprefix("the ")
+                yield Hit(
+                    node=event.node,
+                    message=f"the norm's output has the dtype of its weight: {value.dtype} for {event.scenario.inputs} input",
+                    cause=f"the result is multiplied with {weight}, which promotes it when the weight is fp32 and the input bf16; the cast "
+                    "to the input's dtype comes before the product instead of after it",
+                    fix="cast the whole product: `(weight * x).to(input_dtype)`",
+                    details=details(event),
+                )
+
+
+def _is_norm(file: SourceFile, function: Function) -> bool:
+    """rsqrt of a mean of squares or of a variance."""
+    called = {last_name(n.func) for n in file.own(function) if isinstance(n, ast.Call)}
+    return "rsqrt" in called and bool(called & {"mean", "var", "sum", "square", "pow", "norm"})

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ..dataflow.functions import FunctionClass, function_classes
+from ..rule import Hit, Rule
+from ..source import SourceFile, last_name, own_nodes
+
+
+class RecomputeOutsideAutocast(Rule):
+    """backward runs the forward code again, without forward's autocast
+
+    Why
+    ---
+    A hand-written checkpoint keeps its inputs and calls the module again in backward, with gradients on. Backward runs outside autocast,
+    so the second run computes in other dtypes than the first: fp32 where forward was bf16, or a refused product where an input was bf16
+    and the weights are fp32. `torch.utils.checkpoint` keeps the autocast state for that reason.
+
+    Example
+    -------
+    ```python
+    @staticmethod
+    def forward(ctx, run, x):
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        torch.autograd.backward(y, dy)
+        return None, x.grad
+    ```
+
+    Use instead
+    -----------
+    ```python
+        with torch.enable_grad(), torch.autocast(x.device.type, dtype=ctx.autocast_dtype, enabled=ctx.autocast_enabled):
+            y = ctx.run(x)
+    ```
+    with both noted in forward, or `torch.amp.custom_fwd` and `custom_bwd` on the pair, or `torch.utils.checkpoint.checkpoint`.
+
+    Fix safety
+    ----------
+    There is no automatic fix.
+
+    Known problems
+    --------------
+    Recognised when forward keeps a callable on `ctx` that it also calls, or when both methods call the same module or function argument.
+    An autocast context of one's own is recognised by the word autocast in its name.
+    """
+
+    code = "LT012"
+    name = "recompute-outside-autocast"
+    words = ("enable_grad", "set_grad_enabled")
+
+    def visit(self, file: SourceFile) -> Iterator[Hit]:
+        for function in function_classes(file):
+            hit = _fault(file, function)
+            if hit:
+                yield hit
+
+
+def _fault(file: SourceFile, function: FunctionClass) -> Hit | None:
+    forward, backward = function.forward, function.backward
+    if forward is None or backward is None or (function.custom_fwd and function.custom_bwd):
+        return None
+    if any("autocast" in word for word in _words(backward)):
+        return None
+    kept = _callables_kept(forward)
+    for node in own_nodes(backward):
+        if not isinstance(node, ast.With) or not any(last_name(i.context_expr) in ("enable_grad", "set_grad_enabled") for i in node.items):
+            continue
+        local = _names_for(backward, kept)
+        for inner in own_nodes(node):
+            if isinstance(inner, ast.Call) and _called(inner) in (kept | local):
+                return Hit(
+                    node=inner,
+                    message=f"{function.cls.name}.backward recomputes `{file.snippet(inner, 40)}` outside autocast",
+                    cause="backward of an autograd.Function runs outside autocast, and nothing here restores forward's autocast: the "
+                    "recomputation runs in other dtypes than the forward pass it repeats, or a matmul in it gets mixed dtypes",
+                    fix="re-enter autocast around the recomputation with the state noted in forward (torch.is_autocast_enabled, "
+                    "torch.get_autocast_dtype), decorate with torch.amp.custom_fwd and custom_bwd, or use torch.utils.checkpoint",
+                )
+    return None
+
+
+def _words(function: ast.FunctionDef) -> Iterator[str]:
+    for node in own_nodes(function):
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            yield last_name(node)
+
+
+def _callables_kept(forward: ast.FunctionDef) -> set[str]:
+    """`ctx.NAME` of a callable that forward calls, as "ctx.NAME"."""
+    called = {n.func.id for n in own_nodes(forward) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    arguments = {a.arg for a in forward.args.args}
+    kept: set[str] = set()
+    for node in own_nodes(forward):
+        for target, value in _pairs(node):
+            if isinstance(target, ast.Attribute) and isinstance(value, ast.Name) and value.id in called & arguments:
+                kept.add(f"ctx.{target.attr}")
+    return kept
+
+
+def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What an assignment binds: `a, b = c, d` gives (a, c) and (b, d)."""
+    for target in node.targets if isinstance(node, ast.Assign) else ():
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):  # type: ignore[attr-defined]
+            yield from zip(target.elts, node.value.elts)  # type: ignore[attr-defined]
+        else:
+            yield target, node.value  # type: ignore[attr-defined]
+
+
+def _names_for(backward: ast.FunctionDef, kept: set[str]) -> set[str]:
+    """Local names that stand for what was kept: `fn = ctx.fn`."""
+    found: set[str] = set()
+    for node in own_nodes(backward):
+        for target, value in _pairs(node):
+            if isinstance(target, ast.Name) and isinstance(value, ast.Attribute) and f"ctx.{value.attr}" in kept:
+                found.add(target.id)
+    return found
+
+
+def _called(node: ast.Call) -> str:
+    if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+        return f"ctx.{node.func.attr}"
+    return last_name(node.func)

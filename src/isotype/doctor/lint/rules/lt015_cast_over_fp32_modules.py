@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ..rule import Hit, Rule
+from ..source import SourceFile, keyword, last_name
+
+KEEP_LISTS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+LOW = frozenset({"torch.bfloat16", "torch.float16", "torch.half"})
+
+
+class CastOverFp32Modules(Rule):
+    """a whole model is cast to low precision after part of it was put in fp32
+
+    Why
+    ---
+    `model.to(torch.bfloat16)` casts everything: the norms or the router just put in fp32, and the modules that a class lists in
+    `_keep_in_fp32_modules`, which only `from_pretrained(dtype=...)` respects. Nothing says so; the model trains with the precision that
+    someone had taken care to avoid.
+
+    Example
+    -------
+    ```python
+    model.router.float()
+    model.to(torch.bfloat16)
+    ```
+
+    Use instead
+    -----------
+    ```python
+    model.to(torch.bfloat16)
+    model.router.float()
+    ```
+
+    Fix safety
+    ----------
+    There is no automatic fix.
+
+    Known problems
+    --------------
+    Seen within one function, and for classes of the same file that list modules to be kept in fp32.
+    """
+
+    code = "LT015"
+    name = "cast-over-fp32-modules"
+
+    def visit(self, file: SourceFile) -> Iterator[Hit]:
+        keeping = {c.name for c in file.nodes(ast.ClassDef) if _keeps_some(c)}
+        for function in [file.tree, *file.functions()]:
+            nodes = [n for n in file.own(function) if isinstance(n, (ast.Call, ast.Assign))]
+            nodes.sort(key=lambda n: (n.lineno, isinstance(n, ast.Assign), n.col_offset))  # a value before the name that gets it
+            yield from _in_order(file, nodes, keeping)
+
+
+def _in_order(file: SourceFile, nodes: list[ast.Call | ast.Assign], keeping: set[str]) -> Iterator[Hit]:
+    raised: dict[str, ast.Call] = {}  # model name -> the cast of one of its parts to fp32
+    built: dict[str, str] = {}  # model name -> its class
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            made = _class_of(node.value, keeping)
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    built.pop(target.id, None)
+                    if made:
+                        built[target.id] = made
+            continue
+        if not isinstance(node.func, ast.Attribute):
+            continue
+        receiver = node.func.value
+        if _casts_to(file, node, frozenset({"torch.float32", "torch.float"}), ("float",)) and isinstance(receiver, ast.Attribute):
+            root = _root(receiver)
+            if root and isinstance(file.parents.get(node), ast.Expr):  # a module: a tensor's cast would be used
+                raised[root] = node
+        elif _casts_to(file, node, LOW, ("half", "bfloat16")):
+            name = receiver.id if isinstance(receiver, ast.Name) else None
+            made = built.get(name or "") or _class_of(receiver, keeping)
+            if name in raised:
+                part = raised[name]
+                yield _hit(file, node, f"`{file.snippet(part, 40)}` (line {part.lineno})", f"move it before line {part.lineno}")
+            elif made:
+                yield _hit(
+                    file,
+                    node,
+                    f"the modules in {made}._keep_in_fp32_modules",
+                    f"load with {made}.from_pretrained(..., dtype=...) or cast the listed modules back to float32 afterwards",
+                )
+
+
+def _hit(file: SourceFile, node: ast.Call, undone: str, fix: str) -> Hit:
+    return Hit(
+        node=node,
+        message=f"`{file.snippet(node, 40)}` casts the whole model, and undoes {undone}",
+        cause="module.to(dtype) casts every floating parameter and buffer, those meant to stay in fp32 (float32) as well",
+        fix=fix,
+    )
+
+
+def _keeps_some(cls: ast.ClassDef) -> bool:
+    for item in cls.body:
+        targets = item.targets if isinstance(item, ast.Assign) else [item.target] if isinstance(item, ast.AnnAssign) else []
+        if any(last_name(t) in KEEP_LISTS for t in targets):
+            value = getattr(item, "value", None)
+            return isinstance(value, (ast.List, ast.Tuple, ast.Set)) and bool(value.elts)
+    return False
+
+
+def _class_of(node: ast.expr, keeping: set[str]) -> str | None:
+    """The class that a call builds, when it is one of `keeping`."""
+    if not isinstance(node, ast.Call):
+        return None
+    name = last_name(node.func)
+    if isinstance(node.func, ast.Attribute) and name in ("from_pretrained", "from_config", "to", "eval", "cuda", "train"):
+        inner = node.func.value
+        name = last_name(inner) if not isinstance(inner, ast.Call) else (_class_of(inner, keeping) or "")
+    return name if name in keeping else None
+
+
+def _casts_to(file: SourceFile, node: ast.Call, dtypes: frozenset[str], methods: tuple[str, ...]) -> bool:
+    assert isinstance(node.func, ast.Attribute)
+    if node.func.attr in methods and not node.args:
+        return True
+    given = [*node.args, keyword(node, "dtype")]
+    return node.func.attr == "to" and any(file.dotted(a) in dtypes for a in given if a is not None)
+
+
+def _root(node: ast.Attribute) -> str | None:
+    """`model.layers.norm` -> model; of `self.model.norm` nothing is known here."""
+    current: ast.expr = node
+    while isinstance(current, ast.Attribute):
+        current = current.value
+    return current.id if isinstance(current, ast.Name) and current.id != "self" else None

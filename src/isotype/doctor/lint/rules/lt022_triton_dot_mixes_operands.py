@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ....finding import Severity
+from ..rule import Hit, Rule
+from ..source import SourceFile
+from ..triton.kernels import Value, is_activation, kernels
+
+
+class TritonDotMixesOperands(Rule):
+    """tl.dot gets one operand in fp32 and the other as it was loaded
+
+    Why
+    ---
+    "Both operands must be same dtype": `tl.dot` does not promote. A probability computed in fp32 times a value loaded from a bf16
+    pointer compiles as long as the pointer is fp32. A float argument multiplied into one operand has the same effect.
+
+    Example
+    -------
+    ```python
+    p = tl.exp(scores.to(tl.float32) - m)
+    acc += tl.dot(p, tl.load(v_ptr + rows))
+    ```
+
+    Use instead
+    -----------
+    ```python
+    v = tl.load(v_ptr + rows)
+    acc += tl.dot(p.to(v.dtype), v)
+    ```
+
+    Fix safety
+    ----------
+    There is no automatic fix: casting down uses the tensor cores, casting up keeps precision.
+
+    Known problems
+    --------------
+    Two operands loaded from two pointers are not reported, though a caller may hand over two dtypes; nor are pointers whose name does not
+    say that they hold activations or weights.
+    """
+
+    code = "LT022"
+    name = "triton-dot-mixes-operands"
+    severity = Severity.ERROR
+    words = ("triton",)
+
+    def visit(self, file: SourceFile) -> Iterator[Hit]:
+        for kernel in kernels(file):
+            for event in kernel.events:
+                if event.kind != "dot":
+                    continue
+                pointer = event.before.loaded or event.after.loaded
+                wide = event.after if event.before.loaded else event.before
+                if pointer is not None and not (wide.type == "fp32" and is_activation(pointer)):
+                    continue
+                yield Hit(
+                    node=event.node,
+                    message=f"tl.dot gets {_shown(event.before)} and {_shown(event.after)}",
+                    cause="both operands of tl.dot must have the same dtype, it does not promote: fp32 against the pointer's element type "
+                    "fails to compile as soon as that is bf16 or fp16",
+                    fix="cast one operand: `.to(other.dtype)`, and apply a float scale after the dot",
+                )
+
+
+def _shown(value: Value) -> str:
+    return f"the element type of {value.loaded}" if value.loaded else str(value.type)

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..rule import Hit, Rule
+from ..source import SourceFile
+from ..triton.kernels import kernels
+
+
+class TritonLowPrecisionAccumulator(Rule):
+    """a kernel sums over a loop in less than fp32
+
+    Why
+    ---
+    Tensor cores accumulate one `tl.dot` in fp32; an accumulator of fp16, bf16 or the pointer's element type rounds after each round of
+    the loop, and overflows at 65504 in fp16. The error grows with the length of the loop, and no test at a small size shows it.
+
+    Example
+    -------
+    ```python
+    acc = tl.zeros((M, N), dtype=c_ptr.dtype.element_ty)
+    for k in range(0, K, BLOCK_K):
+        acc += tl.dot(a, b)
+    ```
+
+    Use instead
+    -----------
+    ```python
+    acc = tl.zeros((M, N), dtype=tl.float32)
+    ...
+    tl.store(c_ptr + offsets, acc.to(c_ptr.dtype.element_ty))
+    ```
+
+    Fix safety
+    ----------
+    There is no automatic fix: the store may rely on the accumulator's dtype.
+
+    Known problems
+    --------------
+    A short loop loses little. Integer accumulators are not looked at.
+    """
+
+    code = "LT024"
+    name = "triton-low-precision-accumulator"
+    words = ("triton",)
+
+    def visit(self, file: SourceFile) -> Iterator[Hit]:
+        for kernel in kernels(file):
+            for event in kernel.events:
+                if event.kind == "accumulator":
+                    held = f"the element type of {event.before.loaded}" if event.before.loaded else str(event.before.type)
+                    yield Hit(
+                        node=event.node,
+                        message=f"`{event.name}` accumulates over a loop in {held}",
+                        cause=f"every addition rounds to {held}: bf16 keeps 8 bits, fp16 overflows at 65504; tl.float32 does neither",
+                        fix="tl.zeros(..., dtype=tl.float32), and cast once at the store",
+                    )

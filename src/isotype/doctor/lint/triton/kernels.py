@@ -1,0 +1,436 @@
+"""Runs a Triton kernel's source on dtypes, as its front end would, for pointers whose element type is not known.
+
+A value loaded from a pointer has that pointer's element type until it is cast; `elem(x_ptr)` stands for it. Events tell what Triton
+refuses, or computes imprecisely, once that type is bf16.
+"""
+
+# ruff: noqa: SIM905 - the tables are read and edited as words
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..source import SourceFile, keyword, last_name
+
+FLOATS = ("fp64", "fp32", "bf16", "fp16")
+_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+_INTEGERS = re.compile(r"^u?int\d+$")
+_NUMBER = re.compile(r"scale|alpha|beta$|eps|softcap|temperature|dropout|smoothing|^p$|^lr$|decay")
+_MATH = frozenset(["exp", "exp2", "log", "log2", "sqrt_rn", "sin", "cos", "rsqrt", "erf", "sqrt"])
+_NEEDS_FP32 = frozenset(["exp", "exp2", "log", "log2", "sin", "cos", "erf"])
+_SAME = frozenset(
+    "abs max min maximum minimum where broadcast_to reshape view trans permute expand_dims ravel join clamp sigmoid cumsum sum softmax "
+    "flip sort fdiv".split()
+)
+# a pointer so named is handed tensors of the model's dtype; others (lse, a gate, a decay) often are fp32 by their launcher's doing
+_ACTIVATION = re.compile(
+    r"(x|q|k|v|a|b|w|o|do|dy|dout|input|inp|in|logits?|hidden(_states)?|y|u|gate|up|weight|out|grad_?out(put)?|query|key|value|e|src|act|"
+    r"activations?|scores?)_?(base|ptr)?"
+)
+Kind = Literal["branch", "loop", "dot", "math", "accumulator"]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """type: a dtype word, `int`, `bool`, `elem(NAME)`, or None when not followed; node: where it got that type; number: no block."""
+
+    type: str | None
+    node: ast.expr | ast.stmt | None = None
+    number: bool = False
+    pointer: str | None = None  # the parameter, when this is an address
+
+    @property
+    def loaded(self) -> str | None:
+        """The pointer whose element type this has."""
+        return self.type[5:-1] if self.type and self.type.startswith("elem(") else None
+
+
+NOTHING = Value(None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelEvent:
+    kind: Kind
+    node: ast.expr | ast.stmt
+    name: str
+    before: Value
+    after: Value
+    test: ast.expr | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Kernel:
+    """A function under @triton.jit, and what was seen in it."""
+
+    node: ast.FunctionDef
+    constexprs: set[str]
+    parameters: list[str]
+    events: list[KernelEvent] = field(default_factory=list)
+    casts: set[str] = field(default_factory=set)  # pointers of which a value is cast to fp32 somewhere in the kernel
+
+
+def kernels(file: SourceFile) -> list[Kernel]:
+    if "kernels" not in file.memo:
+        found = []
+        for node in file.nodes(ast.FunctionDef):
+            if any(_is_jit(file, d) for d in node.decorator_list):
+                kernel = _describe(node)
+                _Run(file, kernel).block(node.body)
+                found.append(kernel)
+        file.memo["kernels"] = found
+    return file.memo["kernels"]
+
+
+def _is_jit(file: SourceFile, decorator: ast.expr) -> bool:
+    dotted = file.dotted(decorator.func if isinstance(decorator, ast.Call) else decorator)
+    return dotted in ("triton.jit", "triton.runtime.jit.jit") or dotted.endswith(".triton.jit")
+
+
+def _describe(node: ast.FunctionDef) -> Kernel:
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    constexprs = {a.arg for a in arguments if a.annotation is not None and "constexpr" in ast.unparse(a.annotation)}
+    return Kernel(node, constexprs, [a.arg for a in arguments])
+
+
+def is_activation(pointer: str) -> bool:
+    """Whether a pointer's name says that it holds activations or weights, in the model's dtype."""
+    return _ACTIVATION.fullmatch(pointer.lower()) is not None
+
+
+class _Run:
+    def __init__(self, file: SourceFile, kernel: Kernel) -> None:
+        self.file, self.kernel = file, kernel
+        self.compile_time = set(kernel.constexprs)
+        self.values: dict[str, Value] = {}
+        self.loop_depth = 0
+        self.done: set[tuple[str, int, str]] = set()
+
+    def emit(self, kind: Kind, node: ast.expr | ast.stmt, name: str, before: Value, after: Value, test: ast.expr | None = None) -> None:
+        if (kind, node.lineno, name) not in self.done:
+            self.done.add((kind, node.lineno, name))
+            self.kernel.events.append(KernelEvent(kind, node, name, before, after, test))
+
+    # -- statements ------------------------------------------------------------------------------------------------------
+
+    def block(self, body: list[ast.stmt]) -> None:
+        for statement in body:
+            self.statement(statement)
+
+    def statement(self, node: ast.stmt) -> None:
+        if isinstance(node, ast.Assign):
+            value = self.value(node.value)
+            for target in node.targets:
+                self.assign(target, value, node)
+        elif isinstance(node, ast.AnnAssign):
+            if node.value is None:
+                return
+            self.assign(node.target, self.value(node.value), node)
+            if isinstance(node.target, ast.Name) and "constexpr" in ast.unparse(node.annotation):
+                self.compile_time.add(node.target.id)
+        elif isinstance(node, ast.AugAssign):
+            left, right = self.value(node.target), self.value(node.value)
+            result = self.promote(node, left, right)
+            if self.loop_depth and isinstance(node.op, ast.Add) and isinstance(node.target, ast.Name):
+                self.note_sum(node, node.target.id, left)
+            self.assign(node.target, result, node)
+        elif isinstance(node, ast.If):
+            self.branch(node)
+        elif isinstance(node, (ast.For, ast.While)):
+            self.loop(node)
+        elif isinstance(node, (ast.Expr, ast.Return)):
+            if node.value is not None:
+                self.value(node.value)
+        elif isinstance(node, ast.With):
+            self.block(node.body)
+
+    def assign(self, target: ast.expr, value: Value, node: ast.stmt) -> None:
+        if isinstance(target, ast.Name):
+            if value.type is None and value.pointer is None and isinstance(node, ast.Assign) and self.is_compile_time(node.value):
+                self.compile_time.add(target.id)
+            elif not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)):
+                self.compile_time.discard(target.id)
+            self.values[target.id] = Value(value.type, value.node or node, value.number, value.pointer)
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            items = node.value.elts if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Tuple, ast.List)) else []
+            for position, element in enumerate(target.elts):
+                self.assign(element, self.value(items[position]) if position < len(items) else NOTHING, ast.Pass())
+
+    def branch(self, node: ast.If) -> None:
+        compile_time = self.is_compile_time(node.test)
+        before = dict(self.values)
+        test = node.test
+        self.value(test)
+        self.block(node.body)
+        then = self.values
+        self.values = dict(before)
+        self.block(node.orelse)
+        other = self.values
+        joined: dict[str, Value] = {}
+        for name in then.keys() | other.keys():
+            left, right = then.get(name), other.get(name)
+            if left is None or right is None:
+                if compile_time:  # a run-time branch does not hand on what only one side defines
+                    joined[name] = left or right or NOTHING
+            elif left.type == right.type:
+                joined[name] = left
+            else:
+                joined[name] = Value(None, pointer=left.pointer if left.pointer == right.pointer else None)
+                if not compile_time and not _ends(node.body) and not _ends(node.orelse):
+                    start = before.get(name)
+                    changed, kept = (left, right) if start is None or right.type == start.type else (right, left)
+                    if start is not None or node.orelse:
+                        self.compare("branch", node, name, kept, changed, node.test)
+        self.values = joined
+
+    def loop(self, node: ast.For | ast.While) -> None:
+        unrolled = isinstance(node, ast.For) and last_name(node.iter) == "static_range"
+        if isinstance(node, ast.For):
+            self.assign(node.target, Value("int", node, True), node)
+        # a Python float that a loop carries becomes an fp32 scalar
+        self.values = {k: Value(v.type, v.node) if v.number and v.type == "fp32" and not unrolled else v for k, v in self.values.items()}
+        before = dict(self.values)
+        self.loop_depth += 1
+        for _ in range(2):
+            self.block(node.body)
+            if not unrolled:
+                for name, start in before.items():
+                    self.compare("loop", node, name, start, self.values.get(name, NOTHING))
+        self.loop_depth -= 1
+        for name, start in before.items():
+            if self.values.get(name, start).type != start.type:
+                self.values[name] = NOTHING
+        if not unrolled:  # what a loop defines does not outlive it
+            self.values = {name: value for name, value in self.values.items() if name in before}
+
+    def compare(
+        self, kind: Kind, node: ast.If | ast.For | ast.While, name: str, before: Value, after: Value, test: ast.expr | None = None
+    ) -> None:
+        """An event when a variable's type certainly changes where Triton lets none change."""
+        if before.type is None or after.type is None or before.type == after.type or after.node is None:
+            return
+        if before.pointer or after.pointer or "bool" in (before.type, after.type):
+            return
+        if before.loaded and after.loaded:
+            return  # two pointers may well have one element type
+        if before.type == "int" and (not before.number or after.type == "int"):
+            return
+        at = _last_assignment(node, name) or after.node
+        self.emit(kind, at, name, before, after, test)
+
+    # -- expressions -----------------------------------------------------------------------------------------------------
+
+    def is_compile_time(self, node: ast.expr) -> bool:
+        """Whether Triton decides this while compiling: constants, constexpr names, dtypes, `is None`."""
+        if isinstance(node, ast.BoolOp):
+            return all(map(self.is_compile_time, node.values))
+        if isinstance(node, ast.UnaryOp):
+            return self.is_compile_time(node.operand)
+        if isinstance(node, ast.BinOp):
+            return self.is_compile_time(node.left) and self.is_compile_time(node.right)
+        if isinstance(node, ast.Compare):
+            if any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
+                return True
+            return all(map(self.is_compile_time, [node.left, *node.comparators]))
+        if isinstance(node, ast.Constant):
+            return True
+        if isinstance(node, ast.Name):
+            known_at_run_time = node.id in self.values or node.id in self.kernel.parameters
+            return node.id in self.compile_time or not known_at_run_time
+        if isinstance(node, ast.Attribute):
+            return node.attr in ("dtype", "element_ty", "type", "shape", "value", "numel") or self.is_compile_time(node.value)
+        if isinstance(node, ast.Call):
+            name = last_name(node.func)
+            if name in ("load", "program_id", "num_programs", "atomic_add", "sum", "max", "min", "arange", "atomic_cas", "debug_barrier"):
+                return False
+            inner = [*node.args, *(k.value for k in node.keywords)]
+            inner += [node.func.value] if isinstance(node.func, ast.Attribute) else []
+            return all(map(self.is_compile_time, inner))
+        if isinstance(node, (ast.Tuple, ast.List)):
+            return all(map(self.is_compile_time, node.elts))
+        if isinstance(node, ast.Subscript):
+            return self.is_compile_time(node.value)
+        return isinstance(node, (ast.JoinedStr, ast.Slice))
+
+    def value(self, node: ast.expr) -> Value:
+        if isinstance(node, ast.Name):
+            return self.name(node)
+        if isinstance(node, ast.Constant):
+            kind = (
+                "bool"
+                if isinstance(node.value, bool)
+                else "int"
+                if isinstance(node.value, int)
+                else "literal"
+                if isinstance(node.value, float)
+                else None
+            )
+            return Value("fp32" if kind == "literal" else kind, node, True)
+        if isinstance(node, ast.BinOp):
+            return self.promote(node, self.value(node.left), self.value(node.right))
+        if isinstance(node, ast.UnaryOp):
+            return self.value(node.operand)
+        if isinstance(node, (ast.Compare, ast.BoolOp)):
+            for child in ast.iter_child_nodes(node):
+                if isinstance(child, ast.expr):
+                    self.value(child)
+            return Value("bool", node)
+        if isinstance(node, ast.Subscript):
+            return self.value(node.value)
+        if isinstance(node, ast.IfExp):
+            left, right = self.value(node.body), self.value(node.orelse)
+            return left if left.type == right.type else NOTHING
+        if isinstance(node, ast.Call):
+            return self.call(node)
+        if isinstance(node, ast.Attribute) and node.attr == "T":
+            return self.value(node.value)
+        return NOTHING
+
+    def name(self, node: ast.Name) -> Value:
+        if node.id in self.values:
+            return self.values[node.id]
+        if node.id in self.compile_time:
+            return Value(None, node, True)
+        if node.id in self.kernel.parameters:
+            if _NUMBER.search(node.id.lower()) and not node.id.lower().endswith(("ptr", "stride")):
+                return Value(None, node, True)
+            return Value(None, node, pointer=node.id)
+        return NOTHING
+
+    def promote(self, node: ast.AST, left: Value, right: Value) -> Value:
+        at = node if isinstance(node, (ast.expr, ast.stmt)) else None
+        for one, two in ((left, right), (right, left)):
+            if one.pointer in self.kernel.parameters and one.node is not None and isinstance(one.node, ast.Name) and _is_float(two.type):
+                # addresses are added to integers only: this parameter is a number
+                return Value("fp32", at) if two.type == "fp32" else NOTHING
+        if left.pointer or right.pointer:
+            return Value(None, at, pointer=left.pointer or right.pointer)
+        if left.type is None or right.type is None:
+            known = left if right.type is None else right
+            # fp32 with anything narrower stays fp32; everything else depends on what is not known
+            return Value("fp32", at) if known.type == "fp32" and not known.number else NOTHING
+        if left.type == right.type:
+            return Value(left.type, at, left.number and right.number)
+        for one, two in ((left, right), (right, left)):
+            if two.number and not one.number:  # a Python number takes the block's type, unless it is a float beside integers
+                return Value(one.type if one.type not in ("int", "bool") or two.type in ("int", "bool") else "fp32", at)
+            if two.type in ("int", "bool"):
+                return Value(one.type, at, left.number and right.number)
+        if "fp32" in (left.type, right.type) and "fp64" not in (left.type, right.type):
+            return Value("fp32", at)
+        return NOTHING
+
+    def call(self, node: ast.Call) -> Value:
+        name = last_name(node.func)
+        args = [self.value(a) for a in node.args]
+        for item in node.keywords:
+            self.value(item.value)
+        method = isinstance(node.func, ast.Attribute) and not self.file.dotted(node.func).startswith(("triton", "tl."))
+        if method and isinstance(node.func, ast.Attribute):
+            args = [self.value(node.func.value), *args]
+        first = args[0] if args else NOTHING
+        if name == "load":
+            return Value(f"elem({first.pointer})", node) if first.pointer else NOTHING
+        if name == "make_block_ptr":
+            return Value(None, node, pointer=first.pointer)
+        if name in ("advance", "make_tensor_descriptor"):
+            return Value(None, node, pointer=first.pointer)
+        if name == "to" or name == "cast":
+            return self.cast(node, first)
+        if name in ("zeros", "full", "zeros_like"):
+            return self.made(node, name, first)
+        if name == "dot":
+            return self.dot(node, args)
+        if name in ("program_id", "num_programs", "arange", "cdiv", "argmax", "argmin"):
+            return Value("int", node)
+        if name in _NEEDS_FP32 and first.loaded and self.file.dotted(node.func).startswith("triton.language"):
+            self.emit("math", node, name, first, first)
+            return Value("fp32", node)
+        if name in _MATH:
+            return Value(first.type, node) if first.type == "fp32" else NOTHING
+        if name in _SAME:
+            return self.same(node, name, args)
+        return NOTHING
+
+    def same(self, node: ast.Call, name: str, args: list[Value]) -> Value:
+        """Functions that keep or promote their arguments' type."""
+        first = args[0] if args else NOTHING
+        if name == "where":
+            return self.promote(node, args[1], args[2]) if len(args) == 3 else NOTHING
+        if name in ("maximum", "minimum", "fdiv"):
+            return self.promote(node, args[0], args[1]) if len(args) >= 2 else NOTHING
+        if name in ("sum", "sigmoid", "softmax", "cumsum") and first.type != "fp32":
+            return NOTHING
+        return Value(first.type, node)
+
+    def dtype_of(self, node: ast.expr | None) -> str | None:
+        """`tl.float32` -> fp32; `x.dtype` -> that of x; `ptr.dtype.element_ty` -> elem(ptr)."""
+        if node is None:
+            return None
+        if isinstance(node, ast.Attribute) and node.attr == "dtype":
+            return self.value(node.value).type
+        if isinstance(node, ast.Attribute) and node.attr == "element_ty":
+            inner = node.value.value if isinstance(node.value, ast.Attribute) else node.value
+            pointer = self.value(inner).pointer
+            return f"elem({pointer})" if pointer else None
+        word = last_name(node)
+        return "int" if _INTEGERS.match(word) else _DTYPES.get(word)
+
+    def cast(self, node: ast.Call, first: Value) -> Value:
+        given = keyword(node, "dtype") or (node.args[-1] if node.args else None)
+        word = self.dtype_of(given)
+        if word == "fp32" and first.loaded:
+            self.kernel.casts.add(first.loaded)
+        return Value(word, node)
+
+    def made(self, node: ast.Call, name: str, first: Value) -> Value:
+        if name == "zeros_like":
+            return Value(first.type, node)
+        position = 1 if name == "zeros" else 2
+        given = keyword(node, "dtype") or (node.args[position] if len(node.args) > position else None)
+        return Value(self.dtype_of(given), node)
+
+    def dot(self, node: ast.Call, args: list[Value]) -> Value:
+        left, right = (args[0], args[1]) if len(args) >= 2 else (NOTHING, NOTHING)
+        types = {left.type, right.type}
+        if len(types) == 2 and not types & {None, "int"} and not (left.loaded and right.loaded):
+            self.emit("dot", node, "tl.dot", left, right)
+        given = keyword(node, "out_dtype")
+        out = self.dtype_of(given) or ("fp32" if given is None else None)
+        acc = keyword(node, "acc") or (node.args[2] if len(node.args) > 2 else None)
+        if acc is not None and self.loop_depth and isinstance(acc, ast.Name):
+            before = self.value(acc)
+            self.note_sum(node, acc.id, before)
+            return Value(before.type, node)
+        return Value(out, node)
+
+    def note_sum(self, node: ast.expr | ast.stmt, name: str, before: Value) -> None:
+        """A sum over a run-time loop in less than fp32."""
+        made = before.node
+        if (
+            isinstance(made, ast.Call)
+            and last_name(made.func) in ("zeros", "full", "zeros_like")
+            and (before.type in ("fp16", "bf16") or before.loaded)
+        ):
+            self.emit("accumulator", made, name, before, before)
+
+
+def _is_float(type_: str | None) -> bool:
+    return type_ is not None and (type_ in FLOATS or type_.startswith("elem("))
+
+
+def _ends(body: list[ast.stmt]) -> bool:
+    return bool(body) and isinstance(body[-1], ast.Return)
+
+
+def _last_assignment(inside: ast.stmt, name: str) -> ast.stmt | None:
+    """The statement in this block that last gives `name` a value."""
+    found = None
+    for node in ast.walk(inside):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []
+        )
+        if any(isinstance(t, ast.Name) and t.id == name for t in targets):
+            found = node if found is None or node.lineno >= found.lineno else found  # type: ignore[attr-defined]
+    return found  # type: ignore[return-value]

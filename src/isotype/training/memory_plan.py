@@ -1,0 +1,269 @@
+"""How much memory a run will take, from running its first steps on tensors without data.
+
+No formula knows every architecture, attention and checkpointing. So the run's own step (forward, loss, backward, accumulation, update)
+is run under FakeTensorMode, where operators only compute shapes and dtypes, while `LiveBytes` counts what is alive. Against the peak
+resident size of real CPU runs with freed memory given back it is within 15% (docs/decisions/0051); a process whose C library keeps freed
+blocks, as glibc does, sits above it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..config.schema import RunConfig, TrainSection
+from ..dtypes import to_torch
+from ..errors import UsageError
+from ..precision.accumulate import GradientAccumulator
+from ..precision.apply import apply_precision
+from ..precision.precision import Precision
+from .adapter import attach_adapter
+from .batches import MULTIPLE, Batch
+from .live_bytes import LiveBytes
+from .optimizer import build_optimizer
+from .step import Stepper
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PretrainedConfig
+
+# nf4 with double quantisation: half a byte an element, a byte for every 64, 4 bytes for every 256 of those. Source: Dettmers et al. 2023
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+BLOCK_8BIT, SMALLEST_8BIT = 256, 4096  # bitsandbytes: 8-bit states have a scale every 256 elements, and small tensors keep fp32 states
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes. The first four are held throughout; `peak` is the most at one time.
+
+    activations   alive at the end of a forward pass: saved for backward, and the logits
+    working       what the loss and backward add to that at their worst
+    update        what the optimizer step adds to what is held
+    not_simulated why activations, working and update are unknown, or None
+    """
+
+    frozen: int
+    trained: int
+    gradients: int
+    optimizer: int
+    activations: int = 0
+    working: int = 0
+    update: int = 0
+    peak: int = 0
+    rows: int = 0
+    length: int = 0
+    not_simulated: str | None = None
+
+    @property
+    def held(self) -> int:
+        """What a whole run holds, whatever its rows."""
+        return self.frozen + self.trained + self.gradients + self.optimizer
+
+    def as_json(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A run's model on the meta device: every shape and dtype, no data.
+
+    model      with adapter and precision
+    trainable  elements that are trained
+    total      all elements, those of 4-bit weights included
+    """
+
+    model: nn.Module
+    trainable: int
+    total: int
+
+
+def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precision, *, device_type: str) -> Outline:
+    """The model as `training.setup.build_model` makes it, without its weights. Raises UsageError for adapter targets it lacks."""
+    from transformers import AutoModelForCausalLM
+
+    every_weight = config.adapter.kind == "none"
+    dtype = precision.trainable if every_weight else precision.unquantised
+    # flash and flex have sdpa's memory, and need packages or devices that a plan does not
+    attention = "eager" if config.model.attention == "eager" else "sdpa"
+    with torch.device("meta"), _quiet():
+        base = AutoModelForCausalLM.from_config(
+            architecture, dtype=to_torch(dtype), attn_implementation=attention, trust_remote_code=config.model.trust_remote_code
+        )
+        base.config.use_cache = False
+        total = sum(p.numel() for p in base.parameters())
+        if config.train.gradient_checkpointing:
+            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if precision.base == "nf4" and not every_weight:
+            _quantise(base, to_torch(precision.compute))
+        model: nn.Module = base if every_weight else _with_adapter(base, config)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    apply_precision(model, precision, device_type=device_type)
+    model.train()
+    return Outline(model, trainable, total + (0 if every_weight else trainable))
+
+
+def plan_memory(made: Outline, train: TrainSection, precision: Precision, *, length: int, device_type: str = "cpu") -> MemoryPlan:
+    """What one optimizer step on `train.batch_size` rows of `length` tokens takes.
+
+    made    from `outline`; its parameters become fake ones here, so it serves once
+    length  tokens of the longest row
+    """
+    length += -length % MULTIPLE
+    held = _held(made.model, train, precision)
+    try:
+        return _simulated(made.model, train, precision, length=length, device_type=device_type, held=held)
+    except UsageError:
+        raise
+    except Exception as error:
+        # an architecture whose shapes depend on values (routed experts), or an operator without a fake: what is held is still exact
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        return replace(held, peak=held.held, rows=train.batch_size, length=length, not_simulated=reason[:160])
+
+
+def _held(model: nn.Module, train: TrainSection, precision: Precision) -> MemoryPlan:
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    elements = sum(p.numel() for p in trained)
+    return MemoryPlan(
+        frozen=sum(_bytes(p) for p in parameters if not p.requires_grad),
+        trained=sum(_bytes(p) for p in trained),
+        gradients=elements * to_torch(precision.grads).itemsize,
+        optimizer=sum(optimizer_bytes(p.numel(), train, precision) for p in trained),
+    )
+
+
+def optimizer_bytes(elements: int, train: TrainSection, precision: Precision) -> int:
+    """AdamW's two moments of one tensor."""
+    if train.optimizer == "adamw8bit":
+        return 8 * elements if elements < SMALLEST_8BIT else 2 * (elements + 4 * -(-elements // BLOCK_8BIT))
+    return 2 * elements * to_torch(precision.optimizer).itemsize
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _simulated(
+    model: nn.Module, train: TrainSection, precision: Precision, *, length: int, device_type: str, held: MemoryPlan
+) -> MemoryPlan:
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live, _quiet():
+        _make_fake(model, torch.device(device_type))
+        accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
+        plain = train.model_copy(update={"optimizer": "adamw"}) if train.optimizer == "adamw8bit" else train
+        optimizer = build_optimizer(model, plain, precision, accumulator.gradient)
+        stepper = Stepper(model, optimizer, accumulator, precision, train)
+        batch = _batch(train.batch_size, length, torch.device(device_type))
+        after_forward: list[int] = []
+        model.register_forward_hook(lambda *_: after_forward.append(live.now))
+
+        # the first step makes the optimizer's states, so the second is the one that counts
+        stepper.accumulate([batch])
+        if train.optimizer == "adamw8bit":
+            states = [torch.empty(held.optimizer, dtype=torch.uint8, device=device_type)]
+        else:
+            states = []
+            optimizer.step()
+        accumulator.zero()
+        live.restart_peak()
+        before = live.now
+        first = len(after_forward)
+        # from the second micro-batch on, the gradients of the first are held too
+        batches = [batch] * min(2, train.accumulate)
+        stepper.accumulate(batches)
+        forward_end = after_forward[first + len(batches) - 1]
+        gradients = live.now - before if len(batches) > 1 else 0
+        peak_step, before_update = live.peak, live.now
+        live.restart_peak()
+        if not states:
+            optimizer.step()
+        peak, update = max(peak_step, live.peak), live.peak - before_update
+    return replace(
+        held,
+        activations=max(0, forward_end - before - gradients),
+        working=max(0, peak_step - forward_end),
+        update=update,
+        peak=peak,
+        rows=train.batch_size,
+        length=length,
+    )
+
+
+def _make_fake(model: nn.Module, device: torch.device) -> None:
+    """Replaces parameters and buffers on the meta device by fake ones; tied parameters stay tied."""
+    memo: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in memo:
+                    data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                module._parameters[name] = memo[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+
+
+def _batch(rows: int, length: int, device: torch.device) -> Batch:
+    ids_BT, mask_BT, labels_BT = (torch.empty(rows, length, dtype=torch.long, device=device) for _ in range(3))
+    return Batch(ids_BT, mask_BT, labels_BT, rows * length, rows * (length - 1))
+
+
+def _with_adapter(base: Any, config: RunConfig) -> nn.Module:
+    if config.adapter.start_from is None:
+        return attach_adapter(base, config.adapter, seed=config.train.seed)
+    from peft import PeftConfig, get_peft_model
+
+    try:
+        return get_peft_model(base, PeftConfig.from_pretrained(config.adapter.start_from))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"adapter.start_from: {config.adapter.start_from}: {str(error).splitlines()[0]}") from None
+
+
+class _Nf4Weight(nn.Linear):
+    """Stands for bitsandbytes' Linear4bit: holds its bytes, and widens the weight for each product as it does."""
+
+    def __init__(self, linear: nn.Linear, compute: torch.dtype) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta", dtype=compute)
+        packed = torch.empty(int(linear.weight.numel() * NF4_BYTES), dtype=torch.uint8, device="meta")
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = _Nf4Product.apply(x.to(self.compute), self.weight, self.out_features)
+        return out if self.bias is None else out + self.bias
+
+
+class _Nf4Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, out_features: int) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.shape, ctx.dtype = (out_features, x.shape[-1]), x.dtype
+        return x @ torch.empty(ctx.shape, dtype=x.dtype, device=x.device).t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (packed,) = ctx.saved_tensors
+        return dy.to(ctx.dtype) @ torch.empty(ctx.shape, dtype=ctx.dtype, device=packed.device), None, None
+
+
+def _quantise(model: Any, compute: torch.dtype) -> None:
+    head = model.get_output_embeddings()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and child is not head:
+                setattr(parent, name, _Nf4Weight(child, compute))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What libraries advise about a model without data is no news to the user."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

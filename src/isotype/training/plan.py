@@ -1,0 +1,175 @@
+"""`plan`: what `isotype train` would do, without weights and without a folder: precision, parameters, data, memory, schedule."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config.load import LoadedConfig
+from ..config.schema import RunConfig
+from ..data.load import load_data
+from ..data.rows import Row
+from ..hardware import Hardware, detect
+from ..precision.resolve import Resolved
+from .loop import Plan as Schedule
+from .memory import peak_memory
+from .memory_plan import MemoryPlan, outline, plan_memory
+from .model import check_vocabulary, load_architecture, load_tokenizer
+from .schedule import learning_rate, warmup_steps
+from .setup import resolve_precision
+
+GiB, MiB = 1 << 30, 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What would happen. `process` is what this process takes without any model, which counts on a CPU; 0 on a GPU."""
+
+    config: RunConfig
+    hardware: Hardware
+    resolved: Resolved
+    architecture: str
+    trainable: int
+    total: int
+    data: dict[str, Any]
+    schedule: dict[str, Any]
+    memory: MemoryPlan
+    process: int = 0
+    notes: Sequence[str] = field(default=())
+
+    @property
+    def peak(self) -> int:
+        return self.memory.peak + self.process
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the device's memory; None where that is unknown."""
+        return self.peak <= self.hardware.memory if self.hardware.memory else None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "device": self.hardware.as_json(),
+            "precision": {"preset": self.resolved.preset, "why": self.resolved.why_preset, "roles": self.resolved.as_json()},
+            "warnings": [f.as_json() for f in self.resolved.warnings],
+            "parameters": {"architecture": self.architecture, "trainable": self.trainable, "total": self.total},
+            "data": self.data,
+            "schedule": self.schedule,
+            "memory": {**self.memory.as_json(), "process": self.process, "peak_with_process": self.peak, "fits": self.fits},
+            "notes": list(self.notes),
+        }
+
+    def as_text(self) -> str:
+        d, s = self.data, self.schedule
+        role_width = max(len(value) for _, value, _ in self.resolved.rows())
+        lines = [
+            f"device      {self.hardware.name} ({self.hardware.generation}), bf16 {self.hardware.bf16}",
+            f"precision   {self.resolved.preset}: {self.resolved.why_preset}",
+            *[f"  {role:<10}{value:<{role_width}}  {reason}" for role, value, reason in self.resolved.rows()],
+            f"model       {self.config.model.name or 'model.config'} ({self.architecture}): {self.total:,} parameters, "
+            f"{self.trainable:,} trained ({self.trainable / self.total:.2%})",
+            f"data        {d['train_rows']:,} training rows, {d['train_tokens']:,} tokens, longest {d['longest']}; "
+            f"{d['eval_rows']:,} evaluation rows",
+            *[f"  {note}" for note in d["notes"]],
+            f"schedule    {s['steps']:,} steps of {s['rows_per_step']} rows ({s['epochs']:.3g} epochs), learning rate "
+            f"{s['learning_rate']:g} {s['shape']}, {s['warmup']} steps of warm-up, ends at {s['last_learning_rate']:.2g}",
+            f"  evaluation every {s['eval_every']}, checkpoint every {s['save_every']}, samples every {s['sample_every']} steps"
+            if s["eval_every"]
+            else f"  no evaluation, checkpoint every {s['save_every']}, samples every {s['sample_every']} steps",
+            *self._memory_lines(),
+            *[f"warning     {f.code} {f.message}; {f.fix}" for f in self.resolved.warnings],
+            *[f"note        {note}" for note in self.notes],
+        ]
+        return "\n".join(lines)
+
+    def _memory_lines(self) -> list[str]:
+        m = self.memory
+        parts = [
+            ("frozen weights", m.frozen), ("trained weights", m.trained), ("gradients", m.gradients), ("optimizer", m.optimizer),
+            (f"activations of {m.rows} x {m.length} tokens", m.activations), ("loss and backward", m.working), ("update", m.update),
+            ("this process, without a model", self.process),
+        ]  # fmt: skip
+        has = f" of {shown(self.hardware.memory)}" if self.hardware.memory else ""
+        kept = " (glibc keeps freed blocks: the resident size was 1.2 to 1.7 times this in tests)" if self.hardware.kind == "cpu" else ""
+        lines = [f"memory      {shown(self.peak)}{has} at the peak{kept}"]
+        lines += [f"  {name:<34}{shown(size):>10}" for name, size in parts if size]
+        if m.not_simulated:
+            lines.append(f"  without activations: this architecture could not be simulated ({m.not_simulated})")
+        return lines
+
+
+def plan(loaded: LoadedConfig) -> Plan:
+    """Works out everything that can be known before the weights are loaded. Raises UsageError as `train` would."""
+    config = loaded.config
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its advice on import is no part of a plan
+    hardware = detect(config.model.device)
+    device_type = "cpu" if hardware.kind == "cpu" else "cuda"
+    resolved = resolve_precision(config, loaded.sources, hardware)
+    tokenizer = load_tokenizer(config.model)
+    data = load_data(config.data, tokenizer, seed=config.train.seed)
+    architecture = load_architecture(config.model, tokenizer)
+    made = outline(architecture, config, resolved.precision, device_type=device_type)
+    check_vocabulary(_inner(made.model), tokenizer)
+    longest = max(len(row.input_ids) for row in data.train)
+    process = 0
+    if device_type == "cpu":
+        import torch
+
+        process = peak_memory(torch.device("cpu"))
+    memory = plan_memory(made, config.train, resolved.precision, length=longest, device_type=device_type)
+    found = Plan(
+        config=config,
+        hardware=hardware,
+        resolved=resolved,
+        architecture=str(getattr(architecture, "model_type", "model")),
+        trainable=made.trainable,
+        total=made.total,
+        data=_data(data.train, data.eval, data.facts),
+        schedule=_schedule(config, rows=len(data.train), eval_rows=len(data.eval)),
+        memory=memory,
+        process=process,
+    )
+    if found.fits is False:
+        checkpointing = "" if config.train.gradient_checkpointing else "train.gradient_checkpointing=true, "
+        advice = f"{checkpointing}a smaller train.batch_size with more train.accumulate, or --preset qlora"
+        found = Plan(**{**found.__dict__, "notes": (f"this will not fit into {shown(hardware.memory)}: {advice}",)})
+    return found
+
+
+def _inner(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _data(train: Sequence[Row], evaluation: Sequence[Row], facts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "train_rows": len(train),
+        "eval_rows": len(evaluation),
+        "train_tokens": sum(len(row.input_ids) for row in train),
+        "supervised_tokens": sum(row.supervised for row in train),
+        "longest": max(len(row.input_ids) for row in train),
+        "notes": list(facts.get("notes", [])),
+    }
+
+
+def _schedule(config: RunConfig, *, rows: int, eval_rows: int) -> dict[str, Any]:
+    train = config.train
+    when = Schedule.of(config, rows=rows, eval_rows=eval_rows)
+    per_step = train.batch_size * train.accumulate
+    return {
+        "steps": when.total,
+        "rows_per_step": per_step,
+        "epochs": when.total * per_step / rows,
+        "learning_rate": train.learning_rate,
+        "last_learning_rate": learning_rate(train, when.total, when.total),
+        "shape": train.schedule,
+        "warmup": warmup_steps(train, when.total),
+        "eval_every": when.eval_every,
+        "save_every": when.save_every,
+        "sample_every": when.sample_every,
+    }
+
+
+def shown(size: int) -> str:
+    """Bytes for people: `1.4 GiB`, `83 MiB`."""
+    return f"{size / GiB:.2f} GiB" if size >= GiB else f"{size / MiB:.1f} MiB" if size < 100 * MiB else f"{size / MiB:.0f} MiB"

@@ -1,0 +1,100 @@
+"""`isotype trace`: scripts with arguments, functions of a file, JSON on stdout only, exit statuses, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FAULTY = """
+import os, sys, torch, torch.nn as nn
+print("said by the program")
+def run():
+    os.system("echo said by a child")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).to(torch.bfloat16))
+    model(torch.randn(2, 4))
+def fine():
+    return nn.Linear(4, 4)(torch.randn(2, 4)).dtype
+if __name__ == "__main__":
+    print(sys.argv[1:], __name__, os.path.basename(__file__))
+    if "--fail" in sys.argv:
+        run()
+    if "--exit" in sys.argv:
+        sys.exit(7)
+"""
+
+
+@pytest.fixture
+def program(tmp_path) -> Path:
+    file = tmp_path / "program.py"
+    file.write_text(FAULTY)
+    return file
+
+
+def isotype(*arguments, cwd=None):
+    return subprocess.run([sys.executable, "-m", "isotype", "trace", *map(str, arguments)], text=True, capture_output=True, cwd=cwd, env=dict(os.environ), timeout=120)
+
+
+def test_function_with_json_gives_one_object_on_stdout(program):
+    done = isotype(f"{program}:run", "--json")
+    report = json.loads(done.stdout)
+    assert [finding["code"] for finding in report["findings"]] == ["TR001"]
+    assert "said by the program" in done.stderr
+    assert "said by a child" in done.stderr
+    assert done.returncode == 1
+
+
+def test_script_gets_its_own_arguments_and_main(program):
+    done = isotype(program, "--json", "--lr", "3")
+    assert "['--json', '--lr', '3'] __main__ program.py" in done.stdout
+    assert "no findings" in done.stdout
+    assert done.returncode == 0
+
+
+def test_failing_script_shows_its_traceback_without_our_frames(program):
+    done = isotype(program, "--fail")
+    assert "program.py" in done.stderr
+    assert "isotype/doctor" not in done.stderr
+    assert done.stdout.count("TR001") == 2  # the heading and the page
+    assert done.returncode == 1
+
+
+def test_exit_status_of_the_script_is_kept(program):
+    assert isotype(program, "--exit").returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.py"], "no such file"),
+        (["nowhere.py:run"], "no such file"),
+        (["{program}:nothing"], "no function 'nothing'"),
+        (["{program}:run", "extra"], "takes no arguments"),
+        (["--fail-on", "loud", "{program}:fine"], "expected error, warning or note"),
+        (["--map", "/nowhere/at/all/map.html", "{program}:fine"], "no such folder"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(program, arguments, words):
+    done = isotype(*(a.format(program=program) for a in arguments))
+    assert done.returncode == 2
+    assert done.stderr.startswith("isotype: ")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_map_option_draws(program, tmp_path):
+    done = isotype(f"{program}:fine", "--map", tmp_path / "map.html")
+    assert done.returncode == 0, done.stderr
+    assert "<title>Precision map" in (tmp_path / "map.html").read_text()
+
+
+def test_syntax_error_in_the_program_is_told(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("def run(:\n")
+    done = isotype(f"{file}:run")
+    assert done.returncode == 1
+    assert "SyntaxError" in done.stdout + done.stderr

@@ -1,0 +1,42 @@
+"""Which differences a resumed run may have."""
+
+from __future__ import annotations
+
+import pytest
+
+from isotype.config.compare import MAY_CHANGE, compare
+from isotype.config.expected import keys
+from isotype.config.load import load
+
+BASE = load(None, ["model.name=m", "data.train=d"]).config
+
+
+@pytest.mark.parametrize(
+    ("override", "allowed"),
+    [("train.steps=9", True), ("train.eval_every=3", True), ("train.learning_rate=1e-3", True), ("run.keep=5", True),
+     ("train.seed=1", False), ("model.name=n", False), ("precision.preset=fp32", False), ("adapter.r=8", False), ("data.train=e", False),
+     ("train.batch_size=2", False)],
+)  # fmt: skip
+def test_what_may_change(override, allowed):
+    changes = compare(BASE, load(None, ["model.name=m", "data.train=d", override]).config)
+    assert [(c.key, c.allowed) for c in changes] == [(override.partition("=")[0], allowed)]
+
+
+def test_a_change_says_both_values():
+    (change,) = compare(BASE, load(None, ["model.name=m", "data.train=d", "train.steps=9"]).config)
+    assert str(change).startswith("train.steps: null -> 9 (")
+
+
+def test_the_same_has_no_changes():
+    assert compare(BASE, BASE) == []
+
+
+def test_auto_is_compared_as_what_it_is_here():
+    resolved = load(None, ["model.name=m", "data.train=d", "precision.preset=bf16-lora"]).config
+    assert compare(resolved, BASE, auto="bf16-lora") == []
+    (change,) = compare(resolved, BASE, auto="fp32")
+    assert (change.key, change.new, change.allowed) == ("precision.preset", "fp32", False)
+
+
+def test_every_key_that_may_change_exists():
+    assert set(MAY_CHANGE) <= set(keys())

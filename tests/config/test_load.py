@@ -1,0 +1,170 @@
+"""Loading: every mistake in one line with file, line and key; values typed; sources kept; nothing but UsageError, whatever the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from isotype.config.expected import keys
+from isotype.config.load import load
+from isotype.errors import UsageError
+
+QUIET = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture
+def write(tmp_path):
+    def _write(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        return path
+
+    return _write
+
+
+def complaints(*given, **options) -> list[str]:
+    with pytest.raises(UsageError) as refused:
+        load(*given, **options)
+    assert refused.value.exit_status == 2
+    return str(refused.value).replace(str(given[0]), "run.yaml").splitlines()
+
+
+def test_values_and_where_they_came_from(write):
+    path = write("model:\n  name: here\ntrain:\n  learning_rate: 1e-4\n  steps: 20\n")
+    loaded = load(path, ["train.steps=30", "data.train=[a.jsonl, b.jsonl]"], {"run.folder": "out", "data.eval": None})
+    assert loaded.config.train.learning_rate == 1e-4
+    assert loaded.config.train.steps == 30
+    assert loaded.config.data.train == ["a.jsonl", "b.jsonl"]
+    assert loaded.sources["model.name"] == f"{path}:2"
+    assert loaded.sources["train.learning_rate"] == f"{path}:4"
+    assert loaded.sources["train.steps"] == loaded.sources["run.folder"] == "command line"
+    assert loaded.sources["train.seed"] == loaded.sources["data.eval"] == "default"
+    assert set(loaded.sources) == set(keys())
+    assert loaded.text.startswith("model:\n  name: here\n")
+    assert "# command line: train.steps=30" in loaded.text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("train:\n  lerning_rate: 1", "run.yaml:2 train.lerning_rate: unknown key, did you mean train.learning_rate?"),
+        ("train:\n  r: 8", "run.yaml:2 train.r: unknown key, did you mean adapter.r?"),
+        ("model:\n  learning_rat: 8", "run.yaml:2 model.learning_rat: unknown key, did you mean train.learning_rate?"),
+        ("trian:\n  steps: 8", "run.yaml:1 trian: unknown section, did you mean train?"),
+        ("steps: 8", "run.yaml:1 steps: unknown section, did you mean train.steps?"),
+        ("train:\n  batch_size: many", "run.yaml:2 train.batch_size: expected a whole number of at least 1, got many"),
+        ("train:\n  steps: true", "run.yaml:2 train.steps: expected a whole number of at least 1 (or nothing), got true"),
+        ("train:\n  learning_rate: .nan", "run.yaml:2 train.learning_rate: expected a number of at least 0, got .nan"),
+        ("train:\n  epochs: .inf", "run.yaml:2 train.epochs: expected a number above 0, got .inf"),
+        ("train:\n  seed:", "run.yaml:2 train.seed: expected a whole number, got nothing"),
+        ("adapter:\n  dropout: 1", "run.yaml:2 adapter.dropout: expected a number of at least 0 and below 1, got 1"),
+        ("model:\n  attention: fast", "run.yaml:2 model.attention: expected one of sdpa eager flash flex, got fast"),
+        ("model:\n  revision: 1.0", "run.yaml:2 model.revision: expected text (or nothing), got 1.0; write it in quotes"),
+        ("data:\n  train: [1, 2]", "run.yaml:2 data.train: expected text or a list of text (or nothing), got [1, 2]"),
+        ("train:\n  steps: 1\n  steps: 2", "run.yaml:3 train.steps: given twice, first in line 2"),
+        ("train:\n  steps: 1\ntrain:\n  seed: 2", "run.yaml:3 train: given twice, first in line 1"),
+        ("train: 7", "run.yaml:1 train: expected keys below it, got 7"),
+        ("- a\n- b", "run.yaml:1: expected sections (model:, data:, train:, ...)"),
+        ("just text", "run.yaml:1: expected sections (model:, data:, train:, ...)"),
+        ("# nothing\n", "run.yaml: empty; expected sections (model, data, adapter, precision, train, run); isotype init writes"),
+        ("model:\n  config: {a: 1, a: 2}", "run.yaml:2: a is given twice"),
+        ("model:\n  config: &x [*x]", "run.yaml"),
+        ("train:\n\tsteps: 1", "run.yaml:2: broken YAML: "),
+        ("model: [a", "run.yaml:1: broken YAML: "),
+        ("a: 1\n---\nb: 2", "run.yaml:2: broken YAML: "),
+        ("train: !!python/object:os.system {}", "run.yaml:1 train: "),
+    ],
+)
+def test_each_mistake_is_one_line_with_its_place(write, text, said):
+    lines = complaints(write(text))
+    assert len(lines) == 1
+    assert lines[0].startswith(said)
+
+
+def test_all_mistakes_are_reported_at_once_in_order(write):
+    path = write("train:\n  steps: no\n  lr: 3\nmodel:\n  naem: x\n")
+    lines = complaints(path, ["train.foo=1", "oops", "adapter.r=0"])
+    assert [line.split(": ")[0] for line in lines] == [
+        "run.yaml:2 train.steps", "run.yaml:3 train.lr", "run.yaml:5 model.naem",
+        "command line train.foo", "command line oops", "command line adapter.r",
+    ]  # fmt: skip
+
+
+def test_files_that_are_none(tmp_path, write):
+    assert complaints(tmp_path / "no.yaml")[0].endswith("no such file; isotype init writes one")
+    write("train: {}")
+    assert complaints(tmp_path / "runn.yaml")[0].endswith("did you mean " + str(tmp_path / "run.yaml") + "?")
+    assert complaints(tmp_path)[0].endswith("is a folder, expected a YAML file")
+    (tmp_path / "binary.yaml").write_bytes(b"\x80\x02\xff\xfe")
+    assert complaints(tmp_path / "binary.yaml")[0].endswith("not text (UTF-8): expected a YAML file")
+    (tmp_path / "nul.yaml").write_bytes(b"train:\n  seed: 1\x00\n")
+    assert "broken YAML" in complaints(tmp_path / "nul.yaml")[0]
+    with (tmp_path / "big.yaml").open("wb") as big:
+        big.truncate(5 << 20)
+    assert complaints(tmp_path / "big.yaml")[0].endswith("too large for a configuration")
+
+
+def test_yaml_words_that_mean_other_things_in_yaml_1_1(write):
+    loaded = load(write("adapter:\n  kind: none\nrun:\n  samples: [no, on, 'null']\ntrain:\n  learning_rate: 2e-5\n  deterministic: yes\n"))
+    assert loaded.config.adapter.kind == "none"
+    assert loaded.config.run.samples == ["no", "on", "null"]
+    assert loaded.config.train.learning_rate == 2e-5
+    assert loaded.config.train.deterministic is True
+
+
+def test_keys_of_a_mapping_can_be_overridden_one_by_one():
+    loaded = load(None, ["model.config.model_type=llama", "model.config.hidden_size=64", "model.init=random"])
+    assert loaded.config.model.config == {"model_type": "llama", "hidden_size": 64}
+    assert complaints(None, ["model.config=folder", "model.config.hidden_size=64"]) == [
+        "command line model.config.hidden_size: model.config is folder, not a mapping (command line)"
+    ]
+
+
+def test_a_preset_wins_over_the_file_for_precision_only(write):
+    path = write("precision:\n  preset: fp32\ntrain:\n  learning_rate: 1e-3\n")
+    loaded = load(path, preset="full-bf16")
+    assert loaded.config.precision.preset == "bf16-pure"
+    assert loaded.config.adapter.kind == "none"
+    assert loaded.config.train.learning_rate == 1e-3
+    assert loaded.sources["precision.preset"] == loaded.sources["adapter.kind"] == "--preset full-bf16"
+    assert complaints(None, preset="bf17") == ["--preset bf17: unknown; one of lora qlora full full-bf16 auto fp32 bf16-mixed bf16-lora "
+                                               "nf4-lora bf16-pure fp16-mixed"]  # fmt: skip
+
+
+@QUIET
+@given(st.text(max_size=80))
+def test_any_text_loads_or_is_refused(write, text):
+    refused_or_loaded(write(text))
+
+
+@QUIET
+@given(st.lists(st.sampled_from([*keys(), "model:", "train:", "x:", ": ", "\n", "\n  ", "- ", "[", "{", "&a ", "*a", "<<: ", "!!int ", "1e999", "'",
+                                 '"', "|", ">", "%", "0x1g", "2024-01-01", "!!binary ", "~", "?"]), max_size=14))  # fmt: skip
+def test_any_heap_of_yaml_loads_or_is_refused(write, pieces):
+    refused_or_loaded(write("".join(pieces)))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@QUIET
+@given(st.dictionaries(st.sampled_from(list(keys())), VALUES, max_size=5), st.lists(st.text(max_size=20), max_size=2))
+def test_any_value_of_any_key_is_taken_or_refused(flags, overrides):
+    try:
+        load(None, overrides, flags)
+    except UsageError as error:
+        assert str(error)
+
+
+def refused_or_loaded(path: Path) -> None:
+    try:
+        load(path)
+    except UsageError as error:
+        assert str(path) in str(error)

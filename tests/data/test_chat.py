@@ -1,0 +1,87 @@
+"""Where answers lie when a template is unusual: tools, thinking, answers first, an end token only at the end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from isotype.data.chat import ChatTemplate, chat_template
+from isotype.data.encode import Encoder, Tally
+from isotype.data.formats import Example
+from isotype.data.rows import IGNORED
+from isotype.errors import UsageError
+
+TOOLS = """\
+{%- if tools %}{{ '<|im_start|>system\\n' + tools[0].function.name + '<|im_end|>\\n' }}{% endif %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- for call in m.tool_calls or [] %}{{ '\\n<call>' + call.function.name + '</call>' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+END_AT_END = """\
+{%- for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}
+{%- if add_generation_prompt %}assistant: {% else %}{{ eos_token }}{% endif %}"""
+
+
+def learnt(families: SimpleNamespace, template: str, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, Tally]:
+    tokenizer, tally = families.of("chatml"), Tally()
+    encoder = Encoder(tokenizer, max_length=512, loss_on="assistant", template=ChatTemplate(tokenizer, template, "file"))
+    ((_, row, _),) = list(encoder.rows([Example("x:1", messages=tuple(messages), tools=tools)], tally))
+    return tokenizer.decode([label for label in row.labels if label != IGNORED]), tally
+
+
+def said(*turns: str) -> list[dict[str, Any]]:
+    roles = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
+    return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
+
+
+def test_tool_calls_are_part_of_the_answer(families: SimpleNamespace) -> None:
+    messages = said("u the weather?", "a let me see", "t rain", "a it rains")
+    messages[1]["tool_calls"] = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
+    tools = [{"type": "function", "function": {"name": "weather", "description": "d", "parameters": {}}}]
+    text, _ = learnt(families, TOOLS, messages, tools)
+    assert text == "let me see\n<call>weather</call><|im_end|>it rains<|im_end|>"
+
+
+def test_an_answer_that_comes_first(families: SimpleNamespace) -> None:
+    text, _ = learnt(families, families.templates["chatml"].split("{%- for")[1].join(["{%- for", ""]), said("a hello", "u hi", "a bye"))
+    assert text == "hello<|im_end|>bye<|im_end|>"
+
+
+def test_answers_one_after_the_other(families: SimpleNamespace) -> None:
+    text, _ = learnt(families, families.templates["chatml"], said("s be brief", "u hi", "a hello", "a again", "u bye"))
+    assert text == "hello<|im_end|>again<|im_end|>"
+
+
+def test_thinking_that_the_past_loses_is_not_learnt_there(families: SimpleNamespace) -> None:
+    text, _ = learnt(families, families.templates["thinking"], said("u a", "a <think>hm</think>\n\none", "u b", "a two"))
+    assert text == "one<|im_end|><think>\n\n</think>\n\ntwo<|im_end|>"
+
+
+def test_an_end_token_only_at_the_end(families: SimpleNamespace) -> None:
+    text, tally = learnt(families, END_AT_END, said("u a", "a one", "u b", "a two"))
+    assert text == "onetwo\n<|im_end|>"
+    assert tally.end_of_turn == {"none": 1, "<|im_end|>": 1}
+
+
+def test_the_same_answer_twice_is_learnt_twice(families: SimpleNamespace) -> None:
+    text, _ = learnt(families, families.templates["thinking"], said("u ok", "a ok", "u ok", "a ok"))
+    assert text == "ok<|im_end|><think>\n\n</think>\n\nok<|im_end|>"
+
+
+def test_a_template_that_drops_the_answer_is_refused(families: SimpleNamespace) -> None:
+    with pytest.raises(UsageError, match=r"x:1: the chat template renders nothing for messages\[1\]"):
+        learnt(families, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", said("u hi", "a hello"))
+
+
+def test_no_template_and_no_end_token_is_refused(families: SimpleNamespace) -> None:
+    tokenizer = families.new("chatml", template=False)
+    tokenizer.eos_token = None
+    with pytest.raises(UsageError, match=r"set data\.chat_template"):
+        chat_template(tokenizer, None)
+
+
+def test_of_several_templates_the_default_is_taken(families: SimpleNamespace) -> None:
+    tokenizer = families.new("chatml")
+    tokenizer.chat_template = {"tool_use": TOOLS, "default": END_AT_END}
+    assert chat_template(tokenizer, None).text == END_AT_END

@@ -1,0 +1,181 @@
+"""What TARGET may be, and what is said when it is something else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from typer.testing import CliRunner  # noqa: E402
+
+from isotype.cli.app import build_app  # noqa: E402
+from isotype.doctor.kernels import check, targets  # noqa: E402
+from isotype.doctor.kernels.infer import parameter_use  # noqa: E402
+from isotype.doctor.kernels.target import check_target  # noqa: E402
+from isotype.errors import UsageError  # noqa: E402
+from isotype.finding import Severity  # noqa: E402
+from isotype.pages import page  # noqa: E402
+
+from . import fault_kernels  # noqa: E402
+
+KERNEL = """
+import torch, triton
+import triton.language as tl
+
+@triton.jit
+def row_lse(logits_ptr, stride, lse_ptr, labels_ptr, n_cols, scale, DO_SCALE{flag}, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    label = tl.load(labels_ptr + row)
+    x = tl.load(logits_ptr + row * stride + cols, mask=cols < n_cols, other=-float("inf"))
+    if DO_SCALE:
+        x = scale * x.to(tl.float32)
+    x = x.to(tl.float32)
+    m = tl.max(x, 0)
+    if label != -100:
+        tl.store(lse_ptr + row, m + tl.log(tl.sum(tl.exp(x - m), 0)))
+
+def lse(logits, labels):
+    out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    row_lse[(logits.shape[0],)](logits, logits.stride(0), out, labels, logits.shape[1], 2.0, True, BLOCK=64)
+    return out
+"""
+BROKEN, RIGHT = KERNEL.format(flag=""), KERNEL.format(flag=": tl.constexpr")
+
+
+def written(folder: Path, text: str, name: str = "rows.py") -> str:
+    file = folder / name
+    file.write_text(text)
+    return str(file)
+
+
+def loud(findings: list) -> list[str]:
+    return [f"{f.severity} {f.code}" for f in findings if f.severity > Severity.NOTE]
+
+
+def test_a_file_is_inferred_from_its_source_and_launches(tmp_path: Path) -> None:
+    report = check_target(written(tmp_path, BROKEN))
+    assert report.kernels == ["row_lse"]
+    assert loud(report.findings) == ["warning KN001"]
+    finding = report.findings[0]
+    assert "DO_SCALE: tl.constexpr" in str(finding.fix)
+    assert "lse_ptr *fp32" in dict(finding.details)["signature"]
+    assert "labels_ptr *i64" in dict(finding.details)["signature"]
+
+
+def test_the_same_file_with_its_constexpr_is_quiet(tmp_path: Path) -> None:
+    assert loud(check_target(written(tmp_path, RIGHT)).findings) == []
+
+
+def test_a_wrapper_by_name_gives_errors_since_its_launches_are_real(tmp_path: Path) -> None:
+    assert loud(check_target(written(tmp_path, BROKEN) + ":lse").findings) == ["error KN001"]
+    assert loud(check_target(written(tmp_path, RIGHT, "right.py") + ":lse").findings) == []
+
+
+def test_uses_of_parameters_are_read_from_the_source() -> None:
+    use = parameter_use(fault_kernels.branch_in_helper)
+    assert use.pointers == {"x_ptr", "out_ptr"}
+    use = parameter_use(fault_kernels.branch_else)
+    assert use.integers == {"n", "BLOCK"}
+    assert "causal" in use.tests
+
+
+def test_a_build_with_its_matrix(tmp_path: Path) -> None:
+    text = (
+        RIGHT
+        + """
+MATRIX = {"bf16": {"logits_ptr": "*bf16", "stride": "i32", "lse_ptr": "*fp32", "labels_ptr": "*i64", "n_cols": "i32", "scale": "fp32"}}
+CONSTEXPRS = {"DO_SCALE": 1, "BLOCK": 64}
+TARGETS = [80, 90]
+def build():
+    return row_lse, [("bf16", 90)]
+"""
+    )
+    report = check_target(written(tmp_path, text) + ":build")
+    assert loud(report.findings) == []
+    assert report.compiled > 4
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("absent.py", "no such file"),
+        ("no_such_package_anywhere", "no such file or module"),
+        ("syntax.py", "syntax.py:2"),
+        ("empty.py", "no @triton.jit kernel"),
+        ("empty.py:nothing", "has no 'nothing'"),
+        ("empty.py:number", "is a int"),
+        ("empty.py:idle", "launched no Triton kernel"),
+        ("raising.py", "RuntimeError: at import"),
+    ],
+)
+def test_what_cannot_be_checked_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, "def f(:\n", "syntax.py")
+    Path("syntax.py").write_text("x = 1\ndef f(:\n")
+    written(tmp_path, "number = 1\ndef idle():\n    return 1\n", "empty.py")
+    written(tmp_path, "raise RuntimeError('at import')\n", "raising.py")
+    with pytest.raises(UsageError, match=message) as caught:
+        check_target(target)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_architectures(tmp_path: Path) -> None:
+    assert targets.parse_target("90").arch == targets.parse_target("sm_90").arch == 90
+    assert targets.parse_target("gfx942").warp_size == 64
+    for wrong in ("sm_9", "turing", "sm_13", "gfx"):
+        with pytest.raises(UsageError, match="architecture"):
+            targets.parse_target(wrong)
+
+
+def test_another_triton_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "version", lambda name: "3.2.0")
+    with pytest.raises(UsageError, match=r"Triton 3\.2\.0 is installed; isotype kernels reads Triton 3\.4 to 3\.9"):
+        check(fault_kernels.ternary)
+
+
+def test_signatures_that_do_not_fit_the_kernel() -> None:
+    with pytest.raises(UsageError, match="names y_ptr"):
+        check(fault_kernels.ternary, {"a": {"y_ptr": "*fp32"}})
+    with pytest.raises(UsageError, match="says nothing of flag"):
+        check(fault_kernels.ternary, {"a": {"x_ptr": "*fp32", "out_ptr": "*fp32"}})
+    with pytest.raises(UsageError, match="no @triton.jit kernel"):
+        check(print)
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    run = CliRunner().invoke(build_app(), ["kernels", written(tmp_path, BROKEN) + ":lse", "--json"])
+    assert run.exit_code == 1
+    answer = json.loads(run.stdout)
+    assert answer["findings"][0]["code"] == "KN001"
+    assert answer["kernels"] == ["row_lse"]
+    assert page("KN001")
+    run = CliRunner().invoke(build_app(), ["kernels", written(tmp_path, RIGHT, "r.py"), "--arch", "sm_90,gfx942"])
+    assert run.exit_code == 0
+    assert "no findings" in run.stdout
+
+
+def test_every_code_has_a_page() -> None:
+    import re
+
+    folder = Path(targets.__file__).parent
+    codes = {c for f in folder.glob("*.py") for c in re.findall(r'"(KN\d{3})"', f.read_text())}
+    assert len(codes) > 10
+    assert [c for c in sorted(codes) if page(c) is None] == []
+
+
+@pytest.mark.slow
+def test_recorded_tests_and_machine_code(tmp_path: Path) -> None:
+    from isotype.doctor.kernels.recorder import check_pytest
+
+    file = written(tmp_path, RIGHT + "def test_lse():\n    lse(torch.randn(4, 64, device='cuda'), torch.zeros(4, dtype=torch.int64, device='cuda'))\n", "test_rows.py")  # fmt: skip
+    report = check_pytest([file], ["sm_90", "gfx942"], binary=True)
+    assert report.kernels == ["row_lse"]
+    assert loud(report.findings) == []
+    assert any("sm_90" in line and "registers" in line for line in report.usages)
+    assert any("gfx942" in line and "registers" in line for line in report.usages)
+    with pytest.raises(UsageError, match="launched no Triton kernel"):
+        check_pytest([written(tmp_path, "def test_nothing():\n    pass\n", "test_other.py")])

@@ -1,0 +1,108 @@
+"""Launches of wrappers are trapped, never run, and compiled with the signatures they had."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch  # noqa: E402
+
+from isotype.doctor.kernels.calls import call_trapped  # noqa: E402
+from isotype.doctor.kernels.pretend import pretend_gpu  # noqa: E402
+from isotype.doctor.kernels.targets import parse_target  # noqa: E402
+from isotype.doctor.kernels.trap import trap_launches  # noqa: E402
+from isotype.testing import compile_matrix  # noqa: E402
+
+from . import fault_kernels, wrapped  # noqa: E402
+
+SM90 = parse_target("sm_90")
+
+
+def pair(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rows, 16), torch.randn(rows, 16)
+
+
+def test_right_kernels_pass_for_every_target() -> None:
+    compile_matrix(wrapped.good_mul, pair(), targets=["sm_80", "sm_90", "sm_100", "gfx942"])
+    compile_matrix(wrapped.GoodMul, [pair(), pair(64)], targets=["sm_90"])
+
+
+def test_a_fault_in_backward_is_an_assertion_that_names_it() -> None:
+    with pytest.raises(AssertionError, match="exp on g, which is bf16") as caught:
+        compile_matrix(wrapped.bad_mul, pair(), targets=["sm_80", "gfx942"])
+    assert "wrapped.py:" in str(caught.value)
+    assert "sm_80, gfx942" in str(caught.value)
+
+
+def test_a_function_that_launches_nothing_is_said() -> None:
+    with pytest.raises(AssertionError, match="launched no Triton kernel"):
+        compile_matrix(wrapped.on_the_cpu, (torch.randn(4),))
+
+
+def test_a_kernel_itself_is_checked_with_inferred_signatures() -> None:
+    compile_matrix(wrapped.silu_mul_forward, targets=["sm_90"])
+    with pytest.raises(AssertionError, match="redefine"):
+        compile_matrix(fault_kernels.branch_else, targets=["sm_90"])
+
+
+def test_mixed_inputs_that_the_wrapper_lets_through_are_a_warning() -> None:
+    a = torch.randn(32, 32)
+    with pytest.raises(AssertionError, match="tl.dot got"):
+        compile_matrix(wrapped.mixed_dot, (a, a.clone()), targets=["sm_90"])
+    compile_matrix(wrapped.mixed_dot, (a, a.clone()), targets=["sm_90"], fail_on="error")
+
+
+def test_a_wrapper_that_refuses_mixed_inputs_itself_is_right() -> None:
+    calls = call_trapped(wrapped.good_mul, pair(), SM90)
+    assert any("gate and up differ" in why for why in calls.refused.values())
+    assert {c.label for r in calls.reached.values() for c in r.combinations} == {
+        "inputs as given",
+        "fp32 inputs",
+        "bf16 inputs",
+        "fp16 inputs",
+    }
+
+
+def test_every_autotuning_configuration_and_heuristic_is_recorded() -> None:
+    calls = call_trapped(wrapped.copy, (torch.randn(128),), SM90)
+    (reached,) = calls.reached.values()
+    given = [c for c in reached.combinations if c.label == "bf16 inputs"]
+    assert [c.constexprs[(3,)] for c in given] == [64, 128]
+    assert all(c.constexprs[(4,)] is True for c in given)
+    assert given[1].options["num_stages"] == 3
+
+
+def test_an_integer_one_is_specialised_away_as_by_tritons_launcher() -> None:
+    with trap_launches() as trap:
+        x = torch.randn(64)
+        fault_kernels.low_block_sum[(1,)](x, x, 1, BLOCK=64)
+        fault_kernels.low_block_sum[(1,)](x, x, 32, BLOCK=64)
+        fault_kernels.low_block_sum[(1,)](x, x, 7, BLOCK=64)
+    one, even, odd = (launch.combination(SM90, "x") for launch in trap.launches)
+    assert one.types["n"] == "constexpr"
+    assert one.constexprs[(2,)] == 1
+    assert even.types["n"] == odd.types["n"] == "i32"
+    assert even.attributes[(2,)]
+    assert not odd.attributes.get((2,))
+
+
+def test_nothing_of_the_pretence_stays() -> None:
+    before = torch.cuda.is_available()
+    with pretend_gpu(SM90):
+        x = torch.ones(3, device="cuda")
+        assert x.is_cuda
+        assert x.device.type == "cuda"
+        assert torch.empty(4, device=x.device).abs().sum() == 0
+        assert torch.cuda.get_device_capability() == (9, 0)
+    assert torch.cuda.is_available() == before
+    assert not torch.ones(3).is_cuda
+    assert torch.ones(3).device.type == "cpu"
+
+
+def test_values_outside_the_kernels_are_computed() -> None:
+    with pretend_gpu(SM90):
+        x = torch.arange(6.0, device="cuda", requires_grad=True)
+        (x * x).sum().backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [0, 2, 4, 6, 8, 10]

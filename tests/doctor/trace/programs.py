@@ -1,0 +1,422 @@
+"""Small programs with a dtype fault, each with its repaired twin: `NAME(broken=True)` fails or misbehaves, `NAME(broken=False)` is right.
+
+They vary public failures (mask, rotary table, cache, adapter, checkpoint, optimizer, evaluation, averaged weights and so on); none is a copy of
+a case that the project is scored on.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+bf16 = torch.bfloat16
+
+
+class Attention(nn.Module):
+    def __init__(self, d: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
+
+    def forward(self, x, bias=None, scale=None, mix=None):
+        b, n, d = x.shape
+        q, k, v = self.qkv(x).view(b, n, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        if mix is not None:
+            q, k = q * mix, k * mix
+        if scale is not None:
+            q = q * scale
+        scores = q @ k.transpose(-1, -2)
+        if bias is not None:
+            scores = scores + bias
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, n, d))
+
+
+def x_of(dtype=bf16, n=6, d=16, batch=1):
+    torch.manual_seed(0)
+    return torch.randn(batch, n, d).to(dtype)
+
+
+# ---- errors
+def alibi_slopes(broken):
+    model = Attention().to(bf16)
+    slopes = torch.tensor([0.5, 0.25]).view(1, 2, 1, 1)
+    distance = torch.arange(6).view(1, 1, 1, 6)
+    bias = slopes * distance
+    model(x_of(), bias=bias if broken else bias.to(bf16))
+
+
+def prefix_mask_from_ones(broken):
+    model = Attention().to(bf16)
+    mask = torch.ones(6, 6, dtype=None if broken else bf16)
+    model(x_of(), bias=(1.0 - mask.tril()) * -1e4)
+
+
+def scale_from_numpy(broken):
+    import numpy as np
+
+    model = Attention().to(bf16)
+    scale = torch.from_numpy(np.full((1,), 0.25, dtype=np.float32)) if broken else 0.25
+    model(x_of(), scale=scale)
+
+
+class XPos(nn.Module):
+    def __init__(self, d: int, keep: bool) -> None:
+        super().__init__()
+        self.keep = keep
+        self.register_buffer("decay", torch.linspace(0.4, 1.4, d), persistent=False)
+
+    def forward(self, x):
+        return x * self.decay if self.keep else x * self.decay.to(x.dtype)
+
+
+def xpos_scale_buffer(broken):
+    model, xpos = Attention().to(bf16), XPos(8, keep=broken)
+    model(x_of(), mix=xpos(torch.ones(1, 2, 6, 8, dtype=bf16)))
+
+
+def fp32_head_on_bf16_trunk(broken):
+    class Reward(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.v_head = nn.Linear(16, 16), nn.Linear(16, 1)
+
+        def forward(self, x):
+            h = torch.tanh(self.trunk(x))
+            return self.v_head(h if broken else h.to(self.v_head.weight.dtype))
+
+    model = Reward().to(bf16)
+    model.v_head.float()
+    model(x_of())
+
+
+def conv_bias_dtype(broken):
+    vae = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)).to(bf16)
+    pixels = torch.randn(1, 3, 8, 8)
+    vae(pixels if broken else pixels.to(bf16))
+
+
+def scatter_into_bf16(broken):
+    class Combine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.expert = nn.Linear(16, 2), nn.Linear(16, 16)
+
+        def forward(self, x):
+            weight = torch.sigmoid(self.gate(x).float())[..., :1]
+            mixed = self.expert(x) * weight
+            out = torch.zeros_like(x)
+            index = torch.arange(x.shape[1]).view(1, -1, 1).expand_as(x)
+            return out.scatter(1, index, mixed if broken else mixed.to(out.dtype))
+
+    Combine().to(bf16)(x_of())
+
+
+def image_features_into_embeddings(broken):
+    class Multimodal(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.vision, self.post_norm = nn.Embedding(8, 16), nn.Linear(4, 16), nn.LayerNorm(16)
+
+        def forward(self, ids, pixels):
+            x = self.embed(ids).clone()
+            features = self.post_norm(self.vision(pixels).float())
+            x[ids == 7] = features if broken else features.to(x.dtype)
+            return x
+
+    model = Multimodal().to(bf16)
+    model.post_norm.float()
+    model(torch.tensor([[1, 7, 7, 2]]), torch.randn(2, 4, dtype=bf16))
+
+
+def sampling_outside_autocast(broken):
+    class Policy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            return self.head(self.norm(x.to(self.norm.weight.dtype)))
+
+        def generate(self, x):
+            return self(x).argmax(-1)
+
+    model = Policy().to(bf16)
+    model.norm.float()
+    with torch.autocast("cpu", bf16):
+        model(x_of()).float().sum().backward()
+    if broken:
+        model.generate(x_of())
+    else:
+        with torch.autocast("cpu", bf16):
+            model.generate(x_of())
+
+
+def addmm_out_buffer(broken):
+    w = nn.Parameter(torch.randn(16, 16))
+    with torch.autocast("cpu", bf16), torch.no_grad():
+        h = x_of(bf16)[0] @ w
+        out = torch.zeros(6, 16, dtype=torch.float32 if broken else bf16)
+        out.addmm_(h, w if broken else w.to(bf16))
+
+
+def fused_adamw_gradient_dtype(broken):
+    p = nn.Parameter(torch.randn(8, 8))
+    p.grad_dtype = None
+    optimizer = torch.optim.AdamW([p], fused=True)
+    p.grad = torch.randn(8, 8, dtype=bf16 if broken else torch.float32)
+    optimizer.step()
+
+
+def embedding_ids_cast_with_the_batch(broken):
+    model = nn.Embedding(8, 4).to(bf16)
+    batch = {"ids": torch.tensor([[1, 2]])}
+    if broken:
+        batch = {key: value.to(bf16) for key, value in batch.items()}
+    model(batch["ids"])
+
+
+def python_check_in_a_library(broken):
+    """torch's own flex or flash front ends check in Python; nn.MultiheadAttention's fast path does too. sdpa's mask check is one of them."""
+    q = torch.randn(1, 2, 4, 8).to(bf16)
+    mask = torch.zeros(4, 4, dtype=torch.float32 if broken else bf16)
+    F.scaled_dot_product_attention(q, q, q, attn_mask=mask.expand(1, 2, 4, 4) if not broken else torch.zeros(4, 4, dtype=torch.float16))
+
+
+def default_dtype_in_generator(broken):
+    from contextlib import contextmanager
+
+    @contextmanager
+    def building_in(dtype):
+        old = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        if broken:
+            yield
+            torch.set_default_dtype(old)
+        else:
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(old)
+
+    try:
+        try:
+            with building_in(bf16):
+                raise OSError("shard missing")
+        except OSError:
+            pass
+        nn.Linear(4, 4)(torch.ones(1, 4, dtype=torch.float32))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def recompute_under_global_switch(broken):
+    switch = {"low": True}
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x):
+            with torch.autocast("cpu", bf16, enabled=switch["low"] or not broken):
+                return self.down(F.silu(self.up(x)))
+
+    layer = Layer()
+    y = checkpoint(layer, x_of(torch.float32).requires_grad_(), use_reentrant=False)
+    switch["low"] = False
+    y.float().sum().backward()
+
+
+# ---- silent faults
+def ema_in_bf16(broken):
+    model = nn.Linear(16, 16)
+    average = [p.detach().clone().to(bf16 if broken else torch.float32) for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(12):
+        loss = model(x_of(torch.float32) + step).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for mean, p in zip(average, model.parameters()):
+                mean.lerp_(p.to(mean.dtype), 0.001)
+
+
+def sgd_by_hand_in_bf16(broken):
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16).to(bf16 if broken else torch.float32)
+    for _ in range(8):
+        loss = model(x_of(model.weight.dtype)).float().pow(2).mean()
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(p.grad, alpha=-1e-6)
+
+
+def weight_decay_in_bf16(broken):
+    model = nn.Linear(16, 16, bias=False).to(bf16 if broken else torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.01)
+    for _ in range(6):
+        loss = model(x_of(model.weight.dtype)).float().pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def copied_back_from_fp32(broken):
+    """Computed in fp32 and rounded to nearest on the way back; right with stochastic rounding."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.rand(64, 64).add(0.5).to(bf16))
+    for _ in range(8):
+        with torch.no_grad():
+            new = p.float() - 1e-5 * torch.rand(64, 64)
+            if not broken:
+                bits = new.view(torch.int32) + torch.randint(0, 1 << 16, new.shape, dtype=torch.int32)
+                new = (bits & -65536).view(torch.float32)
+            p.copy_(new)
+
+
+def one_autocast_around_the_loop(broken):
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step():
+        loss = model(x_of(torch.float32)).float().pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    if broken:
+        with torch.autocast("cpu", bf16):
+            for _ in range(3):
+                step()
+    else:
+        for _ in range(3):
+            with torch.autocast("cpu", bf16):
+                loss = model(x_of(torch.float32)).float().pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def rotary_by_autocast_product(broken):
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, 16, 2) / 16), persistent=False)
+
+        def forward(self, n):
+            with torch.autocast("cpu", enabled=broken, dtype=bf16):
+                angles = torch.arange(n)[:, None].float() @ self.inv_freq[None]
+            return angles.cos(), angles.sin()
+
+    with torch.autocast("cpu", bf16):
+        Rotary()(2048)
+
+
+def positions_made_in_bf16(broken):
+    t = torch.arange(1024, dtype=bf16 if broken else torch.float32)
+    (t[:, None] * torch.ones(8)).cos()
+
+
+def timesteps_rounded(broken):
+    t = torch.randint(0, 1000, (64,))
+    t.to(bf16 if broken else torch.float32)
+
+
+def inv_freq_rounded_with_the_model(broken):
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, 16, 2) / 16), persistent=False)
+
+        def forward(self, n):
+            return torch.outer(torch.arange(n).float(), self.inv_freq.float()).cos()
+
+    rotary = Rotary()
+    if broken:
+        rotary.to(bf16)
+    rotary(4096)
+
+
+class Rounding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, keep):
+        ctx.save_for_backward(x, w)
+        ctx.keep = keep
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        dw = x.T @ g
+        return g @ w.T, dw if ctx.keep else dw.to(bf16), None
+
+
+def gradient_rounded_in_backward(broken):
+    w = nn.Parameter(torch.randn(16, 16))
+    Rounding.apply(x_of(torch.float32)[0], w, not broken).sum().backward()
+
+
+def validation_casts_the_live_model(broken):
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train():
+        loss = model(x_of(model.weight.dtype)).float().pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    def log_validation():
+        live = model if broken else copy.deepcopy(model)
+        live.to(torch.float16)
+        with torch.no_grad():
+            live(x_of(torch.float16))
+
+    train()
+    log_validation()
+    train()
+
+
+def residual_promoted_under_autocast(broken):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x, table):
+            h = self.up(x)
+            h = h * (table if broken else table.to(h.dtype))
+            return self.down(h)
+
+    model = Net().to(bf16)
+    with torch.autocast("cpu", bf16):
+        model(x_of(), torch.rand(6, 32))
+
+
+def double_from_numpy(broken):
+    import numpy as np
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(16, 16)
+
+        def forward(self, x, weight):
+            return self.a(x) * weight
+
+    weight = torch.from_numpy(np.linspace(0, 1, 16))
+    Net()(x_of(torch.float32), weight if broken else weight.float())
+
+
+def scale_in_python_is_fine(broken):
+    del broken
+    model = Attention().to(bf16)
+    model(x_of(), scale=1 / math.sqrt(8))

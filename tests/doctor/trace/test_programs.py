@@ -1,0 +1,72 @@
+"""Every faulty program is found, its culprit named and a fix given; every repaired twin stays quiet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from isotype.doctor.trace import trace
+from isotype.finding import Severity
+
+from . import programs
+
+# program -> code, words that the finding must hold (place, cause), words of which the fix must hold one
+FAULTS = {
+    "alibi_slopes": ("TR001", ("torch.tensor", "promoted", "alibi_slopes"), ("`.to(", "dtype=")),
+    "prefix_mask_from_ones": ("TR001", ("torch.ones", "default dtype", "promoted"), ("dtype=",)),
+    "scale_from_numpy": ("TR001", ("fp32", "promoted", "from_numpy"), ("`.to(", "Python float")),
+    "xpos_scale_buffer": ("TR001", ("decay", "fp32", "promoted"), (".to(x.dtype)",)),
+    "fp32_head_on_bf16_trunk": ("TR001", ("v_head", "fp32", "bf16"), ("cast", "autocast")),
+    "conv_bias_dtype": ("TR001", ("fp32", "bf16", "conv"), (".to(torch.bfloat16)", "cast")),
+    "scatter_into_bf16": ("TR001", ("scatter", ".float()", "sigmoid"), (".to(out.dtype)",)),
+    "image_features_into_embeddings": ("TR001", ("post_norm", ".float()", "index_put"), (".to(out.dtype)",)),
+    "sampling_outside_autocast": ("TR001", ("norm", "generate", "autocast"), ("torch.autocast",)),
+    "addmm_out_buffer": ("TR001", ("addmm_", "fp32", "bf16"), ("cast", ".to(")),
+    "fused_adamw_gradient_dtype": ("TR001", ("grads[0]", "bf16", "fp32"), ("cast", ".to(")),
+    "embedding_ids_cast_with_the_batch": ("TR001", ("embedding", "bf16", ".to()"), ("cast",)),
+    "python_check_in_a_library": ("TR001", ("scaled_dot_product", "fp16", "bf16"), (".to(", "dtype=")),
+    "default_dtype_in_generator": ("TR001", ("set_default_dtype", "building_in"), ("finally",)),
+    "recompute_under_global_switch": ("TR003", ("recompute", "autocast", "Layer"), ("same",)),
+    "ema_in_bf16": ("TR018", ("bf16", "lerp_", "EMA"), ("fp32",)),
+    "sgd_by_hand_in_bf16": ("TR012", ("weight", "bf16", "rounding"), ("fp32 master", "stochastic rounding")),
+    "weight_decay_in_bf16": ("TR012", ("weight decay", "bf16"), ("fp32",)),
+    "copied_back_from_fp32": ("TR012", ("bf16", "rounding"), ("stochastic rounding",)),
+    "one_autocast_around_the_loop": ("TR014", ("stale", "weight", "autocast"), ("clear_autocast_cache",)),
+    "rotary_by_autocast_product": ("TR015", ("angle", "bf16", "autocast"), ("fp32",)),
+    "positions_made_in_bf16": ("TR015", ("arange", "bf16", "256"), ("fp32",)),
+    "timesteps_rounded": ("TR015", ("whole numbers", "bf16"), ("fp32",)),
+    "inv_freq_rounded_with_the_model": ("TR015", ("inv_freq", "bf16"), ("fp32",)),
+    "gradient_rounded_in_backward": ("TR013", ("RoundingBackward", "bf16", "fp32"), ("dtype",)),
+    "validation_casts_the_live_model": ("TR011", ("log_validation", "fp16", "weight"), ("autocast", "deepcopy")),
+    "residual_promoted_under_autocast": ("TR010", ("fp32", "promote", "autocast"), (".to(x.dtype)",)),
+    "double_from_numpy": ("TR010", ("fp64", "promote"), (".to(x.dtype)",)),
+}
+
+
+def findings_of(name: str, *, broken: bool) -> list:
+    with_error = None
+    seen = trace()
+    try:
+        with seen:
+            getattr(programs, name)(broken)
+    except Exception as error:
+        with_error = error
+    assert broken or with_error is None, f"the repaired program fails: {with_error}"
+    return [finding for finding in seen.findings if finding.severity >= Severity.WARNING]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_found_and_told(name):
+    code, words, fixes = FAULTS[name]
+    found = findings_of(name, broken=True)
+    assert [f.code for f in found] == [code], "\n".join(f.render() for f in found)
+    text = found[0].render()
+    assert [word for word in words if word not in text] == [], text
+    assert any(word in found[0].fix for word in fixes), text
+    assert Path(programs.__file__).name in text
+
+
+@pytest.mark.parametrize("name", [*FAULTS, "scale_in_python_is_fine"])
+def test_repaired_program_is_quiet(name):
+    assert [f.render() for f in findings_of(name, broken=False)] == []

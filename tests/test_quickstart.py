@@ -1,0 +1,74 @@
+"""The quickstart at a reduced size: both stages, resumed and repeated, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isotype.errors import UsageError
+from isotype.quickstart import Size, quickstart
+
+SMALL = Size(vocabulary=400, hidden=64, layers=1, window=64, pretrain_steps=12, tune_steps=8)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("here") / "quickstart"
+    assert quickstart(folder, size=SMALL) == 0
+    return folder
+
+
+def test_both_runs_are_whole_and_ordinary(made: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for stage in ("pretrain", "tune"):
+        assert json.loads((made / stage / "result.json").read_text())["status"] == "done"
+        assert "<svg" in (made / stage / "report.html").read_text()
+    base = AutoModelForCausalLM.from_pretrained(made / "pretrain" / "model")
+    model = PeftModel.from_pretrained(base, str(made / "tune" / "adapter"))
+    tokenizer = AutoTokenizer.from_pretrained(made / "tune" / "adapter")
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    assert model.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] > ids["input_ids"].shape[1]
+
+
+def test_it_learns(made: Path) -> None:
+    rows = [json.loads(line) for line in (made / "pretrain" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_given_again_it_shows_the_result_and_trains_nothing(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (made / "tune" / "metrics.jsonl").stat().st_mtime_ns
+    assert quickstart(made, size=SMALL, json_output=True) == 0
+    assert (made / "tune" / "metrics.jsonl").stat().st_mtime_ns == before
+    said = json.loads(capsys.readouterr().out)
+    assert len(said["samples"]) == 4
+    assert {"prompt", "before", "after", "reference"} == set(said["samples"][0])
+    assert quickstart(made, size=SMALL) == 0
+    shown = capsys.readouterr().out
+    assert "loss of pretrain" in shown
+    assert f"> {said['samples'][0]['prompt']}" in shown
+    assert str(made / "tune" / "report.html") in shown
+
+
+def test_other_peoples_folders_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UsageError, match="holds other files"):
+        quickstart(tmp_path, size=SMALL)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(UsageError, match="is a file"):
+        quickstart(tmp_path / "thesis.tex", size=SMALL)
+
+
+def test_its_files_are_what_train_takes(made: Path) -> None:
+    out = made.parent / "by_hand"
+    command = [sys.executable, "-m", "isotype", "train", str(made / "tune.yaml"), f"run.folder={out}", "train.steps=2", "data.limit=20"]
+    subprocess.run(command, check=True, capture_output=True, timeout=240)
+    assert (out / "adapter" / "adapter_config.json").is_file()

@@ -1,0 +1,54 @@
+"""The README's commands, typed as they stand, in an empty folder; only the model's name is one that is here."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_the_first_commands_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = set(re.findall(r"make ([a-z-]+)", README))
+    assert {"quickstart", "test", "install"} <= named <= targets
+
+
+def test_every_link_leads_somewhere():
+    for link in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / link).exists(), link
+
+
+def test_every_command_of_the_table_is_a_command():
+    from isotype.cli.app import build_app
+
+    known = {c.name or c.callback.__name__ for c in build_app().registered_commands}
+    assert set(re.findall(r"`isotype ([a-z]+)", README)) <= known
+
+
+@pytest.mark.slow
+def test_the_commands_work_as_typed(tmp_path, workshop):
+    chat = blocks("json")[0]
+    (tmp_path / "chats.jsonl").write_text(workshop.chats.read_text() + chat)
+    (tmp_path / "Qwen").mkdir()
+    (tmp_path / "Qwen/Qwen2.5-0.5B").symlink_to(workshop.base)
+    commands = [line.partition("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    assert len(commands) >= 6
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
+    for command in commands:
+        assert command.startswith("isotype ")
+        ours = command.replace("isotype", f"{sys.executable} -m isotype", 1)
+        done = subprocess.run(ours, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    assert (tmp_path / "runs/qwen/adapter/adapter_model.safetensors").is_file()
+    assert (tmp_path / "runs/second/report.html").is_file()
