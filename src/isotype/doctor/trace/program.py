@@ -14,8 +14,8 @@ from types import ModuleType
 
 from ...errors import UsageError
 from ...finding import Finding
-from .source import OURS, TORCH
 from .session import program_failed, trace
+from .source import OURS, TORCH
 
 
 @dataclass(frozen=True, slots=True)
