@@ -47,7 +47,7 @@ class Positions:
             dtype = (kwargs or {}).get("dtype")
             source = args[0]
             if dtype in _EXACT and source.numel() > 1 and dtype != source.dtype and not source.requires_grad:
-                if (not source.is_floating_point() and source.dtype != torch.bool) or (source.ndim <= 2 and source.dtype in (torch.float32, torch.float64)):
+                if not source.is_floating_point() and source.dtype != torch.bool or source.ndim <= 2 and source.dtype in (torch.float32, torch.float64):
                     self._whole_numbers(source, dtype)
         elif op.name in ("arange", "linspace"):
             dtype = (kwargs or {}).get("dtype") or (torch.get_default_dtype() if any(isinstance(a, float) for a in args) else None)

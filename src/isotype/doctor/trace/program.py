@@ -14,8 +14,8 @@ from types import ModuleType
 
 from ...errors import UsageError
 from ...finding import Finding
-from .session import program_failed, trace
 from .source import OURS, TORCH
+from .session import program_failed, trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import torch
 
 from ...dtypes import name as dtype_name
 from ...finding import Finding, Place, Severity
-from .operands import share_of
 from .ops import LOW, Op
+from .operands import share_of
 from .origin import Origin
 from .provenance import MARK
 
@@ -51,7 +51,7 @@ class Promotions:
             return
         census = tracer.census()
         usual = census.most_common(1)[0][0] if census else None
-        if usual is None or (not (narrow.dtype in LOW and usual in LOW) and not (out.dtype == torch.float64 and usual != torch.float64)):
+        if usual is None or not (narrow.dtype in LOW and usual in LOW) and not (out.dtype == torch.float64 and usual != torch.float64):
             return
         key = (origin.module, op.name, origin.site)
         promotion = self._seen.get(key)
@@ -75,7 +75,7 @@ class Promotions:
         deciders: dict[tuple[str, Any, str], list[Promotion]] = {}
         for promotion in self._seen.values():
             decider = promotion.origin.decider()
-            if (promotion.spread and decider.site not in explained | {None}) or (promotion.spread and decider.site is None and decider.what not in explained):
+            if promotion.spread and decider.site not in explained | {None} or promotion.spread and decider.site is None and decider.what not in explained:
                 group = decider.what.rpartition(".")[2] if decider.kind in ("parameter", "buffer") else decider.what
                 deciders.setdefault((group, decider.site, promotion.narrow), []).append(promotion)  # type: ignore[arg-type]
         return [_finding(group) for group in deciders.values()]

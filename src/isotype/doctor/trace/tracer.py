@@ -24,11 +24,11 @@ from .gradients import Casts
 from .naming import Names
 from .ops import FLOATS, Op, dtype_of_tensors
 from .origin import Origin
+from .provenance import MARK, Provenance
 from .parameters import Parameters
 from .positions import WATCHED, Positions
 from .precision_map import PrecisionMap
 from .promotions import Promotions
-from .provenance import MARK, Provenance
 from .source import Locator, Site, statement
 from .updates import UPDATES, Updates
 

@@ -74,7 +74,7 @@ def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: S
     inputs = sample.met(setting.by_group)
     classes = outcome.functions
     faults: list[Fault] = []
-    for i, (tensor, dtype) in enumerate((t, t.dtype) for t in outcome.values):
+    for i, (tensor, dtype) in enumerate(((t, t.dtype) for t in outcome.values)):
         which = "its output" if len(outcome.values) == 1 else f"output {i}"
         if dtype in inputs or dtype == setting.autocast:
             continue  # following an input, or autocast, is a decision; a dtype from nowhere is none
