@@ -113,8 +113,8 @@ def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> l
 
 
 def _layout(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
-    subject, sample = (numerics.subject, numerics.sample
-    """Another memory layout with the same values must give the same results, or be refused.""")
+    """Another memory layout with the same values must give the same results, or be refused."""
+    subject, sample = numerics.subject, numerics.sample
 
     def strided(t: Tensor) -> Tensor:
         if t.dim() < 2:
