@@ -65,7 +65,15 @@ class NormFollowsWeightDtype(Rule):
 
 
 def _is_norm(file: SourceFile, function: Function) -> bool:
-    """The root of a mean of squares or of a variance."""
-    called = {last_name(n.func) for n in file.own(function) if isinstance(n, ast.Call)}
-    root = bool(called & {"rsqrt", "sqrt"}) or any(is_root(n) for n in file.own(function))
+    """The root of a mean of squares or of a variance, here or in a method of the same class that this one calls."""
+    nodes = list(file.own(function))
+    cls = file.parents.get(function)
+    if isinstance(cls, ast.ClassDef):
+        attributes = [n.func for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+        called = {a.attr for a in attributes if last_name(a.value) == "self"}
+        for method in cls.body:
+            if isinstance(method, ast.FunctionDef) and method.name in called:
+                nodes += file.own(method)
+    called = {last_name(n.func) for n in nodes if isinstance(n, ast.Call) and not file.dotted(n.func).startswith(("math.", "numpy."))}
+    root = bool(called & {"rsqrt", "sqrt"}) or any(is_root(n) for n in nodes)
     return root and bool(called & {"mean", "var", "sum", "square", "pow", "norm"})
