@@ -71,7 +71,7 @@ def _worth_running(file: SourceFile) -> Wanted:
         by_name.setdefault(function.name, set()).update(scenarios)
     for function, called in calls.items():
         for name in called & by_name.keys():
-            wanted.setdefault(function, set()).update(by_name[name] - {FP32_WEIGHTS})
+            wanted.setdefault(function, set()).update(by_name[name])
     return wanted
 
 
@@ -98,7 +98,7 @@ def _asked_for(file: SourceFile, node: ast.Call) -> set[Scenario]:
         return {PURE, AUTOCAST}
     if name in _TABLE:
         return {PURE, AUTOCAST}
-    if name in _NORM:
+    if name in _NORM and not file.dotted(node.func).startswith(("math.", "numpy.")):
         return {PURE, FP32_WEIGHTS}
     if name in _FLOAT_FACTORIES and keyword(node, "dtype") is None and file.dotted(node.func).startswith("torch."):
         return {PURE}
