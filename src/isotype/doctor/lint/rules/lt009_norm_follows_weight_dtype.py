@@ -3,7 +3,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..dataflow.plain import FP32_WEIGHTS, plain_events
+from ..dataflow.plain import FP32_WEIGHTS, is_root, plain_events
 from ..dataflow.values import Made, Tensor
 from ..rule import Hit, Rule
 from ..source import Function, SourceFile, last_name
@@ -44,7 +44,7 @@ class NormFollowsWeightDtype(Rule):
 
     code = "LT009"
     name = "norm-follows-weight-dtype"
-    words = ("rsqrt",)
+    words = ("sqrt", "0.5")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         for event in first_of_each((e for e in plain_events(file) if e.scenario == FP32_WEIGHTS), "returned"):
@@ -65,6 +65,7 @@ class NormFollowsWeightDtype(Rule):
 
 
 def _is_norm(file: SourceFile, function: Function) -> bool:
-    """rsqrt of a mean of squares or of a variance."""
+    """The root of a mean of squares or of a variance."""
     called = {last_name(n.func) for n in file.own(function) if isinstance(n, ast.Call)}
-    return "rsqrt" in called and bool(called & {"mean", "var", "sum", "square", "pow", "norm"})
+    root = bool(called & {"rsqrt", "sqrt"}) or any(is_root(n) for n in file.own(function))
+    return root and bool(called & {"mean", "var", "sum", "square", "pow", "norm"})
