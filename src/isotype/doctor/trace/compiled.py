@@ -30,7 +30,11 @@ class Compiled:
         if "torch._dynamo" in sys.modules:
             self._hold_off()
         torch.compile = self._compiling
-        if "triton" in sys.modules:
+        self.look()
+
+    def look(self) -> None:
+        """Called again as the program goes on: it may import Triton later."""
+        if self._jit is None and "triton.runtime.jit" in sys.modules:
             self._watch_launches()
 
     def stop(self) -> None:

@@ -258,11 +258,6 @@ def recompute_finding(recompute: Any, error: BaseException | None) -> Finding:
     )
 
 
-def _attention(tracer: Tracer, error: BaseException, evidence: Evidence) -> Finding | None:
-    """An attention backend that takes fp16 and bf16 only."""
-    return _from_tensors(tracer, error, evidence)
-
-
 _KNOWN: tuple[tuple[str, Callable[[Tracer, BaseException, Evidence], Finding | None]], ...] = (
     (r"unscale FP16|unscale .*fp16", _unscale),
     (r"uniform (original parameter )?dtype|same dtype.*FSDP|FSDP.*same dtype", _uniform),

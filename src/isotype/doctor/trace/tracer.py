@@ -145,6 +145,7 @@ class Tracer(TorchDispatchMode):
             self.updates.prune()
             self.defaults.look()
             self.autocast.prune()
+            self.compiled.look()
             self._census = None
         elif not type(module).__name__.endswith("Loss"):
             for arg in args:
