@@ -54,14 +54,14 @@ def load_run(folder: Path) -> LoadedRun:
     result = next((folder / name for name in ("adapter", "model") if fault(folder / name) is None), None)
     if result is not None:
         tokenizer = load_tokenizer(ModelSection(name=str(result)))
-        model = load_result(result, source, precision, attention=config.model.attention, device=device)
+        model = load_result(result, source, precision, config=config.model, device=device)
         return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, result.name)
     store = CheckpointStore(run.checkpoints)
     step, passed = store.newest_whole()
     if step is None:
         raise UsageError(f"{folder}: neither a result nor a whole checkpoint yet" + "".join(f"; {reason}" for reason in passed))
     tokenizer = load_tokenizer(config.model)
-    model = build_model(config, precision, source, tokenizer, device)
+    model, _ = build_model(config, precision, source, tokenizer, device)
     restore_model(model, store.load(step).tensors)
     return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, f"checkpoint step_{step}")
 

@@ -127,5 +127,5 @@ def _merged_loss(out: Path, run: LoadedRun, dtype: str, rows: list) -> float:
     # fp32 products of half-precision weights do not exist: the merged model computes in what it is kept in
     compute = dtype if run.precision.compute == "fp32" else run.precision.compute
     precision = run.precision.but(base=dtype, trainable=dtype, compute=compute, generate=compute, save=dtype)
-    model = load_result(out, Source(str(out)), precision, attention=run.config.model.attention, device=run.device)
+    model = load_result(out, Source(str(out)), precision, config=run.config.model, device=run.device)
     return _loss(model, run, rows)

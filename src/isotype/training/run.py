@@ -116,6 +116,7 @@ def _write_start(loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, *,
         folder.metrics.unlink(missing_ok=True)
         folder.write_text("config.yaml", loaded.text)  # as given at first; a resumed run reads resolved.yaml
     folder.write_json("env.json", environment())
+    folder.write_json("manifest.json", prepared.manifest.to_dict())
     folder.write_json("data.json", prepared.data.facts)
     reasons = {f"precision.{role}": reason for role, reason in prepared.resolved.reasons.items()}
     reasons["precision.preset"] = prepared.resolved.why_preset
@@ -165,6 +166,7 @@ def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) 
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
         ("data", f"{len(prepared.data.train):,} training rows, {len(prepared.data.eval):,} evaluation rows"),
         *[("", note) for note in facts.get("notes", [])],
+        *[("ops" if i == 0 else "", line) for i, line in enumerate(prepared.manifest.lines())],
         (
             "memory",
             f"weights {size(weights)} of {size(hardware.memory)}; isotype plan estimates the peak, each step shows the measured one",
