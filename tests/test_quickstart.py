@@ -9,16 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from isotype.data import stdlib
 from isotype.errors import UsageError
 from isotype.quickstart import Size, quickstart
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SMALL = Size(vocabulary=400, hidden=64, layers=1, window=64, pretrain_steps=12, tune_steps=8)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("here") / "quickstart"
-    assert quickstart(folder, size=SMALL) == 0
+    texts, pairs = stdlib.stdlib_text()[:400], stdlib.stdlib_pairs()[:300]
+    with pytest.MonkeyPatch.context() as patch:  # a twentieth of the set: most of the time goes into tokenising it
+        patch.setattr(stdlib, "stdlib_text", lambda: texts)
+        patch.setattr(stdlib, "stdlib_pairs", lambda: pairs)
+        assert quickstart(folder, size=SMALL) == 0
     return folder
 
 
@@ -69,6 +75,16 @@ def test_other_peoples_folders_are_left_alone(tmp_path: Path) -> None:
 
 def test_its_files_are_what_train_takes(made: Path) -> None:
     out = made.parent / "by_hand"
-    command = [sys.executable, "-m", "isotype", "train", str(made / "tune.yaml"), f"run.folder={out}", "train.steps=2", "data.limit=20"]
+    command = [
+        sys.executable,
+        "-m",
+        "isotype",
+        "train",
+        str(made / "tune.yaml"),
+        f"run.folder={out}",
+        "train.steps=2",
+        "data.limit=20",
+        "train.eval_every=2",
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=240)
     assert (out / "adapter" / "adapter_config.json").is_file()

@@ -149,7 +149,7 @@ def _devices(environment: Mapping[str, Any]) -> Iterator[Finding]:
     for gpu in gpus:
         if gpu["kind"] == "unknown":
             yield Finding(
-                code="EV003", severity=Severity.WARNING, place=Place(symbol=gpu["name"]), message="this GPU is not in the table of hardware",
+                code="EV003", severity=Severity.WARNING, place=Place(symbol=gpu["name"]), message="not in the table of hardware",
                 cause=gpu["reason"], fix="model.device: cpu",
             )  # fmt: skip
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 CPU_SECONDS = 0.3
-TRIES = 8  # the best of these counts: a busy machine only ever adds
+ATTEMPTS = 8  # a busy machine only ever adds
 PROGRAM = """
 import json, resource, runpy, sys
 sys.argv = ["isotype", *json.loads(sys.argv[1])]
@@ -24,48 +24,51 @@ print(json.dumps({"status": status, "heavy": heavy, "seconds": used.ru_utime + u
 """
 
 
-def run(*arguments: str) -> dict:
-    ended = subprocess.run([sys.executable, "-c", PROGRAM, json.dumps(arguments)], capture_output=True, text=True, timeout=120)
-    return json.loads(ended.stderr.splitlines()[-1]) | {"stdout": ended.stdout, "stderr": ended.stderr}
-
-
-def run_fast(*arguments: str) -> dict:
-    """The quickest of a few runs."""
-    best = run(*arguments)
-    for _ in range(TRIES - 1):
-        if best["seconds"] < CPU_SECONDS:
+def run(*arguments: str, given: str = "") -> dict:
+    """The quickest of some attempts; the first that is quick enough ends them."""
+    quickest: dict = {"seconds": float("inf")}
+    for _ in range(ATTEMPTS):
+        command = [sys.executable, "-c", PROGRAM, json.dumps(arguments)]
+        ended = subprocess.run(command, input=given, capture_output=True, text=True, timeout=120)
+        answer = json.loads(ended.stderr.splitlines()[-1]) | {"stdout": ended.stdout, "stderr": ended.stderr}
+        quickest = min(quickest, answer, key=lambda one: one["seconds"])
+        if quickest["seconds"] < CPU_SECONDS:
             break
-        best = min(best, run(*arguments), key=lambda answer: answer["seconds"])
-    return best
+    return quickest
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--help",), ("--version",), ("schema",), ("schema", "--markdown"), ("init", "-"), ("train", "--help"), ("plan", "--help"), ("env", "--help"),
-     ("init", "--help"), ("schema", "--help")],
+    [("--help",), ("--version",), ("schema",), ("schema", "--markdown"), ("init", "-"), ("train", "--help"), ("plan", "--help"),
+     ("env", "--help"), ("init", "--help"), ("schema", "--help")],
 )  # fmt: skip
 def test_answers_at_once_without_torch(arguments):
-    answer = run_fast(*arguments)
+    answer = run(*arguments)
     assert answer["status"] == 0, answer["stderr"]
     assert answer["stdout"]
     assert answer["heavy"] == []
     assert answer["seconds"] < CPU_SECONDS
 
 
-@pytest.mark.parametrize("command", ["check", "lint", "explain"])
-def test_the_doctors_static_commands_too(command, tmp_path):
+LOG = "RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16\n"
+
+
+@pytest.mark.parametrize("arguments", [("check", "FOLDER", "--json"), ("lint", "FOLDER"), ("explain", "--json"), ("explain", "CF001")])
+def test_the_doctors_static_commands_too(arguments, tmp_path):
     (tmp_path / "x.py").write_text("x = 1\n")
-    (tmp_path / "x.json").write_text('{"bf16": true}\n')
-    subject = {"check": str(tmp_path / "x.json"), "lint": str(tmp_path / "x.py"), "explain": "DT001"}[command]
-    answer = run_fast(command, subject)
-    assert answer["heavy"] == [], answer["stderr"]
+    (tmp_path / "args.yaml").write_text("output_dir: o\nbf16: true\nfp16: true\nlogging_steps: 1\n")
+    answer = run(*(str(tmp_path) if word == "FOLDER" else word for word in arguments), given=LOG)
+    assert answer["status"] in (0, 1), answer["stderr"]
+    assert answer["stdout"]
+    assert answer["heavy"] == []
     assert answer["seconds"] < CPU_SECONDS
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("train",), ("train", "no-such.yaml"), ("plan", "train.foo=1"), ("train", "--preset", "bf17"), ("train", "--resume", "nowhere"),
-     ("train", "x.yaml", "--resume", "nowhere"), ("train", "--yes", "--model", "m"), ("train", "--steps", "0", "--model", "m", "--data", "d")],
+    [("train",), ("train", "no-such.yaml"), ("plan", "train.foo=1"), ("train", "--preset", "bf17"),
+     ("train", "--resume", "nowhere"), ("train", "x.yaml", "--resume", "nowhere"), ("train", "--yes", "--model", "m"),
+     ("train", "--steps", "0", "--model", "m", "--data", "d")],
 )  # fmt: skip
 def test_mistakes_are_told_before_torch_is_imported(arguments):
     answer = run(*arguments)

@@ -14,10 +14,9 @@ from isotype.config.recipes import names, recipe
 from isotype.config.write import init_yaml, reference_markdown, resolved_yaml
 from isotype.config.yaml_text import YamlError, read_value, write_value
 
-LEAVES = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
-)
-VALUES = st.recursive(LEAVES, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(st.characters(exclude_categories=("Cs",)), max_size=5), v, max_size=3))  # fmt: skip
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3))
 
 
 @settings(deadline=None, max_examples=150)

@@ -12,10 +12,11 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from .head import deferring
 from .manifest import Manifest
 from .place import optimize, restore
 
-__all__ = ["Manifest", "optimize", "restore"]
+__all__ = ["Manifest", "deferring", "optimize", "restore"]
 
 
 class _Callable(ModuleType):

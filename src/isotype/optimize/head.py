@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +37,16 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Also called when forward raised, so that a failed step does not leave the head deferring."""
     if has_labels(model, args, kwargs):
         _forwards.depth = max(0, getattr(_forwards, "depth", 0) - 1)
+
+
+@contextmanager
+def deferring() -> Iterator[None]:
+    """Within this block optimized heads return deferred logits without labels: for a loop that computes its own loss."""
+    _forwards.depth = getattr(_forwards, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _forwards.depth -= 1
 
 
 def place(model: nn.Module) -> tuple[nn.Module | None, str | None, str]:

@@ -24,8 +24,8 @@ class Batch:
     supervised: int
 
     def to(self, device: torch.device) -> Batch:
-        moved = (t.to(device, non_blocking=True) for t in (self.input_ids, self.attention_mask, self.labels))
-        return Batch(*moved, self.tokens, self.supervised)
+        ids, mask, labels = (t.to(device, non_blocking=True) for t in (self.input_ids, self.attention_mask, self.labels))
+        return Batch(ids, mask, labels, self.tokens, self.supervised)
 
 
 def collate(rows: Sequence[Row], *, pad_id: int) -> Batch:

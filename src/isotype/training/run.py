@@ -64,7 +64,7 @@ def _run(
     loaded: LoadedConfig, folder: RunFolder, console: RunConsole, interrupt: Interrupt, *, resuming: bool
 ) -> tuple[int, dict[str, Any]]:
     config = loaded.config
-    _quiet_libraries()
+    quiet_libraries()
     prepared = prepare(config, loaded.sources, folder)
     loop = _loop(config, prepared, folder, console)
     _write_start(loaded, prepared, folder, resuming=resuming)
@@ -160,11 +160,15 @@ def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) 
     rows = [
         ("run", str(folder.path)),
         ("device", f"{hardware.name}, torch {torch.__version__}"),
-        ("model", f"{prepared.source.name}  {total:,} parameters, {trainable:,} trained ({trainable / total:.2%}, {how}), {size(weights)}"),
+        ("model", f"{prepared.source.name}  {total:,} parameters, {trainable:,} trained ({trainable / total:.2%}, {how})"),
         ("precision", f"{p}  ({resolved.why_preset})"),
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
         ("data", f"{len(prepared.data.train):,} training rows, {len(prepared.data.eval):,} evaluation rows"),
         *[("", note) for note in facts.get("notes", [])],
+        (
+            "memory",
+            f"weights {size(weights)} of {size(hardware.memory)}; isotype plan estimates the peak, each step shows the measured one",
+        ),
         (
             "schedule",
             f"{plan.total} steps of {train.batch_size} x {train.accumulate} rows, learning rate {train.learning_rate:g} {train.schedule}",
@@ -189,7 +193,7 @@ def _say_result(result: dict[str, Any], console: RunConsole) -> None:
         console.say(f"report    {result['report']}")
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Their progress bars and advice would tear the live line; their errors still reach the user."""
     import transformers
 

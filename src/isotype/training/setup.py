@@ -16,6 +16,7 @@ from ..data.load import load_data
 from ..data.prompts import prompts_from
 from ..data.rows import LoadedData, SamplePrompt
 from ..hardware import Hardware, detect
+from ..optimize import Manifest, optimize
 from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import apply_precision
 from ..precision.precision import Precision
@@ -88,8 +89,14 @@ def build_model(
     if config.train.gradient_checkpointing:
         enable_checkpointing(base)
     model: nn.Module = base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed)
+    place_ops(model, config, precision)
     apply_precision(model, precision, device_type=device.type)
     return model
+
+
+def place_ops(model: nn.Module, config: RunConfig, precision: Precision) -> Manifest | None:
+    """The one place where a run's model gets Isotype's ops; before its precision, which wraps the forward that they read."""
+    return optimize(model, precision) if config.model.optimize else None
 
 
 def enable_checkpointing(base: PreTrainedModel) -> None:

@@ -1,0 +1,80 @@
+"""`isotype plan` on the real small model and the built-in data: what it says is what a run would do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from isotype.cli.app import build_app
+from isotype.config.load import load
+from isotype.errors import UsageError
+from isotype.training.plan import plan
+
+SETTINGS = ["data.limit=40", "data.max_length=64", "train.steps=5", "train.warmup=2", "model.device=cpu", "adapter.r=4"]
+
+
+@pytest.fixture
+def stories(shared):
+    folder = shared / "data" / "stories260k"
+    if not folder.is_dir():
+        pytest.skip("no stories260k beside the checkout")
+    return str(folder)
+
+
+def test_a_plan_says_what_a_run_would_do(stories, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = plan(load(None, SETTINGS, {"model.name": stories, "data.train": "stdlib"}, preset="fp32"))
+    content = json.loads(json.dumps(made.as_json()))
+    assert content["precision"]["preset"] == "fp32"
+    assert content["precision"]["roles"]["base"]["reason"] == "preset fp32"
+    assert 0 < content["parameters"]["trainable"] < content["parameters"]["total"]
+    assert content["schedule"]["steps"] == 5
+    assert content["schedule"]["warmup"] == 2
+    assert content["data"]["train_rows"] > 0
+    assert content["memory"]["frozen"] == 4 * (content["parameters"]["total"] - content["parameters"]["trainable"])
+    assert content["memory"]["peak_with_process"] > content["memory"]["peak"] > content["memory"]["activations"] > 0
+    text = made.as_text()
+    for word in ("precision   fp32", "5 steps of 4 rows", "activations of 4 x 64 tokens", "frozen weights"):
+        assert word in text
+    assert list(tmp_path.iterdir()) == [], "a plan leaves nothing behind"
+
+
+def test_what_does_not_fit_is_said_with_a_way_out(stories, monkeypatch):
+    from dataclasses import replace
+
+    from isotype.hardware import detect
+    from isotype.training import plan as module
+
+    monkeypatch.setattr(module, "detect", lambda device: replace(detect("cpu"), memory=64 << 20))
+    made = plan(load(None, SETTINGS, {"model.name": stories, "data.train": "stdlib"}, preset="fp32"))
+    assert made.fits is False
+    assert "will not fit into 64.0 MiB" in made.as_text()
+
+
+def test_a_random_model_is_planned_without_building_it(stories):
+    config = ["model.init=random", "model.config={model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, "
+              "num_attention_heads: 4}", f"model.tokenizer={stories}"]  # fmt: skip
+    made = plan(load(None, [*SETTINGS, *config, "adapter.kind=none", "precision.preset=fp32"], {"data.train": "stdlib"}))
+    assert made.trainable == made.total
+    assert made.memory.frozen == 0
+
+
+def test_contradictions_and_wrong_targets_are_refused_as_by_train(stories):
+    flags = {"model.name": stories, "data.train": "stdlib"}
+    with pytest.raises(UsageError, match="PR"):
+        plan(load(None, [*SETTINGS, "precision.trainable=fp32", "precision.grads=bf16"], flags))
+    with pytest.raises(UsageError, match=r"adapter\.targets"):
+        plan(load(None, [*SETTINGS, "precision.preset=fp32", "adapter.targets=[no_such]"], flags))
+
+
+def test_dry_run_is_plan(stories):
+    arguments = ["--model", stories, "--data", "stdlib", *SETTINGS, "--preset", "fp32", "--json"]
+    runner = CliRunner()
+    planned, dry = (runner.invoke(build_app(), [*command, *arguments]) for command in (["plan"], ["train", "--dry-run"]))
+    assert planned.exit_code == dry.exit_code == 0, planned.output
+    first, second = (json.loads(result.stdout) for result in (planned, dry))
+    first["memory"].pop("process"), second["memory"].pop("process")
+    first["memory"].pop("peak_with_process"), second["memory"].pop("peak_with_process")
+    assert first == second
