@@ -4,17 +4,17 @@
     python benchmarks/ops.py --op all --threads 2
 
 Peers: plain PyTorch, `F.linear_cross_entropy` where torch has it, `torch.compile`d PyTorch, and on a GPU Liger-Kernel where installed.
-Rounds alternate between the peers, so that another process's load falls on all of them; the ratio is of medians. On a CPU `--clock cpu` counts the
-process's own time, which a busy machine disturbs less than the wall clock.
+Rounds alternate between the peers, so that another process's load falls on all of them; the ratio is of medians. On a CPU `--clock cpu`
+counts the process's own time, which a busy machine disturbs less than the wall clock.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -245,10 +245,17 @@ def only(name: str, o: argparse.Namespace) -> None:
         run()
         print(f"{(torch.cuda.max_memory_allocated() - before) / 2**20:.0f}")
         return
-    # a small step first, so that libraries' own pages are not counted
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident(reset=True)
     run()
-    print(f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10:.0f}")
+    print(f"{resident() - before:.0f}")
+
+
+def resident(reset: bool = False) -> float:
+    """The highest resident size so far in MiB; `reset` makes it the present one (Linux), so that making the inputs is not counted."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
 
 
 def compare(name: str, o: argparse.Namespace) -> None:

@@ -177,7 +177,8 @@ def test_two_processes(tmp_path):
             losses = []
             for m in (model, mine):
                 m.zero_grad()
-                loss = DistributedDataParallel(m, find_unused_parameters=unused)(**batch(seed=rank)).loss
+                wrapped = DistributedDataParallel(m, find_unused_parameters=unused)
+                loss = wrapped(**batch(seed=rank)).loss
                 loss.backward()
                 losses.append(loss.detach())
             torch.testing.assert_close(*losses)
@@ -189,6 +190,8 @@ def test_two_processes(tmp_path):
     )
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), *filter(None, sys.path)])
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, timeout=120
+    )
     assert done.stdout.count("same") == 2, done.stderr[-3000:]
