@@ -22,6 +22,7 @@ lint: install
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
+	$(BIN)/isotype lint src
 
 test: lint
 	$(BIN)/pytest

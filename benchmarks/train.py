@@ -98,8 +98,8 @@ def run_trainer(a: argparse.Namespace) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as out:
         args = TrainingArguments(
-            out, per_device_train_batch_size=a.batch, max_steps=a.steps + a.warmup, learning_rate=1e-4, lr_scheduler_type="constant", bf16=True,
-            use_cpu=a.device == "cpu", logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, weight_decay=0.0,
+            out, per_device_train_batch_size=a.batch, max_steps=a.steps + a.warmup, learning_rate=1e-4, lr_scheduler_type="constant",
+            bf16=True, use_cpu=a.device == "cpu", logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, weight_decay=0.0,
         )  # fmt: skip
         data = [{"input_ids": list(r.input_ids), "labels": list(r.labels), "attention_mask": [1] * len(r.input_ids)} for r in rows]
         trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[Clock()])
@@ -139,11 +139,13 @@ def main() -> None:
         memory = statistics.median(run["memory_bytes"] for run in runs)
         summary[who] = {"seconds": median, "tokens_per_second": tokens / median, "memory_bytes": memory, "losses": runs[0]["losses"]}
     ours, theirs = summary["isotype"], summary["hf-trainer"]
-    print(f"Llama {a.layers} x {a.hidden}, vocabulary {a.vocabulary}, {a.batch} x {a.length} tokens, rank {a.rank}, bf16 base, fp32 adapters, {a.device}")
+    print(f"Llama {a.layers} x {a.hidden}, vocabulary {a.vocabulary}, {a.batch} x {a.length} tokens, rank {a.rank}, {a.device}")
     print(f"{'':12s}{'tokens/s':>10s}{'step memory':>14s}{'first loss':>12s}{'last loss':>12s}")
     for who, row in summary.items():
-        print(f"{who:12s}{row['tokens_per_second']:10.0f}{row['memory_bytes'] / 1e6:11.0f} MB{row['losses'][0]:12.4f}{row['losses'][-1]:12.4f}")
-    print(f"{'ratio':12s}{ours['tokens_per_second'] / theirs['tokens_per_second']:10.2f}{ours['memory_bytes'] / theirs['memory_bytes']:11.2f}")
+        losses = f"{row['losses'][0]:12.4f}{row['losses'][-1]:12.4f}"
+        print(f"{who:12s}{row['tokens_per_second']:10.0f}{row['memory_bytes'] / 1e6:11.0f} MB{losses}")
+    speed, memory = (ours[key] / theirs[key] for key in ("tokens_per_second", "memory_bytes"))
+    print(f"{'ratio':12s}{speed:10.2f}{memory:11.2f}")
     if a.json:
         with open(a.json, "w") as f:
             json.dump({"settings": vars(a), "summary": summary, "runs": found}, f, indent=1)

@@ -36,7 +36,14 @@ def program(tmp_path) -> Path:
 
 
 def isotype(*arguments, cwd=None):
-    return subprocess.run([sys.executable, "-m", "isotype", "trace", *map(str, arguments)], text=True, capture_output=True, cwd=cwd, env=dict(os.environ), timeout=120)
+    return subprocess.run(
+        [sys.executable, "-m", "isotype", "trace", *map(str, arguments)],
+        text=True,
+        capture_output=True,
+        cwd=cwd,
+        env=dict(os.environ),
+        timeout=120,
+    )
 
 
 def test_function_with_json_gives_one_object_on_stdout(program):

@@ -201,7 +201,7 @@ def test_two_runs_at_once_in_one_folder_are_refused(configured, tmp_path):
 
 
 def test_early_stopping_keeps_the_best(configured, tmp_path):
-    assert train(configured(train={"steps": 40, "learning_rate": 0.5, "eval_every": 1, "patience": 3})) == 0
+    assert train(configured(train={"steps": 40, "learning_rate": 1.0, "schedule": "constant", "eval_every": 1, "patience": 3})) == 0
     result = result_of(tmp_path / "run")
     assert result["steps"] < 40
     assert result["of_step"] == result["best_step"] != result["steps"]

@@ -28,7 +28,9 @@ def check(
         typer.Argument(help="Folders or files: SimpleTuner, Hugging Face, accelerate, DeepSpeed, axolotl, ...", show_default=False),
     ],
     device: Annotated[str | None, typer.Option(help="What it will run on: h100, a100, t4, v100, mi300x, cpu, sm_80, ...")] = None,
-    env: Annotated[bool, typer.Option("--env", help="Include this shell's ACCELERATE_*, FSDP_* and DEEPSPEED_* variables.")] = False,
+    env: Annotated[
+        bool, typer.Option("--env", help="Include the variables of this shell that start with ACCELERATE_, FSDP_ or DEEPSPEED_.")
+    ] = False,
     installed: Annotated[bool, typer.Option("--installed", help="Include the versions installed beside this Python.")] = False,
     fail_on: Annotated[str, typer.Option(help="Exit 1 at this severity: error, warning or note.")] = "error",
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

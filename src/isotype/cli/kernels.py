@@ -28,7 +28,9 @@ def register(app: typer.Typer) -> None:
 
 
 def kernels(
-    target: list[str] = typer.Argument(..., metavar="TARGET", help="file.py, module, file.py:name, or `-- pytest ...`", show_default=False),
+    target: list[str] = typer.Argument(  # noqa: B008
+        ..., metavar="TARGET", help="file.py, module, file.py:name, or `-- pytest ...`", show_default=False
+    ),
     arch: str = typer.Option(
         "", "--arch", help="Architectures, with commas: sm_80,sm_90,sm_100,gfx942 (default: TARGETS in the file, or sm_90)."
     ),
@@ -72,5 +74,6 @@ def kernels(
             print(f"  {remark}")
         if hidden:
             subject += f"; {len(hidden)} note{'s' if len(hidden) != 1 else ''} not shown (--notes)"
-    status = answer(shown, subject=subject, json_output=json_output, fail_on=level, kernels=report.kernels, compiled=report.compiled, failed=report.failed, usages=report.usages, remarks=report.remarks)  # fmt: skip
+    facts = {name: getattr(report, name) for name in ("kernels", "compiled", "failed", "usages", "remarks")}
+    status = answer(shown, subject=subject, json_output=json_output, fail_on=level, **facts)
     raise typer.Exit(status)

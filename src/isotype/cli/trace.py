@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from click.core import ParameterSource
@@ -33,7 +34,9 @@ def register(app: typer.Typer) -> None:
         context: typer.Context,
         target: str = typer.Argument(..., metavar="SCRIPT.py|FILE.py:FUNCTION", help="What to run."),
         json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout; what the program prints goes to stderr."),
-        map_file: Path | None = typer.Option(None, "--map", metavar="FILE.html", help="Draw the precision map there: one HTML file, no network."),
+        map_file: Annotated[
+            Path | None, typer.Option("--map", metavar="FILE.html", help="Draw the precision map there: one HTML file, no network.")
+        ] = None,
         fail_on: str = typer.Option("error", help="Exit 1 from this severity on: error, warning or note."),
     ) -> None:
         from ..doctor.output import answer
@@ -47,8 +50,11 @@ def register(app: typer.Typer) -> None:
             with context.command.make_context("trace", [*arguments, target], parent=context.parent) as inner:
                 if inner.args:
                     raise UsageError(f"{target}: a function takes no arguments, got {' '.join(inner.args)}")
-                given = {key: value for key, value in inner.params.items() if inner.get_parameter_source(key) is not ParameterSource.DEFAULT}
-            json_output, map_file, fail_on = (given.get(k, v) for k, v in (("json_output", json_output), ("map_file", map_file), ("fail_on", fail_on)))
+                given = {
+                    key: value for key, value in inner.params.items() if inner.get_parameter_source(key) is not ParameterSource.DEFAULT
+                }
+            json_output, map_file = given.get("json_output", json_output), given.get("map_file", map_file)
+            fail_on = given.get("fail_on", fail_on)
             arguments = []
         try:
             level = Severity.parse(fail_on)

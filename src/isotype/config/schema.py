@@ -32,6 +32,8 @@ class ModelSection(Section):
     """Folder or hub id of the tokenizer, when it is not the model's."""
     attention: Literal["sdpa", "eager", "flash", "flex"] = "sdpa"
     """Attention implementation. `flash` needs a GPU and the flash-attn package."""
+    optimize: bool = True
+    """Place Isotype's own ops (norms, rotary, gated MLP, head with loss) where they reproduce the model's; the manifest says where."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Only for sources you trust."""
     device: Literal["auto", "cuda", "cpu"] = "auto"

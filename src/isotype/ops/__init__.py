@@ -8,7 +8,18 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .contract import OpContract as OpContract
+    from .cross_entropy.function import cross_entropy as cross_entropy
+    from .gelu_mul.function import gelu_mul as gelu_mul
+    from .linear_cross_entropy.function import TokenStatistics as TokenStatistics
+    from .linear_cross_entropy.function import linear_cross_entropy as linear_cross_entropy
+    from .rms_norm.function import add_rms_norm as add_rms_norm
+    from .rms_norm.function import rms_norm as rms_norm
+    from .rope.function import rope as rope
+    from .silu_mul.function import silu_mul as silu_mul
 
 _LAZY = {
     "OpContract": "isotype.ops.contract",

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..data.rows import Row
 from .batches import collate
-from .loss import token_loss_sum
+from .loss import batch_loss_sum
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ def evaluate(
     with evaluation_mode(model):
         for start in range(0, len(by_length), batch_size):
             batch = collate(by_length[start : start + batch_size], pad_id=pad_id).to(device)
-            logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-            total += token_loss_sum(logits, batch.labels, dtype=loss_dtype).double().cpu()
+            total += batch_loss_sum(model, batch, dtype=loss_dtype).double().cpu()
             tokens += batch.supervised
     return Evaluation(float(total) / max(1, tokens), tokens)

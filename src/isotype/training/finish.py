@@ -44,7 +44,7 @@ def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     _free(loop, prepared)
     reloaded = verify_result(
         target, prepared.source, precision, rows, trained_loss=trained, batch_size=batch_size, tokenizer=prepared.tokenizer,
-        attention=config.model.attention, device=prepared.device, adapter=adapter,
+        config=config.model, device=prepared.device, adapter=adapter,
     )  # fmt: skip
     return {
         "status": "done",

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data.rows import IGNORED
 from ..dtypes import to_torch
+from ..optimize import deferring
+from .batches import Batch
+
+
+def batch_loss_sum(model: nn.Module, batch: Batch, *, dtype: str = "fp32") -> Tensor:
+    """The loss of a batch, summed over its supervised tokens: float[] in `dtype`, `precision.loss`.
+
+    An optimized head hands out deferred logits here, so the logits are never held. Only fp32 losses do that: the fused loss is fp32 inside.
+    """
+    with deferring() if dtype == "fp32" else nullcontext():
+        logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        return token_loss_sum(logits, batch.labels, dtype=dtype)
 
 
 def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor, *, dtype: str = "fp32") -> Tensor:
@@ -17,5 +31,6 @@ def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor, *, dtype: str = "fp32"
     ->          float[]       in `dtype`, `precision.loss`
     inside      `dtype`
     """
-    logits_NV = logits_BTV[:, :-1].flatten(0, 1)
-    return F.cross_entropy(logits_NV.to(to_torch(dtype)), labels_BT[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
+    # the labels move, not the logits: those would be copied, and deferred ones made real
+    targets_N = F.pad(labels_BT[:, 1:], (0, 1), value=IGNORED).flatten()
+    return F.cross_entropy(logits_BTV.flatten(0, 1).to(to_torch(dtype)), targets_N, ignore_index=IGNORED, reduction="sum")

@@ -64,7 +64,7 @@ def _run(
     loaded: LoadedConfig, folder: RunFolder, console: RunConsole, interrupt: Interrupt, *, resuming: bool
 ) -> tuple[int, dict[str, Any]]:
     config = loaded.config
-    _quiet_libraries()
+    quiet_libraries()
     prepared = prepare(config, loaded.sources, folder)
     loop = _loop(config, prepared, folder, console)
     _write_start(loaded, prepared, folder, resuming=resuming)
@@ -116,6 +116,7 @@ def _write_start(loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, *,
         folder.metrics.unlink(missing_ok=True)
         folder.write_text("config.yaml", loaded.text)  # as given at first; a resumed run reads resolved.yaml
     folder.write_json("env.json", environment())
+    folder.write_json("manifest.json", prepared.manifest.to_dict())
     folder.write_json("data.json", prepared.data.facts)
     reasons = {f"precision.{role}": reason for role, reason in prepared.resolved.reasons.items()}
     reasons["precision.preset"] = prepared.resolved.why_preset
@@ -165,7 +166,11 @@ def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) 
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
         ("data", f"{len(prepared.data.train):,} training rows, {len(prepared.data.eval):,} evaluation rows"),
         *[("", note) for note in facts.get("notes", [])],
-        ("memory", f"weights {size(weights)} of {size(hardware.memory)}; isotype plan estimates the peak, each step shows the measured one"),
+        *[("ops" if i == 0 else "", line) for i, line in enumerate(prepared.manifest.lines())],
+        (
+            "memory",
+            f"weights {size(weights)} of {size(hardware.memory)}; isotype plan estimates the peak, each step shows the measured one",
+        ),
         (
             "schedule",
             f"{plan.total} steps of {train.batch_size} x {train.accumulate} rows, learning rate {train.learning_rate:g} {train.schedule}",
@@ -190,7 +195,7 @@ def _say_result(result: dict[str, Any], console: RunConsole) -> None:
         console.say(f"report    {result['report']}")
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Their progress bars and advice would tear the live line; their errors still reach the user."""
     import transformers
 

@@ -16,7 +16,7 @@ from ..precision.apply import generating
 from .evaluate import evaluation_mode
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,30 @@ def untouched_random_state() -> Iterator[None]:
         restore_random_state(tensors, state)
 
 
-def sample(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[SamplePrompt], *, max_new_tokens: int, device: torch.device
-) -> list[Sample]:
-    """Greedy answers, one prompt at a time; training goes on bit for bit as without them."""
+def generation_config(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.0
+) -> GenerationConfig:
+    """Greedy at temperature 0; ends at the tokenizer's end token and at those the model names."""
     from transformers import GenerationConfig
 
     own = getattr(model, "generation_config", None)
     ends = {tokenizer.eos_token_id, *_as_list(getattr(own, "eos_token_id", None))} - {None}
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id, eos_token_id=sorted(ends) or None
-    )
+    drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
+    return GenerationConfig(max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, eos_token_id=sorted(ends) or None, **drawn)
+
+
+def sample(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[SamplePrompt],
+    *,
+    max_new_tokens: int,
+    device: torch.device,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+) -> list[Sample]:
+    """Answers, one prompt at a time, greedy by default; training goes on bit for bit as without them."""
+    config = generation_config(model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
     samples = []
     with untouched_random_state(), evaluation_mode(model), generating(model):
         for prompt in prompts:

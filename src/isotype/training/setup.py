@@ -16,6 +16,7 @@ from ..data.load import load_data
 from ..data.prompts import prompts_from
 from ..data.rows import LoadedData, SamplePrompt
 from ..hardware import Hardware, detect
+from ..optimize import Manifest, optimize
 from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import apply_precision
 from ..precision.precision import Precision
@@ -42,6 +43,7 @@ class Prepared:
     prompts: list[SamplePrompt]
     source: Source
     model: nn.Module
+    manifest: Manifest
     stepper: Stepper
 
 
@@ -68,19 +70,19 @@ def prepare(config: RunConfig, sources: Mapping[str, str], folder: RunFolder) ->
         tokenizer.chat_template = data.chat_template
     prompts = prompts_from(config.run.samples, tokenizer, chat_template=data.chat_template) if config.run.samples else list(data.prompts)
     source = base_source(config.model, tokenizer, folder=folder.base, seed=config.train.seed, dtype=_base_dtype(config, resolved.precision))
-    model = build_model(config, resolved.precision, source, tokenizer, device)
+    model, manifest = build_model(config, resolved.precision, source, tokenizer, device)
     accumulator = GradientAccumulator(model.parameters(), dtype=resolved.precision.grads, reduce=resolved.precision.reduce)
     optimizer = build_optimizer(model, config.train, resolved.precision, accumulator.gradient)
     # building drew from the generators by a path that a resumed run may not take again
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
     stepper = Stepper(model, optimizer, accumulator, resolved.precision, config.train)
-    return Prepared(hardware, device, resolved, tokenizer, data, prompts, source, model, stepper)
+    return Prepared(hardware, device, resolved, tokenizer, data, prompts, source, model, manifest, stepper)
 
 
 def build_model(
     config: RunConfig, precision: Precision, source: Source, tokenizer: PreTrainedTokenizerBase, device: torch.device
-) -> nn.Module:
-    """The model as it will be trained: loaded, with its adapter, under its precision."""
+) -> tuple[nn.Module, Manifest]:
+    """The model as it will be trained: loaded, with its adapter and Isotype's ops, under its precision; and what ran in whose place."""
     every_weight = config.adapter.kind == "none"
     base = load_base(source, precision, attention=config.model.attention, device=device, trainable=every_weight)
     check_vocabulary(base, tokenizer)
@@ -88,8 +90,10 @@ def build_model(
     if config.train.gradient_checkpointing:
         enable_checkpointing(base)
     model: nn.Module = base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed)
+    # before the precision, which wraps the forward that the ops look at
+    manifest = optimize(model, precision) if config.model.optimize else Manifest(notes=["model.optimize: false"])
     apply_precision(model, precision, device_type=device.type)
-    return model
+    return model, manifest
 
 
 def enable_checkpointing(base: PreTrainedModel) -> None:

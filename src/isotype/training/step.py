@@ -15,7 +15,7 @@ from ..precision.observe import share_changed
 from ..precision.precision import Precision
 from .batches import Batch
 from .finite import non_finite_error
-from .loss import token_loss_sum
+from .loss import batch_loss_sum
 from .loss_scale import LossScale
 
 SAMPLED_PARAMETERS, SAMPLED_ELEMENTS = 32, 256  # what `share changed` looks at: enough for 1%, a few kilobytes
@@ -48,9 +48,7 @@ class Stepper:
         scale = (self.loss_scale.scale if self.loss_scale else 1.0) / max(1, supervised)
         total = torch.zeros((), device=batches[0].input_ids.device)
         for batch in batches:
-            logits = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-            loss = token_loss_sum(logits, batch.labels, dtype=self.precision.loss)
-            del logits
+            loss = batch_loss_sum(self.model, batch, dtype=self.precision.loss)
             (loss.float() * scale).backward()
             total += loss.detach()
         return total / max(1, supervised)

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ..config.schema import ModelSection
 from ..data.rows import Row
 from ..dtypes import eps
 from ..errors import RunError
+from ..optimize import optimize
 from ..precision.apply import apply_precision
 from ..precision.precision import Precision
 from .evaluate import evaluate
@@ -23,15 +25,17 @@ if TYPE_CHECKING:
 ROWS = 16  # enough that a wrong adapter cannot hide, few enough for a CPU
 
 
-def load_result(folder: Path, source: Source, precision: Precision, *, attention: str, device: torch.device) -> nn.Module:
+def load_result(folder: Path, source: Source, precision: Precision, *, config: ModelSection, device: torch.device) -> nn.Module:
     """The saved adapter on a freshly loaded base, or the saved model, under the run's precision."""
     if (folder / "adapter_config.json").is_file():
         from peft import PeftModel
 
-        base = load_base(source, precision, attention=attention, device=device, trainable=False)
+        base = load_base(source, precision, attention=config.attention, device=device, trainable=False)
         model: nn.Module = PeftModel.from_pretrained(base, str(folder), is_trainable=True)
     else:
-        model = load_base(Source(str(folder)), precision, attention=attention, device=device, trainable=True)
+        model = load_base(Source(str(folder)), precision, attention=config.attention, device=device, trainable=True)
+    if config.optimize:
+        optimize(model, precision)
     apply_precision(model, precision, device_type=device.type)
     return model
 
@@ -48,10 +52,10 @@ def saved_dtype_error(precision: Precision, *, adapter: bool) -> float:
 
 def verify_result(
     folder: Path, source: Source, precision: Precision, rows: Sequence[Row], *, trained_loss: float, batch_size: int,
-    tokenizer: PreTrainedTokenizerBase, attention: str, device: torch.device, adapter: bool,
+    tokenizer: PreTrainedTokenizerBase, config: ModelSection, device: torch.device, adapter: bool,
 ) -> float:  # fmt: skip
     """Returns the reloaded loss. Raises RunError SV001 when it is not the trained one."""
-    model = load_result(folder, source, precision, attention=attention, device=device)
+    model = load_result(folder, source, precision, config=config, device=device)
     loss = evaluate(
         model, check_rows(rows), batch_size=batch_size, pad_id=tokenizer.pad_token_id, device=device, loss_dtype=precision.loss
     ).loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -33,3 +34,26 @@ def test_found_and_quiet_when_repaired(name: str, tmp_path: Path):
     assert found[0].place.file is None or os.path.basename(found[0].place.file) in case.bad
     repaired = [f for f in run(good, case.good, case) if f.severity > Severity.NOTE or f.code == case.code]
     assert not repaired, [(f.code, f.severity, f.message) for f in repaired]
+
+
+def test_a_checkpoint_that_disagrees_with_its_config(tmp_path: Path):
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    config = tmp_path / "config.json"
+    for word, codes in (("float16", {"CF046"}), ("bfloat16", set())):
+        config.write_text(json.dumps({"architectures": ["A"], "hidden_size": 8, "model_type": "llama", "torch_dtype": word}))
+        assert {f.code for f in check([str(tmp_path)]).findings} == codes
+
+
+def test_the_launchers_environment_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "args.json").write_text('{"output_dir": "o", "bf16": false, "fp16": false, "logging_steps": 1}')
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert not check([str(tmp_path)]).findings
+    assert [f.code for f in check([str(tmp_path)], environment=True).findings] == ["CF009"]
+
+
+def test_installed_versions_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "ds.json").write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}')
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.8.0")
+    assert not check([str(tmp_path)]).findings
+    assert [f.code for f in check([str(tmp_path)], installed=True).findings] == ["CF095"]

@@ -27,3 +27,23 @@ def test_no_false_alarm(folder: Path):
             for record in checked.records
             if record.tool != "hf" or record.facts.has("hf")
         )
+
+
+def test_an_unreadable_file_counts_only_where_it_speaks_of_training(tmp_path: Path):
+    (tmp_path / "chart.yaml").write_text("a: {{ .Values.x }\n")
+    (tmp_path / "ds.json").write_text('{"bf16": {"enabled": true}\n')
+    assert [(f.code, f.place.line) for f in check([str(tmp_path)]).findings] == [("CF099", 2)]
+
+
+def test_alternatives_in_a_program_are_not_joined(tmp_path: Path):
+    (tmp_path / "m.py").write_text(
+        "def f(a):\n    if a:\n        return BitsAndBytesConfig(load_in_4bit=True)\n    return BitsAndBytesConfig(load_in_8bit=True)\n"
+        "x = AutoModel.from_pretrained('a', dtype=torch.float16)\ny = AutoModel.from_pretrained('b', dtype=torch.bfloat16)\n"
+        "args = TrainingArguments('o', fp16=True)\n"
+    )
+    assert not check([str(tmp_path)]).findings
+
+
+def test_values_made_at_run_time_are_not_guessed(tmp_path: Path):
+    (tmp_path / "t.py").write_text("from trl import SFTConfig\nargs = SFTConfig(output_dir='o', bf16=supported(), fp16=not supported())\n")
+    assert not check([str(tmp_path)], device="t4").findings

@@ -182,7 +182,7 @@ def dot_into_low_accumulator(a_ptr, b_ptr, out_ptr, n, N: tl.constexpr):
     i = tl.arange(0, N)
     at = i[:, None] * N + i[None, :]
     acc = tl.zeros((N, N), a_ptr.dtype.element_ty)
-    for k in range(n):
+    for _ in range(n):
         acc += tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at))  # fault
     tl.store(out_ptr + at, acc)
 
@@ -192,7 +192,7 @@ def dot_into_low_accumulator_fixed(a_ptr, b_ptr, out_ptr, n, N: tl.constexpr):
     i = tl.arange(0, N)
     at = i[:, None] * N + i[None, :]
     acc = tl.zeros((N, N), tl.float32)
-    for k in range(n):
+    for _ in range(n):
         acc += tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at))
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty))
 
@@ -368,7 +368,7 @@ def low_dot_fixed(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
 @triton.jit
 def loop_bound_float(x_ptr, out_ptr, steps):
     total = tl.zeros((), tl.float32)
-    for i in range(0, steps):  # fault
+    for i in range(steps):  # fault
         total += tl.load(x_ptr + i).to(tl.float32)
     tl.store(out_ptr, total)
 
@@ -376,7 +376,7 @@ def loop_bound_float(x_ptr, out_ptr, steps):
 @triton.jit
 def loop_bound_float_fixed(x_ptr, out_ptr, steps):
     total = tl.zeros((), tl.float32)
-    for i in range(0, steps.to(tl.int32)):
+    for i in range(steps.to(tl.int32)):
         total += tl.load(x_ptr + i).to(tl.float32)
     tl.store(out_ptr, total)
 
@@ -385,7 +385,7 @@ def loop_bound_float_fixed(x_ptr, out_ptr, steps):
 def one_specialised(x_ptr, out_ptr, stride, n, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     offset = stride
-    for i in range(n):
+    for _ in range(n):
         offset = offset.to(tl.int64) + stride  # fault
     tl.store(out_ptr + cols, tl.load(x_ptr + cols + offset))
 
@@ -394,6 +394,6 @@ def one_specialised(x_ptr, out_ptr, stride, n, BLOCK: tl.constexpr):
 def one_specialised_fixed(x_ptr, out_ptr, stride, n, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     offset = tl.cast(stride, tl.int64)
-    for i in range(n):
+    for _ in range(n):
         offset = offset + stride
     tl.store(out_ptr + cols, tl.load(x_ptr + cols + offset))

@@ -9,17 +9,17 @@ import pytest
 
 pytest.importorskip("triton")
 
-from typer.testing import CliRunner  # noqa: E402
+from typer.testing import CliRunner
 
-from isotype.cli.app import build_app  # noqa: E402
-from isotype.doctor.kernels import check, targets  # noqa: E402
-from isotype.doctor.kernels.infer import parameter_use  # noqa: E402
-from isotype.doctor.kernels.target import check_target  # noqa: E402
-from isotype.errors import UsageError  # noqa: E402
-from isotype.finding import Severity  # noqa: E402
-from isotype.pages import page  # noqa: E402
+from isotype.cli.app import build_app
+from isotype.doctor.kernels import check, targets
+from isotype.doctor.kernels.infer import parameter_use
+from isotype.doctor.kernels.target import check_target
+from isotype.errors import UsageError
+from isotype.finding import Severity
+from isotype.pages import page
 
-from . import fault_kernels  # noqa: E402
+from . import fault_kernels
 
 KERNEL = """
 import torch, triton
@@ -142,7 +142,7 @@ def test_signatures_that_do_not_fit_the_kernel() -> None:
         check(fault_kernels.ternary, {"a": {"y_ptr": "*fp32"}})
     with pytest.raises(UsageError, match="says nothing of flag"):
         check(fault_kernels.ternary, {"a": {"x_ptr": "*fp32", "out_ptr": "*fp32"}})
-    with pytest.raises(UsageError, match="no @triton.jit kernel"):
+    with pytest.raises(UsageError, match=r"no @triton.jit kernel"):
         check(print)
 
 
@@ -171,7 +171,7 @@ def test_every_code_has_a_page() -> None:
 def test_recorded_tests_and_machine_code(tmp_path: Path) -> None:
     from isotype.doctor.kernels.recorder import check_pytest
 
-    file = written(tmp_path, RIGHT + "def test_lse():\n    lse(torch.randn(4, 64, device='cuda'), torch.zeros(4, dtype=torch.int64, device='cuda'))\n", "test_rows.py")  # fmt: skip
+    file = written(tmp_path, RIGHT + "def test_lse():\n    lse(torch.randn(4, 64, device='cuda'), torch.zeros(4, dtype=torch.int64, device='cuda'))\n", "test_rows.py")  # fmt: skip  # noqa: E501
     report = check_pytest([file], ["sm_90", "gfx942"], binary=True)
     assert report.kernels == ["row_lse"]
     assert loud(report.findings) == []

@@ -6,15 +6,15 @@ import pytest
 
 pytest.importorskip("triton")
 
-import torch  # noqa: E402
+import torch
 
-from isotype.doctor.kernels.calls import call_trapped  # noqa: E402
-from isotype.doctor.kernels.pretend import pretend_gpu  # noqa: E402
-from isotype.doctor.kernels.targets import parse_target  # noqa: E402
-from isotype.doctor.kernels.trap import trap_launches  # noqa: E402
-from isotype.testing import compile_matrix  # noqa: E402
+from isotype.doctor.kernels.calls import call_trapped
+from isotype.doctor.kernels.pretend import pretend_gpu
+from isotype.doctor.kernels.targets import parse_target
+from isotype.doctor.kernels.trap import trap_launches
+from isotype.testing import compile_matrix
 
-from . import fault_kernels, wrapped  # noqa: E402
+from . import fault_kernels, wrapped
 
 SM90 = parse_target("sm_90")
 
@@ -29,7 +29,7 @@ def test_right_kernels_pass_for_every_target() -> None:
 
 
 def test_a_fault_in_backward_is_an_assertion_that_names_it() -> None:
-    with pytest.raises(AssertionError, match="exp on g, which is bf16") as caught:
+    with pytest.raises(AssertionError, match=r"exp on g, which is bf16") as caught:
         compile_matrix(wrapped.bad_mul, pair(), targets=["sm_80", "gfx942"])
     assert "wrapped.py:" in str(caught.value)
     assert "sm_80, gfx942" in str(caught.value)
@@ -48,7 +48,7 @@ def test_a_kernel_itself_is_checked_with_inferred_signatures() -> None:
 
 def test_mixed_inputs_that_the_wrapper_lets_through_are_a_warning() -> None:
     a = torch.randn(32, 32)
-    with pytest.raises(AssertionError, match="tl.dot got"):
+    with pytest.raises(AssertionError, match=r"tl.dot got"):
         compile_matrix(wrapped.mixed_dot, (a, a.clone()), targets=["sm_90"])
     compile_matrix(wrapped.mixed_dot, (a, a.clone()), targets=["sm_90"], fail_on="error")
 

@@ -39,7 +39,7 @@ class GoodMul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        gate, up = ctx.saved_tensors
+        gate, _ = ctx.saved_tensors
         out = torch.empty(gate.shape, device=dy.device, dtype=dy.dtype)
         assert dy.is_cuda
         assert not torch.isnan(out).any()

@@ -1,7 +1,6 @@
 """Small programs with a dtype fault, each with its repaired twin: `NAME(broken=True)` fails or misbehaves, `NAME(broken=False)` is right.
 
-They vary public failures (mask, rotary table, cache, adapter, checkpoint, optimizer, evaluation, averaged weights and so on); none is a copy of
-a case that the project is scored on.
+They vary public failures: mask, rotary table, cache, adapter, checkpoint, optimizer, evaluation, averaged weights.
 """
 
 from __future__ import annotations
@@ -181,7 +180,7 @@ def embedding_ids_cast_with_the_batch(broken):
 
 
 def python_check_in_a_library(broken):
-    """torch's own flex or flash front ends check in Python; nn.MultiheadAttention's fast path does too. sdpa's mask check is one of them."""
+    """Made above the dispatcher, before any op runs."""
     q = torch.randn(1, 2, 4, 8).to(bf16)
     mask = torch.zeros(4, 4, dtype=torch.float32 if broken else bf16)
     F.scaled_dot_product_attention(q, q, q, attn_mask=mask.expand(1, 2, 4, 4) if not broken else torch.zeros(4, 4, dtype=torch.float16))
@@ -232,7 +231,140 @@ def recompute_under_global_switch(broken):
     y.float().sum().backward()
 
 
+def fused_attention(q, k, v):
+    if q.dtype not in (torch.float16, bf16):
+        raise RuntimeError("fused attention only supports fp16 and bf16 data types")
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def own_attention_check_after_fp32_norm(broken):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_norm, self.proj = nn.LayerNorm(16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            q = self.q_norm(self.proj(x).to(self.q_norm.weight.dtype))
+            q = (q if broken else q.to(x.dtype))[:, None]
+            return fused_attention(q, q, q)
+
+    model = Block().to(bf16)
+    model.q_norm.float()
+    model(x_of())
+
+
+def fill_value_of_another_dtype(broken):
+    scores = x_of(torch.float16)
+    scores.masked_fill(scores > 0, torch.finfo(torch.float32 if broken else scores.dtype).min)
+
+
+def prefix_cache_concatenated(broken):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+            self.register_buffer("cache_k", torch.zeros(1, 1, 4, 16), persistent=False)
+            self.register_buffer("cache_v", torch.zeros(1, 1, 4, 16), persistent=False)
+
+        def forward(self, x):
+            q, k, v = (t[:, None] for t in self.qkv(x).chunk(3, -1))
+            ck, cv = (self.cache_k, self.cache_v) if broken else (self.cache_k.to(k.dtype), self.cache_v.to(v.dtype))
+            return F.scaled_dot_product_attention(q, torch.cat([ck, k], 2), torch.cat([cv, v], 2))
+
+    layer = Layer()
+    layer.qkv.to(bf16)
+    layer(x_of())
+
+
+def validation_leaves_fp16_for_the_scaler(broken):
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step():
+        loss = model(x_of(model.weight.dtype)).float().pow(2).mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    def log_validation(live):
+        live.half()
+
+    step()
+    log_validation(model if broken else copy.deepcopy(model))
+    step()
+
+
 # ---- silent faults
+def feed_forward_overflows_fp16(broken):
+    class FeedForward(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wi, self.wo = nn.Linear(16, 64, bias=False), nn.Linear(64, 16, bias=False)
+            nn.init.constant_(self.wi.weight, 40.0)
+            nn.init.constant_(self.wo.weight, 40.0)
+
+        def forward(self, x):
+            return self.wo(F.relu(self.wi(x)))
+
+    dtype = torch.float16 if broken else bf16
+    model = nn.Sequential(nn.Linear(16, 16), FeedForward()).to(dtype)
+    with torch.no_grad():
+        model(x_of(dtype).abs())
+
+
+def averaged_model_in_bf16(broken):
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    model = nn.Linear(16, 16)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9995)).to(bf16 if broken else torch.float32)
+    for _ in range(12):
+        with torch.no_grad():
+            model.weight.mul_(1.01)
+        average.update_parameters(copy.deepcopy(model).to(average.module.weight.dtype))
+
+
+def loader_returns_early_in_bf16(broken):
+    def load(strict):
+        old = torch.get_default_dtype()
+        torch.set_default_dtype(bf16)
+        try:
+            model = nn.Linear(4, 4)
+            if not strict:
+                return model
+        finally:
+            if not broken:
+                torch.set_default_dtype(old)
+        torch.set_default_dtype(old)
+        return model
+
+    try:
+        load(strict=False)
+        nn.Linear(4, 4)(torch.ones(1, 4))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def adapter_output_left_in_fp32(broken):
+    class Lora(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(16, 16).to(bf16)
+            self.a, self.b = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                delta = self.b(self.a(x.to(self.a.weight.dtype)))
+            result = self.base(x) + delta
+            return result if broken else result.to(x.dtype)
+
+    net = nn.Sequential(Lora(), Lora(), nn.Linear(16, 16).to(bf16))
+    with torch.autocast("cpu", bf16):
+        net(x_of())
+
+
 def ema_in_bf16(broken):
     model = nn.Linear(16, 16)
     average = [p.detach().clone().to(bf16 if broken else torch.float32) for p in model.parameters()]

@@ -32,7 +32,14 @@ def test_holds_tree_dtypes_gradients_conversions_and_findings(tmp_path):
     nodes = {node["path"]: node for node in tree["nodes"]}
     assert set(nodes) == {"", "0", "1", "2"}
     assert nodes["0"]["activation"]["out"] == "bf16"
-    assert nodes["0"]["tensors"][0] == {"name": "weight", "dtype": "fp32", "shape": [8, 8], "bytes": 256, "kind": "parameter", "trains": True}
+    assert nodes["0"]["tensors"][0] == {
+        "name": "weight",
+        "dtype": "fp32",
+        "shape": [8, 8],
+        "bytes": 256,
+        "kind": "parameter",
+        "trains": True,
+    }
     assert {"bf16"} <= {g["dtype"] for g in nodes["2"]["gradients"]}
     assert "fp32 to bf16" in {change["change"] for change in nodes["0"]["changes"]}
     assert data["findings"] == []
@@ -60,5 +67,5 @@ def test_script_tags_in_names_do_not_end_the_page(tmp_path):
 
 
 def test_unwritable_file_is_a_usage_error(tmp_path):
-    with pytest.raises(UsageError, match="map.html"), trace(map=tmp_path / "nowhere" / "map.html"):
+    with pytest.raises(UsageError, match=r"map\.html"), trace(map=tmp_path / "nowhere" / "map.html"):
         pass

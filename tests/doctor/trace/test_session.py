@@ -73,10 +73,22 @@ def test_clean_training_has_no_findings():
 def test_nothing_is_left_patched_or_hooked():
     from torch.nn.modules import module as modules
 
-    before = (torch.set_default_dtype, torch.compile, nn.Module._apply, len(modules._global_forward_hooks), len(modules._global_forward_pre_hooks))
+    before = (
+        torch.set_default_dtype,
+        torch.compile,
+        nn.Module._apply,
+        len(modules._global_forward_hooks),
+        len(modules._global_forward_pre_hooks),
+    )
     with pytest.raises(ZeroDivisionError), trace():
         1 / 0  # noqa: B018
-    after = (torch.set_default_dtype, torch.compile, nn.Module._apply, len(modules._global_forward_hooks), len(modules._global_forward_pre_hooks))
+    after = (
+        torch.set_default_dtype,
+        torch.compile,
+        nn.Module._apply,
+        len(modules._global_forward_hooks),
+        len(modules._global_forward_pre_hooks),
+    )
     assert after == before
     assert torch._C._len_torch_dispatch_stack() == 0
 
@@ -182,7 +194,22 @@ def test_cross_entropy_in_bf16_and_scalar_promotions_are_quiet():
     assert seen.findings == []
 
 
-@pytest.mark.parametrize("code", [*(f"TR{n:03}" for n in (1, 2, 3, *range(10, 23), 30))])
+def test_triton_launches_are_counted():
+    pytest.importorskip("triton")
+    from . import kernel
+
+    x = torch.ones(4)
+    with trace() as seen:
+        net()(torch.randn(2, 16))
+        try:
+            kernel.add_one[(1,)](x, 4)
+        except RuntimeError:
+            assert not torch.cuda.is_available()
+    assert [(f.code, f.severity) for f in seen.findings] == [("TR021", Severity.NOTE)]
+    assert "add_one (1x)" in seen.findings[0].message
+
+
+@pytest.mark.parametrize("code", [*(f"TR{n:03}" for n in (1, 2, 3, *range(10, 24), 30))])
 def test_every_code_has_a_page(code):
     text = pages.page(code)
     assert text is not None

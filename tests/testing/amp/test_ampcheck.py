@@ -63,7 +63,7 @@ def test_names_operands_and_combination():
 
 
 def test_a_function_that_runs_nowhere_is_a_usage_error():
-    with pytest.raises(UsageError, match="runs under no dtype combination.*test_ampcheck.py"):
+    with pytest.raises(UsageError, match=r"runs under no dtype combination.*test_ampcheck.py"):
         ampcheck(lambda x: x @ torch.zeros(3, 3), (drawn(4, 8),))
 
 

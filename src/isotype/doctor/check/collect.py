@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -31,6 +32,7 @@ SKIPPED_FOLDERS = {
 }
 LARGEST = 8 << 20  # bytes of a text file that may be a configuration
 MOST_FILES = 5000
+_TRAINING = re.compile(r"bf16|fp16|mixed_precision|learning_rate|load_in_4bit|bfloat16|float16")
 _SUFFIXES = {
     ".json",
     ".yaml",
@@ -138,7 +140,7 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
                 f"{shown}: isotype check reads JSON, YAML, TOML, env and shell files, Python, training_args.bin and safetensors"
             )
     except (json_lines.BadJson, yaml_lines.BadYaml, toml_lines.BadToml, python_calls.BadPython) as error:
-        if explicit or suffix not in (".py", ".json"):
+        if explicit or (suffix != ".py" and _TRAINING.search(text)):  # a template of something else is nobody's fault
             found.trouble.append(_trouble(shown, error.line, str(error)))
     except (pickled.BadPickle, safetensors_header.BadHeader) as error:
         found.trouble.append(_trouble(shown, None, str(error)))

@@ -33,6 +33,8 @@ def from_python(text: str, shown: str) -> list[Document]:
         return []
     documents: list[Document] = []
 
+    ambiguous: list[tuple[Document, str]] = []  # two calls disagree, and only running the program would tell which counts
+
     def document(tool: str, **attributes: Any) -> Document:
         made = next((d for d in documents if d.tool == tool and tool not in ("hf", "lightning")), None)
         if made is None:
@@ -47,6 +49,8 @@ def from_python(text: str, shown: str) -> list[Document]:
                 continue
             known = list(_plain(prefix + key, value))
             for name, plain in known:
+                if name in into.settings and into.settings[name].value != plain and into.tool not in ("accelerate", "code"):
+                    ambiguous.append((into, name))
                 into.add(name, plain, line)
             if not known:
                 into.attributes.setdefault("unknown", set()).add(prefix + key)
@@ -54,11 +58,14 @@ def from_python(text: str, shown: str) -> list[Document]:
     code = Document("code", shown)
     accelerators: list[python_calls.Call] = []
     lightning = bool(re.search(r"\b(?:lightning|pytorch_lightning|lightning_fabric)\b", text))
-    for call in python_calls.read(text):
+    calls = python_calls.read(text)
+    quantisations = {repr({k: v for k, (v, _) in c.arguments.items()}) for c in calls if c.name == "BitsAndBytesConfig"}
+    for call in calls:
         if call.name in ("TrainingArguments", "Seq2SeqTrainingArguments") or _TRL.match(call.name):
             copy(call, document("hf", made_by=call.name))
         elif call.name == "BitsAndBytesConfig":
-            copy(call, document("model"), "quantization_config.")
+            if len(quantisations) == 1:  # else they are a program's alternatives
+                copy(call, document("model"), "quantization_config.")
         elif (
             call.name == "from_pretrained"
             and re.search(r"Model|Pipeline|VAE|UNet|Transformer", call.owner)
@@ -97,6 +104,9 @@ def from_python(text: str, shown: str) -> list[Document]:
             code.add("GradScaler", enabled, call.line)
         elif call.owner == "deepspeed" and call.name == "initialize":
             code.add("deepspeed.initialize", True, call.line)
+    for made, name in ambiguous:
+        made.settings.pop(name, None)
+        made.attributes.setdefault("unknown", set()).add(name)
     modes = {repr(c.arguments["mixed_precision"][0]): c for c in accelerators if "mixed_precision" in c.arguments}
     if len(modes) > 1:
         for index, call in enumerate(modes.values()):

@@ -360,11 +360,11 @@ def _hf(record: Record) -> None:
     elif compute:
         record.set("evaluation", compute, "autocast", by)
     if section is not None or (uses_deepspeed(facts) and compute in ("bf16", "fp16")):
-        record.set("parameters", compute, "DeepSpeed casts the module", section or by)
+        record.set("parameters", compute, "DeepSpeed casts the module", by or section)
         record.set(
             "trained", compute if record.adapter is not True else record.value("trained"), "DeepSpeed casts the module", section or by
         )
-        record.set("optimizer", "fp32", "ZeRO keeps an fp32 master copy", section or by)
+        record.set("optimizer", "fp32", "ZeRO keeps an fp32 master copy", by or section)
         accumulated = deepspeed_setting(facts, "data_types.grad_accum_dtype")
         if accumulated is not None:
             record.set("accumulation", dtype_of(accumulated.value) or str(accumulated.value), "data_types.grad_accum_dtype", accumulated)

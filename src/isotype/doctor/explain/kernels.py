@@ -100,14 +100,15 @@ def triton_dot(s: Seen) -> Explained:
     **What to do.** Cast next to the dot: `tl.dot(p.to(v.dtype), v)`; the accumulator stays fp32.
     """
     left, right = s.dtype("left"), s.dtype("right")
+    pair = f"{left} and {right}" if s.dtypes else "two dtypes"
     return Explained(
-        message=f"Triton: tl.dot of {left} and {right}",
+        message=f"Triton: tl.dot of {pair}",
         causes=[
             Cause(
                 name="operand of tl.dot promoted",
                 score=3,
                 why=(
-                    f"the operands of tl.dot are {left} and {right}: softmax probabilities or a scalar product promoted "
+                    f"the operands of tl.dot are {pair}: softmax probabilities or a scalar product promoted "
                     f"one side to fp32, or an fp32 parameter meets activations that autocast made {s.half}"
                 ),
                 fix="cast next to the dot: acc = tl.dot(p.to(v.dtype), v, acc); the accumulator stays fp32",

@@ -134,6 +134,19 @@ def matrix_product(s: Seen) -> Explained:
                 because=f"the head is in the traceback: {frame.function} at {frame.file}:{frame.line}",
             )
         )
+    if "backward" not in s.situation and (frame := s.situation.mentions(r"liger_kernel|unsloth|fused_|cut_cross_entropy|apex|fla/")):
+        causes.append(
+            Cause(
+                name="fused kernel outside autocast",
+                score=5,
+                why=(
+                    f"a fused operation was handed {left} activations and {right} weights as they are: it takes a weight directly "
+                    "and autocast casts neither, so what autocast made half precision meets an fp32 weight"
+                ),
+                fix="cast next to the call: fused(hidden, weight.to(hidden.dtype)), or keep activations and weight in one dtype",
+                because=f"{frame.function} at {frame.file}:{frame.line}",
+            )
+        )
     if (frame := s.situation.mentions(r"/peft/|lora_[AB]|fast_lora|/lora")) is not None:
         causes.append(
             Cause(
@@ -587,7 +600,8 @@ def indexed_write(s: Seen) -> Explained:
             fix=cast + ", or allocate the destination with dtype=src.dtype",
         )
     )
-    return Explained(message=f"{name}: {src} source, {dst} destination", causes=causes)
+    named = f"{src} source, {dst} destination" if "source" in s.dtypes else "source and destination differ in dtype"
+    return Explained(message=f"{name}: {named}", causes=causes)
 
 
 @family("EX008", "integer input")

@@ -263,7 +263,8 @@ def sharding(s: Seen) -> Explained:
         "sharded group": "FSDP2 needs one dtype among a group's trainable parameters",
         "collective": "a collective got tensors of two dtypes",
     }[s.operator]
-    return Explained(message=f"{what}: {left} and {right}", causes=causes)
+    named = f": {left} and {right}" if right != "another" else ""
+    return Explained(message=what + named, causes=causes)
 
 
 @family("EX015", "recompute")

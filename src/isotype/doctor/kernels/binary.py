@@ -54,7 +54,12 @@ def _compiled(function: Any, observation: Observation, target: Any) -> tuple[lis
     combination, where = observation.combination, target_name(target)
     file, line = place_of(function)
     place = Place(file=file, line=line, symbol=function.__name__)
-    details = (("kernel", function.__name__), ("signature", combination.written), ("target", where), ("reach", combination.reach.words))
+    details: tuple[tuple[str, str], ...] = (
+        ("kernel", function.__name__),
+        ("signature", combination.written),
+        ("target", where),
+        ("reach", combination.reach.words),
+    )
     try:
         usage = machine_code(function, combination, target)
     except Exception as error:
@@ -69,7 +74,7 @@ def _compiled(function: Any, observation: Observation, target: Any) -> tuple[lis
     allowed = limits(target)
     details += (("usage", usage.written),)
     if usage.shared_bytes > allowed.shared_bytes:
-        cause = f"one block needs {usage.shared_bytes:,} bytes of shared memory and {where} allows {allowed.shared_bytes:,}: its launch raises OutOfResources"
+        cause = f"one block needs {usage.shared_bytes:,} bytes of shared memory, {where} allows {allowed.shared_bytes:,}: OutOfResources"
         severity = Severity.ERROR if combination.reach.name == "GIVEN" else Severity.NOTE
         message = f"{function.__name__} needs more shared memory than {where} has"
         return [

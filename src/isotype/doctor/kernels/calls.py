@@ -101,7 +101,7 @@ def call_trapped(function: Callable[..., Any], inputs: Any, target: Any, *, back
 
     calls = Calls()
     if hasattr(function, "forward") and hasattr(function, "apply") and isinstance(function, type):
-        function = function.apply  # an autograd.Function
+        function = getattr(function, "apply")  # noqa: B009  an autograd.Function
     for label, reach, words in input_variants(inputs):
         if reach == Reach.MIXED and not mixed:
             continue

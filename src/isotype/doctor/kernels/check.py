@@ -156,8 +156,8 @@ def as_findings(function: Any, observations: Sequence[Observation]) -> list[Find
     seen: dict[tuple, Seen] = {}
     for observation in observations:
         for fault in _faults(function, observation):
-            known = seen.setdefault((fault.code, fault.file, fault.line, fault.variable), Seen(fault))
-            if observation.combination.reach > known.reach if known.observations else False:
+            known = seen.setdefault((fault.code, fault.file, fault.line), Seen(fault))
+            if known.observations and observation.combination.reach > known.reach:
                 known.fault = fault
             known.observations.append(observation)
     return [_finding(function, one, observations) for one in seen.values() if not _is_ours(one, observations)]
@@ -188,7 +188,21 @@ def _severity(one: Seen, observations: Sequence[Observation]) -> Severity:
         inferred = [o for o in observations if o.combination.reach == Reach.INFERRED]
         if not one.fault.is_dtype or all(o.failed for o in inferred):
             return Severity.NOTE
+        if one.fault.statistic:  # running sums and maxima of rows are fp32 buffers by design (trl.kernels keeps them across launches)
+            return Severity.NOTE
+        if one.fault.code in ("KN003", "KN006", "KN008") and _one_pointer_in_fp32_compiles(observations):
+            return Severity.NOTE
     return _SEVERITY[one.reach]
+
+
+def _one_pointer_in_fp32_compiles(observations: Sequence[Observation]) -> bool:
+    """Whether one pointer in fp32 beside the others in bf16 cures it.
+
+    Operands of two pointers need not share a dtype: gates, decays and intermediate gradients are fp32 by design in many libraries
+    (`chunk_gla_bwd_kernel_intra` of flash-linear-attention, whose dA is), so that "all alike" is our guess and not a caller's choice.
+    """
+    mixed = [o for o in observations if o.combination.label.startswith("bf16, ") and o.combination.label.endswith(" fp32")]
+    return any(not o.failed for o in mixed)
 
 
 def _finding(function: Any, one: Seen, observations: Sequence[Observation]) -> Finding:
@@ -199,7 +213,9 @@ def _finding(function: Any, one: Seen, observations: Sequence[Observation]) -> F
     passing = [x for x in dict.fromkeys(o.combination.label for o in peers) if x not in labels]
     verb = "fails for" if failing[0].failed else "seen with"
     details = [("kernel", fault.kernel), ("variable", fault.variable), ("dtypes", " and ".join(fault.dtypes)), *fault.facts]
-    details += [(verb, _few(labels)), ("compiles for", _few(passing) if failing[0].failed else "")]
+    reachable = list(dict.fromkeys(o.combination.label for o in failing if o.combination.reach > Reach.LATENT)) or labels
+    varied = f" (and {len(labels) - len(reachable)} variations)" if len(labels) > len(reachable) else ""
+    details += [(verb, _few(reachable) + varied), ("compiles for", _few(passing) if failing[0].failed else "")]
     details += [("signature", failing[0].combination.written), ("targets", ", ".join(dict.fromkeys(o.target for o in failing)))]
     details += [("reach", one.reach.words)]
     if failing[0].failed:

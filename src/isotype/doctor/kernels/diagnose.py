@@ -27,6 +27,7 @@ class Fault:
     dtypes: tuple[str, str] | tuple[str] | tuple[()] = ()
     facts: tuple[tuple[str, str], ...] = field(default=())
     is_dtype: bool = True  # whether the failure is about dtypes at all
+    statistic: bool = False  # whether the value at fault is one loaded number a program
     severity: Severity | None = None  # None: decided by how reachable the combination is
 
 
@@ -124,13 +125,27 @@ def _redefined_in_branch(scene: Scene) -> Fault | None:
     fix = _widening(name, before, after, entered, "before the branch")
     flags = _flags(scene.frame, test) if test is not None else []
     if flags:
-        fix += f"; or, where it is known at launch, declare {' and '.join(f'{f}: tl.constexpr' for f in flags)}: a constexpr branch may change a dtype"
+        fix += f"; or, where it is known at launch, declare {_as_constexprs(flags)}: a constexpr branch may change a dtype"
     message = (
         f"{name} is {before} and a run-time branch redefines it as {after}"
         if first
         else f"{name} is {before} in one branch and {after} in the other"
     )
-    return scene.fault("KN001", name, message, cause=cause, fix=fix, line=line, dtypes=(before, after), facts=_origin_facts(scene, entered))
+    return scene.fault(
+        "KN001",
+        name,
+        message,
+        cause=cause,
+        fix=fix,
+        line=line,
+        dtypes=(before, after),
+        facts=_origin_facts(scene, entered),
+        statistic=bool(entered and entered.statistic),
+    )
+
+
+def _as_constexprs(flags: list[str]) -> str:
+    return " and ".join(f"{flag}: tl.constexpr" for flag in flags)
 
 
 def _widening(name: str, before: str, after: str, entered: Origin | None, when: str) -> str:
@@ -193,7 +208,17 @@ def _reassigned_in_loop(scene: Scene) -> Fault | None:
     else:
         fix = "give it one dtype: " + _widening(name, before, after, entered, "before the loop")
     message = f"{name} enters a loop as {before} and is re-assigned as {after} in it"
-    return scene.fault("KN002", name, message, cause=cause, fix=fix, line=line, dtypes=(before, after), facts=_origin_facts(scene, made))
+    return scene.fault(
+        "KN002",
+        name,
+        message,
+        cause=cause,
+        fix=fix,
+        line=line,
+        dtypes=(before, after),
+        facts=_origin_facts(scene, made),
+        statistic=bool(entered and entered.statistic),
+    )
 
 
 def _statement_origin(frame: Frame, statement: ast.AST | None) -> Origin | None:
@@ -210,7 +235,7 @@ def _ternary(scene: Scene) -> Fault | None:
     cause = f"the condition `{source_text(scene.node.test)}` is known only when the kernel runs, and the two sides are {left} and {right}"
     fix = f"cast both sides to one dtype, for example .to(tl.{_tl(_wider(left, right))}), or use tl.where, which promotes"
     flags = _flags(scene.frame, scene.node.test)
-    fix += f"; or declare {' and '.join(f'{f}: tl.constexpr' for f in flags)}" if flags else ""
+    fix += f"; or declare {_as_constexprs(flags)}" if flags else ""
     return scene.fault(
         "KN001",
         name,
@@ -228,6 +253,8 @@ def _return_types(scene: Scene) -> Fault | None:
     if not found:
         return None
     left, right = scalar_word(found[1]), scalar_word(found[2])
+    returns = [n for n in ast.walk(scene.frame.tree or scene.node) if isinstance(n, ast.Return) and n.value is not None]
+    line = next((scene.frame.line(n) for n in returns if scene.frame.dtypes.get(n.value or n) == left), None)
     cause = f"{scene.frame.name} returns {left} on one path and {right} on another; a function called from a kernel has one return type"
     return scene.fault(
         "KN001",
@@ -235,6 +262,7 @@ def _return_types(scene: Scene) -> Fault | None:
         f"{scene.frame.name} returns {left} or {right}",
         cause=cause,
         fix=f"cast every return value of {scene.frame.name} to one dtype",
+        line=line,
         dtypes=(left, right),
     )
 
@@ -266,7 +294,7 @@ def _dot_operands(scene: Scene) -> Fault | None:
     if promoted:
         name, step = promoted
         other = name_b if name == name_a else name_a
-        fix = f"apply {step.name} after the dot (its fp32 accumulator keeps the precision), or cast back before it: {name} = (...).to({other}.dtype)"
+        fix = f"apply {step.name} after the dot (to its fp32 result), or cast back before it: {name} = (...).to({other}.dtype)"
         message = f"a scalar promotes {name} before tl.dot, which then gets {left} and {right}"
     else:
         fix, message = cast, f"tl.dot got {name_a} in {left} and {name_b} in {right}"
@@ -331,7 +359,7 @@ def _math_on_low_precision(scene: Scene) -> Fault | None:
 
 def _lost_constexpr(scene: Scene) -> Fault | None:
     if not re.search(
-        r"must be of type (?:`)?(?:tl\.)?constexpr|must have type `?constexpr|did you forget .*constexpr|constexpr\[int\]|not a constexpr|tl\.constexpr",
+        r"must be of type `?(?:tl\.)?constexpr|must have type `?constexpr|did you forget .*constexpr|constexpr\[int\]|tl\.constexpr",
         scene.message,
     ):
         return None

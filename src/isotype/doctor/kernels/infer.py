@@ -7,6 +7,7 @@ what is left is a float scalar. `launches_written.py` adds what the file's own l
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,22 +17,8 @@ from .signature import Combination, Reach, distinct, float_pointer_matrix
 from .unwrap import Unwrapped
 
 _MEMORY = ("load", "store", "atomic_add", "atomic_max", "atomic_min", "atomic_xchg", "atomic_cas", "atomic_and", "atomic_or", "atomic_xor")
-_INDEX_WORDS = (
-    "idx",
-    "index",
-    "indices",
-    "label",
-    "target",
-    "_ids",
-    "cu_seq",
-    "seqlens",
-    "lengths",
-    "offsets",
-    "position",
-    "expert",
-    "sorted",
-    "token",
-    "map",
+_INDEX_NAME = re.compile(
+    r"(^(y_true|labels?|targets?|tokens?|experts?)|(^|_)(idx|index|indices|ids|cu_seqlens|seqlens|lengths|positions))(_ptr)?$"
 )
 _DTYPE_METHODS = ("to", "cast", "zeros", "full")
 
@@ -300,7 +287,7 @@ def _type(parameter: Any, use: Use, sites: list[WrittenLaunch], values: Mapping[
             return site.scalars[name]
     lower = name.lower()
     if name in use.pointers or (lower.endswith("_ptr") and name not in use.integers):
-        whole = name in use.integer_pointers or any(w in lower for w in _INDEX_WORDS)
+        whole = name in use.integer_pointers or bool(_INDEX_NAME.search(lower))
         return "*i64" if whole else "*fp32"
     if name in use.integers or any(w in lower for w in ("stride", "n_rows", "n_cols", "num_", "seqlen")):
         return "i32"

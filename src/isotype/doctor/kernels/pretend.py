@@ -1,4 +1,4 @@
-"""A machine that says it has a GPU: code that chooses its Triton path by `x.is_cuda`, asks for device properties or calls `.cuda()` runs on the CPU.
+"""A machine that says it has a GPU: code that asks `x.is_cuda`, for device properties or for `.cuda()` runs on the CPU.
 
 Inside `pretend_gpu(target)` tensors live on the CPU and say `cuda:0`; a request for a CUDA device makes a CPU tensor; fresh memory is
 zeroed, so that what a kernel would have written is a plausible value; Triton's active driver answers for `target`. Nothing runs on any
@@ -25,34 +25,53 @@ _FRESH = {
     torch.Tensor.new_empty: torch.Tensor.new_zeros,
 }
 _HOST = (torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.pin_memory)
+_TO, _LIKE = torch.Tensor.to, (torch.Tensor.new_empty, torch.Tensor.new_zeros)
 
 
 def _is_cuda(value: Any) -> bool:
     return (isinstance(value, torch.device) and value.type == "cuda") or (isinstance(value, str) and value.split(":")[0] == "cuda")
 
 
-class _OnTheCpu(TorchFunctionMode):
-    """Turns requests for CUDA into CPU tensors."""
+_MAKERS = (
+    "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "linspace", "eye", "tensor", "as_tensor",
+    "scalar_tensor", "randperm",
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_strided",
+)  # fmt: skip
+_METHODS = ("to", "cuda", "cpu", "pin_memory", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided")
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _HOST:
-            return args[0]
-        if func is torch.empty_strided:
-            return func(*args, **_host(kwargs)).zero_()
-        func = _FRESH.get(func, func)
-        if func is torch.Tensor.to or func in _FRESH.values() or "device" in kwargs:
-            args = tuple(torch.device("cpu") if _is_cuda(a) else a for a in args)
-        if func is torch.Generator:
-            args = ()
-        return func(*args, **_host(kwargs))
+
+def _on_the_cpu(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Calls `func` with CUDA devices replaced by the CPU, and with fresh memory zeroed."""
+    if func in _HOST:
+        return args[0]
+    if func in (torch.empty_strided, torch.Tensor.new_empty_strided):
+        return func(*args, **_host(kwargs)).zero_()
+    if func is _TO or func in _LIKE or "device" in kwargs:
+        args = tuple(torch.device("cpu") if _is_cuda(a) else a for a in args)
+    return _FRESH.get(func, func)(*args, **_host(kwargs))
 
 
 def _host(kwargs: dict[str, Any]) -> dict[str, Any]:
     if _is_cuda(kwargs.get("device")):
-        kwargs["device"] = torch.device("cpu")
-    kwargs.pop("pin_memory", None)
-    return kwargs
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    return {name: value for name, value in kwargs.items() if name != "pin_memory"}
+
+
+class _OnTheCpu(TorchFunctionMode):
+    """Every call of torch's, also under `with torch.device("cuda")`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return _on_the_cpu(func, args, kwargs or {})
+
+
+def _patched(func: Any) -> Any:
+    """`torch.empty` and the like themselves, for code that a function mode does not reach: backward, and the inside of custom operators."""
+
+    def on_the_cpu(*args: Any, **kwargs: Any) -> Any:
+        return _on_the_cpu(func, args, kwargs)
+
+    on_the_cpu.__name__ = getattr(func, "__name__", "torch_function")
+    return on_the_cpu
 
 
 class _Stream:
@@ -83,10 +102,19 @@ class _Stream:
 def _properties(target: Any) -> SimpleNamespace:
     major, minor = divmod(int(target.arch), 10) if target.backend == "cuda" else (9, 4)
     return SimpleNamespace(
-        name=f"pretended {target.arch}", major=major, minor=minor, multi_processor_count=132, total_memory=80 << 30, warp_size=target.warp_size,
-        max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, shared_memory_per_block=48 << 10, L2_cache_size=50 << 20,
-        shared_memory_per_block_optin=limits(target).shared_bytes, gcnArchName=str(target.arch),
-    )  # fmt: skip
+        name=f"pretended {target.arch}",
+        major=major,
+        minor=minor,
+        multi_processor_count=132,
+        total_memory=80 << 30,
+        warp_size=target.warp_size,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_block_optin=limits(target).shared_bytes,
+        L2_cache_size=50 << 20,
+        gcnArchName=str(target.arch),
+    )
 
 
 class _Driver:
@@ -95,7 +123,15 @@ class _Driver:
     def __init__(self, target: Any) -> None:
         self.target = target
         shape = _properties(target)
-        found = {"max_shared_mem": limits(target).shared_bytes, "max_num_regs": 65536, "multiprocessor_count": shape.multi_processor_count, "warpSize": target.warp_size, "sm_clock_rate": 1_700_000, "mem_clock_rate": 2_600_000, "mem_bus_width": 5120}  # fmt: skip
+        found = {
+            "max_shared_mem": limits(target).shared_bytes,
+            "max_num_regs": shape.regs_per_multiprocessor,
+            "multiprocessor_count": shape.multi_processor_count,
+            "warpSize": target.warp_size,
+            "sm_clock_rate": 1_700_000,
+            "mem_clock_rate": 2_600_000,
+            "mem_bus_width": 5120,
+        }
         self.utils = SimpleNamespace(get_device_properties=lambda device: dict(found))
 
     def get_current_target(self) -> Any:
@@ -130,19 +166,36 @@ class _Driver:
         return lambda call, *args, **kwargs: [1.0, 1.0, 1.0]
 
 
+_WITHOUT_EFFECT = (
+    "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all", "ipc_collect", "_lazy_init",
+)  # fmt: skip
+
+
 def _cuda_answers(target: Any) -> dict[str, Any]:
     """`torch.cuda`'s questions and their answers."""
     shape = _properties(target)
     answers: dict[str, Any] = {
-        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
-        "get_device_capability": lambda device=None: (shape.major, shape.minor), "get_device_properties": lambda device=None: shape,
-        "get_device_name": lambda device=None: shape.name, "is_bf16_supported": lambda *a, **k: True, "get_arch_list": lambda: [f"sm_{target.arch}"],
-        "current_stream": lambda device=None: _Stream(), "default_stream": lambda device=None: _Stream(), "Stream": _Stream, "Event": _Stream,
-        "stream": lambda stream: contextlib.nullcontext(), "device": lambda device: contextlib.nullcontext(),
-        "device_of": lambda tensor: contextlib.nullcontext(), "memory_allocated": lambda *a: 0, "max_memory_allocated": lambda *a: 0,
-        "mem_get_info": lambda *a: (70 << 30, 80 << 30),
-    }  # fmt: skip
-    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all", "ipc_collect", "_lazy_init"):  # fmt: skip
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_capability": lambda device=None: (shape.major, shape.minor),
+        "get_device_properties": lambda device=None: shape,
+        "get_device_name": lambda device=None: shape.name,
+        "is_bf16_supported": lambda *args, **kwargs: True,
+        "get_arch_list": lambda: [f"sm_{target.arch}"],
+        "current_stream": lambda device=None: _Stream(),
+        "default_stream": lambda device=None: _Stream(),
+        "Stream": _Stream,
+        "Event": _Stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "device": lambda device: contextlib.nullcontext(),
+        "device_of": lambda tensor: contextlib.nullcontext(),
+        "memory_allocated": lambda *args: 0,
+        "max_memory_allocated": lambda *args: 0,
+        "mem_get_info": lambda *args: (70 << 30, 80 << 30),
+    }
+    for name in _WITHOUT_EFFECT:
         answers[name] = _nothing(name)
     return answers
 
@@ -160,30 +213,25 @@ def _nothing(name: str) -> Any:
 @contextlib.contextmanager
 def pretend_gpu(target: Any) -> Iterator[None]:
     """Everything inside believes in a GPU of this target; afterwards everything is as it was."""
-    import torch.autograd as autograd
     from triton.runtime.driver import driver
-
-    mode = _OnTheCpu()
-    run_backward = autograd._engine_run_backward  # type: ignore[attr-defined]
-
-    def backward_on_the_cpu(*args: Any, **kwargs: Any) -> Any:
-        # torch takes the mode off while it handles `backward`; the user's own backward needs it as much as the forward
-        with mode:
-            return run_backward(*args, **kwargs)
 
     with contextlib.ExitStack() as stack:
         for name, answer in _cuda_answers(target).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        for name, value in {"is_cuda": property(lambda self: True), "device": property(lambda self: _CUDA), "get_device": lambda self: 0}.items():  # fmt: skip
+        said = {"is_cuda": property(lambda self: True), "device": property(lambda self: _CUDA), "get_device": lambda self: 0}
+        for name, value in said.items():
             stack.enter_context(_attribute(torch.Tensor, name, value))
         # torch.compile's import reaches for it once CUDA says it is available
-        stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True))
-        stack.enter_context(mock.patch.object(autograd, "_engine_run_backward", backward_on_the_cpu))
+        stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _nothing("_cuda_getCurrentRawStream"), create=True))
+        for name in _MAKERS:
+            stack.enter_context(mock.patch.object(torch, name, _patched(getattr(torch, name))))
+        for name in _METHODS:
+            stack.enter_context(_attribute(torch.Tensor, name, _patched(getattr(torch.Tensor, name))))
         stack.enter_context(mock.patch.object(torch.nn.Module, "cuda", lambda self, device=None: self))
         before = getattr(driver, "_active", None)
         driver.set_active(_Driver(target))
         stack.callback(_restore_driver, driver, before)
-        stack.enter_context(mode)
+        stack.enter_context(_OnTheCpu())
         yield
 
 

@@ -24,6 +24,7 @@ class Origin:
     line: int
     source: str
     name: str | None = None  # the scalar, pointer or parameter that decided it
+    statistic: bool = False  # a load of one number a program, as of a row's maximum or sum, rather than of a block
 
 
 def source_text(node: ast.AST) -> str:
@@ -143,7 +144,14 @@ def _call(frame: Frame, node: ast.Call, before: int | None, depth: int) -> Origi
         pointer = frame.dtypes.get(node.args[0], "")
         parameter = next((n for n in names_in(node.args[0]) if frame.parameters.get(n, "").startswith("*")), None)
         through = parameter or variable_of(node.args[0])
-        return Origin("load", f"loaded through {through} ({pointer or result}) without a cast", here, source_text(node), through)
+        return Origin(
+            "load",
+            f"loaded through {through} ({pointer or result}) without a cast",
+            here,
+            source_text(node),
+            through,
+            not frame.shapes.get(node),
+        )
     if name in ("to", "cast"):
         return Origin("cast", f"cast by `{source_text(node)}`", here, source_text(node))
     if name in ("zeros", "full"):

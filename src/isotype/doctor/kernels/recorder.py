@@ -36,7 +36,7 @@ class _Recorder:
         @pytest.hookimpl(wrapper=True)
         def pytest_collection(session: Any) -> Iterator[None]:
             # `skipif(not torch.cuda.is_available())` is decided when a test file is imported
-            import torch._dynamo
+            import torch._dynamo  # noqa: F401  its table of functions must hold the real ones
 
             with pretend_gpu(self.target):
                 return (yield)

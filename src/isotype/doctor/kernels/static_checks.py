@@ -51,7 +51,7 @@ def _low_precision_sums(kernel: str, frame: Frame) -> Iterator[Fault]:
                 continue
             dtype = next((b.dtype for b in reversed(frame.bindings) if b.node is statement and b.name == name), None)
             if dtype in LOW:
-                cause = f"`{source_text(statement)}` adds into a {dtype} value once a round: each addition rounds, and the error grows with the length of the loop"
+                cause = f"`{source_text(statement)}` adds into a {dtype} value once a round: each addition rounds"
                 fix = f"start {name} in fp32 (tl.zeros(..., dtype=tl.float32)), widen what is added, and cast once at the store"
                 yield _fault(
                     "KN020",
@@ -126,7 +126,7 @@ def _low_precision_dots(kernel: str, frame: Frame) -> Iterator[Fault]:
                 kernel,
                 frame,
                 call,
-                variable_of(call.args[0]),
+                variable_of(getattr(call, "args", [call])[0]),
                 f"tl.dot accumulates in {dtype}",
                 cause=cause,
                 fix="leave out_dtype at fp32 (the default) and cast the result",
@@ -165,7 +165,7 @@ def _int32_offsets(kernel: str, frame: Frame) -> Iterator[Fault]:
         programs = [n for n in left + right if _is_program_id(frame, n)] or ["tl.program_id"] * ("program_id" in source_text(node))
         if sizes and programs and _meets_pointer(frame, node):
             row = programs[0]
-            cause = f"`{source_text(node)}` is int32 and is added to a pointer: from 2**31 elements on (16,384 rows of 131,072) it wraps and reads elsewhere"
+            cause = f"`{source_text(node)}` is int32 and is added to a pointer: it wraps from 2**31 elements on (16,384 rows of 131,072)"
             yield _fault(
                 "KN022",
                 Severity.NOTE,

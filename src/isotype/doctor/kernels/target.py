@@ -209,9 +209,7 @@ def _check_callable(
     if parameters:
         inputs = guessed_inputs(function, parse_target(targets[0]))
         if inputs is None:
-            raise UsageError(
-                f"{name}: no inputs could be guessed with which it launches a kernel; add a function that returns ({name}, inputs) and name that"
-            )
+            raise UsageError(f"{name}: no inputs could be guessed that launch a kernel; name a function that returns ({name}, inputs)")
         report.add_wrapper(check_wrapper(function, inputs, targets, binary=binary))
         return
     result, calls = _call_once(name, function, targets)

@@ -1,4 +1,4 @@
-"""A kernel out of its decorators: the `@triton.jit` function, the configurations of `@triton.autotune`, the values of `@triton.heuristics`."""
+"""A kernel out of its decorators: the `@triton.jit` function, autotuning configurations, heuristics."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -44,11 +45,16 @@ def _lint_guarded(path: Path, *, active: tuple[str, ...], config: LintConfig) ->
         text = read(path)
         return lint_text(text, path, active=active, config=config)
     except (SyntaxError, UnicodeDecodeError, ValueError, OSError, RecursionError) as error:
-        line = getattr(error, "lineno", None)
         reason = getattr(error, "msg", None) or str(error) or type(error).__name__
-        place = Place(file=str(path), line=line)
-        fix = "correct it, or leave the file out with `exclude` in [tool.isotype.lint]"
-        return [Found(Finding(code="LT000", severity=Severity.ERROR, message=f"could not be parsed: {reason}", place=place, fix=fix))]
+        return [_unread(path, f"could not be parsed: {reason}", getattr(error, "lineno", None))]
+    except Exception as error:  # a fault of ours in one file is told, and does not cost the findings in the others
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return [_unread(path, f"a rule failed: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})", None)]
+
+
+def _unread(path: Path, message: str, line: int | None) -> Found:
+    fix = "correct the file, or leave it out with `exclude` in [tool.isotype.lint]"
+    return Found(Finding(code="LT000", severity=Severity.ERROR, message=message, place=Place(file=str(path), line=line), fix=fix))
 
 
 def lint_text(text: str, path: Path, *, active: Sequence[str], config: LintConfig | None = None) -> list[Found]:

@@ -19,7 +19,8 @@ PAGES = {
 (severity error)
 
 ## Why
-A file that Python cannot parse, or that is not text, was not looked at. Silence about it would read as a clean bill.
+A file that Python cannot parse, or that is not text, was not looked at; neither was one in which a rule itself failed ("a rule failed":
+please report it). Silence about it would read as a clean bill.
 
 ## Use instead
 Correct the syntax, or leave the file out with `exclude` in `[tool.isotype.lint]`. `isotype lint` parses with the Python it runs under.

@@ -1,4 +1,4 @@
-"""`isotype trace`: runs a program unchanged, gives every floating tensor a provenance, explains dtype errors and finds silent dtype faults."""
+"""`isotype trace`: runs a program unchanged, gives every floating tensor a provenance, explains dtype errors, finds silent faults."""
 
 from .session import trace
 

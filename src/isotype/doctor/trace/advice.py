@@ -50,7 +50,9 @@ def _decision(decider: Origin) -> str:
             return f"{decider.what} returned {word}"
 
 
-def fix_of(odd: Operand, others: Sequence[Operand], op: str, *, autocast_on: bool, autocast_before: bool, device: str, generate: bool) -> str:
+def fix_of(
+    odd: Operand, others: Sequence[Operand], op: str, *, autocast_on: bool, autocast_before: bool, device: str, generate: bool
+) -> str:
     """The ways out, the likeliest first."""
     decider = odd.origin.decider()
     other = next((operand for operand in others if operand.dtype != odd.dtype), odd)
@@ -66,7 +68,9 @@ def fix_of(odd: Operand, others: Sequence[Operand], op: str, *, autocast_on: boo
     match decider.kind:
         case "created":
             if "without dtype=" in decider.what or "tensor" in decider.what:
-                single = " (a Python float, e.g. from math.sqrt, never promotes)" if "tensor" in decider.what or "scalar" in decider.what else ""
+                single = (
+                    " (a Python float, e.g. from math.sqrt, never promotes)" if "tensor" in decider.what or "scalar" in decider.what else ""
+                )
                 ways.append(f"give it the dtype of what it meets, `dtype=x.dtype`, or cast it: `.to(x.dtype)`, here {wanted}{single}")
             else:
                 ways.append(f"cast it to the dtype of what it meets, `.to(q.dtype)`, here {wanted}")
@@ -76,7 +80,10 @@ def fix_of(odd: Operand, others: Sequence[Operand], op: str, *, autocast_on: boo
             ways.append(f"if {decider.what} was not meant to be {dtype_name(decider.dtype)}: {whole}")
             ways.append("or keep it, and cast what leaves it: `.to(x.dtype)`" + (f" at {_line(forced.site)}" if forced else ""))
         case "cast":
-            ways.append(f"cast back after the part that needs {dtype_name(decider.dtype)}: `.to(x.dtype)`, here {wanted}, or drop the cast at {_line(decider.site)}")
+            ways.append(
+                f"cast back after the part that needs {dtype_name(decider.dtype)}: `.to(x.dtype)`, here {wanted}, or drop the cast at "
+                f"{_line(decider.site)}"
+            )
         case "input":
             ways.append(f"cast the input to the model's dtype before the call: `x.to({wanted})`")
         case _:

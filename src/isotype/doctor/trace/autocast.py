@@ -35,7 +35,9 @@ class Autocast:
         self._last: dict[int, torch.dtype | None] = {}  # id of a module -> autocast dtype in its last forward, None when off
         self._ever_on: set[int] = set()
         self._recomputed: dict[str, Recompute] = {}
-        self._copies: dict[int, tuple[StorageWeakRef, weakref.ref[torch.Tensor], Origin]] = {}  # by storage of a weight's low-precision copy
+        self._copies: dict[
+            int, tuple[StorageWeakRef, weakref.ref[torch.Tensor], Origin]
+        ] = {}  # by storage of a weight's low-precision copy
         self.stale: dict[int, tuple[StorageWeakRef, Origin, Site | None]] = {}  # copies whose weight was updated since
         self._used: dict[str, tuple[Origin, Site | None, Site | None]] = {}
 
@@ -113,7 +115,8 @@ class Autocast:
             severity=Severity.ERROR,
             message=f"autocast served stale copies of {len(names)} updated weights: {', '.join(names[:4])}",
             place=Place(file=updated.file if updated else None, line=updated.line if updated else None, symbol=names[0]),
-            cause=f"inside one autocast region the weights were updated{update}, and the next forward in the same region used the low-precision copies that autocast "
+            cause=f"inside one autocast region the weights were updated{update}, and the next forward in the same region used the "
+            "low-precision copies that autocast "
             "had cached before the update: the model computes with old weights, and the update has no effect until the region ends",
             observed=f"used again at {used}" if used is not None else None,
             fix="open autocast around each forward (and loss) only, and step the optimizer outside it\n"

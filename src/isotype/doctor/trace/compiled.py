@@ -30,7 +30,11 @@ class Compiled:
         if "torch._dynamo" in sys.modules:
             self._hold_off()
         torch.compile = self._compiling
-        if "triton" in sys.modules:
+        self.look()
+
+    def look(self) -> None:
+        """Called again as the program goes on: it may import Triton later."""
+        if self._jit is None and "triton.runtime.jit" in sys.modules:
             self._watch_launches()
 
     def stop(self) -> None:
@@ -81,7 +85,8 @@ class Compiled:
                     severity=Severity.NOTE,
                     message="a torch.compile'd region was run eagerly while tracing",
                     place=Place(file=site.file, line=site.line, symbol=site.function),
-                    cause="a compiled graph shows the tracer its inputs and outputs only; run eagerly, every op in it is seen. What the compiler itself decides is not: "
+                    cause="a compiled graph shows the tracer its inputs and outputs only; run eagerly, every op in it is seen. What "
+                    "the compiler itself decides is not: "
                     "Inductor keeps fused intermediates in fp32, and its backward runs under the autocast state of its forward",
                     fix="nothing to mend; for dtypes inside compiled code see TORCH_LOGS=output_code",
                 )

@@ -94,13 +94,13 @@ def restores(code: CodeType) -> bool:
 def cause_of(change: Change) -> str:
     setter = change.setter
     return (
-        f"torch.set_default_dtype({dtype_name(change.after)}) at {short(setter.file)}:{setter.line} in {setter.function} changed the default dtype from "
-        f"{dtype_name(change.before)}; {setter.function} has ended without restoring it (an exception or an early return skipped the line that does), "
+        f"torch.set_default_dtype({dtype_name(change.after)}) at {short(setter.file)}:{setter.line} in {setter.function} changed the "
+        "default dtype from "
+        f"{dtype_name(change.before)}; {setter.function} has ended without restoring it (an exception or an early return skipped the "
+        "line that does), "
         f"so whatever is created since without dtype= is {dtype_name(change.after)}"
     )
 
 
 def fix_of(change: Change) -> str:
     return f"restore it in {change.setter.function} with try: ... finally: torch.set_default_dtype(old)"
-
-

@@ -13,14 +13,16 @@ from ...finding import Finding, Place, Severity
 from .advice import cause_of, fix_of
 from .operands import Operand, dtypes_of, odd_one
 from .ops import Op, floating
+from .origin import Origin
 from .refusals import explain_refusal
-from .source import Site, callers, own_line
+from .source import Site, callers, own_line, statement
 
 if TYPE_CHECKING:
     from .tracer import Tracer
 
 MENTIONS_DTYPE = re.compile(
-    r"dtype|scalar ?type|\bdata type|BFloat16|\bHalf\b|\bFloat\b|float(16|32|64)|\b(fp|bf)(16|32)\b|not implemented for '|without overflow|floating|CheckpointError",
+    r"dtype|scalar ?type|\bdata type|BFloat16|\bHalf\b|\bFloat\b|float(16|32|64)|\b(fp|bf)(16|32)\b|not implemented for '|without "
+    "overflow|floating|CheckpointError",
     re.IGNORECASE,
 )
 _ENGINE = frozenset({"backward", "grad"})
@@ -95,11 +97,22 @@ class Failures:
                 self.told |= {origin.site, origin.what} - {None}
         self._attach(error, self._finding(error, name, operands))
 
+    def _stale_origins(self, operands: Sequence[Operand]) -> list[tuple[Origin, torch.dtype]]:
+        """Parameters in the chains, each with the dtype that it has now."""
+        now = {name: tensor.dtype for _, name, tensor in self._tracer.names.tensors()}
+        return [
+            (step, now[step.what])
+            for operand in operands
+            for step in operand.origin.chain()
+            if step.kind == "parameter" and step.what in now
+        ]
+
     def _finding(self, error: Exception, name: str, operands: Sequence[Operand]) -> Finding:
         tracer = self._tracer
         stack = callers(3)
         site, module, node = tracer.here()
         mixed = len({operand.dtype for operand in operands}) > 1
+        value = re.match(r"value cannot be converted to type", str(error)) is not None
         odd = odd_one(operands, tracer.names.census(), name)
         on = torch.is_autocast_enabled(tracer.device)
         state, before = tracer.autocast_state()
@@ -108,8 +121,18 @@ class Failures:
         called = tracer.calling_name()
         title = f"{called} ({name})" if called and called.strip("_") != name.strip("_") else name
         others = [operand for operand in operands if operand is not odd]
+        line = statement(site) if site is not None else ""
         if leak is not None:
             cause, fix = leak
+        elif value:
+            cause = (
+                f"a number given to {name} is beyond the range of {odd.word}, the dtype of the tensor that takes it: `{line}`. "
+                "A limit such as torch.finfo(torch.float32).min, or -1e9 for fp16, was hard-coded for another dtype"
+            )
+            fix = "use the limit of the tensor's own dtype: torch.finfo(x.dtype).min"
+        elif not mixed and "not implemented for" in str(error):
+            cause = f"{name} has no {odd.word} kernel on {tracer.device}. {cause_of(odd, name, tracer.names.census(), '')}"
+            fix = f"run this part in fp32 or bf16 on {tracer.device}: `.to(torch.float32)`, or torch.autocast"
         else:
             outside = ""
             if before and not on:
@@ -117,7 +140,14 @@ class Failures:
                     ": generate() runs outside the autocast that the trainer puts around its own forward" if generate else ""
                 )
             cause = cause_of(odd, name, tracer.names.census(), outside)
-            fix = fix_of(odd, others, name, autocast_on=on, autocast_before=before and not on, device=tracer.device, generate=generate and not on)
+            fix = fix_of(
+                odd, others, name, autocast_on=on, autocast_before=before and not on, device=tracer.device, generate=generate and not on
+            )
+            named = {step.what for operand in operands for step in operand.origin.chain() if step.kind in ("parameter", "buffer")}
+            changed = tracer.parameters.of_names(named)
+            # only where it bears on the failure: the model was cast after something (an optimizer state, a cache) was made from it
+            if changed and any(step.dtype != known for step, known in self._stale_origins(operands)):
+                cause += f". {changed}; what was made from it before kept the old dtype"
         return Finding(
             code="TR001",
             severity=Severity.ERROR,
@@ -166,5 +196,3 @@ def _details(operands: Sequence[Operand], node: str, state: str, own: Site | Non
         words = ", ".join(f"{sum(o.word == w for o in rest)} {w}" for w in dict.fromkeys(o.word for o in rest))
         details.append(("further", f"{len(rest)} operands: {words}"))
     return tuple(details)
-
-

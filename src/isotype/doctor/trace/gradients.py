@@ -65,9 +65,11 @@ class Casts:
                     severity=Severity.NOTE,
                     message=f"{len(frozen.names)} frozen {frozen.before} parameters are cast to {frozen.after} again on every call",
                     place=Place(symbol=next(iter(frozen.names))),
-                    cause="autocast keeps the low-precision copy of trainable parameters only, so a frozen one is cast anew each time it is used",
+                    cause="autocast keeps the low-precision copy of trainable parameters only, so a frozen one is cast anew each time "
+                    "it is used",
                     observed=f"{frozen.count} casts, {size(frozen.written)} written, {size(frozen.written / forwards)} each forward",
-                    fix=f"load or cast the frozen weights in {frozen.after} once (dtype= of from_pretrained); trainable parameters stay {frozen.before}",
+                    fix=f"load or cast the frozen weights in {frozen.after} once (dtype= of from_pretrained); trainable parameters "
+                    f"stay {frozen.before}",
                 )
             )
         return found
@@ -84,6 +86,7 @@ class Casts:
             cause=f"the backward of this custom function returned {before}; autograd casts it to {after} without a word"
             + (f", so the gradient's dtype looks right though its values were rounded to {before}" if loses else ""),
             observed=f"{cast.count} times",
-            fix=f"return each gradient in its tensor's dtype: compute it in {after} or cast it in backward, `.to(ctx.saved_tensors[i].dtype)`",
+            fix=f"return each gradient in its tensor's dtype: compute it in {after} or cast it in backward, "
+            "`.to(ctx.saved_tensors[i].dtype)`",
             details=(("forward at", f"{site}: {site.text}"),) if site is not None else (),
         )

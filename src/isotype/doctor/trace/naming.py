@@ -1,4 +1,4 @@
-"""Names of modules and parameters, learnt when a module runs for the first time or, for an error outside any forward, by looking for them."""
+"""Names of modules and parameters, learnt when a module first runs or, for an error outside any forward, by looking for them."""
 
 from __future__ import annotations
 

@@ -13,9 +13,8 @@ from .source import Site
 
 LONGEST_CHAIN = 8  # a state that is cast back and forth every step would otherwise grow its chain for ever
 
-# parameter, buffer: named in a module; input: came from outside; created: a factory call; cast: explicit; autocast: a cast that autocast
+# Kinds. parameter, buffer: named in a module; input: from outside; created: a factory call; cast: explicit; autocast: a cast that autocast
 # put in; promotion: mixed operands, the wider one won; op: an op whose rule gives another dtype; engine: autograd cast a gradient
-KINDS = ("parameter", "buffer", "input", "created", "cast", "autocast", "promotion", "op", "engine")
 
 
 @dataclass(slots=True, eq=False)

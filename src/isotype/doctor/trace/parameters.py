@@ -49,11 +49,19 @@ class Change:
     @property
     def evaluating(self) -> bool:
         """Whether a function named for evaluation made the cast."""
+        return self.evaluation is not None
+
+    @property
+    def evaluation(self) -> Site | None:
+        """The line of that function."""
         near = [site for site in self.stack if not site.file.startswith(TORCH)][:_NEAR]
-        return any(_EVALUATING & set(site.function.rpartition(".")[2].lower().split("_")) for site in near)
+        return next((site for site in near if _EVALUATING & set(site.function.rpartition(".")[2].lower().split("_"))), None)
 
     def __str__(self) -> str:
-        return f"{self.name} changed from {dtype_name(self.before)} to {dtype_name(self.after)} at {short(self.site.file)}:{self.site.line} in {self.site.function}"
+        return (
+            f"{self.name} changed from {dtype_name(self.before)} to {dtype_name(self.after)} at "
+            f"{short(self.site.file)}:{self.site.line} in {self.site.function}"
+        )
 
 
 @dataclass(slots=True)
@@ -108,7 +116,7 @@ class Parameters:
             self._evaluated[key] = self._calls[key]
 
     def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """After an optimizer's step: a parameter that was stepped in a wider dtype, or cast down by an evaluation before, trains rounded."""
+        """After an optimizer's step: a parameter that was stepped in a wider dtype or cast down by an evaluation trains rounded."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not self._dirty and all(id(p) in self._steps for p in parameters[:1]):
             return
@@ -133,22 +141,49 @@ class Parameters:
                 return str(self._history[key][-1])
         return ""
 
+    def of_names(self, names: set[str]) -> str:
+        """The last change of the first of these parameters that changed, in words."""
+        changes = (history[-1] for history in self._history.values() if history and history[-1].name in names)
+        return next((str(change) for change in changes), "")
+
     def data_set(self, parameter: torch.Tensor, value: Any) -> None:
         """`parameter.data = value`, outside a module's own cast."""
-        if self._depth or not isinstance(value, torch.Tensor) or not isinstance(parameter, torch.nn.Parameter) or value.dtype == parameter.dtype:
+        if (
+            self._depth
+            or not isinstance(value, torch.Tensor)
+            or not isinstance(parameter, torch.nn.Parameter)
+            or value.dtype == parameter.dtype
+        ):
             return
         if parameter.dtype not in FLOATS or value.dtype not in FLOATS:
             return
-        owner = next((key for key, known in self._tensors_of_roots() if known is parameter), (id(parameter), self._tracer.names.parameter_name(parameter) or "?"))
+        owner = next(
+            (key for key, known in self._tensors_of_roots() if known is parameter),
+            (id(parameter), self._tracer.names.parameter_name(parameter) or "?"),
+        )
         with torch.no_grad():
             old = parameter.detach().reshape(-1)[:SAMPLE].clone()
-        self._record(owner, self._tracer.names.parameter_name(parameter) or f"parameter of shape {tuple(parameter.shape)}", parameter.dtype, value.dtype, old, parameter)
+        self._record(
+            owner,
+            self._tracer.names.parameter_name(parameter) or f"parameter of shape {tuple(parameter.shape)}",
+            parameter.dtype,
+            value.dtype,
+            old,
+            parameter,
+        )
 
     def _look(self, module: torch.nn.Module) -> Iterable[tuple[tuple[int, str], torch.dtype, torch.Tensor, torch.Tensor]]:
         for owner in module.modules():
             for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
                 if tensor is not None and tensor.dtype in FLOATS and tensor.device.type != "meta":
-                    yield (id(owner), leaf), tensor.dtype, tensor.detach().reshape(-1)[:SAMPLE].clone() if tensor.is_contiguous() else tensor.detach().clone().reshape(-1)[:SAMPLE], tensor
+                    yield (
+                        (id(owner), leaf),
+                        tensor.dtype,
+                        tensor.detach().reshape(-1)[:SAMPLE].clone()
+                        if tensor.is_contiguous()
+                        else tensor.detach().clone().reshape(-1)[:SAMPLE],
+                        tensor,
+                    )
 
     def _tensors_of_roots(self) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
         for root in self._tracer.names.roots():
@@ -167,7 +202,9 @@ class Parameters:
                 path = self._tracer.names.modules.get(id(owner)) or paths[id(owner)]
                 self._record((id(owner), leaf), f"{path}.{leaf}".strip("."), known[0], tensor.dtype, known[1], tensor)
 
-    def _record(self, key: tuple[int, str], name: str, before: torch.dtype, after: torch.dtype, old: torch.Tensor, tensor: torch.Tensor) -> None:
+    def _record(
+        self, key: tuple[int, str], name: str, before: torch.dtype, after: torch.dtype, old: torch.Tensor, tensor: torch.Tensor
+    ) -> None:
         self._dirty = True
         self._tracer.dtypes_changed()
         rounded = float((old.to(after).to(before) != old).float().mean()) if old.device.type != "meta" and old.numel() else 0.0
@@ -191,12 +228,15 @@ class Parameters:
 def _finding(fault: Fault) -> Finding:
     down, wide, low = fault.down, dtype_name(fault.down.before), dtype_name(fault.down.after)
     where = f"{short(down.site.file)}:{down.site.line} in {down.site.function}"
-    library = down.stack[0] if down.stack[0] != down.site else None
+    caller = down.evaluation or next((site for site in down.stack if not site.file.startswith(TORCH)), down.site)
     shown = ", ".join(fault.names[:4]) + (f" and {len(fault.names) - 4} more" if len(fault.names) > 4 else "")
     happened = {
-        "round trip": f"cast back to {wide} at {short(fault.up.site.file)}:{fault.up.site.line} in {fault.up.site.function}: the values stay rounded" if fault.up else "",
-        "between steps": f"and trained on in {low}: an optimizer had stepped them in {wide} before",
-        "before training": f"and trained in {low} afterwards: an evaluation left the model rounded",
+        "round trip": f"they were cast back to {wide} at {short(fault.up.site.file)}:{fault.up.site.line} in {fault.up.site.function}: the "
+        "values stay rounded"
+        if fault.up
+        else "",
+        "between steps": f"they were trained on in {low}: an optimizer had stepped them in {wide} before",
+        "before training": f"the model was trained in {low} afterwards: an evaluation left the model rounded",
     }[fault.kind]
     return Finding(
         code="TR011",
@@ -204,7 +244,8 @@ def _finding(fault: Fault) -> Finding:
         message=f"{len(fault.names)} parameters and buffers were cast in place from {wide} to {low}: {shown}",
         place=Place(file=down.site.file, line=down.site.line, symbol=down.site.function),
         cause=f"`.to({low})` on the live model, {where}, rounded its weights and buffers to {low} in place "
-        f"({100 * down.rounded:.0f}% of the values of {down.name} changed); they were {happened}",
+        f"({100 * down.rounded:.0f}% of the values of {down.name} changed); {happened}",
         fix="evaluate under torch.autocast, which rounds nothing in place\nor evaluate a copy: copy.deepcopy(model).to(...)",
-        details=(("called at", f"{down.site}: {down.site.text}"),) + ((("cast by", str(library)),) if library is not None else ()),
+        details=(("called at", f"{down.site}: {down.site.text}"),)
+        + ((("cast by", f"{caller}: {caller.text}"),) if caller != down.site else ()),
     )

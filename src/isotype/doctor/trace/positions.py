@@ -1,4 +1,7 @@
-"""Positions, timesteps and rotary angles in low precision: whole numbers above 256 are not exact in bf16, and the sine of a rounded angle is noise."""
+"""Positions, timesteps and rotary angles in low precision.
+
+Whole numbers above 256 are not exact in bf16, and the sine of a rounded angle is noise.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +49,10 @@ class Positions:
         if op.name == "_to_copy":
             dtype = (kwargs or {}).get("dtype")
             source = args[0]
-            if dtype in _EXACT and source.numel() > 1 and dtype != source.dtype and not source.requires_grad:
-                if not source.is_floating_point() and source.dtype != torch.bool or source.ndim <= 2 and source.dtype in (torch.float32, torch.float64):
-                    self._whole_numbers(source, dtype)
+            whole = not source.is_floating_point() and source.dtype != torch.bool
+            maybe = source.ndim <= 2 and source.dtype in (torch.float32, torch.float64) and not source.requires_grad
+            if dtype in _EXACT and source.numel() > 1 and (whole or maybe):
+                self._whole_numbers(source, dtype)
         elif op.name in ("arange", "linspace"):
             dtype = (kwargs or {}).get("dtype") or (torch.get_default_dtype() if any(isinstance(a, float) for a in args) else None)
             ends = [float(a) for a in args if isinstance(a, (int, float))]
@@ -75,7 +79,9 @@ class Positions:
             values = source.detach().reshape(-1)
             if source.is_floating_point() and not bool((values == values.round()).all()):
                 return
-            if source.is_floating_point() and not bool((values.diff().abs() <= 1).all() if source.ndim == 1 else (source.detach().diff(dim=-1) == 1).all()):
+            if source.is_floating_point() and not bool(
+                (values.diff().abs() <= 1).all() if source.ndim == 1 else (source.detach().diff(dim=-1) == 1).all()
+            ):
                 return  # whole numbers, but no positions: a float tensor needs to look like a range
             if bool((values.to(dtype).to(values.dtype) == values).all()):
                 return
@@ -124,18 +130,27 @@ def _finding(rounded: Rounded) -> Finding:
     word = dtype_name(rounded.dtype)
     site = rounded.site
     if "of cos" in rounded.what:
-        effect = f"an angle of {rounded.largest:.0f} rad is off by up to {rounded.error:.2g} rad, so the rotary table is wrong at far positions"
+        effect = (
+            f"an angle of {rounded.largest:.0f} rad is off by up to {rounded.error:.2g} rad, so the rotary table is wrong at far positions"
+        )
     else:
-        effect = f"values up to {rounded.largest:.0f} are rounded to the nearest {2 ** max(0, _exponent(rounded.largest) - (8 if word == 'bf16' else 11) + 1):.0f}: neighbouring positions become equal"
+        effect = (
+            f"values up to {rounded.largest:.0f} are rounded to the nearest "
+            f"{2 ** max(0, _exponent(rounded.largest) - (8 if word == 'bf16' else 11) + 1):.0f}: neighbouring positions become equal"
+        )
     chain = rounded.origin.explain()
     decider = rounded.origin.decider()
     return Finding(
         code="TR015",
         severity=Severity.WARNING,
         message=f"{rounded.what} are in {word}, up to {rounded.largest:.0f}",
-        place=Place(file=site.file if site else None, line=site.line if site else None, symbol=rounded.module or (site.function if site else None)),
-        cause=f"{word} holds whole numbers exactly up to {_EXACT[rounded.dtype]} only: {effect}. {decider.describe()}" + (f" ({decider.place()})" if decider.place() else ""),
-        fix='compute positions, frequencies and the cos/sin table in fp32, with autocast off (`torch.autocast("cpu", enabled=False)`), keep inv_freq a fp32 buffer, and cast cos and sin last',
+        place=Place(
+            file=site.file if site else None, line=site.line if site else None, symbol=rounded.module or (site.function if site else None)
+        ),
+        cause=f"{word} holds whole numbers exactly up to {_EXACT[rounded.dtype]} only: {effect}. {decider.describe()}"
+        + (f" ({decider.place()})" if decider.place() else ""),
+        fix="positions, frequencies and the cos/sin table in fp32, with autocast off (`torch.autocast(..., enabled=False)`), "
+        "inv_freq a fp32 buffer, and cast cos and sin last",
         details=(("chain", "\n".join(chain)),) + ((("at", f"{site}: {site.text}"),) if site is not None else ()),
     )
 

@@ -77,7 +77,14 @@ class PrecisionMap:
         nodes = []
         for path, module in root.named_modules():
             own = [
-                {"name": leaf, "dtype": dtype_name(t.dtype), "shape": list(t.shape), "bytes": t.nbytes, "kind": kind, "trains": t.requires_grad}
+                {
+                    "name": leaf,
+                    "dtype": dtype_name(t.dtype),
+                    "shape": list(t.shape),
+                    "bytes": t.nbytes,
+                    "kind": kind,
+                    "trains": t.requires_grad,
+                }
                 for kind, group in (("parameter", module._parameters), ("buffer", module._buffers))
                 for leaf, t in group.items()
                 if t is not None
@@ -88,7 +95,11 @@ class PrecisionMap:
     def _worth_drawing(self, node: dict[str, Any], nodes: list[dict[str, Any]]) -> bool:
         """A module that ran, holds something, or has something below it that does."""
         below = f"{node['path']}." if node["path"] else ""
-        return any(n["tensors"] or n["name"] in self._outputs or n["name"] in self._changes for n in nodes if n is node or n["path"].startswith(below))
+        return any(
+            n["tensors"] or n["name"] in self._outputs or n["name"] in self._changes
+            for n in nodes
+            if n is node or n["path"].startswith(below)
+        )
 
     def write(self, file: Path, findings: list[Finding]) -> None:
         """Draws the map.

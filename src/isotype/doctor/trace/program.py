@@ -14,8 +14,8 @@ from types import ModuleType
 
 from ...errors import UsageError
 from ...finding import Finding
-from .source import OURS, TORCH
 from .session import program_failed, trace
+from .source import OURS, TORCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,9 @@ class Outcome:
     def findings(self) -> list[Finding]:
         found = list(self.seen.findings)
         if self.error is not None and self.seen.failure is None and not isinstance(self.error, SystemExit):
-            spot = next((f for f in reversed(traceback.extract_tb(self.error.__traceback__)) if not f.filename.startswith((OURS, TORCH))), None)
+            spot = next(
+                (f for f in reversed(traceback.extract_tb(self.error.__traceback__)) if not f.filename.startswith((OURS, TORCH))), None
+            )
             found.append(program_failed(self.error, spot.filename if spot else None, spot.lineno if spot else None))
         return found
 
@@ -116,14 +118,18 @@ def plain_traceback(error: BaseException) -> str:
 def _function(target: Target) -> Callable[[], object]:
     name = target.path.stem
     spec = importlib.util.spec_from_file_location(name, target.path)
-    assert spec is not None and spec.loader is not None and target.function is not None
+    assert spec is not None
+    assert spec.loader is not None
+    assert target.function is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(name, module)
     spec.loader.exec_module(module)
     function = getattr(module, target.function, None)
     if not callable(function):
         defined = [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == name]
-        raise UsageError(f"{target.path.name} has no function {target.function!r}", fix=f"one of: {', '.join(defined)}" if defined else None)
+        raise UsageError(
+            f"{target.path.name} has no function {target.function!r}", fix=f"one of: {', '.join(defined)}" if defined else None
+        )
     return function
 
 
@@ -154,5 +160,3 @@ def stdout_to_stderr() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
-
-

@@ -10,8 +10,8 @@ import torch
 
 from ...dtypes import name as dtype_name
 from ...finding import Finding, Place, Severity
-from .ops import LOW, Op
 from .operands import share_of
+from .ops import LOW, Op
 from .origin import Origin
 from .provenance import MARK
 
@@ -51,12 +51,20 @@ class Promotions:
             return
         census = tracer.census()
         usual = census.most_common(1)[0][0] if census else None
-        if usual is None or not (narrow.dtype in LOW and usual in LOW) and not (out.dtype == torch.float64 and usual != torch.float64):
+        if usual is None or (not (narrow.dtype in LOW and usual in LOW) and not (out.dtype == torch.float64 and usual != torch.float64)):
             return
         key = (origin.module, op.name, origin.site)
         promotion = self._seen.get(key)
         if promotion is None:
-            promotion = self._seen[key] = Promotion(op.name, origin, narrow.dtype, type(tracer.stack[-1]).__name__, census, vector=wide.ndim <= 1, alike=wide.numel() == out.numel())
+            promotion = self._seen[key] = Promotion(
+                op.name,
+                origin,
+                narrow.dtype,
+                type(tracer.stack[-1]).__name__,
+                census,
+                vector=wide.ndim <= 1,
+                alike=wide.numel() == out.numel(),
+            )
         promotion.count += 1
         promotion.extra_bytes += out.numel() * (out.element_size() - narrow.element_size())
         origin.event = promotion
@@ -75,7 +83,9 @@ class Promotions:
         deciders: dict[tuple[str, Any, str], list[Promotion]] = {}
         for promotion in self._seen.values():
             decider = promotion.origin.decider()
-            if promotion.spread and decider.site not in explained | {None} or promotion.spread and decider.site is None and decider.what not in explained:
+            if (promotion.spread and decider.site not in explained | {None}) or (
+                promotion.spread and decider.site is None and decider.what not in explained
+            ):
                 group = decider.what.rpartition(".")[2] if decider.kind in ("parameter", "buffer") else decider.what
                 deciders.setdefault((group, decider.site, promotion.narrow), []).append(promotion)  # type: ignore[arg-type]
         return [_finding(group) for group in deciders.values()]
@@ -86,7 +96,8 @@ def _finding(group: list[Promotion]) -> Finding:
     origin, decider = first.origin, first.origin.decider()
     wide, narrow = dtype_name(origin.dtype), dtype_name(first.narrow)
     norm = decider.kind == "parameter" and ("norm" in first.module_class.lower() or first.vector)
-    residual = decider.kind == "cast" and first.alike  # someone wrote that the stream be wide (residual_in_fp32)
+    # someone wrote that the stream be wide (residual_in_fp32), rather than widened an adapter or a router and forgot to cast back
+    residual = decider.kind == "cast" and first.alike and origin.writer.startswith("_to_copy")
     extra = sum(p.extra_bytes for p in group)
     count = sum(p.count for p in group)
     spread = list(dict.fromkeys(where for p in group for where in p.spread))
@@ -95,12 +106,22 @@ def _finding(group: list[Promotion]) -> Finding:
         code="TR010",
         severity=Severity.NOTE if norm or residual else Severity.WARNING,
         message=f"{origin.what} promotes {narrow} activations to {wide} because of {decider.what}",
-        place=Place(file=origin.site.file if origin.site else None, line=origin.site.line if origin.site else None, symbol=origin.module or None),
-        cause=f"{decider.describe()}" + (f" ({place})" if place else "") + f"; {origin.what} with it promoted the {narrow} operand ({origin.place()}), and nothing cast "
+        place=Place(
+            file=origin.site.file if origin.site else None, line=origin.site.line if origin.site else None, symbol=origin.module or None
+        ),
+        cause=f"{decider.describe()}"
+        + (f" ({place})" if place else "")
+        + f"; {origin.what} with it promoted the {narrow} operand ({origin.place()}), and nothing cast "
         f"it back before {spread[0]}" + (f" and {len(spread) - 1} more places" if len(spread) > 1 else "") + f". {share_of(first.census)}",
         observed=f"{count} promotions, {size(extra)} more than in {narrow}",
         fix=f"cast the {wide} operand to the activation's dtype where they meet, `.to(x.dtype)`, or make it in that dtype (`dtype=x.dtype`)"
-        + ("; or leave it: fp32 norms under autocast are a usual arrangement" if norm else "; or leave it if the wide stream is meant" if residual else ""),
+        + (
+            "; or leave it: fp32 norms under autocast are a usual arrangement"
+            if norm
+            else "; or leave it if the wide stream is meant"
+            if residual
+            else ""
+        ),
         details=tuple(("at", f"{origin.site}: {origin.site.text}") for _ in [0] if origin.site is not None),
     )
 

@@ -1,10 +1,12 @@
-"""The origin of every tensor, kept on the tensor and, for the copies that autograd unpacks, on its storage; and how an op makes a new one."""
+"""The origin of every tensor, kept on it and, for the copies that autograd unpacks, on its storage; and how an op makes one."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from .ops import Op
 from .origin import Origin
 
@@ -15,7 +17,7 @@ MARK = "_isotype_origin"
 
 
 class Provenance:
-    """Looks origins up and hands them on. They live and die with their tensors: nothing is kept here, so memory does not grow with steps."""
+    """Looks origins up and hands them on. They live and die with their tensors: nothing is kept here, memory does not grow."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -23,10 +25,8 @@ class Provenance:
     def set(self, tensor: torch.Tensor, origin: Origin, writer: tuple[str, Any] | None = None) -> None:
         """writer: the op and the module that wrote the values last."""
         tensor.__dict__[MARK] = (origin, writer)
-        try:
+        with suppress(RuntimeError, NotImplementedError):  # no memory of its own (fake, sparse, functional)
             tensor.untyped_storage().__dict__[MARK] = origin
-        except (RuntimeError, NotImplementedError):
-            pass  # no memory of its own (fake, sparse, functional)
 
     def get(self, tensor: torch.Tensor) -> Origin:
         """The tensor's origin; for one that nothing recorded, what can be said of it."""
@@ -57,14 +57,13 @@ class Provenance:
     def record(self, op: Op, inputs: list[torch.Tensor], out: torch.Tensor) -> None:
         """Gives an op's floating result its origin: handed on when the dtype is kept, new when it changed."""
         tracer = self._tracer
-        if op.view:
-            if inputs:
-                mark = inputs[0].__dict__.get(MARK)
-                if mark is not None and mark[0].dtype == out.dtype:
-                    out.__dict__[MARK] = mark
-                else:
-                    out.__dict__[MARK] = (self.get(inputs[0]) if inputs[0].dtype == out.dtype else self._made(op, inputs, out), None)
-                return
+        if op.view and inputs:
+            mark = inputs[0].__dict__.get(MARK)
+            if mark is not None and mark[0].dtype == out.dtype:
+                out.__dict__[MARK] = mark
+            else:
+                out.__dict__[MARK] = (self.get(inputs[0]) if inputs[0].dtype == out.dtype else self._made(op, inputs, out), None)
+            return
         module = tracer.stack[-1] if tracer.stack else None
         dtype = out.dtype
         same = None
@@ -108,7 +107,9 @@ class Provenance:
         if not op.cast:
             return Origin(out.dtype, "op", called or op.name, **made)
         if tracer.cast_by_engine():
-            origin = Origin(out.dtype, "engine", f"{node} returned {inputs[0].dtype} for a {out.dtype} tensor".replace("torch.", ""), **made)
+            origin = Origin(
+                out.dtype, "engine", f"{node} returned {inputs[0].dtype} for a {out.dtype} tensor".replace("torch.", ""), **made
+            )
         elif tracer.cast_by_autocast():
             origin = Origin(out.dtype, "autocast", called or op.name, **made)
         else:

@@ -87,7 +87,8 @@ def explain_refusal(tracer: Tracer, error: BaseException) -> Finding | None:
     tracer.before_explaining()
     evidence = gather(tracer, error)
     text = str(error)
-    if evidence.stack and not in_library(evidence.stack[0].file) and "dtype" not in statement(evidence.stack[0]):
+    own = evidence.stack and not in_library(evidence.stack[0].file)
+    if own and isinstance(error, AssertionError) and "dtype" not in statement(evidence.stack[0]):
         return None  # the program's own complaint, about something else than the dtype of a tensor at hand
     for pattern, explain in _KNOWN:
         if re.search(pattern, f"{type(error).__name__}: {text}"):
@@ -97,7 +98,9 @@ def explain_refusal(tracer: Tracer, error: BaseException) -> Finding | None:
     return _from_tensors(tracer, error, evidence)
 
 
-def _finding(tracer: Tracer, error: BaseException, evidence: Evidence, *, message: str, cause: str, fix: str, code: str = "TR002", symbol: str = "") -> Finding:
+def _finding(
+    tracer: Tracer, error: BaseException, evidence: Evidence, *, message: str, cause: str, fix: str, code: str = "TR002", symbol: str = ""
+) -> Finding:
     raised = evidence.stack[0] if evidence.stack else None
     own = own_line(evidence.stack)
     at = own or raised
@@ -137,9 +140,11 @@ def _unscale(tracer: Tracer, error: BaseException, evidence: Evidence) -> Findin
         evidence,
         symbol=low[0],
         message=f"GradScaler refuses fp16 gradients: {len(low)} trainable parameters are fp16",
-        cause=f"the trainable parameters {_some(low)} are stored in fp16, so their gradients are fp16; GradScaler unscales fp32 gradients only, "
+        cause=f"the trainable parameters {_some(low)} are stored in fp16, so their gradients are fp16; GradScaler unscales fp32 "
+        "gradients only, "
         "since an fp16 gradient has already lost what the scale was to save" + (f". {changed}" if changed else ""),
-        fix="keep trainable parameters in fp32 (`for p in model.parameters(): if p.requires_grad: p.data = p.data.float()`) before the optimizer "
+        fix="keep trainable parameters in fp32 (`for p in model.parameters(): if p.requires_grad: p.data = p.data.float()`) before the "
+        "optimizer "
         "is built; autocast lowers the compute\nor train in bf16 without a GradScaler",
     )
 
@@ -174,11 +179,38 @@ def _uniform(tracer: Tracer, error: BaseException, evidence: Evidence) -> Findin
     )
 
 
+def _gradient(tracer: Tracer, error: BaseException, evidence: Evidence) -> Finding | None:
+    """Autograd or DDP met a gradient in another dtype than its parameter's bucket or buffer has."""
+    wrong = []
+    for kind, name, tensor in tracer.names.tensors():
+        if kind == "parameter" and tensor.requires_grad:
+            kept = tensor.grad.dtype if tensor.grad is not None else getattr(tensor, "grad_dtype", None)
+            if kept is not None and kept != tensor.dtype:
+                wrong.append((name, tensor.dtype, kept))
+    if not wrong:
+        return None
+    name, own, kept = wrong[0]
+    return _finding(
+        tracer,
+        error,
+        evidence,
+        symbol=name,
+        message=f"gradients are {dtype_name(kept)} where the parameters are {dtype_name(own)}",
+        cause=f"the gradients of {_some([n for n, _, _ in wrong])} are kept in {dtype_name(kept)} (param.grad_dtype, or a re-typed "
+        ".grad), the parameters are "
+        f"{dtype_name(own)}; DDP's buckets and autograd's accumulation have the parameter's dtype",
+        fix=f"leave .grad in the parameter's dtype and accumulate in {dtype_name(kept)} buffers of your own, filled from "
+        "register_post_accumulate_grad_hook",
+    )
+
+
 def _checkpoint(tracer: Tracer, error: BaseException, evidence: Evidence) -> Finding | None:
     """torch.utils.checkpoint: the recomputed tensors have another dtype than the saved ones."""
     differing = [
         (a, b)
-        for a, b in re.findall(r"saved metadata: \{.*?'dtype': torch\.(\w+).*?recomputed metadata: \{.*?'dtype': torch\.(\w+)", str(error), re.DOTALL)
+        for a, b in re.findall(
+            r"saved metadata: \{.*?'dtype': torch\.(\w+).*?recomputed metadata: \{.*?'dtype': torch\.(\w+)", str(error), re.DOTALL
+        )
         if a != b
     ]
     recompute = tracer.recomputation()
@@ -193,9 +225,11 @@ def _checkpoint(tracer: Tracer, error: BaseException, evidence: Evidence) -> Fin
         evidence,
         code="TR003",
         message=f"checkpoint recomputes in {recomputed} what forward saved in {saved}",
-        cause="the checkpointed function makes other dtypes when it is recomputed in backward: what decides its dtype changed between forward and backward "
+        cause="the checkpointed function makes other dtypes when it is recomputed in backward: what decides its dtype changed between "
+        "forward and backward "
         "(an autocast opened inside it, a global, a cast of the model)",
-        fix="make the checkpointed function decide its dtype the same way both times: open autocast around the whole forward, or unconditionally inside the function",
+        fix="make the checkpointed function decide its dtype the same way both times: open autocast around the whole forward, or "
+        "unconditionally inside the function",
     )
 
 
@@ -207,24 +241,27 @@ def recompute_finding(recompute: Any, error: BaseException | None) -> Finding:
         code="TR003",
         severity=Severity.ERROR if error is not None else Severity.WARNING,
         message=f"checkpoint recomputes {recompute.module} under another autocast state than its forward had",
-        place=Place(file=site.file if site else None, line=site.line if site else None, symbol=f"{site.function} ({recompute.module})" if site else recompute.module),
-        cause=f"in forward {recompute.module} ran with autocast {recompute.before}; recomputed in backward, called from {where}, it ran with autocast "
-        f"{recompute.after}: the dtype of what it saves and of its gradients changes between the two. torch.utils.checkpoint restores the autocast state "
+        place=Place(
+            file=site.file if site else None,
+            line=site.line if site else None,
+            symbol=f"{site.function} ({recompute.module})" if site else recompute.module,
+        ),
+        cause=f"in forward {recompute.module} ran with autocast {recompute.before}; recomputed in backward, called from {where}, it "
+        "ran with autocast "
+        f"{recompute.after}: the dtype of what it saves and of its gradients changes between the two. torch.utils.checkpoint restores "
+        "the autocast state "
         "around the checkpointed function; one opened or switched off inside it, by a condition, is its own",
         observed=f"{type(error).__name__}: {str(error).splitlines()[0]}" if error is not None else None,
-        fix="decide autocast the same way in forward and in recompute: open it unconditionally inside the checkpointed function, or around the whole forward",
+        fix="decide autocast the same way in forward and in recompute: open it unconditionally inside the checkpointed function, or "
+        "around the whole forward",
         details=(("called at", f"{site}: {site.text}"),) if site is not None else (),
     )
-
-
-def _attention(tracer: Tracer, error: BaseException, evidence: Evidence) -> Finding | None:
-    """An attention backend that takes fp16 and bf16 only."""
-    return _from_tensors(tracer, error, evidence)
 
 
 _KNOWN: tuple[tuple[str, Callable[[Tracer, BaseException, Evidence], Finding | None]], ...] = (
     (r"unscale FP16|unscale .*fp16", _unscale),
     (r"uniform (original parameter )?dtype|same dtype.*FSDP|FSDP.*same dtype", _uniform),
+    (r"Expected \w+, got \w+|grad.*different dtype|gradient.*dtype", _gradient),
     (r"CheckpointError|different metadata than during the forward", _checkpoint),
 )
 

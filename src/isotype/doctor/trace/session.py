@@ -45,7 +45,9 @@ class trace:
         self._others = self._tracer.findings()
         for caught in self._tracer.failures.caught(ended):
             if not any(f.code == "TR022" and f.place == caught.place for f in self._others):
-                self._others.append(replace(caught, code="TR022", severity=Severity.NOTE, message=f"caught by the program: {caught.message}"))
+                self._others.append(
+                    replace(caught, code="TR022", severity=Severity.NOTE, message=f"caught by the program: {caught.message}")
+                )
         if self._map is not None:
             self._tracer.picture.write(self._map, self.findings)
 

@@ -71,7 +71,7 @@ class Locator:
             skip = known.get(code)
             if skip is None:
                 file = code.co_filename
-                skip = known[code] = file.startswith((TORCH, OURS, "<", *_MACHINERY)) or (file.startswith(CLI))
+                skip = known[code] = file.startswith((TORCH, OURS, CLI, "<", *_MACHINERY))
             if not skip:
                 return Site(code, frame.f_lineno)
             frame = frame.f_back

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,11 +25,12 @@ from .gradients import Casts
 from .naming import Names
 from .ops import FLOATS, Op, dtype_of_tensors
 from .origin import Origin
-from .provenance import MARK, Provenance
+from .overflow import Overflows
 from .parameters import Parameters
 from .positions import WATCHED, Positions
 from .precision_map import PrecisionMap
 from .promotions import Promotions
+from .provenance import MARK, Provenance
 from .source import Locator, Site, statement
 from .updates import UPDATES, Updates
 
@@ -80,6 +82,7 @@ class Tracer(TorchDispatchMode):
         self.casts = Casts(self)
         self.positions = Positions(self)
         self.compiled = Compiled(self)
+        self.overflows = Overflows(self)
         self.picture = PrecisionMap(self)
         self._mapped = mapped
         self._census: Counter[torch.dtype] | None = None
@@ -142,6 +145,7 @@ class Tracer(TorchDispatchMode):
             self.updates.prune()
             self.defaults.look()
             self.autocast.prune()
+            self.compiled.look()
             self._census = None
         elif not type(module).__name__.endswith("Loss"):
             for arg in args:
@@ -153,6 +157,7 @@ class Tracer(TorchDispatchMode):
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         while self.stack and self.stack.pop() is not module:
             pass
+        self.overflows.left(module, args, output)
         if self._mapped:
             self.picture.left(module, args, output, root=not self.stack)
         if not self.stack and output is not None:
@@ -248,7 +253,7 @@ class Tracer(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if not isinstance(node, torch.autograd.function.BackwardCFunction):
             return False
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(__file__.rpartition("/")[0]):
             frame = frame.f_back
         return frame is not None and frame.f_code.co_name == "_engine_run_backward"
@@ -265,7 +270,9 @@ class Tracer(TorchDispatchMode):
             tensor.__dict__[MARK] = (origin, None)
             return origin
         if isinstance(tensor, torch.nn.Parameter):
-            return Origin(tensor.dtype, "parameter", self.names.parameter_name(tensor) or f"of shape {tuple(tensor.shape)}, in no module seen so far")
+            return Origin(
+                tensor.dtype, "parameter", self.names.parameter_name(tensor) or f"of shape {tuple(tensor.shape)}, in no module seen so far"
+            )
         return Origin(tensor.dtype, "input", f"shape {tuple(tensor.shape)}")
 
     def before_explaining(self) -> None:
@@ -287,7 +294,14 @@ class Tracer(TorchDispatchMode):
     def findings(self) -> list[Finding]:
         """What failed silently, as far as seen until now."""
         found = [*self.defaults.findings(), *self.autocast.findings(), *self.parameters.findings(), *self.updates.findings()]
-        return [*found, *self.promotions.findings(self.failures.told), *self.casts.findings(), *self.positions.findings(), *self.compiled.findings()]
+        return [
+            *found,
+            *self.promotions.findings(self.failures.told),
+            *self.casts.findings(),
+            *self.positions.findings(),
+            *self.overflows.findings(),
+            *self.compiled.findings(),
+        ]
 
     # ---- events
     def promoted(self, op: Op, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None:

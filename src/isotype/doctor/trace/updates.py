@@ -211,17 +211,26 @@ class Updates:
         if decay and not only_decay:
             details.append(("weight decay", f"its factor (1 - learning rate * decay) rounds away too, for {len(decay)} parameters seen"))
         if states:
-            details.append(("states", f"{len(states)} optimizer states in {word} lose their decay as well ({', '.join(dict.fromkeys(w.op for w in states))})"))
+            details.append(
+                (
+                    "states",
+                    f"{len(states)} optimizer states in {word} lose their decay as well ({', '.join(dict.fromkeys(w.op for w in states))})",
+                )
+            )
         what = "the weight decay" if only_decay else "optimizer updates"
         return Finding(
             code="TR012",
             severity=Severity.WARNING,
-            message=f"{what} of {word} parameters round away: {', '.join(names[:4])}" + (f" and {len(names) - 4} more seen" if len(names) > 4 else ""),
+            message=f"{what} of {word} parameters {'rounds' if only_decay else 'round'} away: {', '.join(names[:4])}"
+            + (f" and {len(names) - 4} more seen" if len(names) > 4 else ""),
             place=Place(file=first.site.file if first.site else None, line=first.site.line if first.site else None, symbol=names[0]),
-            cause=f"{word} weights keep {_bits(word)} significant bits, so an update below {eps(word) / 2:.1e} of the weight is lost in rounding to nearest; "
+            cause=f"{word} weights keep {_bits(word)} significant bits, so an update below {eps(word) / 2:.1e} of the weight is lost "
+            "in rounding to nearest; "
             f"at this learning rate the optimizer moves the weights {100 * share:.1f}% of what the same update moves in fp32",
-            observed=f"{100 * still:.0f}% of the sampled elements did not change in an update, over {sum(w.samples for w in moves)} sampled updates",
-            fix="keep fp32 parameters (fp32 master weights) and let autocast lower the compute\nor use an optimizer with stochastic rounding or Kahan summation",
+            observed=f"{100 * still:.0f}% of the sampled elements did not change in an update, over {sum(w.samples for w in moves)} "
+            "sampled updates",
+            fix="keep fp32 parameters (fp32 master weights) and let autocast lower the compute\nor use an optimizer with stochastic "
+            "rounding or Kahan summation",
             details=tuple(details),
         )
 
@@ -233,7 +242,8 @@ class Updates:
             severity=Severity.WARNING,
             message=f"optimizer states in {word} do not decay: {', '.join(dict.fromkeys(w.op for w in lost))} rounds away",
             place=Place(file=first.site.file if first.site else None, line=first.site.line if first.site else None, symbol="optimizer"),
-            cause=f"a decay factor such as 0.999 lies within half a step of 1 in {word} ({eps(word) / 2:.1e}): multiplying by it and rounding gives the same value",
+            cause=f"a decay factor such as 0.999 lies within half a step of 1 in {word} ({eps(word) / 2:.1e}): multiplying by it and "
+            "rounding gives the same value",
             fix="keep optimizer states in fp32 (fp32 parameters, or an optimizer with fp32 or 8-bit states)",
         )
 
@@ -246,10 +256,17 @@ class Updates:
             code="TR018",
             severity=Severity.WARNING,
             message=f"a running tensor kept in {word} loses its updates: {', '.join(names[:4])}",
-            place=Place(file=first.site.file if first.site else None, line=first.site.line if first.site else None, symbol=first.site.function if first.site else None),
-            cause=f"{', '.join(dict.fromkeys(w.op for w in lost))} in place on a {word} tensor that lives across steps (an average such as an EMA, or an accumulator): the "
-            f"update is below the rounding of {word} ({eps(word) / 2:.1e} of the value) and moves it {100 * share:.1f}% of what it moves in fp32",
-            observed=f"{100 * sum(w.still for w in lost) / sum(w.samples for w in lost):.0f}% of the sampled elements did not change in an update",
+            place=Place(
+                file=first.site.file if first.site else None,
+                line=first.site.line if first.site else None,
+                symbol=first.site.function if first.site else None,
+            ),
+            cause=f"{', '.join(dict.fromkeys(w.op for w in lost))} in place on a {word} tensor that lives across steps (an average "
+            "such as an EMA, or an accumulator): the "
+            f"update is below the rounding of {word} ({eps(word) / 2:.1e} of the value) and moves it {100 * share:.1f}% of what it "
+            "moves in fp32",
+            observed=f"{100 * sum(w.still for w in lost) / sum(w.samples for w in lost):.0f}% of the sampled elements did not change "
+            "in an update",
             fix="keep the average or accumulator in fp32 (`ema = p.detach().float().clone()`), and cast it down only where it is used",
             details=(("updated at", f"{first.site}: {first.site.text}"),) if first.site is not None else (),
         )

@@ -34,16 +34,14 @@ def rms_norm_backward_kernel(x, weight, scale, dy, dx, partial, rows, hidden, ro
     if OFFSET:
         w_fp32 += 1.0
     dw_fp32 = tl.zeros([BLOCK], tl.float32)
-    for step in range(rows_each):
-        row = program * rows_each + step
-        here = inside & (row < rows)
-        x_fp32 = tl.load(x + row * hidden + h, mask=here, other=0.0).to(tl.float32)  # [BLOCK]
-        d_fp32 = tl.load(dy + row * hidden + h, mask=here, other=0.0).to(tl.float32)  # [BLOCK]
-        scale_fp32 = tl.load(scale + row, mask=row < rows, other=0.0).to(tl.float32)
+    for row in range(program * rows_each, tl.minimum(program * rows_each + rows_each, rows)):
+        x_fp32 = tl.load(x + row * hidden + h, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+        d_fp32 = tl.load(dy + row * hidden + h, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+        scale_fp32 = tl.load(scale + row).to(tl.float32)
         normed_fp32 = x_fp32 * scale_fp32
         g_fp32 = d_fp32 * w_fp32
         dx_fp32 = scale_fp32 * (g_fp32 - normed_fp32 * (tl.sum(g_fp32 * normed_fp32, 0) / hidden))
-        tl.store(dx + row * hidden + h, dx_fp32.to(dx.dtype.element_ty), mask=here)
+        tl.store(dx + row * hidden + h, dx_fp32.to(dx.dtype.element_ty), mask=inside)
         dw_fp32 += d_fp32 * normed_fp32
     tl.store(partial + program * hidden + h, dw_fp32, mask=inside)
 

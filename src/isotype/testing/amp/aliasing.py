@@ -57,14 +57,16 @@ def _overwritten_inputs(subject: Subject, baseline: Outcome) -> list[Fault]:
             severity = Severity.NOTE  # plain in-place code: autograd knows, and raises where it matters
         else:
             severity = Severity.ERROR
-        place = _place(subject, baseline, "forward")
+        place = _place(subject, baseline, "forward" if name in baseline.changed_by_forward else "backward")
         faults.append(
             _finding(
                 "AC011",
                 f"{place.symbol} overwrites its caller's tensor {name}",
                 place,
-                f"{name} held other values after the call: whoever else uses it (a second loss, a metric, a residual) reads the gradient or scratch written there",
-                "write into a tensor of your own (`torch.empty_like(...)`); where the memory matters, declare it with ctx.mark_dirty and return it",
+                f"{name} holds other values afterwards: whoever else uses it (a second loss, a metric, a residual) reads the "
+                "gradient or scratch written there",
+                "write into a tensor of your own (`torch.empty_like(...)`); where the memory matters, declare it with "
+                "ctx.mark_dirty and return it",
                 severity,
             )
         )
@@ -81,7 +83,8 @@ def _written_gradient(subject: Subject, baseline: Outcome) -> list[Fault]:
             "AC008",
             f"{place.symbol} writes into the incoming gradient",
             place,
-            "the engine hands the same gradient to every consumer of the sum it belongs to (`x + f(x)`), so the others receive what was written there",
+            "the engine hands the same gradient to every consumer of the sum it belongs to (`x + f(x)`), so the others receive "
+            "what was written there",
             "write into a tensor of your own (`torch.empty_like(d)`), and return that",
         )
     ]
@@ -133,7 +136,8 @@ def _strange_gradient(given: Outcome, right: Outcome, kind: str, wrong: str, sub
             "AC009",
             message,
             place,
-            "`f(x).sum().backward()` and `.mean()` hand backward one number expanded over the whole shape (stride 0), and a transpose after f a "
+            "`f(x).sum().backward()` and `.mean()` hand backward one number expanded over the whole shape (stride 0), and a "
+            "transpose after f a "
             "transposed gradient; code that assumes a dense layout, or writes into it, reads or writes the wrong memory",
             "call `d = d.contiguous()` first, use .reshape instead of .view, and pass strides to kernels",
             severity,
@@ -164,9 +168,11 @@ def _second_backward(numerics: Numerics, setting: Setting, baseline: Outcome) ->
             "AC010",
             message,
             spot,
-            "the first run consumed or overwrote what it had saved; with retain_graph=True, two losses over one graph, or a gradient penalty, "
+            "the first run consumed or overwrote what it had saved; with retain_graph=True, two losses over one graph, or a "
+            "gradient penalty, "
             "the second run is wrong",
-            "leave saved tensors and incoming gradients as they are: multiply out of place (`g * d`, not `g.mul_(d)`), and write into new tensors",
+            "leave saved tensors and incoming gradients as they are: multiply out of place (`g * d`, not `g.mul_(d)`), and "
+            "write into new tensors",
             severity,
         )
     ]

@@ -44,6 +44,7 @@ class Outcome:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     grad_outputs: list[Tensor] = field(default_factory=list)
     passed: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    changed_by_forward: set[str] = field(default_factory=set)
 
     @property
     def ran(self) -> bool:
@@ -122,6 +123,7 @@ def attempt(
             outcome.stage, outcome.error = FORWARD, error
             return outcome
         outcome.outputs = floating(result)
+        outcome.changed_by_forward = {n for n, (t, held) in outcome.passed.items() if not torch.equal(t.detach(), held)}
         outcome.values = [t.detach().clone() for t in outcome.outputs]
         outcome.functions = function_classes([t for t in outcome.outputs if t.requires_grad])
         differentiable = [t for t in outcome.outputs if t.requires_grad]

@@ -47,11 +47,18 @@ def _gradient_fault(call: BackwardCall, i: int, returned: torch.dtype, expected:
     place = return_of(call.function, owner)
     got, wanted = _word(returned), _word(expected)
     if wider:
-        cause = f"{argument} is {wanted}; backward returns its gradient in {got}, and the engine casts it without a word, so .grad.dtype looks right"
-        fix = f"return it in its tensor's dtype: `d{argument}.to({argument}.dtype)`; until then it holds twice the memory, and callers of backward by hand get {got}"
+        cause = (
+            f"{argument} is {wanted}; backward returns its gradient in {got}, and the engine casts it without a word, so "
+            ".grad.dtype looks right"
+        )
+        fix = (
+            f"return it in its tensor's dtype: `d{argument}.to({argument}.dtype)`; until then it holds twice the memory, and "
+            f"callers of backward by hand get {got}"
+        )
     else:
         cause = (
-            f"every tensor of this call is {'/'.join(sorted({wanted}))} and autocast is {_word(setting.autocast) if setting.autocast else 'off'}, "
+            f"every tensor of this call is {'/'.join(sorted({wanted}))} and autocast is "
+            f"{_word(setting.autocast) if setting.autocast else 'off'}, "
             f"yet the gradient of {argument} passes through {got}: rounded there, then cast back by the engine, so .grad.dtype looks right"
         )
         fix = (
@@ -74,7 +81,7 @@ def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: S
     inputs = sample.met(setting.by_group)
     classes = outcome.functions
     faults: list[Fault] = []
-    for i, (tensor, dtype) in enumerate(((t, t.dtype) for t in outcome.values)):
+    for i, (tensor, dtype) in enumerate((t, t.dtype) for t in outcome.values):
         which = "its output" if len(outcome.values) == 1 else f"output {i}"
         if dtype in inputs or dtype == setting.autocast:
             continue  # following an input, or autocast, is a decision; a dtype from nowhere is none
@@ -109,7 +116,8 @@ def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: S
                     cause="what follows is promoted to the wider dtype, or the first matrix product that cannot mix dtypes raises"
                     if wider
                     else "a cast or a buffer in forward is written in a fixed dtype: precision is gone before the caller sees the result",
-                    fix=f"return `{'out'}.to(...)` in the dtype decided from the inputs and autocast, not in one that an inner step left over",
+                    fix=f"return `{'out'}.to(...)` in the dtype decided from the inputs and autocast, not in one that an inner "
+                    "step left over",
                 ),
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
@@ -20,7 +21,10 @@ from .subjects import Subject
 
 GROWTH = 3.0  # an error that grows by this factor with the number of rows is a sum in low precision
 SOME, LONG = 512, 4096  # rows tried first, and at most
-BUDGET, RUNS = 3.0, 6  # processor seconds (a busy machine must not find less) for the long runs of one setting, and how many exact runs they are worth
+BUDGET, RUNS = (
+    3.0,
+    6,
+)  # processor seconds (a busy machine must not find less) for the long runs of one setting, and how many exact runs they are worth
 LARGEST = 8_000_000  # numbers in the lengthened inputs
 MANY = 16  # additions into one low-precision tensor
 
@@ -45,13 +49,14 @@ def long_sums(numerics: Numerics, setting: Setting, *, hand_written: bool) -> tu
     some = lengthened(sample, SOME)
     if not short.ran or some is None:
         return [], None
-    if not judged and not _sums_grow(subject, sample, some, setting):
+    if not judged and not _sums_grow(subject, sample, lengthened(sample, SOME // 4) or some, setting):
         return [], None
-    if not attempt(subject, some, setting).ran:
+    longer = attempt(subject, some, setting)
+    if not longer.ran:
         return [], f"long reductions: the function refuses its inputs lengthened to {_rows(some)} rows"
-    started = time.process_time()
-    numerics.on(some).truth(setting)
-    affordable = int(SOME * BUDGET / (RUNS * max(1e-4, time.process_time() - started)))
+    # a result of rows times rows (weights that look like rows, attention) costs too much at thousands
+    square = _results(longer) * _rows(sample) > 1.5 * _results(short) * _rows(some)
+    affordable = SOME if square else _affordable_rows(numerics, setting)
     grown = lengthened(sample, max(SOME, min(LONG, affordable, LARGEST * SOME // max(1, _numbers(some))))) or some
     outcome = attempt(subject, grown, setting)
     if not outcome.ran:
@@ -72,8 +77,24 @@ def long_sums(numerics: Numerics, setting: Setting, *, hand_written: bool) -> tu
     return [(key, replace(finding, details=(("length", rows), *finding.details)))], None
 
 
+def _affordable_rows(numerics: Numerics, setting: Setting) -> int:
+    """How many rows fit the budget, going by what two exact runs took: some functions take four times as long for twice the rows."""
+    taken = []
+    for rows in (SOME // 4, SOME):
+        sample = lengthened(numerics.sample, rows) or numerics.sample
+        started = time.process_time()
+        numerics.on(sample).truth(setting)
+        taken.append(max(1e-4, time.process_time() - started))
+    power = min(2.0, max(1.0, math.log(taken[1] / taken[0], 4)))
+    return int(SOME * (BUDGET / (RUNS * taken[1])) ** (1 / power))
+
+
 def _rows(sample: Sample) -> int:
     return next((sample.tensor(s).shape[0] for s in sample.slots if sample.tensor(s).dim()), 1)
+
+
+def _results(outcome: Outcome) -> int:
+    return sum(t.numel() for t in outcome.values)
 
 
 def _numbers(sample: Sample) -> int:
@@ -99,7 +120,7 @@ def _growing(
 
 
 def _finding(code: str, excess: Excess, outcome: Outcome, setting: Setting, subject: Subject, sample: Sample) -> Fault:
-    culprit = locate(subject, sample, setting)
+    culprit = locate(subject, sample, setting, long_sum=code == "AC007")
     stage = "backward" if excess.result.startswith("gradient") else "forward"
     place = culprit.place if culprit else _place(subject, outcome, stage)
     low = name(str(culprit.dtype)) if culprit and culprit.dtype is not None else name(str(setting.lowest(sample)))
@@ -129,12 +150,16 @@ def _cause(code: str, culprit: Culprit | None, low: str) -> str:
         return f"a running sum is kept in {low}{times}: once it is 256 times larger than what is added (2048 in fp16), additions round away"
     if culprit and culprit.accumulates and culprit.after > 8 * max(culprit.before, 1e-9):
         return (
-            f"cancellation after rounding: a value was rounded to {low} when it was stored in a buffer of that precision, and then a nearly equal "
+            f"cancellation after rounding: a value was rounded to {low} when it was stored in a buffer of that precision, and "
+            "then a nearly equal "
             "one is subtracted from it, so that mostly the rounding error is left"
         )
     if culprit and culprit.accumulates and culprit.repeats >= 4:
         return f"a running sum is kept in {low} ({culprit.repeats} additions into one buffer): every addition rounds, and small ones vanish"
-    return f"an intermediate is kept or computed in {low}: its rounding is carried into the result, where fp32 inside and one rounding at the end would not"
+    return (
+        f"an intermediate is kept or computed in {low}: its rounding is carried into the result, "
+        "where fp32 inside and one rounding at the end would not"
+    )
 
 
 def _fix(code: str, culprit: Culprit | None) -> str:

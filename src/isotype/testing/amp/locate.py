@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,19 @@ from .settings import Setting
 from .subjects import Subject
 
 _NO_ARITHMETIC = {"_to_copy", "detach", "alias", "lift_fresh", "view", "_unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze"}
-_NO_ARITHMETIC |= {"squeeze", "slice", "select", "empty", "empty_like", "new_empty", "empty_strided", "clone", "as_strided", "split"}
+_NO_ARITHMETIC |= {
+    "squeeze",
+    "slice",
+    "select",
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "clone",
+    "as_strided",
+    "split",
+    "set_",
+}
 _ADDS = {"add", "add_", "sub", "sub_", "addmm", "addmm_", "baddbmm", "baddbmm_", "index_add", "index_add_", "index_put", "index_put_"}
 
 
@@ -103,8 +116,11 @@ def _users_line() -> Place | None:
     return Place(file=innermost.f_code.co_filename, line=innermost.f_lineno, symbol=symbol)
 
 
-def locate(subject: Subject, sample: Sample, setting: Setting) -> Culprit | None:
-    """The culprit line, or None where the two runs do not go through the same operators (or the code is not made of operators)."""
+def locate(subject: Subject, sample: Sample, setting: Setting, *, long_sum: bool = False) -> Culprit | None:
+    """The culprit line, or None where the two runs do not go through the same operators (or the code is not made of operators).
+
+    long_sum  the error grew with the number of rows: the line that adds most often into a low-precision tensor, if there is one
+    """
     narrow, wide = _Recorder(), _Recorder()
     if not attempt(subject, sample, setting, around=lambda: narrow).ran:
         return None
@@ -123,6 +139,12 @@ def locate(subject: Subject, sample: Sample, setting: Setting) -> Culprit | None
     placed = [i for i, step in enumerate(narrow.steps) if step.place is not None]
     if not placed:
         return None
+    if long_sum:
+        sums = Counter(step.place for step in narrow.steps if step.accumulates and step.place is not None and _is_low(step.dtype))
+        busiest = next((place for place, count in sums.most_common(1) if count > 1), None)
+        last = max((i for i in placed if narrow.steps[i].place == busiest and narrow.steps[i].accumulates), default=None)
+        if last is not None:
+            return _culprit(narrow.steps, last, given[last], errors[last])
     # the step that made its own result much worse than what it was given, and above all the error that the last steps show
     final = max((errors[i] for i in placed), default=0.0)
     growth = {i: errors[i] / max(given[i], 1e-9) for i in placed if errors[i] > final / 8}
@@ -131,19 +153,26 @@ def locate(subject: Subject, sample: Sample, setting: Setting) -> Culprit | None
         index = next((i for i in placed if errors[i] > final / 4), None)
     if index is None:
         return None
-    step = narrow.steps[index]
+    return _culprit(narrow.steps, index, given[index], errors[index])
+
+
+def _culprit(steps: list[_Step], index: int, before: float, after: float) -> Culprit:
+    step = steps[index]
     assert step.place is not None
-    same = [s for s in narrow.steps if s.place == step.place and s.accumulates]
     return Culprit(
         place=step.place,
         source=linecache.getline(step.place.file or "", step.place.line or 0).split("#")[0].strip(),
         operator=step.operator,
         dtype=step.dtype,
-        before=given[index],
-        after=errors[index],
-        repeats=len(same),
+        before=before,
+        after=after,
+        repeats=sum(s.place == step.place and s.accumulates for s in steps),
         accumulates=step.accumulates,
     )
+
+
+def _is_low(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and dtype.is_floating_point and torch.finfo(dtype).bits < 32
 
 
 def running_sums(subject: Subject, sample: Sample, setting: Setting) -> dict[tuple[str | None, int | None, str | None], int]:
@@ -153,8 +182,7 @@ def running_sums(subject: Subject, sample: Sample, setting: Setting) -> dict[tup
         return {}
     counts: dict[tuple[str | None, int | None, str | None], int] = {}
     for step in recorder.steps:
-        low = step.dtype is not None and step.dtype.is_floating_point and torch.finfo(step.dtype).bits < 32
-        if step.accumulates and low and step.place is not None:
+        if step.accumulates and _is_low(step.dtype) and step.place is not None:
             key = (step.place.file, step.place.line, step.place.symbol)
             counts[key] = counts.get(key, 0) + 1
     return counts

@@ -146,8 +146,10 @@ def _cause(outcome: Outcome, setting: Setting, failure: Failure | None, operands
         incoming = {_word(t.dtype) for call in outcome.calls[-1:] for t in call.incoming}
         saved = {_word(t.dtype) for call in outcome.calls[-1:] for t in call.saved()}
         return (
-            f"forward ran under autocast, backward ran outside it (as trainers call it): the incoming gradient is {'/'.join(sorted(incoming)) or auto}, "
-            f"the saved tensors (the weight or master weight among them) are {'/'.join(sorted(saved)) or 'as given'}, and this branch of backward "
+            "forward ran under autocast, backward ran outside it (as trainers call it): the incoming gradient is "
+            f"{'/'.join(sorted(incoming)) or auto}, "
+            f"the saved tensors (the weight or master weight among them) are {'/'.join(sorted(saved)) or 'as given'}, and this "
+            "branch of backward "
             f"multiplies them without a cast{mixed}"
         )
     if outcome.stage == BACKWARD:
@@ -161,20 +163,29 @@ def _fix(outcome: Outcome, setting: Setting, failure: Failure | None, owner: str
     device = next((t.device.type for t in outcome.tensors.values()), "cuda")
     if failure and (_OUT.search(failure.source) or _IN_PLACE_PRODUCT.search(failure.source)):
         return (
-            "compute without out= or the in-place form and cast the result to the dtype of the buffer (`buffer += (a @ b).to(buffer.dtype)`, "
+            "compute without out= or the in-place form and cast the result to the dtype of the buffer (`buffer += (a @ "
+            "b).to(buffer.dtype)`, "
             "`dx = (d @ w).to(x.dtype)`), or cast every operand to it first; "
-            f'decorate forward with torch.amp.custom_fwd(device_type="{device}") and backward with torch.amp.custom_bwd so that both know which dtype it is'
+            f'decorate forward with torch.amp.custom_fwd(device_type="{device}") and backward with torch.amp.custom_bwd so that '
+            "both know which dtype it is"
         )
     if failure and _SCATTER.search(failure.source):
-        return "make the buffer in the dtype of what is written into it, or cast the values to the dtype of the buffer: `buffer.scatter_(1, index, values.to(buffer.dtype))`"
+        return (
+            "make the buffer in the dtype of what is written into it, or cast the values to the dtype of the buffer: "
+            "`buffer.scatter_(1, index, values.to(buffer.dtype))`"
+        )
     if outcome.stage == BACKWARD and setting.autocast:
         return (
-            f'decorate forward with torch.amp.custom_fwd(device_type="{device}") and backward with torch.amp.custom_bwd(device_type="{device}"), which '
+            f'decorate forward with torch.amp.custom_fwd(device_type="{device}") and backward with '
+            f'torch.amp.custom_bwd(device_type="{device}"), which '
             "re-enters forward's autocast; or cast the saved tensors to the grad dtype (`weight.to(d.dtype)`) in every branch, "
             "and return each gradient in its tensor's dtype"
         )
     if outcome.stage == BACKWARD:
-        return "cast to one dtype at the top of backward (`d = d.to(saved.dtype)` or the saved tensors to the grad dtype), and return each gradient in its tensor's dtype"
+        return (
+            "cast to one dtype at the top of backward (`d = d.to(saved.dtype)` or the saved tensors to the grad dtype), and "
+            "return each gradient in its tensor's dtype"
+        )
     if setting.autocast:
         return (
             f"decide the compute dtype once at the top of {owner} and cast what it multiplies to it, with autocast off inside; "

@@ -32,7 +32,8 @@ def state_faults(outcome: Outcome, subject: Subject) -> list[Fault]:
                 f"{place.symbol} leaves {what.split(' after ')[0]} changed",
                 place,
                 f"{what}: {change}; everything the caller runs next computes in other dtypes than its code says",
-                "change it in a `with` block (torch.autocast(..., enabled=False), torch.enable_grad()), which puts it back after an exception too",
+                "change it in a `with` block (torch.autocast(..., enabled=False), torch.enable_grad()), which puts it back "
+                "after an exception too",
                 observed=change,
             )
         )
@@ -68,7 +69,8 @@ def _scaled_loss(numerics: Numerics, setting: Setting, baseline: Outcome) -> lis
             "AC015",
             f"{place.symbol} does not scale the gradient of {', '.join(wrong)} with the incoming gradient",
             place,
-            "four times the incoming gradient must give four times the result: loss scaling (fp16), gradient accumulation and a loss that is one term of several rely on it",
+            "four times the incoming gradient must give four times the result: loss scaling (fp16), gradient accumulation and a "
+            "loss that is one term of several rely on it",
             "multiply by the incoming gradient in backward, also when the gradient was made in forward",
             Severity.NOTE if meant else Severity.ERROR,
         )
@@ -111,8 +113,8 @@ def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> l
 
 
 def _layout(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
-    subject, sample = numerics.subject, numerics.sample
     """Another memory layout with the same values must give the same results, or be refused."""
+    subject, sample = numerics.subject, numerics.sample
 
     def strided(t: Tensor) -> Tensor:
         if t.dim() < 2:
@@ -167,7 +169,8 @@ def wrapped_faults(numerics: Numerics, setting: Setting, baseline: Outcome, wrap
             place,
             "the compiled graph computes something else than the code does eagerly"
             if compiled
-            else "forward runs a second time during backward: it must compute the same with the same dtypes, and keep nothing between the two runs",
+            else "forward runs a second time during backward: it must compute the same with the same dtypes, and keep nothing "
+            "between the two runs",
             "compare with backend='eager' and 'aot_eager' to see which stage differs"
             if compiled
             else "derive dtypes from the inputs and the autocast state that checkpoint restores, not from state kept from the first run",

@@ -33,7 +33,10 @@ class Target:
 
 
 def load_target(text: str, inputs: str | None = None) -> Target:
-    """`NAME` is a `build()` that returns `(callable, inputs)` or `(callable, inputs, {"reference": ...})`, or the function itself, with `inputs`.
+    """`NAME` is a `build()`, or with `inputs` the function itself.
+
+    `build()` returns `(callable, inputs)`, or `(callable, inputs, options)` with `reference`, `params` or `contract` among the options.
+
 
     Raises  UsageError for a file, a name or inputs that do not fit, in one line
     """

@@ -1,7 +1,7 @@
 """The interpreter's operators with bf16 computed as numbers: every operator widens, computes, and rounds once.
 
-Triton 3.9's own interpreter keeps bf16 as raw bits and truncates fp32 to bf16, and adds, multiplies, compares, reduces and multiplies
-matrices on the bits themselves; it sums fp16 in fp32, which no GPU does; and it leaves Python floats bare, so that `.to` on an argument fails.
+Triton 3.9's own interpreter keeps bf16 as raw bits, truncates fp32 to bf16, and adds, multiplies, compares, reduces and multiplies
+matrices on the bits themselves; it sums fp16 in fp32; and it leaves Python floats bare, so that `.to` on an argument fails.
 """
 
 from __future__ import annotations

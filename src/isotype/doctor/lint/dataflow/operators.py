@@ -226,8 +226,10 @@ def _torch(run: Interpreter, name: str, args: list[Any], nodes: list[ast.expr], 
         return Scalar()
     if not isinstance(first, Tensor):
         return UNKNOWN
-    if name in ("cos", "sin", "polar", "sincos") and first.positional:
-        run.emit("table", node, name, (run.text(nodes[0]), first))
+    if name in ("cos", "sin", "polar"):
+        at = 1 if name == "polar" and len(args) > 1 else 0  # polar(radius, angle)
+        if isinstance(args[at], Tensor) and args[at].positional:
+            run.emit("table", node, name, (run.text(nodes[at]), args[at]))
     if name in names.SPLIT:
         return Items(each=first)
     if name in names.VALUES_AND_INDICES or (name in ("max", "min", "median", "cummax") and (len(args) > 1 or "dim" in kwargs)):
@@ -314,7 +316,8 @@ def _factory(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any
     if name in ("tensor", "as_tensor", "scalar_tensor"):
         data = args[0] if args else UNKNOWN
         zero_dim = True if isinstance(data, Scalar) else (None if not isinstance(data, Items) else False)
-    positional = name == "arange" and not any(_COUNTS_FEATURES.search(ast.unparse(a)) for a in node.args)
+    counted = [*node.args, *(k.value for k in node.keywords if k.arg in ("start", "end", "step"))]
+    positional = name == "arange" and not any(_COUNTS_FEATURES.search(ast.unparse(a)) for a in counted)
     buffer = node if name.startswith(("zeros", "empty", "new_zeros", "new_empty", "full", "new_full")) else None
     if isinstance(dtype, Dtype):
         made = Made.LITERAL if dtype.literal else Made.FOLLOWS

@@ -21,7 +21,7 @@ FP32_WEIGHTS = Scenario(inputs="bf16", weights="fp32")  # fp32 norms in a bf16 m
 SCENARIOS = (PURE, AUTOCAST, FP32_WEIGHTS)
 
 _FLOAT_FACTORIES = names.FACTORIES - {"arange", "as_tensor", "tensor"}
-_NORM = frozenset({"rsqrt", "rsqrt_"})
+_NORM = frozenset({"rsqrt", "rsqrt_", "sqrt"})
 _TABLE = frozenset({"cos", "sin", "polar"})
 MAX_PATHS = 8
 MAX_STEPS = 12_000  # in all runs of one function in one scenario
@@ -34,7 +34,7 @@ def plain_events(file: SourceFile) -> list[Event]:
     if "plain" not in file.memo:
         events: list[Event] = []
         for function, scenarios in _worth_running(file).items():
-            for scenario in scenarios:
+            for scenario in (s for s in SCENARIOS if s in scenarios):
                 steps = [MAX_STEPS]
                 each_path(partial(_run, file, function, scenario, events, steps), MAX_PATHS)
         file.memo["plain"] = events
@@ -58,6 +58,8 @@ def _worth_running(file: SourceFile) -> Wanted:
                 loops = loops or last_name(node.func) in names.LIKE
                 if isinstance(node.func, ast.Name) or (isinstance(node.func, ast.Attribute) and last_name(node.func.value) == "self"):
                     called.add(last_name(node.func))
+        if any(is_root(node) for node in file.own(function)):
+            scenarios |= {PURE, FP32_WEIGHTS}
         loops = loops or any(isinstance(n, ast.Assign) and "grad" in last_name(n.targets[0]) for n in file.own(function))
         if loops and any(isinstance(node, (ast.For, ast.While)) for node in file.own(function)):
             scenarios.add(PURE)
@@ -69,8 +71,20 @@ def _worth_running(file: SourceFile) -> Wanted:
         by_name.setdefault(function.name, set()).update(scenarios)
     for function, called in calls.items():
         for name in called & by_name.keys():
-            wanted.setdefault(function, set()).update(by_name[name] - {FP32_WEIGHTS})
+            wanted.setdefault(function, set()).update(by_name[name])
     return wanted
+
+
+def is_root(node: ast.AST) -> bool:
+    """`x ** -0.5` and `x ** 0.5`, of something computed."""
+    if (
+        not isinstance(node, ast.BinOp)
+        or not isinstance(node.op, ast.Pow)
+        or isinstance(node.left, (ast.Constant, ast.Name, ast.Attribute))
+    ):
+        return False
+    power = node.right.operand if isinstance(node.right, ast.UnaryOp) else node.right
+    return isinstance(power, ast.Constant) and power.value == 0.5
 
 
 def _is_kernel(function: Function) -> bool:
@@ -84,7 +98,7 @@ def _asked_for(file: SourceFile, node: ast.Call) -> set[Scenario]:
         return {PURE, AUTOCAST}
     if name in _TABLE:
         return {PURE, AUTOCAST}
-    if name in _NORM:
+    if name in _NORM and not file.dotted(node.func).startswith(("math.", "numpy.")):
         return {PURE, FP32_WEIGHTS}
     if name in _FLOAT_FACTORIES and keyword(node, "dtype") is None and file.dotted(node.func).startswith("torch."):
         return {PURE}

@@ -55,7 +55,7 @@ class FloatTensorWithoutDtype(Rule):
                 seen.add(call)
                 yield Hit(
                     node=call,
-                    message=f"torch.{last_name(call.func)} without dtype=, in a function that takes a dtype and never uses it",
+                    message=f"torch.{last_name(call.func)} without dtype=, in a function that takes a dtype and makes nothing of it",
                     cause="a factory without dtype= takes the default dtype, fp32: mixed with bf16 activations it promotes, or is refused",
                     fix=f"torch.{last_name(call.func)}(..., dtype=dtype)",
                     edit=Edit.at("keyword", call, "dtype=dtype"),
@@ -88,7 +88,8 @@ def _ignoring_its_dtype(file: SourceFile, function: Function) -> Iterator[ast.Ca
     if "dtype" not in parameters or function.name == "__init__":
         return
     nodes = list(ast.walk(function))
-    if any(isinstance(n, ast.Name) and n.id == "dtype" for n in nodes):
+    uses = [n for n in nodes if isinstance(n, ast.Name) and n.id == "dtype"]
+    if any(last_name(file.parents[n]) != "finfo" for n in uses):  # asking for its smallest value is no use of it as a dtype
         return
     for node in nodes:
         if not isinstance(node, ast.Call) or file.dotted(node.func).rpartition(".")[0] != "torch" or last_name(node.func) not in FACTORIES:

@@ -59,7 +59,7 @@ class PositionsInLowPrecision(Rule):
                 continue
             seen.add(at.lineno)
             by_autocast = event.scenario.autocast is not None
-            if by_autocast and not _runs_in_forward(file, at):
+            if not _runs_in_forward(file, at):
                 continue
             how = (
                 "autocast computes this product in bf16"
@@ -79,7 +79,7 @@ class PositionsInLowPrecision(Rule):
 
 
 def _runs_in_forward(file: SourceFile, node: ast.AST) -> bool:
-    """False for a method that its class calls while it is built and not from forward: no autocast is on then."""
+    """False for a method that its class calls while it is built and not from forward: the model is in fp32 then, without autocast."""
     function = file.function_of(node)
     cls = file.parents.get(function) if function is not None else None
     if function is None or not isinstance(cls, ast.ClassDef):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..dataflow.plain import FP32_WEIGHTS, plain_events
+from ..dataflow.plain import FP32_WEIGHTS, is_root, plain_events
 from ..dataflow.values import Made, Tensor
 from ..rule import Hit, Rule
 from ..source import Function, SourceFile, last_name
@@ -44,7 +44,7 @@ class NormFollowsWeightDtype(Rule):
 
     code = "LT009"
     name = "norm-follows-weight-dtype"
-    words = ("rsqrt",)
+    words = ("sqrt", "0.5")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         for event in first_of_each((e for e in plain_events(file) if e.scenario == FP32_WEIGHTS), "returned"):
@@ -52,6 +52,8 @@ class NormFollowsWeightDtype(Rule):
             function = file.function_of(event.node)
             if not isinstance(value, Tensor) or function is None or not isinstance(event.node, ast.Return) or event.node.value is None:
                 continue
+            if "buffer" in value.why:
+                continue  # a table or a filter bank, and no norm's weight
             if value.dtype == "fp32" and value.made is Made.PARAMETER and _is_norm(file, function):
                 weight = value.why.removeprefix("the ")
                 yield Hit(
@@ -65,6 +67,15 @@ class NormFollowsWeightDtype(Rule):
 
 
 def _is_norm(file: SourceFile, function: Function) -> bool:
-    """rsqrt of a mean of squares or of a variance."""
-    called = {last_name(n.func) for n in file.own(function) if isinstance(n, ast.Call)}
-    return "rsqrt" in called and bool(called & {"mean", "var", "sum", "square", "pow", "norm"})
+    """The root of a mean of squares or of a variance, here or in a method of the same class that this one calls."""
+    nodes = list(file.own(function))
+    cls = file.parents.get(function)
+    if isinstance(cls, ast.ClassDef):
+        attributes = [n.func for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+        called = {a.attr for a in attributes if last_name(a.value) == "self"}
+        for method in cls.body:
+            if isinstance(method, ast.FunctionDef) and method.name in called:
+                nodes += file.own(method)
+    called = {last_name(n.func) for n in nodes if isinstance(n, ast.Call) and not file.dotted(n.func).startswith(("math.", "numpy."))}
+    root = bool(called & {"rsqrt", "sqrt"}) or any(is_root(n) for n in nodes)
+    return root and bool(called & {"mean", "var", "sum", "square", "pow", "norm"})

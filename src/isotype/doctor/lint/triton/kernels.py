@@ -18,8 +18,8 @@ FLOATS = ("fp64", "fp32", "bf16", "fp16")
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 _INTEGERS = re.compile(r"^u?int\d+$")
 _NUMBER = re.compile(r"scale|alpha|beta$|eps|softcap|temperature|dropout|smoothing|^p$|^lr$|decay")
-_MATH = frozenset(["exp", "exp2", "log", "log2", "sqrt_rn", "sin", "cos", "rsqrt", "erf", "sqrt"])
-_NEEDS_FP32 = frozenset(["exp", "exp2", "log", "log2", "sin", "cos", "erf"])
+_MATH = frozenset("exp exp2 log log2 sqrt_rn sin cos rsqrt erf sqrt tanh fast_expf fast_dividef pow".split())
+_NEEDS_FP32 = frozenset("exp exp2 log log2 sin cos erf".split())
 _SAME = frozenset(
     "abs max min maximum minimum where broadcast_to reshape view trans permute expand_dims ravel join clamp sigmoid cumsum sum softmax "
     "flip sort fdiv".split()
@@ -360,6 +360,8 @@ class _Run:
             return self.promote(node, args[1], args[2]) if len(args) == 3 else NOTHING
         if name in ("maximum", "minimum", "fdiv"):
             return self.promote(node, args[0], args[1]) if len(args) >= 2 else NOTHING
+        if name in ("max", "min") and (first.loaded or first.type in FLOATS):
+            return Value("fp32", node)  # Triton reduces floats narrower than 32 bits in fp32
         if name in ("sum", "sigmoid", "softmax", "cumsum") and first.type != "fp32":
             return NOTHING
         return Value(first.type, node)

@@ -1,0 +1,55 @@
+"""`isotype eval RUN --data F`: the loss of a run on a file."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .app import RUNS
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="eval", rich_help_panel=RUNS)(evaluate)
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="The run's folder, finished or not.")],
+    data: Annotated[str, typer.Option("--data", help="A file of the kinds that data.train takes, or stdlib.")],
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", min=1, help="Rows in one pass; the result does not depend on it.")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Token-weighted loss and perplexity of a run on a file, under the run's own precision.
+
+    Examples:
+
+        isotype eval runs/qwen --data held_out.jsonl
+    """
+    from ..training.run import quiet_libraries
+
+    quiet_libraries()
+    from ..config.schema import DataSection
+    from ..data.load import load_data
+    from ..inference.loaded import load_run
+    from ..training.evaluate import evaluate as measure
+
+    loaded = load_run(run)
+    section = DataSection(**{**loaded.config.data.model_dump(), "train": data, "eval": None, "eval_split": 0.0, "limit": None})
+    rows = load_data(section, loaded.tokenizer, seed=loaded.config.train.seed).train
+    size = batch_size or loaded.config.train.eval_batch_size or loaded.config.train.batch_size
+    found = measure(
+        loaded.model, rows, batch_size=size, pad_id=loaded.tokenizer.pad_token_id, device=loaded.device, loss_dtype=loaded.precision.loss
+    )
+    perplexity = math.exp(min(found.loss, 700.0))
+    answer = {"run": str(run), "taken": loaded.taken, "data": data, "rows": len(rows), "tokens": found.tokens, "loss": found.loss}
+    if json_output:
+        print(json.dumps(answer | {"perplexity": perplexity}))
+    else:
+        print(
+            f"{run} ({loaded.taken}) on {data}: loss {found.loss:.4f}, perplexity {perplexity:.2f}, {len(rows)} rows, {found.tokens} tokens"
+        )

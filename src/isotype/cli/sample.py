@@ -1,0 +1,78 @@
+"""`isotype sample RUN`: answers to a file of prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import UsageError
+from .app import RUNS
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="sample", rich_help_panel=RUNS)(sample)
+
+
+def sample(
+    run: Annotated[Path, typer.Argument(help="The run's folder, finished or not.")],
+    prompts: Annotated[Path | None, typer.Option("--prompts", help="A prompt a line; the run's own prompts by default.")] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest answer in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", min=0.0, max=1.0, help="With a temperature: the share of probability drawn from.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the draw.")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Answer prompts with a run, under the run's own precision.
+
+    Examples:
+
+        isotype sample runs/qwen --prompts questions.txt
+
+        isotype sample runs/qwen --prompts questions.txt --temperature 0.7 --top-p 0.9 --seed 3 --json
+    """
+    texts: list[str] = []
+    if prompts is not None:
+        from ..data.read import existing_file, read_text
+
+        texts = [line for line in read_text(existing_file(str(prompts)), str(prompts)).splitlines() if line.strip()]
+        if not texts:
+            raise UsageError(f"{prompts}: no prompt in it: give one a line")
+    from ..training.run import quiet_libraries
+
+    quiet_libraries()
+    import torch
+
+    from ..data.load import load_data
+    from ..data.prompts import prompts_from
+    from ..inference.loaded import load_run
+    from ..training.sample import sample as answer
+
+    loaded = load_run(run)
+    texts = texts or list(loaded.config.run.samples)
+    template = loaded.tokenizer.chat_template if _chats(run) else None
+    if texts:
+        asked = prompts_from(texts, loaded.tokenizer, chat_template=template)
+    else:
+        asked = list(load_data(loaded.config.data, loaded.tokenizer, seed=loaded.config.train.seed).prompts)
+    torch.manual_seed(seed)
+    answers = answer(
+        loaded.model, loaded.tokenizer, asked, max_new_tokens=tokens, device=loaded.device, temperature=temperature, top_p=top_p
+    )
+    if json_output:
+        print(json.dumps({"run": str(run), "taken": loaded.taken, "samples": [a.as_json() for a in answers]}))
+        return
+    print(f"{run} ({loaded.taken})")
+    for one in answers:
+        print(f"\n> {one.prompt}\n{one.answer or '(nothing)'}")
+
+
+def _chats(run: Path) -> bool:
+    """Whether the run's rows were chats: then a prompt is a question to the template's assistant."""
+    from ..report.record import read_run
+
+    return bool(read_run(run).data.get("template"))

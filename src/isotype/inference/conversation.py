@@ -1,0 +1,37 @@
+"""Turns with a run: the template renders what was said so far, the answer streams to the terminal."""
+
+from __future__ import annotations
+
+import torch
+from transformers import TextStreamer
+
+from ..precision.apply import generating
+from ..training.sample import generation_config
+from .loaded import LoadedRun
+
+
+class Conversation:
+    """Remembers what was said. A run whose tokenizer has no template continues the text it is given."""
+
+    def __init__(self, run: LoadedRun, *, max_new_tokens: int, temperature: float, top_p: float) -> None:
+        self.run = run
+        self.config = generation_config(run.model, run.tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
+        self.messages: list[dict[str, str]] = []
+
+    def clear(self) -> None:
+        self.messages.clear()
+
+    def say(self, text: str) -> str:
+        """Streams the answer to stdout and returns it."""
+        tokenizer, model = self.run.tokenizer, self.run.model
+        if tokenizer.chat_template:
+            self.messages.append({"role": "user", "content": text})
+            text = tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
+        ids = torch.tensor([tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]], device=self.run.device)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        with torch.no_grad(), generating(model):
+            out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=self.config, streamer=streamer)
+        answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
+        if tokenizer.chat_template:
+            self.messages.append({"role": "assistant", "content": answer})
+        return answer

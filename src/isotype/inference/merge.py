@@ -1,0 +1,131 @@
+"""Merges an adapter into its base: dequantise, add in fp32, cast once, say how much of the adapter the cast drowned, check the result."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..checkpoint.folder import write_folder
+from ..config.schema import DataSection
+from ..data.load import load_data
+from ..dtypes import to_torch
+from ..errors import RunError, UsageError
+from ..precision.apply import is_quantised
+from ..training.evaluate import evaluate
+from ..training.model import Source
+from ..training.verify import check_rows, load_result
+from .loaded import LoadedRun
+
+TOLERANCE = 0.05  # relative: a wrong merge is far off, rounding of every weight to 8 bits moves a loss by less
+
+
+@dataclass(frozen=True)
+class Merged:
+    """noise: the cast's error as a share of the adapter's effect, over all merged weights; losses on the run's own rows."""
+
+    folder: Path
+    dtype: str
+    weights: int
+    noise: float
+    adapter_loss: float
+    merged_loss: float
+
+
+def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
+    """Writes an ordinary Hugging Face folder. Raises UsageError without an adapter, RunError SV001 when the result differs."""
+    from peft import PeftModel
+
+    if not isinstance(run.model, PeftModel):
+        raise UsageError(f"{run.folder}: this run trained every weight: {run.folder / 'model'} is merged already")
+    dtype = dtype or run.precision.save_model if run.precision.base != "nf4" else dtype or run.precision.compute
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"{out}: not empty", fix="--out another folder")
+    state, noise, count = merged_state(run.model, to_torch(dtype))
+    rows = _rows(run)
+    adapter_loss = _loss(run.model, run, rows)
+
+    def fill(folder: Path) -> None:
+        config = AutoConfig.from_pretrained(run.source.name, revision=run.source.revision, trust_remote_code=run.source.trust_remote_code)
+        with torch.device("meta"):
+            plain = AutoModelForCausalLM.from_config(config, trust_remote_code=run.source.trust_remote_code)
+        plain.config.dtype = to_torch(dtype)
+        if hasattr(plain.config, "quantization_config"):
+            del plain.config.quantization_config
+        plain.save_pretrained(folder, state_dict=state)
+        run.tokenizer.save_pretrained(str(folder))
+        facts = {"base": run.source.name, "run": str(run.folder), "dtype": dtype, "merge_noise": noise}
+        (folder / "merge.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+    write_folder(out, fill)
+    merged_loss = _merged_loss(out, run, dtype, rows)
+    if not abs(merged_loss - adapter_loss) <= TOLERANCE * max(1.0, abs(adapter_loss)):
+        raise RunError(
+            f"{out}: the merged model's loss is {merged_loss:.4f} where the adapter's is {adapter_loss:.4f}", code="SV001",
+            fix="merge into a wider dtype: --dtype fp32",
+        )  # fmt: skip
+    return Merged(out, dtype, count, noise, adapter_loss, merged_loss)
+
+
+@torch.no_grad()
+def merged_state(model: nn.Module, dtype: torch.dtype) -> tuple[dict[str, Tensor], float, int]:
+    """The plain model's state dict, the merge noise, and how many weights were merged. Sums in fp32 whatever the base is kept in."""
+    inner = model.get_base_model()  # type: ignore[operator]
+    state: dict[str, Tensor] = {}
+    effect = error = 0.0
+    count = 0
+    layers = {name: m for name, m in inner.named_modules() if hasattr(m, "get_delta_weight") and hasattr(m, "base_layer")}
+    for name, parameter in inner.named_parameters(remove_duplicate=False):
+        plain = _plain_name(name)
+        if plain is None:
+            continue
+        value = dequantised(parameter)
+        layer = layers.get(plain.rpartition(".")[0])
+        if layer is not None and plain.endswith(".weight"):
+            delta: Tensor = sum((layer.get_delta_weight(a).float() for a in layer.active_adapters if a in layer.lora_A), torch.zeros(()))
+            exact = value + delta
+            value = exact.to(dtype)
+            effect += float(delta.double().square().sum())
+            error += float((value.double() - exact.double()).square().sum())
+            count += 1
+        state[plain] = value.to(dtype).contiguous().cpu()
+    return state, (error / effect) ** 0.5 if effect else 0.0, count
+
+
+def dequantised(parameter: Tensor) -> Tensor:
+    """fp32, whatever it is kept in."""
+    if is_quantised(parameter):
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(parameter.data, parameter.quant_state).float()
+    return parameter.detach().float()
+
+
+def _plain_name(name: str) -> str | None:
+    """A parameter's name without PEFT's wrappers; None for what the plain model has not."""
+    if ".lora_" in name or ".original_module." in name:
+        return None
+    return name.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")
+
+
+def _rows(run: LoadedRun) -> list:
+    data = run.config.data
+    section = DataSection(**{**data.model_dump(), "limit": min(data.limit or 64, 64)})
+    loaded = load_data(section, run.tokenizer, seed=run.config.train.seed)
+    return list(check_rows(loaded.eval or loaded.train))
+
+
+def _loss(model: nn.Module, run: LoadedRun, rows: list) -> float:
+    return evaluate(model, rows, batch_size=4, pad_id=run.tokenizer.pad_token_id, device=run.device, loss_dtype=run.precision.loss).loss
+
+
+def _merged_loss(out: Path, run: LoadedRun, dtype: str, rows: list) -> float:
+    # fp32 products of half-precision weights do not exist: the merged model computes in what it is kept in
+    compute = dtype if run.precision.compute == "fp32" else run.precision.compute
+    precision = run.precision.but(base=dtype, trainable=dtype, compute=compute, generate=compute, save=dtype)
+    model = load_result(out, Source(str(out)), precision, config=run.config.model, device=run.device)
+    return _loss(model, run, rows)

@@ -1,0 +1,29 @@
+"""`isotype.optimize(model, precision)` and `isotype.restore(model)`: which op goes where in a model, and back.
+
+manifest   what was replaced, where, and why something was left alone
+norms, gated, rotary, head   one kind of place each: how it is recognised by structure, probed, and replaced on the instance
+deferred   logits not yet computed
+place      the walk over a model
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from .head import deferring
+from .manifest import Manifest
+from .place import optimize, restore
+
+__all__ = ["Manifest", "deferring", "optimize", "restore"]
+
+
+class _Callable(ModuleType):
+    """`isotype.optimize` is this package once it is imported, and the function before: both are called alike."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Manifest:
+        return optimize(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -1,0 +1,237 @@
+"""Deferred logits: a tensor that stands for `post * tanh(pre * (hidden @ weight.T + bias))`, or for `pre * (...)`, not yet computed.
+
+The cross-entropy of it is `linear_cross_entropy`; scaling, softcapping, casts, reshapes and row slices of it are deferred logits again;
+anything else turns it into the real tensor, once, with its place in forward's graph intact. Being a wrapper tensor, it has the shape, dtype
+and device of what it stands for, and no memory.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ..errors import IsotypeError
+from ..ops import linear_cross_entropy
+from ..ops.autocast import autocast_dtype, autocast_off, product_dtype
+
+# Where a training step turned deferred logits into real ones: place -> times
+materialised: Counter[str] = Counter()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the logits are: T leading dimensions, H hidden, V vocabulary."""
+
+    hidden: Tensor  # X[*n H], with its graph
+    weight: Tensor  # W[V H]
+    bias: Tensor | None
+    version: int  # of the weight, when the head was called
+    cast: torch.dtype | None  # autocast's dtype then
+    dtype: torch.dtype  # of the logits as seen now
+    pre: float = 1.0
+    post: float | None = None  # None before a tanh
+
+    def scaled(self, factor: float) -> Recipe:
+        return replace(self, pre=self.pre * factor) if self.post is None else replace(self, post=self.post * factor)
+
+    def check(self) -> None:
+        if self.weight._version != self.version:
+            raise IsotypeError(
+                "logits of an earlier step were read after the head's weight had changed: they were never computed",
+                fix="read outputs.logits before optimizer.step(), or keep outputs.logits.detach().clone().float().sum() and the like",
+            )
+
+    def compute(self) -> Tensor:
+        """The real logits, in the dtypes in which the model would have made them."""
+        self.check()
+        with _as_then(self):
+            x = F.linear(self.hidden, self.weight, self.bias)
+        with autocast_off(x):
+            x = x.to(self.dtype) if torch.finfo(self.dtype).bits > torch.finfo(x.dtype).bits else x
+            x = x if self.pre == 1.0 else x * self.pre
+            return (x if self.post is None else self.post * torch.tanh(x)).to(self.dtype)
+
+    def loss(self, targets: Tensor, ignore_index: int, reduction: str, label_smoothing: float) -> Tensor:
+        self.check()
+        # post tanh(pre x) is the op's softcap tanh(scale x / softcap)
+        scale, cap = (self.pre, None) if self.post is None else (self.pre * self.post, self.post)
+        with _as_then(self):
+            loss = linear_cross_entropy(
+                self.hidden, self.weight, targets, bias=self.bias, ignore_index=ignore_index, reduction=reduction,  # type: ignore[arg-type]
+                label_smoothing=label_smoothing, logit_scale=scale, softcap=cap,
+            )  # fmt: skip
+        return loss.to(self.dtype)
+
+
+def _as_then(recipe: Recipe) -> torch.autocast:
+    """Autocast as it was when the head was called: a loss computed outside it uses the same product."""
+    return torch.autocast(recipe.hidden.device.type, dtype=recipe.cast, enabled=recipe.cast is not None)
+
+
+class DeferredLogits(Tensor):
+    """See the module's docstring. Made by `defer`."""
+
+    recipe: Recipe
+    computed: Tensor | None
+
+    @staticmethod
+    def __new__(cls, recipe: Recipe) -> DeferredLogits:
+        shape = (*recipe.hidden.shape[:-1], recipe.weight.shape[0])
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=recipe.dtype, device=recipe.hidden.device)  # type: ignore[attr-defined]
+        made.recipe, made.computed = recipe, None
+        return made
+
+    def materialise(self, asked_by: str = "materialise") -> Tensor:
+        """The real tensor, computed once; a training step's is counted with its line."""
+        if self.computed is None:
+            if torch.is_grad_enabled() and self.recipe.hidden.requires_grad:
+                materialised[f"{asked_by} at {_caller()}"] += 1
+            self.computed = self.recipe.compute()
+        return self.computed
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        rule = _RULES.get(func)
+        if rule is not None and isinstance(args[0] if args else kwargs.get("input"), DeferredLogits):
+            known = rule(*args, **kwargs)
+            if known is not None:
+                return known
+        name = getattr(func, "__name__", str(func))
+
+        def real(x: Any) -> Any:
+            return x.materialise(name) if isinstance(x, DeferredLogits) else x
+
+        return func(*tree_map(real, args), **tree_map(real, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # C++ callers that never met __torch_function__ (an autograd.Function's inputs, for one)
+        def real(x: Any) -> Any:
+            return x.materialise(str(func)) if isinstance(x, DeferredLogits) else x
+
+        return func(*tree_map(real, args), **tree_map(real, kwargs or {}))
+
+
+def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
+    """What `F.linear(hidden, weight, bias)` would be."""
+    return DeferredLogits(Recipe(hidden, weight, bias, weight._version, autocast_dtype(hidden), product_dtype(hidden, weight)))
+
+
+def _caller() -> str:
+    """The innermost line outside this package and torch."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/torch/" not in frame.filename and not frame.filename.endswith("optimize/deferred.py"):
+            return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
+    return "an unknown line"
+
+
+# --- what stays deferred: a rule answers, or gives None for "compute it"
+
+
+def _with(x: DeferredLogits, **changes: Any) -> DeferredLogits | None:
+    # once real, the real tensor is what everything else should build on
+    return None if x.computed is not None else DeferredLogits(replace(x.recipe, **changes))
+
+
+def _times(x: Any, other: Any, **rest: Any) -> DeferredLogits | None:
+    if rest or isinstance(other, bool) or not isinstance(other, (int, float)) or x.computed is not None:
+        return None
+    return DeferredLogits(x.recipe.scaled(float(other)))
+
+
+def _divided(x: Any, other: Any, **rest: Any) -> DeferredLogits | None:
+    return _times(x, 1.0 / other, **rest) if isinstance(other, (int, float)) and other else None
+
+
+def _tanh(x: DeferredLogits) -> DeferredLogits | None:
+    # the sign of a softcap is the op's to refuse; a second tanh is not of this form
+    return _with(x, post=1.0) if x.recipe.post is None else None
+
+
+def _cast(dtype: torch.dtype) -> Callable[..., DeferredLogits | None]:
+    return lambda x, **rest: None if rest else _with(x, dtype=dtype)
+
+
+def _to(x: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
+    dtype = args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if not args and set(kwargs) == {"dtype"} else None
+    return _with(x, dtype=dtype) if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
+
+
+def _as_is(x: DeferredLogits, **rest: Any) -> DeferredLogits | None:
+    return None if rest else _with(x)
+
+
+def _detach(x: DeferredLogits) -> DeferredLogits | None:
+    r = x.recipe
+    return _with(x, hidden=r.hidden.detach(), weight=r.weight.detach(), bias=None if r.bias is None else r.bias.detach())
+
+
+def _view(x: DeferredLogits, *shape: Any, **rest: Any) -> DeferredLogits | None:
+    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else shape
+    vocabulary = x.recipe.weight.shape[0]
+    if rest or len(sizes) < 2 or not all(isinstance(s, int) for s in sizes) or sizes[-1] != vocabulary:
+        return None
+    return _with(x, hidden=x.recipe.hidden.reshape(*sizes[:-1], x.recipe.hidden.shape[-1]))
+
+
+def _rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(p is Ellipsis or isinstance(p, slice) for p in parts):
+        return None
+    dims = x.recipe.hidden.dim()
+    # Python's own rule for an ellipsis, so that the last part can be told to be the vocabulary's
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        parts = (*parts[:at], *[slice(None)] * (dims - len(parts) + 1), *parts[at + 1 :])
+    if len(parts) > dims or (len(parts) == dims and parts[-1] != slice(None)):
+        return None
+    return _with(x, hidden=x.recipe.hidden[parts])
+
+
+def _cross_entropy(
+    input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
+    reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Tensor | None:  # fmt: skip
+    plain = weight is None and size_average is None and reduce is None and isinstance(target, Tensor)
+    if not plain or input.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64 or input.computed is not None:
+        return None
+    return input.recipe.loss(target, ignore_index, reduction, label_smoothing)
+
+
+def _requires_grad(x: DeferredLogits) -> bool:
+    r = x.recipe
+    return any(t is not None and t.requires_grad for t in (r.hidden, r.weight, r.bias))
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    F.cross_entropy: _cross_entropy,
+    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _times),
+    **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _divided),
+    **dict.fromkeys((Tensor.tanh, torch.tanh), _tanh),
+    Tensor.float: _cast(torch.float32),
+    Tensor.bfloat16: _cast(torch.bfloat16),
+    Tensor.half: _cast(torch.float16),
+    Tensor.to: _to,
+    **dict.fromkeys((Tensor.clone, torch.clone, Tensor.contiguous), _as_is),
+    **dict.fromkeys((Tensor.detach, torch.detach), _detach),
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _view),
+    Tensor.__getitem__: _rows,
+    Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
+}
+_METADATA = {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device),
+    *(Tensor.element_size, Tensor.is_contiguous, Tensor.__len__, torch.is_floating_point, torch.numel),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "is_sparse", "is_meta")),
+}

@@ -1,0 +1,121 @@
+"""Gated MLPs: two layers (H to I and back) and an activation, whose forward is down(activation(gate(x)) * up(x)), in any naming."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops import gelu_mul, silu_mul
+from .instances import put, same, settings_of, stand_in
+
+_HIDDEN, _INNER = 6, 10
+
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "silu_mul": (F.silu, silu_mul),
+    "gelu_mul exact": (F.gelu, gelu_mul),
+    "gelu_mul tanh": (lambda x: F.gelu(x, approximate="tanh"), lambda gate, up: gelu_mul(gate, up, approximate="tanh")),
+}
+
+
+@dataclass(frozen=True)
+class GatedSettings:
+    """Names of the children; `up` is None where one layer makes both halves."""
+
+    gate: str
+    up: str | None
+    down: str
+    activation: str
+    op: str
+
+
+def linears(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Children that are linear layers by their sizes, PEFT's and quantised ones included."""
+    return {
+        name: (child.in_features, child.out_features)  # type: ignore[misc]
+        for name, child in module.named_children()
+        if isinstance(getattr(child, "in_features", None), int) and isinstance(getattr(child, "out_features", None), int)
+    }
+
+
+def activations(module: nn.Module) -> list[str]:
+    """Names of what could be the activation: a child or an attribute that is called and has no weights."""
+    children = [n for n, c in module.named_children() if not list(c.parameters()) and n not in linears(module)]
+    return children + [n for n, v in vars(module).items() if callable(v) and not n.startswith("_") and n != "forward"]
+
+
+def is_candidate(module: nn.Module) -> bool:
+    sizes = linears(module)
+    if len(sizes) not in (2, 3) or not activations(module) or next(module.parameters(recurse=False), None) is not None:
+        return False
+    narrowing = [
+        n
+        for n, (i, o) in sizes.items()
+        if sum((o, i) == other for other in sizes.values()) == 2 or (len(sizes) == 2 and 2 * i == _other(sizes, n)[1])
+    ]
+    return len(narrowing) == 1
+
+
+def _other(sizes: dict[str, tuple[int, int]], name: str) -> tuple[int, int]:
+    return next(size for other, size in sizes.items() if other != name)
+
+
+def candidates(module: nn.Module) -> list[tuple[str, str | None, str]]:
+    """(gate, up, down) in the orders that the sizes allow."""
+    sizes = linears(module)
+    if len(sizes) == 2:
+        return [(a, None, b) for a, b in permutations(sizes, 2) if sizes[a][1] == 2 * sizes[b][0]]
+    return [(a, b, c) for a, b, c in permutations(sizes, 3) if sizes[a] == sizes[b] == sizes[c][::-1]]
+
+
+def recognise(module: nn.Module) -> GatedSettings | str:
+    """The settings with which a gated product is this module, or why none are."""
+    x = torch.linspace(-2.0, 3.0, 2 * _HIDDEN, dtype=torch.float64).view(1, 2, _HIDDEN)
+    for gate, up, down in candidates(module):
+        generator = torch.Generator().manual_seed(0)
+        tiny: dict[str, nn.Module] = {gate: nn.Linear(_HIDDEN, 2 * _INNER if up is None else _INNER), down: nn.Linear(_INNER, _HIDDEN)}
+        if up is not None:
+            tiny[up] = nn.Linear(_HIDDEN, _INNER)
+        for layer in tiny.values():
+            layer.to(torch.float64)
+            for p in layer.parameters():
+                p.data.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
+        twin = stand_in(module, tiny, {})
+        for activation in activations(module):
+            for op in ACTIVATIONS:
+                settings = GatedSettings(gate, up, down, activation, op)
+                if same(partial(type(module).forward, twin, x), partial(compute, twin, x, settings)):
+                    return settings
+    return "its output is not a gated product's on a probe"
+
+
+def compute(module: nn.Module, x: Tensor, s: GatedSettings) -> Tensor:
+    if s.up is None:
+        gate, up = getattr(module, s.gate)(x).chunk(2, dim=-1)
+    else:
+        gate, up = getattr(module, s.gate)(x), getattr(module, s.up)(x)
+    if gate.dtype != up.dtype:
+        # an adapter on one of the two may widen it: the module's own product promotes
+        return getattr(module, s.down)(getattr(module, s.activation)(gate) * up)
+    return getattr(module, s.down)(ACTIVATIONS[s.op][1](gate, up))
+
+
+def gated_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if args or kwargs:
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    return compute(self, hidden_states, settings_of(self))
+
+
+def place(module: nn.Module) -> tuple[str | None, str]:
+    """(op, why)."""
+    found = recognise(module)
+    if isinstance(found, str):
+        return None, found
+    put(module, gated_forward, found)
+    return found.op, "gate and up from one layer" if found.up is None else ""

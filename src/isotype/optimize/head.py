@@ -1,0 +1,80 @@
+"""The head: inside a forward of its causal LM that was given labels, it returns deferred logits; otherwise it is what it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .deferred import defer
+from .instances import put, taken
+
+_forwards = threading.local()
+
+
+def head_forward(self: nn.Module, hidden: Tensor) -> Tensor:
+    # a graph holds real tensors, and torch.func's differ from step to step
+    if not getattr(_forwards, "depth", 0) or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return type(self).forward(self, hidden)
+    return defer(hidden, self.weight, self.bias)  # type: ignore[arg-type]
+
+
+def has_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("labels") is not None
+
+
+def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook of the causal LM: its forward has labels, so the logits will go into a loss."""
+    if has_labels(model, args, kwargs):
+        _forwards.depth = getattr(_forwards, "depth", 0) + 1
+
+
+def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Also called when forward raised, so that a failed step does not leave the head deferring."""
+    if has_labels(model, args, kwargs):
+        _forwards.depth = max(0, getattr(_forwards, "depth", 0) - 1)
+
+
+@contextmanager
+def deferring() -> Iterator[None]:
+    """Within this block optimized heads return deferred logits without labels: for a loop that computes its own loss."""
+    _forwards.depth = getattr(_forwards, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _forwards.depth -= 1
+
+
+def place(model: nn.Module) -> tuple[nn.Module | None, str | None, str]:
+    """(head, op, why) for one causal LM."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None:
+        return None, None, "the model has no output embeddings"
+    if type(head) is not nn.Linear:
+        return head, None, f"the head is a {type(head).__name__}, not a plain Linear"
+    reason = taken(head)
+    if reason is not None:
+        return head, None, reason
+    if "forward" in model.__dict__:
+        # TRL's own fused head replaces the model's forward and never calls the head
+        return head, None, "the model's forward was replaced by another library, which may have a loss of its own"
+    put(head, head_forward, "deferred logits")
+    model.register_forward_pre_hook(before_forward, with_kwargs=True)
+    model.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
+    return head, "linear_cross_entropy", "deferred logits"
+
+
+def remove_hooks(model: nn.Module) -> None:
+    """By function, not by handle: a deep copy has the hooks and no handle."""
+    for hooks, flags, ours in (
+        (model._forward_pre_hooks, (model._forward_pre_hooks_with_kwargs,), before_forward),
+        (model._forward_hooks, (model._forward_hooks_with_kwargs, model._forward_hooks_always_called), after_forward),
+    ):
+        for key in [key for key, hook in hooks.items() if hook is ours]:
+            del hooks[key]
+            for flag in flags:
+                flag.pop(key, None)

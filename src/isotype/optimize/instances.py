@@ -1,0 +1,66 @@
+"""Replacing `forward` on one instance, and undoing it. No class is touched.
+
+The method is bound to the module and looks its weights and children up when it is called: deepcopy, PEFT and hot-swapping keep working.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MARK = "_isotype_settings"
+
+
+def taken(module: nn.Module) -> str | None:
+    """Why this instance's forward may not be replaced, or None."""
+    if _MARK in module.__dict__:
+        return "already optimized"
+    if "forward" in module.__dict__:
+        return "its forward was already replaced by another library"
+    return None
+
+
+def put(module: nn.Module, forward: Callable[..., Any], settings: Any) -> None:
+    """`forward(self, ...)` becomes the instance's forward; `settings` is what it reads back with `settings_of`."""
+    # in the instance's __dict__, past nn.Module's __setattr__, which would register a module found in settings
+    module.__dict__[_MARK] = settings
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def settings_of(module: nn.Module) -> Any:
+    return module.__dict__[_MARK]
+
+
+def take_back(module: nn.Module) -> bool:
+    """Undoes `put`; whether there was anything to undo."""
+    if _MARK not in module.__dict__:
+        return False
+    del module.__dict__[_MARK], module.__dict__["forward"]
+    return True
+
+
+def stand_in(module: nn.Module, modules: dict[str, nn.Module], parameters: dict[str, nn.Parameter]) -> nn.Module:
+    """A shallow copy of the module with tiny children and parameters in fp64, whose class's own forward is the truth of a probe.
+
+    The module itself is never called: a forward in evaluation mode repacks 4-bit layers for good on some CPUs.
+    """
+    twin = copy.copy(module)
+    twin._modules = {**module._modules, **modules}
+    twin._parameters = {**module._parameters, **parameters}
+    twin._forward_hooks, twin._forward_pre_hooks = type(module._forward_hooks)(), type(module._forward_pre_hooks)()
+    return twin
+
+
+def same(f: Callable[[], Tensor], g: Callable[[], Tensor]) -> bool:
+    """Whether the candidate reproduces the truth; a candidate or a truth that raises does not."""
+    try:
+        with torch.no_grad():
+            # an fp32 step inside the original (a norm's .float()) bounds how well the two can agree
+            return torch.allclose(f().double(), g().double(), rtol=1e-4, atol=1e-5)
+    except Exception:
+        return False

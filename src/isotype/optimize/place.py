@@ -1,0 +1,81 @@
+"""`optimize` and `restore`: the walk over a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..dtypes import to_torch
+from ..errors import UsageError
+from ..ops.compiled import cpu_compiler
+from . import gated, head, norms, rotary
+from .instances import take_back, taken
+from .manifest import Manifest
+
+
+def causal_lms(model: nn.Module) -> list[nn.Module]:
+    """The modules that own a head and a loss: the model itself, or what an adapter library has wrapped."""
+    models = [m for m in model.modules() if hasattr(m, "loss_function") and hasattr(m, "get_output_embeddings") and hasattr(m, "config")]
+    # the inner model (LlamaModel in LlamaForCausalLM) has the same methods and no head
+    return [m for m in models if m.get_output_embeddings() is not None] or models[:1]
+
+
+def optimize(model: nn.Module, precision: Any = None) -> Manifest:
+    """Places the ops in a causal LM of transformers, by structure and after a probe, on instances only.
+
+    model      a causal LM, or a PEFT model of one
+    precision  a Precision: norms then give their output in its compute dtype; without one, in their input's
+    ->         the Manifest: print it
+    Norms run `rms_norm`, rotary functions `rope`, gated MLPs `silu_mul` or `gelu_mul`, and the head with its loss `linear_cross_entropy`.
+    Raises  UsageError for something that is no module
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"optimize() takes a model, not a {type(model).__name__}")
+    word = getattr(precision, "compute", precision)
+    out_dtype: torch.dtype | None = to_torch(word) if word is not None else None
+    manifest = Manifest(f"norms give {word}" if word else "")
+    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+    if on_cpu and cpu_compiler() is None:
+        # without a compiler these ops are formulas of plain PyTorch: no faster than the model's own
+        manifest.notes.append("no C++ compiler (g++ or clang++) was found: norms, rotary and gated MLPs are left to the model on this CPU")
+    elementwise = not (on_cpu and cpu_compiler() is None)
+    kind = rotary.table_kind(model)
+    for name, module in model.named_modules():
+        if elementwise:
+            _row_ops(name, module, manifest, kind, out_dtype)
+        if name and hasattr(module, "num_experts") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
+            manifest.add("experts", name, module, None, "its experts are one stacked parameter: no op for those")
+    for lm in causal_lms(model):
+        place_of = next(name for name, module in model.named_modules() if module is lm)
+        found, op, why = head.place(lm)
+        manifest.add("head", place_of, found if found is not None else lm, op, why)
+    if not manifest.entries:
+        manifest.notes.append("nothing in this model was recognised")
+    return manifest
+
+
+def _row_ops(name: str, module: nn.Module, manifest: Manifest, kind: bool | str, out_dtype: torch.dtype | None) -> None:
+    for part, fits in (("norm", norms.is_candidate), ("gated mlp", gated.is_candidate), ("rotary", rotary.is_candidate)):
+        if not fits(module):
+            continue
+        reason = taken(module)
+        if reason is not None:
+            manifest.add(part, name, module, None, reason)
+        elif part == "norm":
+            manifest.add(part, name, module, *norms.place(module, out_dtype))
+        elif part == "gated mlp":
+            manifest.add(part, name, module, *gated.place(module))
+        else:
+            manifest.add(part, name, module, *rotary.place(module, kind))
+        return
+
+
+def restore(model: nn.Module) -> int:
+    """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of places."""
+    undone = 0
+    for module in model.modules():
+        undone += take_back(module)
+        head.remove_hooks(module)
+    return undone

@@ -1,0 +1,137 @@
+"""Rotary embedding: a function of the model's module, reached by rebuilding the instance's forward over private globals.
+
+The globals are a copy of the module's own in which that one name is a function that calls `rope`. They live in a module registered in
+`sys.modules`, where Dynamo looks a function's globals up by name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import rope
+from .instances import put, same
+
+_NAME = "apply_rotary_pos_emb"
+# the original function -> (interleaved pairs, tables that repeat each value), or why it cannot be replaced
+_known: dict[Any, tuple[bool, bool] | str] = {}
+
+
+def is_candidate(module: nn.Module) -> bool:
+    forward = type(module).forward
+    return isinstance(forward, FunctionType) and _NAME in forward.__code__.co_names and _NAME in forward.__globals__
+
+
+def tables(positions: int, pairs: int, repeated: bool) -> tuple[Tensor, Tensor]:
+    """cos and sin as wide as transformers makes them: the angles twice, or each of them repeated."""
+    angle = torch.arange(positions, dtype=torch.float64)[:, None] / (1.0 + torch.arange(pairs, dtype=torch.float64))
+    angle = (angle.repeat_interleave(2, -1) if repeated else torch.cat((angle, angle), -1))[None]
+    return angle.cos(), angle.sin()
+
+
+def narrow(table: Tensor, repeated: bool) -> Tensor:
+    """One value a pair."""
+    return table[..., ::2] if repeated else table[..., : table.shape[-1] // 2]
+
+
+def recognise(original: Callable[..., Any], tables_repeat: bool) -> tuple[bool, bool] | str:
+    """(interleaved, tables repeat each value) with which `rope` is this function on tables of the model's own kind, or why none is."""
+    size, generator = 8, torch.Generator().manual_seed(0)
+    q = torch.randn(2, 3, 5, size, generator=generator, dtype=torch.float64)
+    k = torch.randn(2, 1, 5, size, generator=generator, dtype=torch.float64)
+    for interleaved in (False, True):
+
+        def both(pairs: int, interleaved: bool = interleaved) -> bool:
+            cos, sin = tables(5, pairs, tables_repeat)
+            return same(
+                lambda: torch.cat(original(q, k, cos, sin), 1),
+                lambda: torch.cat(rope(q, k, narrow(cos, tables_repeat), narrow(sin, tables_repeat), interleaved=interleaved), 1),
+            )
+
+        # the whole head is enough for a function without partial rotation; a half must agree where it runs at all
+        if both(size // 2) and (both(size // 4) or not _runs(original, q, k, size // 4, tables_repeat)):
+            return interleaved, tables_repeat
+    return "its output is not a rotation's on a probe"
+
+
+def _runs(original: Callable[..., Any], q: Tensor, k: Tensor, pairs: int, repeated: bool) -> bool:
+    try:
+        original(q, k, *tables(q.shape[2], pairs, repeated))
+    except Exception:
+        return False
+    return True
+
+
+def table_kind(model: nn.Module) -> bool | str:
+    """Whether the model's own rotary module repeats each value (True) or the whole run (False), from its tables; or why unknown."""
+    for module in model.modules():
+        buffers = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
+        if not buffers or isinstance(module, nn.ModuleList):
+            continue
+        x = torch.zeros(1, 3, 1, device=getattr(module, buffers[0]).device)
+        ids = torch.arange(1, 4, device=x.device)[None]
+        layer_types = list(getattr(getattr(module, "config", None), "layer_types", None) or [])
+        for extra in ((), *((kind,) for kind in dict.fromkeys(layer_types))):
+            try:
+                with torch.no_grad():
+                    cos, _ = type(module).forward(module, x, ids, *extra)
+            except Exception:
+                continue
+            if cos.dim() != 3:
+                return "its tables are not [B S D]"
+            # a single pair, or equal neighbours, would fit both kinds: the angles differ from one pair to the next
+            half = cos.shape[-1] // 2
+            if torch.equal(cos[..., :half], cos[..., half:]):
+                return False
+            if torch.equal(cos[..., ::2], cos[..., 1::2]):
+                return True
+            return "its tables repeat in no known way"
+    return "no module with inv_freq was found to make the tables"
+
+
+def replacement(original: Callable[..., Any], interleaved: bool, repeated: bool) -> Callable[..., Any]:
+    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # other arguments (unsqueeze_dim, position ids of older models) mean something else: the original knows
+        if args or kwargs or cos.dim() != 3 or q.dim() != 4:
+            return original(q, k, cos, sin, *args, **kwargs)
+        return rope(q, k, narrow(cos, repeated), narrow(sin, repeated), interleaved=interleaved)
+
+    return apply_rotary_pos_emb
+
+
+def private_forward(forward: FunctionType, interleaved: bool, repeated: bool) -> FunctionType:
+    """`forward` over globals in which the rotary function is ours."""
+    name = f"isotype.optimize.private.{forward.__module__}.{'interleaved' if interleaved else 'half'}"
+    module = sys.modules.get(name)
+    if module is None:
+        module = ModuleType(name, f"Globals of {forward.__module__} with rope in place of {_NAME}.")
+        # __builtins__ comes along with the copy: Dynamo needs it
+        module.__dict__.update({k: v for k, v in forward.__globals__.items() if k not in ("__name__", "__loader__", "__spec__")})
+        module.__dict__[_NAME] = replacement(forward.__globals__[_NAME], interleaved, repeated)
+        sys.modules[name] = module
+    made = FunctionType(forward.__code__, module.__dict__, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__, made.__doc__, made.__annotations__ = forward.__kwdefaults__, forward.__doc__, forward.__annotations__
+    made.__qualname__ = forward.__qualname__
+    return made
+
+
+def place(module: nn.Module, kind: bool | str) -> tuple[str | None, str]:
+    """(op, why)."""
+    if isinstance(kind, str):
+        return None, kind
+    forward = type(module).forward
+    assert isinstance(forward, FunctionType)
+    original = forward.__globals__[_NAME]
+    key = original, kind
+    if key not in _known:
+        _known[key] = recognise(original, kind)
+    found = _known[key]
+    if isinstance(found, str):
+        return None, found
+    put(module, private_forward(forward, *found), found)
+    return "rope", "interleaved pairs" if found[0] else ""

@@ -1,0 +1,104 @@
+"""What one does with a run, through the command line, in this process."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from isotype.cli.app import build_app
+from isotype.errors import UsageError
+from isotype.inference.loaded import load_run
+from isotype.inference.merge import merge
+from isotype.training.run import train
+
+
+def ask(*arguments, text=None):
+    done = CliRunner().invoke(build_app(), [str(a) for a in arguments], input=text, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.fixture
+def run(configured, tmp_path):
+    assert train(configured(train={"learning_rate": 2e-2})) == 0
+    return tmp_path / "run"
+
+
+def test_eval_of_the_training_file(run, workshop):
+    answer = json.loads(ask("eval", run, "--data", workshop.chats, "--json").splitlines()[-1])
+    other = json.loads(ask("eval", run, "--data", workshop.chats, "--batch-size", 3, "--json").splitlines()[-1])
+    assert answer["taken"] == "adapter"
+    assert answer["loss"] == pytest.approx(other["loss"], rel=1e-6)
+
+
+def test_sample_is_greedy_by_default_and_drawn_with_a_seed(run, tmp_path):
+    (tmp_path / "prompts.txt").write_text("How much is 1 plus 2?\n\nHow much is 3 plus 2?\n")
+
+    def answers(*options):
+        out = ask("sample", run, "--prompts", tmp_path / "prompts.txt", "--tokens", 8, "--json", *options)
+        return [s["answer"] for s in json.loads(out.splitlines()[-1])["samples"]]
+
+    assert len(answers()) == 2
+    assert answers() == answers()
+    drawn = ("--temperature", 2.0)
+    assert answers(*drawn, "--seed", 1) == answers(*drawn, "--seed", 1) != answers(*drawn, "--seed", 2)
+
+
+def test_chat_answers_what_is_piped_in(run):
+    assert ask("chat", run, "--tokens", 4, "--temperature", 0, text="How much is 1 plus 2?\n/clear\n/quit\n")
+
+
+def test_a_run_that_is_not_finished_is_loaded_from_its_checkpoint(run):
+    import shutil
+
+    shutil.rmtree(run / "adapter")
+    assert load_run(run).taken == "checkpoint step_6"
+
+
+def test_ls_and_diff(configured, tmp_path):
+    assert train(configured("one")) == 0
+    assert train(configured("two", train={"learning_rate": 5e-3})) == 0
+    listed = json.loads(ask("ls", tmp_path, "--json"))["runs"]
+    assert [(r["status"], r["step"], r["precision"]) for r in listed] == [("done", 6, "fp32")] * 2
+    assert "done" in ask("ls", tmp_path)
+    settings = json.loads(ask("diff", tmp_path / "one", tmp_path / "two", "--json"))["settings"]
+    assert settings == {"train.learning_rate": [1e-3, 5e-3]}
+    assert "train.learning_rate" in ask("diff", tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.parametrize("preset", ["fp32", "bf16-lora", "nf4-lora"])
+def test_a_merged_model_is_the_adapters(configured, tmp_path, preset, workshop):
+    model = {}
+    if preset == "nf4-lora":  # blocks of 64 want weights of real sizes
+        from tests.models import tiny
+
+        wide = tmp_path / "wide"
+        config = json.loads((workshop.base / "config.json").read_text())
+        tiny(hidden_size=64, intermediate_size=128, vocab_size=config["vocab_size"]).save_pretrained(wide)
+        model = {"name": str(wide), "tokenizer": str(workshop.base)}
+    adapter = {"modules_to_save": ["lm_head"]} if preset == "fp32" else {}
+    assert train(configured(precision={"preset": preset}, train={"learning_rate": 2e-2}, model=model, adapter=adapter)) == 0
+    run = load_run(tmp_path / "run")
+    merged = merge(run, tmp_path / "merged", dtype="fp32")
+    assert merged.weights == 14
+    assert merged.noise < 1e-5
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert plain.dtype == torch.float32
+    if preset == "fp32":
+        ids = torch.arange(3, 20)[None]
+        with torch.no_grad():
+            assert torch.allclose(plain(input_ids=ids).logits, run.model(input_ids=ids).logits, atol=1e-5)
+
+
+def test_merging_small_adapters_into_bf16_reports_its_noise(run, tmp_path):
+    merged = merge(load_run(run), tmp_path / "merged", dtype="bf16")
+    assert merged.noise > 1e-3
+    with pytest.raises(UsageError, match="not empty"):
+        merge(load_run(run), tmp_path / "merged")
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="not a run folder"):
+        load_run(tmp_path)

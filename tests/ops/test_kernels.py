@@ -1,0 +1,127 @@
+"""Every Triton kernel of the ops: numerics in the repaired interpreter beside the eager path, and compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch._dynamo  # library ops import it on their first call, which must not happen while launches are trapped
+
+pytest.importorskip("triton")
+
+from isotype.ops import cross_entropy, gelu_mul, linear_cross_entropy, rms_norm, rope, silu_mul
+from isotype.ops.backend import using
+from isotype.ops.cross_entropy import kernels
+from isotype.ops.cross_entropy.rule import LossRule
+from isotype.testing import compile_matrix
+from isotype.testing.interpreter import interpreted
+from tests.ops.trials import error
+
+TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
+ALL = {"label_smoothing": 0.1, "logit_scale": 1.5, "softcap": 8.0, "z_loss": 1e-2}
+
+
+def labels(rows, classes):
+    targets = torch.arange(rows) * 7 % classes
+    targets[1] = -100
+    return targets
+
+
+def loss(op, options, *rest):
+    return functools.partial(lambda *a, **k: op(*a, *rest, **k), **options)
+
+
+def tables(positions, pairs):
+    angle = torch.arange(positions, dtype=torch.float32)[:, None] / (1 + torch.arange(pairs, dtype=torch.float32))
+    return angle.cos(), angle.sin()
+
+
+def rotary(interleaved, pairs):
+    def run(q, k):
+        a, b = rope(q, k, *tables(q.shape[2], pairs), interleaved=interleaved)
+        return torch.cat((a, b), 1)
+
+    return run
+
+
+CASES = {
+    "cross_entropy": (loss(cross_entropy, {}, labels(5, 300)), [(5, 300)]),
+    "cross_entropy-all": (loss(cross_entropy, {**ALL, "reduction": "none"}, labels(5, 300)), [(5, 300)]),
+    "cross_entropy-many-blocks": (loss(cross_entropy, {}, labels(2, 40001)), [(2, 40001)]),
+    "linear_cross_entropy": (lambda x, w: linear_cross_entropy(x, w, labels(6, 40), chunk=4), [(6, 8), (40, 8)]),
+    "linear_cross_entropy-none": (lambda x, w: linear_cross_entropy(x, w, labels(6, 40), reduction="none", **ALL), [(6, 8), (40, 8)]),
+    "rms_norm": (rms_norm, [(300, 24), (24,)]),
+    "rms_norm-gemma": (lambda x, w: rms_norm(x, w, unit_offset=True), [(7, 24), (24,)]),
+    "silu_mul": (silu_mul, [(9, 200), (9, 200)]),
+    "gelu_mul": (gelu_mul, [(9, 200), (9, 200)]),
+    "gelu_mul-tanh": (lambda g, u: gelu_mul(g, u, approximate="tanh"), [(9, 200), (9, 200)]),
+    "rope": (rotary(False, 4), [(2, 3, 5, 8), (2, 1, 5, 8)]),
+    "rope-partial": (rotary(False, 3), [(2, 3, 5, 10), (2, 1, 5, 10)]),
+    "rope-partial-interleaved": (rotary(True, 3), [(2, 3, 5, 10), (2, 1, 5, 10)]),
+}
+each = pytest.mark.parametrize(("op", "shapes"), CASES.values(), ids=CASES)
+
+
+def results(op, inputs, backend):
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    with using(backend):
+        y = op(*leaves)
+        y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape).to(y.dtype))
+    return [y, *(x.grad for x in leaves)]
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_compute_what_the_eager_path_does(op, shapes, dtype):
+    torch.manual_seed(0)
+    inputs = [torch.randn(s).to(dtype) for s in shapes]
+    want = results(op, inputs, "eager")
+    with interpreted():
+        got = results(op, inputs, "triton")
+    for mine, theirs in zip(got, want):
+        assert mine.dtype == theirs.dtype
+        # both narrow once: they differ where fp32 sums in another order round to the other neighbour
+        assert error(mine, theirs) <= 4 * torch.finfo(mine.dtype if mine.dtype == dtype else torch.float32).eps
+
+
+ROW_OPS = {name: case for name, case in CASES.items() if "cross_entropy" not in name}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16], ids=["in place", "bf16 from wider"])
+@pytest.mark.parametrize("options", [{}, {**ALL, "logit_scale": 1.0}, ALL], ids=["plain", "no scale", "all"])
+@pytest.mark.parametrize("classes", [300, 40001])
+def test_loss_kernels_compile_for_every_dtype_and_target(options, classes, out_dtype):
+    """The launching functions, which the library ops call: linear_cross_entropy narrows fp32 logits to the product's dtype."""
+    rule = LossRule(**options)
+
+    def on_kernels(logits):
+        out = logits if out_dtype is None else torch.empty_like(logits, dtype=out_dtype)
+        targets = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+        return kernels.loss_and_gradient(logits, targets, rule, out, 1.0)
+
+    compile_matrix(on_kernels, (torch.randn(3, classes),), targets=TARGETS, backward=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "shapes"), ROW_OPS.values(), ids=ROW_OPS)
+def test_kernels_compile_for_every_dtype_and_target(op, shapes):
+    def on_kernels(*inputs):
+        with using("triton"):
+            return op(*inputs)
+
+    compile_matrix(on_kernels, tuple(torch.randn(s, requires_grad=True) for s in shapes), targets=TARGETS)
+
+
+def test_a_row_of_nan_poison_is_overwritten(monkeypatch):
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poison(t):
+        return t.fill_(float("nan")) if t.is_floating_point() else t
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+    with interpreted():
+        for op, shapes in CASES.values():
+            assert all(t.isfinite().all() for t in results(op, [torch.randn(s) for s in shapes], "triton"))

@@ -1,0 +1,50 @@
+"""Tiny random causal LMs of many families, by transformers' own configuration classes."""
+
+from __future__ import annotations
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+FAMILIES = [
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "cohere", "glm4",
+    "mixtral", "starcoder2",
+]  # fmt: skip
+VOCABULARY = 96
+
+
+def tiny(family: str, *, tied: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0, **more):
+    """Two layers, four heads of size 8."""
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": tied, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2, "attn_implementation": "eager",
+    }  # fmt: skip
+    if "moe" in family or family == "mixtral":
+        settings |= {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    if family == "granite":
+        settings |= {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}
+    if family == "gemma2":
+        settings |= {"final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8}
+    if family == "gemma3_text":
+        settings |= {"query_pre_attn_scalar": 8}
+    if family == "cohere":
+        settings |= {"logit_scale": 0.25}
+    config = CONFIG_MAPPING[family](**{**settings, **more})
+    model = AutoModelForCausalLM.from_config(config)
+    # norm weights of exactly 1 (or 0) would hide a wrong form
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() == 1 and "norm" in name:
+                p.add_(torch.randn_like(p) * 0.3)
+            elif p.dim() == 2:
+                p.mul_(4)
+    return model.to(dtype)
+
+
+def batch(rows: int = 2, length: int = 12, seed: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+    labels = ids.clone()
+    labels[:, :3] = -100
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}

@@ -1,0 +1,161 @@
+"""Deferred logits: what stays deferred, what turns them real, and that either way the values are the model's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from isotype.errors import IsotypeError
+from isotype.optimize import deferred, optimize
+from isotype.optimize.deferred import DeferredLogits, defer
+from tests.optimize.models import batch, tiny
+
+
+def make(bias=False, dtype=torch.float64):
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 5, 4, dtype=dtype, requires_grad=True)
+    weight = torch.randn(7, 4, dtype=dtype, requires_grad=True)
+    return hidden, weight, torch.randn(7, dtype=dtype, requires_grad=True) if bias else None
+
+
+CHAINS = {
+    "as it is": lambda x: x,
+    "scaled": lambda x: x * 0.5 / 3,
+    "scaled from the left": lambda x: 2 * x,
+    "gemma's softcap": lambda x: torch.tanh(x / 5.0) * 5.0,
+    "softcap, then a temperature": lambda x: (x / 5.0).tanh().mul(5.0).div(0.7),
+    "cast": lambda x: x.float(),
+    "to": lambda x: x.to(torch.float32),
+    "clone": lambda x: x.clone().contiguous(),
+    "shifted": lambda x: x[..., :-1, :],
+    "one row": lambda x: x[:1],
+    "with an ellipsis": lambda x: x[0:1, ...],
+}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+def test_the_loss_of_a_chain_is_the_real_tensors(chain, bias):
+    results = []
+    for f in (defer, F.linear):
+        leaves = [t for t in make(bias) if t is not None]
+        x = chain(f(leaves[0], leaves[1], leaves[2] if bias else None))
+        assert isinstance(x, DeferredLogits) == (f is defer)
+        targets = torch.arange(x.shape[0] * x.shape[1]) % 7
+        loss = F.cross_entropy(x.reshape(-1, 7), targets, reduction="sum")
+        loss.backward()
+        results.append([loss, *(t.grad for t in leaves)])
+    assert results[0][0].dtype == results[1][0].dtype
+    # a cast to fp32 rounds the real logits; deferred ones are rounded at the end
+    loose = {"rtol": 1e-5, "atol": 1e-6} if results[0][0].dtype == torch.float32 else {}
+    torch.testing.assert_close(results[0], results[1], **loose)
+
+
+MATERIAL = {
+    "sum": lambda x: x.sum(),
+    "argmax": lambda x: x.argmax(-1),
+    "a column": lambda x: x[..., 0],
+    "columns": lambda x: x[:, :, 2:4],
+    "a mask": lambda x: x[torch.ones(2, 5, dtype=torch.bool)],
+    "log_softmax": lambda x: torch.log_softmax(x, -1),
+    "transpose": lambda x: x.transpose(1, 2),
+    "add": lambda x: x + 1,
+    "radd": lambda x: 1 + x,
+    "times a tensor": lambda x: x * torch.ones(7, dtype=torch.float64),
+    "cat": lambda x: torch.cat([x, x], 1),
+    "a tanh of a tanh": lambda x: torch.tanh(torch.tanh(x)),
+    "another view": lambda x: x.view(5, 14),
+    "in place": lambda x: x.mul_(2),
+    "weighted loss": lambda x: F.cross_entropy(x.view(-1, 7), torch.arange(10) % 7, weight=torch.ones(7, dtype=torch.float64)),
+    "probabilities as targets": lambda x: F.cross_entropy(x.view(-1, 7), torch.full((10, 7), 1 / 7, dtype=torch.float64)),
+    "classes second": lambda x: F.cross_entropy(x.transpose(1, 2), torch.ones(2, 5, dtype=torch.long)),
+    "an autograd.Function": lambda x: Double.apply(x),
+    "numpy": lambda x: torch.as_tensor(x.detach().numpy()),
+    "item": lambda x: torch.tensor(x[:1, :1].sum().item()),
+    "deepcopy": lambda x: copy.deepcopy(x.detach()),
+}
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2
+
+
+@pytest.mark.parametrize("use", MATERIAL.values(), ids=MATERIAL)
+def test_anything_else_gets_the_real_tensor_with_its_graph(use):
+    results = []
+    for f in (defer, F.linear):
+        hidden, weight, _ = make()
+        y = use(f(hidden, weight, None))
+        if y.requires_grad:
+            y.double().square().sum().backward()
+        results.append([y.detach() * 1, hidden.grad, weight.grad])
+    assert type(results[0][0]) is torch.Tensor
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_metadata_costs_nothing():
+    hidden, weight, _ = make()
+    x = defer(hidden, weight, None)
+    assert (x.shape, x.dtype, x.device, x.dim(), x.ndim, len(x), x.numel(), x.size(-1)) == (
+        torch.Size([2, 5, 7]), torch.float64, hidden.device, 3, 3, 2, 70, 7,
+    )  # fmt: skip
+    assert x.requires_grad
+    assert not x.detach().requires_grad
+    assert isinstance(x, torch.Tensor)
+    assert x.computed is None
+
+
+def test_a_materialisation_in_a_training_step_is_counted_with_its_line():
+    deferred.materialised.clear()
+    hidden, weight, _ = make()
+    defer(hidden, weight, None).sum()
+    (where,) = deferred.materialised
+    assert where.startswith("sum at test_deferred.py:")
+    with torch.no_grad():
+        defer(hidden, weight, None).sum()
+    assert len(deferred.materialised) == 1
+
+
+def test_logits_read_after_the_weight_changed_are_refused():
+    hidden, weight, _ = make()
+    x = defer(hidden, weight, None)
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(IsotypeError, match="before optimizer"):
+        x.sum()
+
+
+def test_autocast_is_remembered():
+    hidden, weight, _ = make(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        x, want = defer(hidden, weight, None), F.linear(hidden, weight)
+    assert x.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(x.materialise(), want)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "cohere", "granite"])
+def test_a_models_logits_are_the_models(family):
+    model = tiny(family)
+    want = model(**batch())
+    optimize(model)
+    got = model(**batch())
+    assert isinstance(got.logits, DeferredLogits)
+    torch.testing.assert_close(got.logits + 0, want.logits)
+    assert type(model(input_ids=batch()["input_ids"]).logits) is torch.Tensor
+
+
+def test_a_forward_that_raises_leaves_nothing_deferred():
+    model = tiny("llama")
+    optimize(model)
+    with pytest.raises(Exception):  # noqa: B017
+        model(input_ids=batch()["input_ids"], labels=torch.zeros(3, 3, 3, dtype=torch.long))
+    assert type(model(input_ids=batch()["input_ids"]).logits) is torch.Tensor

@@ -1,0 +1,110 @@
+"""An optimised model equals the original: loss, gradients, weights after three steps, greedy tokens, for many families."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import logging
+
+from isotype.optimize import optimize, restore
+from tests.ops.trials import FACTOR, error
+from tests.optimize.models import FAMILIES, batch, tiny
+
+logging.set_verbosity_error()
+
+
+def loss_and_gradients(model, inputs):
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp32_loss_gradients_weights_and_tokens(family, tied):
+    model = tiny(family, tied=tied)
+    mine = copy.deepcopy(model)
+    manifest = optimize(mine)
+    assert any(e.op == "linear_cross_entropy" for e in manifest.entries), str(manifest)
+    for model_ in (model, mine):
+        model_.train()
+    for items in (None, torch.tensor(31)):
+        inputs = batch() | ({} if items is None else {"num_items_in_batch": items})
+        want, theirs = loss_and_gradients(model, inputs)
+        got, grads = loss_and_gradients(mine, inputs)
+        torch.testing.assert_close(got, want)
+        assert grads.keys() == theirs.keys()
+        for name in theirs:
+            torch.testing.assert_close(grads[name], theirs[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+    for model_ in (model, mine):
+        optimizer = torch.optim.SGD(model_.parameters(), lr=0.05)
+        for step in range(3):
+            loss_and_gradients(model_, batch(seed=step))
+            optimizer.step()
+        model_.eval()
+    for (name, p), q in zip(model.named_parameters(), mine.parameters()):
+        torch.testing.assert_close(q, p, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    prompt = batch()["input_ids"][:, :5]
+    tokens = [m.generate(prompt, max_new_tokens=6, do_sample=False) for m in (model, mine)]
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_loss_and_gradients_are_as_good_as_the_originals(family):
+    model = tiny(family, dtype=torch.bfloat16)
+    mine, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    if "moe" in family or family == "mixtral":
+        # the grouped product has no fp64
+        exact.set_experts_implementation("eager")
+    optimize(mine)
+    results = [loss_and_gradients(m, batch()) for m in (exact, model, mine)]
+    (truth, true_grads), (theirs, their_grads), (ours, our_grads) = results
+    assert abs(ours.double() - truth) <= FACTOR * abs(theirs.double() - truth) + 2e-2 * abs(truth)
+
+    def total(grads):
+        return error(torch.cat([g.double().flatten() for g in grads.values()]), torch.cat([true_grads[n].flatten() for n in grads]))
+
+    assert total(our_grads) <= FACTOR * total(their_grads)
+
+
+def test_what_is_replaced():
+    replaced = {f: {(e.part, e.op) for e in optimize(tiny(f)).replaced} for f in FAMILIES}
+    for family, found in replaced.items():
+        assert ("rotary", "rope") in found, family
+        assert ("head", "linear_cross_entropy") in found, family
+    assert ("norm", "rms_norm") in replaced["llama"] & replaced["gemma"] & replaced["olmo2"]
+    assert ("gated mlp", "silu_mul") in replaced["llama"] & replaced["phi3"] & replaced["glm4"]
+    assert ("gated mlp", "gelu_mul tanh") in replaced["gemma"] & replaced["gemma2"] & replaced["gemma3_text"]
+    # LayerNorms and ungated MLPs are not what the ops compute
+    assert not {part for part, _ in replaced["starcoder2"]} & {"norm", "gated mlp"}
+    assert "norm" not in {part for part, _ in replaced["cohere"]}
+
+
+def test_what_is_left_alone_has_its_reason():
+    left = {(e.part, e.why) for f in ("cohere", "mixtral") for e in optimize(tiny(f)).left}
+    assert ("norm", "its output is not RMSNorm's on a probe") in left
+    assert ("experts", "its experts are one stacked parameter: no op for those") in left
+
+
+def test_restore_gives_back_the_original():
+    model = tiny("gemma2")
+    before = {n: dict(m.__dict__) for n, m in model.named_modules()}
+    hooks = {n: (dict(m._forward_hooks), dict(m._forward_pre_hooks)) for n, m in model.named_modules()}
+    classes = {type(m): type(m).forward for m in model.modules()}
+    manifest = optimize(model)
+    assert all(c.forward is f for c, f in classes.items())
+    assert restore(model) == len(manifest.replaced)
+    for name, module in model.named_modules():
+        assert module.__dict__.keys() == before[name].keys(), name
+        assert (dict(module._forward_hooks), dict(module._forward_pre_hooks)) == hooks[name]
+    assert restore(model) == 0
+    assert "already optimized" not in str(optimize(model))
+
+
+def test_twice_says_so():
+    model = tiny("llama")
+    optimize(model)
+    assert {e.why for e in optimize(model).left} == {"already optimized"}

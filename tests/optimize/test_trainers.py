@@ -1,0 +1,98 @@
+"""Unmodified trainers with `optimize(model)` called before: the same losses as without, evaluation with and without metrics."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from isotype.optimize import optimize
+from tests.optimize.models import VOCABULARY, batch, tiny
+
+pytestmark = pytest.mark.slow
+
+# Qwen2.5 is qwen2 with tied embeddings and biases in attention; Llama 3.2 is llama with tied embeddings and scaled rotary frequencies
+ARCHITECTURES = {
+    "Qwen2.5": ("qwen2", {}),
+    "Llama 3.2": (
+        "llama",
+        {"rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }},
+    ),
+}  # fmt: skip
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, count=16):
+        self.rows = batch(count)
+
+    def __len__(self):
+        return len(self.rows["input_ids"])
+
+    def __getitem__(self, i):
+        return {name: column[i] for name, column in self.rows.items()}
+
+
+def losses(trainer):
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_hugging_face_trainer(architecture, accumulation, tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    family, more = ARCHITECTURES[architecture]
+    model = tiny(family, tied=True, **more)
+    mine = copy.deepcopy(model)
+    optimize(mine)
+    seen = []
+    for m in (model, mine):
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), bf16=True, use_cpu=True, max_steps=3, per_device_train_batch_size=4, logging_steps=1, report_to=[],
+            gradient_accumulation_steps=accumulation, learning_rate=1e-3, save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = Trainer(m, arguments, train_dataset=Rows(), eval_dataset=Rows(6))
+        trained = losses(trainer)
+        plain = trainer.evaluate()["eval_loss"]
+        trainer.compute_metrics = lambda p: {
+            "accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean()),
+            "size": p.predictions.shape[-1],
+        }
+        measured = trainer.evaluate()
+        seen.append([*trained, plain, measured["eval_loss"], measured["eval_accuracy"]])
+        assert measured["eval_size"] == VOCABULARY
+    assert len(seen[0]) == 6
+    assert seen[1] == pytest.approx(seen[0], rel=2e-2, abs=2e-2)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_trl_sft_trainer(architecture, tmp_path):
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {w: i for i, w in enumerate(["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(VOCABULARY - 3))])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", bos_token="<s>")
+    data = Dataset.from_dict({"text": [" ".join(f"w{(i * j) % 90}" for j in range(3, 12)) for i in range(16)]})
+    family, more = ARCHITECTURES[architecture]
+    model = tiny(family, tied=True, **more)
+    mine = copy.deepcopy(model)
+    optimize(mine)
+    seen = []
+    for m in (model, mine):
+        config = trl.SFTConfig(
+            output_dir=str(tmp_path), bf16=True, use_cpu=True, max_steps=3, per_device_train_batch_size=4, logging_steps=1, report_to=[],
+            learning_rate=1e-3, save_strategy="no", disable_tqdm=True, dataset_text_field="text", max_length=32,
+        )  # fmt: skip
+        trainer = trl.SFTTrainer(m, args=config, train_dataset=data, eval_dataset=data.select(range(6)), processing_class=tokenizer)
+        seen.append([*losses(trainer), trainer.evaluate()["eval_loss"]])
+    assert len(seen[0]) == 4
+    assert seen[1] == pytest.approx(seen[0], rel=2e-2, abs=2e-2)
