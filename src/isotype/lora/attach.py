@@ -55,11 +55,12 @@ def fuse_lora(model: nn.Module) -> list[LoraPlacement]:
     return placements
 
 
-def unfuse_lora(model: nn.Module) -> None:
-    """Undoes `fuse_lora` exactly; layers it did not touch stay as they are."""
-    for _, layer in lora_layers(model):
-        if is_fused(layer):
-            del layer.forward
+def unfuse_lora(model: nn.Module) -> int:
+    """Undoes `fuse_lora` exactly and gives the number of layers; those it did not touch stay as they are."""
+    fused = [layer for _, layer in lora_layers(model) if is_fused(layer)]
+    for layer in fused:
+        del layer.forward
+    return len(fused)
 
 
 def is_fused(layer: nn.Module) -> bool:
