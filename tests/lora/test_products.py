@@ -21,10 +21,10 @@ def test_the_result_is_wide(dtype, monkeypatch):
     exact = left.double().t() @ right.double()
     got = product_fp32(left, right)
     assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert (got - exact).norm() <= 1e-6 * exact.norm()
+    assert (got - exact).norm() <= (1e-5 if dtype == torch.bfloat16 else 1e-6) * exact.norm()
     if dtype in (torch.bfloat16, torch.float16):
         narrow = left.t() @ right
-        assert (narrow - exact).norm() > 1e-5 * exact.norm()
+        assert (narrow - exact).norm() > 1e-4 * exact.norm()
 
 
 def test_a_narrow_leaf_is_rounded_once():
