@@ -3,6 +3,8 @@
 attach     which layers are plain, the fused forward on each instance, the manifest
 linear     the op: base product, adapter branch, and every gradient
 dtypes     what a call computes in, decided once
+group      several projections of one input in one product
+siblings   how the first of them hands the others their outputs
 products   fp32 sums of narrow operands
 matrix     the 81 cells, beside PEFT's: `python -m isotype.lora.matrix`
 """

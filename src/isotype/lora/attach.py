@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..ops.backend import reference_runs
+from . import siblings
+from .dtypes import LoraDtypes, decide
+from .group import Projection, lora_group
 from .linear import lora_linear
 
 
@@ -52,6 +56,9 @@ def fuse_lora(model: nn.Module) -> list[LoraPlacement]:
                 layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
         reason = reason or why_not_fused(layer)
         placements.append(LoraPlacement(path, type(layer.base_layer).__name__, None if reason else "lora_linear", reason or ""))
+    if placements:
+        for module in model.modules():
+            siblings.link(module, is_fused)
     return placements
 
 
@@ -60,6 +67,7 @@ def unfuse_lora(model: nn.Module) -> int:
     fused = [layer for _, layer in lora_layers(model) if is_fused(layer)]
     for layer in fused:
         del layer.forward
+        siblings.unlink(layer)
     return len(fused)
 
 
@@ -140,24 +148,61 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """A LoRA layer's forward: fused while the layer is plain, else PEFT's own."""
     if args or kwargs or not x.is_floating_point() or reference_runs() or why_not_fused(self) is not None:
         return _peft_forward(self, x, *args, **kwargs)
-    adapter = next(name for name in self.active_adapters if name in self.lora_A)
-    base, dropout = self.base_layer, self.lora_dropout[adapter]
+    projection, scale, dropout = _call(self, x)
+    if dropout == 0.0:
+        ready = siblings.take(self, x, projection[:4])
+        if ready is not None:
+            return ready
+        together = _together(self, x, projection, scale)
+        if together is not None:
+            return together
+    weight, bias, a, b, quant_state = projection
+    compute = None if quant_state is None else self.base_layer.compute_dtype
+    return lora_linear(x, weight, a, b, bias, scale=scale, dropout=dropout, quant_state=quant_state, compute_dtype=compute)
+
+
+def _call(layer: Any, x: Tensor) -> tuple[Projection, float, float]:
+    """(tensors, scale, dropout's probability) of a plain layer at this moment."""
+    adapter = next(name for name in layer.active_adapters if name in layer.lora_A)
+    base, dropout = layer.base_layer, layer.lora_dropout[adapter]
     quantised = type(base) is not nn.Linear
     if quantised and not base.compute_type_is_set:
         # bitsandbytes' layer takes the first input's dtype for good where none was given
         base.set_compute_type(x)
         base.compute_type_is_set = True
-    return lora_linear(
-        x,
-        base.weight,
-        self.lora_A[adapter].weight,
-        self.lora_B[adapter].weight,
-        base.bias,
-        scale=float(self.scaling[adapter]),
-        dropout=dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0,
-        quant_state=base.weight.quant_state if quantised else None,
-        compute_dtype=base.compute_dtype if quantised else None,
-    )
+    state = base.weight.quant_state if quantised else None
+    projection = Projection(base.weight, base.bias, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, state)
+    return projection, float(layer.scaling[adapter]), dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
+
+
+def _decide(layer: Any, x: Tensor, projection: Projection) -> LoraDtypes:
+    quantised = projection.quant_state is not None
+    weight_dtype = (layer.base_layer.compute_dtype or x.dtype) if quantised else projection.weight.dtype
+    return decide(x, weight_dtype, torch.promote_types(projection.a.dtype, projection.b.dtype), quantised=quantised)
+
+
+def _together(layer: Any, x: Tensor, projection: Projection, scale: float) -> Tensor | None:
+    """This layer's output, with its siblings' left for their own calls; None where they do not belong to one product now."""
+    rest = siblings.followers(layer)
+    if not rest:
+        return None
+    calls = [(projection, scale, 0.0)]
+    for other in rest:
+        siblings.forget(other)
+        if not is_fused(other) or why_not_fused(other) is not None:
+            return None
+        calls.append(_call(other, x))
+    dtypes = _decide(layer, x, projection)
+    if dtypes.wide or any(call_scale != scale or dropout for _, call_scale, dropout in calls):
+        return None
+    if any(_decide(other, x, call[0]) != dtypes for other, call in zip(rest, calls[1:])):
+        return None
+    if len({p.a.shape[1] for p, _, _ in calls}) != 1 or x.shape[-1] != projection.a.shape[1]:
+        return None
+    y, *others = lora_group(x, [call[0] for call in calls], scale, dtypes)
+    for other, call, output in zip(rest, calls[1:], others):
+        siblings.leave(other, x, output, call[0][:4])
+    return y
 
 
 def _peft_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
