@@ -22,8 +22,8 @@ _FOLLOWERS, _READY = "_isotype_followers", "_isotype_ready"
 def link(parent: nn.Module, is_member: Any) -> None:
     """Tells the first of a group's layers which siblings follow it, where every one is a member."""
     for names in GROUPS:
-        layers = [getattr(parent, name, None) for name in names]
-        if all(layer is not None and is_member(layer) for layer in layers) and len({layer.in_features for layer in layers}) == 1:  # type: ignore[union-attr]
+        layers: list[Any] = [getattr(parent, name, None) for name in names]
+        if all(layer is not None and is_member(layer) for layer in layers) and len({layer.in_features for layer in layers}) == 1:
             # past nn.Module's own __setattr__; in a tuple they are no children of the first
             vars(layers[0])[_FOLLOWERS] = tuple(layers[1:])
 
