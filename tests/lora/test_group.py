@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import peft
 import pytest
@@ -225,6 +226,15 @@ def test_a_deepcopy_follows_its_own_siblings():
     x = inputs()
     assert twin(x)[..., 48:80].abs().max() == 0
     assert fused(x)[..., 48:80].abs().max() > 0
+
+
+def test_a_copy_or_a_pickle_between_the_calls_takes_no_output_along():
+    fused = fused_copy(adapted())
+    x = inputs()
+    fused.base_model.model.q_proj(x)
+    for twin in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        torch.testing.assert_close(twin(x), fused(x))
+        fused.base_model.model.q_proj(x)
 
 
 def test_unfuse_leaves_nothing():

@@ -37,9 +37,22 @@ def followers(layer: nn.Module) -> tuple[Any, ...]:
     return getattr(layer, _FOLLOWERS, ())
 
 
+class _Ready:
+    """An output on its way to a sibling; a copy or a pickle of the model does not take it along."""
+
+    def __init__(self, x: Tensor, y: Tensor, moment: tuple[Any, ...]) -> None:
+        self.x, self.y, self.moment = x, y, moment
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
 def leave(layer: Any, x: Tensor, y: Tensor, tensors: tuple[Tensor | None, ...]) -> None:
     """Leaves `y` for the sibling's own call."""
-    setattr(layer, _READY, (x, y, _moment(x, tensors)))
+    setattr(layer, _READY, _Ready(x, y, _moment(x, tensors)))
 
 
 def forget(layer: Any) -> None:
@@ -54,8 +67,7 @@ def take(layer: Any, x: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor | 
     if ready is None:
         return None
     delattr(layer, _READY)
-    left_x, y, moment = ready
-    return y if left_x is x and moment == _moment(x, tensors) else None
+    return ready.y if ready.x is x and ready.moment == _moment(x, tensors) else None
 
 
 def _moment(x: Tensor, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
