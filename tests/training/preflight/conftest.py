@@ -16,9 +16,9 @@ from isotype.training.setup import prepare
 
 @pytest.fixture
 def subject(configured, tmp_path):
-    def make(**sections: Any) -> Subject:
-        loaded = configured(**sections)
-        folder = tmp_path / "run"
+    def make(folder_name: str = "run", **sections: Any) -> Subject:
+        loaded = configured(folder_name, **sections)
+        folder = tmp_path / folder_name
         folder.mkdir(exist_ok=True)
         prepared = prepare(loaded.config, loaded.sources, RunFolder(folder))
         plan = Plan.of(loaded.config, rows=len(prepared.data.train), eval_rows=len(prepared.data.eval))

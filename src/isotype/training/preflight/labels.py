@@ -58,15 +58,15 @@ def end_never_learnt(subject: Subject) -> Iterator[Finding]:
     pad_is_end = tokenizer.pad_token_id in ends
     shown = " ".join(repr(tokenizer.decode([i])) for i in sorted(ends))
     turns = data.facts["tokens"]["end_of_turn"]
-    learnt = [token for token in turns if token != "none"]
+    others = [token for token in turns if token != "none" and tokenizer.convert_tokens_to_ids(token) not in ends]
     if masked:
         cause = f"it stands behind the answers of {len(masked)} rows and is masked" + (
             ", as the padding token is the same" if pad_is_end else ""
         )
-    elif learnt:
-        cause = f"the template closes a turn with {learnt[0]!r}, at which generation does not stop"
     elif data.facts["train"]["truncated"] == len(data.train):
         cause = f"every row is cut at data.max_length {data.facts['max_length']}"
+    elif others:
+        cause = f"the template closes a turn with {others[0]!r}, at which generation does not stop"
     else:
         cause = "the template writes none behind an answer"
     yield Finding(
