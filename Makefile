@@ -25,10 +25,10 @@ lint: install
 	$(BIN)/isotype lint src
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 test-fast: install
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -n 2 -m "not slow"
 
 format: install
 	$(BIN)/ruff check --fix src tests benchmarks

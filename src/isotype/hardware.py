@@ -8,6 +8,8 @@ bf16  native    products run in hardware
 
 Peaks are TFLOP/s of dense matrix products (datasheets print twice as much with 2:4 sparsity) with fp32 accumulation; bandwidth is GB/s.
 
+The figures are those of the documents below as known when the table was written; they were not looked up again one by one.
+
 Source  NVIDIA: CUDA C++ Programming Guide (tensor core input types by compute capability); datasheets of P100, V100, T4, A100, A10, A40,
         L4, L40S, H100, H200, HGX B200; Ampere GA102, Ada and Blackwell RTX whitepapers for RTX cards.
         AMD: ROCm "Data types and precision support"; data sheets of Instinct MI50, MI100, MI210, MI250X, MI300X, MI325X, MI355X.

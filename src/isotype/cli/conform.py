@@ -48,11 +48,11 @@ def conform(
     with contextlib.redirect_stdout(sys.stderr):
         from ..doctor.output import answer
         from ..testing.amp.check import ampcheck
-        from ..testing.amp.target import interpret_triton_without_gpu, load_target
+        from ..testing.amp.target import load_target, triton_interpreted_without_gpu
 
         loaded = load_target(target, inputs)
-        interpret_triton_without_gpu()
-        report = ampcheck(loaded.function, loaded.inputs, **loaded.options, compile=compile_backend, raises=False)
+        with triton_interpreted_without_gpu():
+            report = ampcheck(loaded.function, loaded.inputs, **loaded.options, compile=compile_backend, raises=False)
     status = answer(
         report.findings,
         subject=f"{target} ({report.tried} runs)",

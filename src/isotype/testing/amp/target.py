@@ -6,6 +6,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -169,11 +170,10 @@ def _number(text: str) -> Any:
     raise UsageError(f"--inputs {text!r}: neither a tensor like fp32[4 16] nor a number")
 
 
-def interpret_triton_without_gpu() -> bool:
-    """Runs Triton kernels, if any were imported, in the repaired interpreter where there is no GPU; says whether it did."""
+def triton_interpreted_without_gpu() -> AbstractContextManager[None]:
+    """Within it Triton kernels, if any were imported, run in the repaired interpreter where there is no GPU."""
     if torch.cuda.is_available() or "triton" not in sys.modules:
-        return False
-    from ..interpreter import install
+        return nullcontext()
+    from ..interpreter import interpreted
 
-    install()
-    return True
+    return interpreted()
