@@ -9,10 +9,11 @@ from torch import nn
 
 from ..dtypes import to_torch
 from ..errors import UsageError
+from ..lora import fuse_lora, unfuse_lora
 from ..ops.compiled import cpu_compiler
 from . import gated, head, norms, rotary
 from .instances import take_back, taken
-from .manifest import Manifest
+from .manifest import Entry, Manifest
 
 
 def causal_lms(model: nn.Module) -> list[nn.Module]:
@@ -33,7 +34,8 @@ def optimize(model: nn.Module, precision: Any = None) -> Manifest:
     model      a causal LM, or a PEFT model of one
     precision  a Precision: norms then give their output in its compute dtype; without one, in their input's
     ->         the Manifest: print it
-    Norms run `rms_norm`, rotary functions `rope`, gated MLPs `silu_mul` or `gelu_mul`, and the head with its loss `linear_cross_entropy`.
+    Norms run `rms_norm`, rotary functions `rope`, gated MLPs `silu_mul` or `gelu_mul`, the head with its loss `linear_cross_entropy`,
+    and LoRA layers `lora_linear`.
     Raises  UsageError for something that is no module
     """
     if not isinstance(model, nn.Module):
@@ -56,6 +58,7 @@ def optimize(model: nn.Module, precision: Any = None) -> Manifest:
         place_of = next(name for name, module in model.named_modules() if module is lm)
         found, op, why = head.place(lm)
         manifest.add("head", place_of, found if found is not None else lm, op, why)
+    manifest.entries += [Entry("lora", line.module, line.kind, line.op, line.reason) for line in fuse_lora(model)]
     if not manifest.entries:
         manifest.notes.append("nothing in this model was recognised")
     return manifest
@@ -79,7 +82,7 @@ def _row_ops(name: str, module: nn.Module, manifest: Manifest, kind: bool | str,
 
 def restore(model: nn.Module) -> int:
     """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of places."""
-    undone = 0
+    undone = unfuse_lora(model)
     for module in model.modules():
         undone += take_back(module)
         head.remove_hooks(module)

@@ -1,0 +1,15 @@
+"""Fused LoRA over PEFT's own layers: `fuse_lora(model)` attaches it, `unfuse_lora(model)` takes it off.
+
+attach     which layers are plain, the fused forward on each instance, the manifest
+linear     the op: base product, adapter branch, and every gradient
+dtypes     what a call computes in, decided once
+group      several projections of one input in one product
+siblings   how the first of them hands the others their outputs
+products   fp32 sums of narrow operands
+matrix     the 81 cells, beside PEFT's: `python -m isotype.lora.matrix`
+"""
+
+from .attach import LoraPlacement, fuse_lora, unfuse_lora
+from .linear import lora_linear
+
+__all__ = ["LoraPlacement", "fuse_lora", "lora_linear", "unfuse_lora"]

@@ -1,0 +1,69 @@
+"""Layers that read one input: the first computes all of them, the others hand out what it made if they are given that very tensor.
+
+No attention or MLP class is touched, and nothing has to be true for the result to be right: a sibling given another tensor, in another
+mode, or with weights changed since, computes its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.autocast import autocast_dtype
+
+# Children of one module that transformers' families call with one tensor, the first of them first.
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+_FOLLOWERS, _READY = "_isotype_followers", "_isotype_ready"
+
+
+def link(parent: nn.Module, is_member: Any) -> None:
+    """Tells the first of a group's layers which siblings follow it, where every one is a member."""
+    for names in GROUPS:
+        layers: list[Any] = [getattr(parent, name, None) for name in names]
+        if all(layer is not None and is_member(layer) for layer in layers) and len({layer.in_features for layer in layers}) == 1:
+            # past nn.Module's own __setattr__; in a tuple they are no children of the first
+            vars(layers[0])[_FOLLOWERS] = tuple(layers[1:])
+
+
+def unlink(layer: nn.Module) -> None:
+    vars(layer).pop(_FOLLOWERS, None)
+    vars(layer).pop(_READY, None)
+
+
+def followers(layer: nn.Module) -> tuple[Any, ...]:
+    return getattr(layer, _FOLLOWERS, ())
+
+
+def leave(layer: Any, x: Tensor, y: Tensor, tensors: tuple[Tensor | None, ...]) -> None:
+    """Leaves `y` for the sibling's own call."""
+    setattr(layer, _READY, (x, y, _moment(x, tensors)))
+
+
+def forget(layer: Any) -> None:
+    """Drops what was left and never asked for."""
+    if getattr(layer, _READY, None) is not None:
+        delattr(layer, _READY)
+
+
+def take(layer: Any, x: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor | None:
+    """What was left for this call, or None; gone after it."""
+    ready = getattr(layer, _READY, None)
+    if ready is None:
+        return None
+    delattr(layer, _READY)
+    left_x, y, moment = ready
+    return y if left_x is x and moment == _moment(x, tensors) else None
+
+
+def _moment(x: Tensor, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Everything besides x's identity that a result depends on."""
+    mode = torch.is_grad_enabled(), autocast_dtype(x)
+    if torch.compiler.is_compiling():
+        # within one graph nothing changes in between, and versions cannot be asked for
+        return mode
+    # an inference tensor counts no versions and cannot be written outside inference mode
+    versions = [None if t is None or t.is_inference() else (id(t), t._version) for t in (x, *tensors)]
+    return (*mode, *versions)

@@ -1,0 +1,275 @@
+"""Every state a PEFT layer can be in: fused or PEFT's own code, said in the manifest, and always PEFT's result."""
+
+from __future__ import annotations
+
+import copy
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from isotype.lora import attach, fuse_lora, unfuse_lora
+
+from .layers import FEATURES, adapted, assert_same, inputs, layer_of, nf4_linear, results
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the fused op ran."""
+    seen = []
+    op = attach.lora_linear
+
+    def counted(*args, **kwargs):
+        seen.append(1)
+        return op(*args, **kwargs)
+
+    monkeypatch.setattr(attach, "lora_linear", counted)
+    return seen
+
+
+def fused_copy(model):
+    made = copy.deepcopy(model)
+    fuse_lora(made)
+    return made
+
+
+VARIED = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "dropout": {"lora_dropout": 0.3},
+    "all dropped": {"lora_dropout": 0.999},
+    "dora": {"use_dora": True},
+    "lora_bias": {"lora_bias": True},
+    "trainable bias": {"bias": "all"},
+}
+
+
+@pytest.mark.parametrize("config", VARIED.values(), ids=VARIED)
+def test_result_is_pefts(config, calls):
+    model = adapted(**config)
+    assert_same(results(fused_copy(model), inputs()), results(model, inputs()), relative=1e-5)
+    plain = not ({"use_dora", "lora_bias"} & set(config))
+    assert len(calls) == plain
+    (line,) = fuse_lora(model)
+    assert line.op == ("lora_linear" if plain else None)
+    assert bool(line.reason) != plain
+
+
+@pytest.mark.parametrize("shape", [(FEATURES,), (0, FEATURES), (3, 0, FEATURES), (2, 3, 4, FEATURES)])
+def test_shapes(shape):
+    model = adapted()
+    assert_same(results(fused_copy(model), torch.ones(shape)), results(model, torch.ones(shape)))
+
+
+def test_trainable_weight_and_frozen_adapter(calls):
+    model = adapted()
+    layer = layer_of(model)
+    layer.base_layer.requires_grad_()
+    layer.lora_A.requires_grad_(False)
+    got = results(fused_copy(model), inputs())
+    assert_same(got, results(model, inputs()))
+    assert any("base_layer.weight" in name for name in got)
+    assert not any("lora_A" in name for name in got)
+    assert calls
+
+
+def test_input_without_gradient():
+    model = adapted()
+    fused = fused_copy(model)
+    for each in (model, fused):
+        each(inputs()).sum().backward()
+    for (name, p), q in zip(model.named_parameters(), fused.parameters()):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_disabled_merged_switched_and_back(calls):
+    model = adapted()
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["proj"], init_lora_weights=False))
+    fused = fused_copy(model)
+    x = inputs()
+
+    def same(ran: int) -> None:
+        calls.clear()
+        assert_same(results(fused, x), results(model, x))
+        assert len(calls) == ran
+
+    same(1)
+    with model.disable_adapter(), fused.disable_adapter():
+        same(0)
+    same(1)
+    for each in (model, fused):
+        each.set_adapter("second")
+    same(1)
+    for each in (model, fused):
+        each.base_model.set_adapter(["default", "second"])
+    same(0)
+    assert "several" in fuse_lora(fused)[0].reason
+    for each in (model, fused):
+        each.set_adapter("default")
+        each.merge_adapter()
+    same(0)
+    for each in (model, fused):
+        each.unmerge_adapter()
+    same(1)
+
+
+def test_mixed_batch_is_pefts(calls):
+    model = adapted()
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["proj"], init_lora_weights=False))
+    fused = fused_copy(model)
+    for each in (model, fused):
+        each.eval()
+    names = ["default", "second"]
+    torch.testing.assert_close(layer_of(fused)(inputs(), adapter_names=names), layer_of(model)(inputs(), adapter_names=names))
+    assert not calls
+
+
+@pytest.mark.parametrize("part", ["base_layer", "lora_A", "lora_B", "lora_dropout"])
+def test_a_hook_is_honoured_while_it_is_there(part, calls):
+    model = adapted(lora_dropout=0.1).eval()
+    fused = fused_copy(model)
+    handles = []
+    for each in (model, fused):
+        module = getattr(layer_of(each), part)
+        module = module if part == "base_layer" else module["default"]
+        handles.append(module.register_forward_hook(lambda module, args, output: output * 2))
+    assert_same(results(fused, inputs()), results(model, inputs()))
+    assert not calls
+    assert "hook" in fuse_lora(fused)[0].reason
+    for handle in handles:
+        handle.remove()
+    assert_same(results(fused, inputs()), results(model, inputs()))
+    assert calls
+
+
+def test_a_hook_on_the_layer_itself_still_runs_fused(calls):
+    fused = fused_copy(adapted())
+    seen = []
+    layer_of(fused).register_forward_hook(lambda *_: seen.append(1))
+    fused(inputs())
+    assert seen
+    assert calls
+
+
+def test_another_kind_of_layer_is_left_alone():
+    embedding = peft.get_peft_model(nn.Sequential(nn.Embedding(8, 4), nn.Conv1d(3, 3, 1)), peft.LoraConfig(target_modules=["0", "1"]))
+    before = {id(module): dict(vars(module)) for module in embedding.modules()}
+    lines = fuse_lora(embedding)
+    assert [line.op for line in lines] == [None, None]
+    assert all("no fused op" in str(line) for line in lines)
+    assert before == {id(module): dict(vars(module)) for module in embedding.modules()}
+
+
+def test_a_forward_put_there_by_others_is_left_alone():
+    model = adapted()
+    layer = layer_of(model)
+    theirs = lambda x: x  # noqa: E731
+    layer.forward = theirs
+    (line,) = fuse_lora(model)
+    assert "another library" in line.reason
+    unfuse_lora(model)
+    assert layer.forward is theirs
+
+
+def test_a_model_without_lora_has_no_lines():
+    assert fuse_lora(nn.Linear(2, 2)) == []
+    unfuse_lora(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("base", [None, "nf4"])
+def test_unfuse_restores_exactly(base):
+    model = adapted(nf4_linear() if base else None)
+    before = {id(module): dict(vars(module)) for module in model.modules()}
+    classes = [type(module) for module in model.modules()]
+    fuse_lora(model)
+    fuse_lora(model)
+    results(model, inputs())
+    unfuse_lora(model)
+    model.zero_grad()
+    assert before == {id(module): dict(vars(module)) for module in model.modules()}
+    assert classes == [type(module) for module in model.modules()]
+    unfuse_lora(model)
+
+
+def test_deepcopy_uses_its_own_weights(calls):
+    fused = fused_copy(adapted())
+    twin = copy.deepcopy(fused)
+    with torch.no_grad():
+        layer_of(twin).lora_B.default.weight.zero_()
+        layer_of(twin).base_layer.weight.zero_()
+        layer_of(twin).base_layer.bias.zero_()
+    assert twin(inputs()).abs().max() == 0
+    assert fused(inputs()).abs().max() > 0
+    assert len(calls) == 2
+
+
+def test_weights_are_looked_up_when_called():
+    model = adapted()
+    fused = fused_copy(model)
+    for each in (model, fused):
+        g = torch.Generator().manual_seed(3)
+        layer_of(each).lora_A["default"] = nn.Linear(FEATURES, 4, bias=False)
+        layer_of(each).lora_A["default"].weight.data.normal_(generator=g)
+    assert_same(results(fused, inputs()), results(model, inputs()))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("base", [None, "nf4"])
+def test_gradient_checkpointing(reentrant, base, calls):
+    model = adapted(nf4_linear(compute=torch.float32) if base else None, lora_dropout=0.2)
+    fused = fused_copy(model)
+
+    class Checkpointed(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    assert_same(results(Checkpointed(fused), inputs()), results(Checkpointed(model), inputs()))
+    assert len(calls) == 2
+
+
+def test_several_forwards_before_one_backward():
+    model = adapted()
+    fused = fused_copy(model)
+    for each in (model, fused):
+        (each(inputs()).square().sum() + each(inputs() * 2).sum() + each(each(inputs())[..., :1].expand(2, 12, FEATURES)).sum()).backward()
+    for p, q in zip(model.parameters(), fused.parameters()):
+        if p.grad is not None:
+            assert (q.grad - p.grad).norm() <= 1e-6 * p.grad.norm()
+
+
+def test_evaluation_mode_ignores_dropout():
+    model = adapted(lora_dropout=0.5).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(fused_copy(model)(inputs()), model(inputs()))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_compiled(autocast):
+    model = adapted()
+    fused = fused_copy(model)
+    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    relative = 2e-6 if autocast is None else 2e-2
+    got = {name.removeprefix("_orig_mod."): value for name, value in results(compiled, inputs(), autocast=autocast).items()}
+    assert_same(got, results(model, inputs(), autocast=autocast), relative=relative)
+
+
+def test_a_saved_model_can_be_loaded_and_fused(tmp_path):
+    fused = fused_copy(adapted())
+    torch.save(fused, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    fuse_lora(loaded)
+    torch.testing.assert_close(loaded(inputs()), fused(inputs()))
+
+
+def test_functional_transforms_take_pefts_code(calls):
+    fused = fused_copy(adapted())
+    torch.func.vmap(fused)(inputs())
+    assert not calls

@@ -1,0 +1,271 @@
+"""Q, K and V, gate and up: one product for each group, PEFT's results whatever happens between the calls."""
+
+from __future__ import annotations
+
+import copy
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from isotype.lora import attach, fuse_lora, unfuse_lora
+from isotype.lora.dtypes import LoraDtypes
+from isotype.lora.group import Projection, lora_group
+from isotype.lora.linear import lora_linear
+
+from .layers import FEATURES, assert_same, inputs, nf4_linear, results
+
+
+class Attention(nn.Module):
+    def __init__(self, make=lambda out: nn.Linear(FEATURES, out)):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = make(48), make(32), make(32)
+        self.is_loaded_in_4bit = hasattr(self.q_proj, "quant_state")
+
+    def forward(self, x):
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return torch.cat([q, k.tanh(), v * 2], dim=-1)
+
+
+def adapted(model=None, **config):
+    torch.manual_seed(0)
+    model = peft.get_peft_model(
+        model or Attention(), peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **config})
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def fused_copy(model):
+    made = copy.deepcopy(model)
+    assert all(line.op for line in fuse_lora(made))
+    return made
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often (the group op, the single op) ran."""
+    seen = {"group": 0, "single": 0}
+
+    def counted(word, op):
+        def run(*args, **kwargs):
+            seen[word] += 1
+            return op(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(attach, "lora_group", counted("group", attach.lora_group))
+    monkeypatch.setattr(attach, "lora_linear", counted("single", attach.lora_linear))
+    return seen
+
+
+@pytest.mark.parametrize("config", [{}, {"rank_pattern": {"k_proj": 2}, "alpha_pattern": {"k_proj": 3}}, {"use_rslora": True}])
+@pytest.mark.parametrize("nf4", [False, True])
+def test_result_is_pefts_in_one_product(config, nf4, calls):
+    model = adapted(Attention(lambda out: nf4_linear(out=out, compute=torch.float32)) if nf4 else None, **config)
+    assert_same(results(fused_copy(model), inputs()), results(model, inputs()))
+    assert calls == {"group": 1, "single": 0}
+
+
+def test_trainable_weights_and_biases(calls):
+    model = adapted()
+    model.requires_grad_()
+    got = results(fused_copy(model), inputs())
+    assert_same(got, results(model, inputs()))
+    assert len(got) == 14
+    assert calls["group"] == 1
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("x", [torch.float32, torch.bfloat16])
+def test_no_gradient_is_farther_from_fp64_than_pefts(autocast, x):
+    model = adapted()
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    fused, wide = fused_copy(model), copy.deepcopy(model).double()
+    value = inputs(x, rows=96)
+    dy = torch.randn(2, 96, 112, generator=torch.Generator().manual_seed(3)).to(autocast)
+
+    def gradients(each, leaf, enabled):
+        leaf = leaf.detach().clone().requires_grad_()
+        wanted = [leaf, *(p for p in each.parameters() if p.requires_grad)]
+        with torch.autocast("cpu", dtype=autocast, enabled=enabled):
+            outputs = [layer(leaf) for layer in (each.base_model.model.q_proj, each.base_model.model.k_proj, each.base_model.model.v_proj)]
+        return torch.autograd.grad(torch.cat(outputs, dim=-1), wanted, dy.to(outputs[0].dtype))
+
+    exact = gradients(wide, value.double(), False)
+    for mine, theirs, truth in zip(gradients(fused, value, True), gradients(model, value, True), exact):
+        assert mine.dtype == theirs.dtype
+        assert (mine - truth).norm() <= 1.02 * (theirs - truth).norm()
+
+
+class Between(Attention):
+    """Does something between the first call and the others."""
+
+    def __init__(self, deed):
+        super().__init__()
+        self.deed = deed
+
+    def forward(self, x):
+        x = x * 1.0
+        q = self.q_proj(x)
+        x = self.deed(self, x)
+        return torch.cat([q, self.v_proj(x), self.k_proj(x), self.k_proj(x)], dim=-1)
+
+
+def change_weight(module, x):
+    with torch.no_grad():
+        layer = getattr(module.k_proj, "base_layer", module.k_proj)
+        layer.weight.data = layer.weight.data.clone()
+        module.k_proj.lora_A.default.weight.mul_(2)
+    return x
+
+
+DEEDS = {
+    "nothing": lambda module, x: x,
+    "another tensor": lambda module, x: x + 1,
+    "an equal tensor": lambda module, x: x.clone(),
+    "a weight changed": change_weight,
+    "an adapter disabled": lambda module, x: module.k_proj.enable_adapters(False) or x,
+    "merged": lambda module, x: module.v_proj.merge() or x,
+}
+
+
+@pytest.mark.parametrize("deed", DEEDS.values(), ids=DEEDS)
+def test_whatever_happens_between_the_calls(deed):
+    model = adapted(Between(deed))
+    fused = fused_copy(model)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(inputs()), model(inputs()))
+
+
+def test_an_input_written_between_the_calls():
+    model = adapted(Between(lambda module, x: x.add_(1)))
+    fused = fused_copy(model)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(inputs()), model(inputs()))
+
+
+def test_another_mode_between_the_calls():
+    fused = fused_copy(adapted()).base_model.model
+    x = inputs()
+    with torch.no_grad():
+        fused.q_proj(x)
+    assert fused.k_proj(x).requires_grad
+    fused.q_proj(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fused.k_proj(x).dtype == torch.bfloat16
+
+
+def test_only_the_first_is_called_and_nothing_piles_up():
+    model = adapted()
+    fused = fused_copy(model)
+    inner, plain = fused.base_model.model, model.base_model.model
+    for _ in range(3):
+        x = inputs().requires_grad_()
+        y = inputs().requires_grad_()
+        inner.q_proj(x).sum().backward()
+        plain.q_proj(y).sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
+    assert inner.k_proj.lora_A.default.weight.grad is None
+    torch.testing.assert_close(inner.k_proj(y), plain.k_proj(y))
+
+
+@pytest.mark.parametrize("state", ["a hook", "dropout", "another scale", "disabled"])
+def test_members_that_differ_go_alone(state, calls):
+    model = adapted(**({"lora_dropout": 0.2} if state == "dropout" else {}))
+    if state == "another scale":
+        model.base_model.model.v_proj.scaling["default"] = 4.0
+    fused = fused_copy(model)
+    for each in (model, fused):
+        layer = each.base_model.model.k_proj
+        if state == "a hook":
+            layer.base_layer.register_forward_hook(lambda module, args, output: output * 3)
+        if state == "disabled":
+            layer.enable_adapters(False)
+    assert_same(results(fused, inputs()), results(model, inputs()))
+    assert calls == {"group": 0, "single": 3 if state in ("dropout", "another scale") else 2}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant, calls):
+    class Checkpointed(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    model = adapted()
+    fused = fused_copy(model)
+    assert_same(results(Checkpointed(fused), inputs()), results(Checkpointed(model), inputs()))
+    assert calls == {"group": 2, "single": 0}
+
+
+def test_compiled_in_one_graph():
+    model = adapted()
+    fused = fused_copy(model)
+    got = results(torch.compile(fused, backend="aot_eager", fullgraph=True), inputs())
+    assert_same({name.removeprefix("_orig_mod."): value for name, value in got.items()}, results(model, inputs()))
+
+
+def test_a_deepcopy_follows_its_own_siblings():
+    fused = fused_copy(adapted())
+    twin = copy.deepcopy(fused)
+    with torch.no_grad():
+        twin.base_model.model.k_proj.base_layer.weight.zero_()
+        twin.base_model.model.k_proj.base_layer.bias.zero_()
+        twin.base_model.model.k_proj.lora_B.default.weight.zero_()
+    x = inputs()
+    assert twin(x)[..., 48:80].abs().max() == 0
+    assert fused(x)[..., 48:80].abs().max() > 0
+
+
+def test_unfuse_leaves_nothing():
+    model = adapted()
+    before = {id(module): dict(vars(module)) for module in model.modules()}
+    fuse_lora(model)
+    model.base_model.model.q_proj(inputs())
+    unfuse_lora(model)
+    assert before == {id(module): dict(vars(module)) for module in model.modules()}
+
+
+@pytest.mark.parametrize("case", ["shared", "expanded", "retained", "unused"])
+def test_writes_into_no_tensor_of_others(case):
+    g = torch.Generator().manual_seed(0)
+
+    def leaf(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_()
+
+    x = leaf(20, 24)
+    projections = [Projection(leaf(out, 24), None, leaf(r, 24), leaf(out, r), None) for out, r in ((16, 3), (16, 5))]
+    leaves = [x, *(t for p in projections for t in p if t is not None)]
+
+    def loss(op):
+        first, second = op(x)
+        if case == "shared":
+            return (first + second + x[:, :16]).sum() * 2
+        if case == "expanded":
+            return first.sum() + second.sum()
+        if case == "unused":
+            return second.square().sum()
+        return (first * second).sum()
+
+    dtypes = LoraDtypes(torch.float64, torch.float64, False)
+    value = loss(lambda x: lora_group(x, projections, 0.7, dtypes))
+    truth = loss(lambda x: [lora_linear(x, p.weight, p.a, p.b, scale=0.7) for p in projections])
+    expected = torch.autograd.grad(truth, leaves, allow_unused=True)
+    before = [t.detach().clone() for t in leaves]
+    for _ in range(2 if case == "retained" else 1):
+        got = torch.autograd.grad(value, leaves, allow_unused=True, retain_graph=True)
+        for a, b in zip(got, expected):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(leaves, before))

@@ -1,0 +1,107 @@
+"""The 81 cells, held."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from isotype.errors import DtypeError
+from isotype.lora import matrix
+
+
+@pytest.fixture(scope="module", params=matrix.OPS)
+def outcomes(request) -> list[matrix.Outcome]:
+    block = matrix.peft_block(request.param)
+    return [matrix.measure(cell, block=block) for cell in matrix.cells()]
+
+
+def test_fused_runs_fused_wherever_peft_runs(outcomes):
+    assert len(outcomes) == 81
+    assert sum(o.peft_runs for o in outcomes) == 63
+    assert {o.ran for o in outcomes if o.peft_runs} <= {"lora_linear", "lora_group"}
+    assert [o.cell for o in outcomes if o.fused_runs] == [o.cell for o in outcomes if o.peft_runs]
+
+
+@pytest.mark.parametrize("op", ["qkv", "gate_up"])
+def test_siblings_run_in_one_product_except_where_the_branch_is_wide(op):
+    block = matrix.peft_block(op)
+    for cell in matrix.cells():
+        if cell.autocast is None and cell.x == cell.weight:
+            wide = cell.x != "fp32" and cell.adapter != cell.x
+            assert matrix.measure(cell, block=block).ran == ("lora_linear" if wide else "lora_group")
+
+
+def test_the_other_eighteen_get_one_clear_error(outcomes):
+    refused = [o for o in outcomes if not o.fused_runs]
+    assert len(refused) == 18
+    for o in refused:
+        assert o.cell.autocast is None
+        assert o.cell.x != o.cell.weight
+        assert o.fused.startswith(f"<DtypeError: DT001 LoRA linear got an input in {o.cell.x} and a weight in {o.cell.weight}")
+
+
+def test_outputs_have_pefts_dtype(outcomes):
+    assert [o.fused for o in outcomes if o.peft_runs] == [o.peft for o in outcomes if o.peft_runs]
+
+
+def test_no_gradient_is_farther_from_fp64_than_pefts(outcomes):
+    # equal products round equally; a percent is what the order of two sums may shift
+    far = [f"{o.cell}: {o.worst} {o.share:.3f}" for o in outcomes if o.share is not None and o.share > 1.01]
+    assert not far
+
+
+@pytest.mark.parametrize("scale", [0.37, 8.0])
+@pytest.mark.parametrize("bias", [False, True])
+def test_other_scales_and_a_frozen_weight(scale, bias):
+    block = matrix.peft_block(bias=bias, scale=scale, trainable=False)
+    for cell in matrix.cells():
+        if cell.autocast == "bf16" and cell.weight == "bf16":
+            outcome = matrix.measure(cell, block=block)
+            assert outcome.share is not None
+            assert outcome.share <= 1.02, str(cell)
+
+
+def test_adapter_gradients_are_no_bf16_roundings():
+    # the fp32 sum of bf16 operands: the error is the operands', an eighth of what a rounded result adds
+    cell = matrix.Cell("bf16", "bf16", "fp32", "bf16")
+    block = matrix.in_cell(matrix.peft_block(trainable=False), cell)
+    matrix.attach.fuse_lora(block)
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(64, matrix.FEATURES, generator=g).bfloat16()
+    dy = torch.randn(64, 48, generator=g).bfloat16()
+    _, grads = matrix.gradients(block, x, [dy], cell.context("cpu"))
+    for key in ("proj.lora_A", "proj.lora_B"):
+        assert not torch.equal(grads[key], grads[key].bfloat16().float())
+
+
+def test_a_wrong_op_is_seen(monkeypatch):
+    # the measurement itself: adapter gradients 2% off must not pass
+    from isotype.lora import linear
+
+    exact = linear.gradient_product
+
+    def coarse(*args):
+        return exact(*args) * 1.02
+
+    monkeypatch.setattr(linear, "gradient_product", coarse)
+    assert matrix.measure(matrix.Cell("bf16", "bf16", "fp32", "bf16")).share > 1.2
+
+
+def test_command_prints_the_table_and_json(monkeypatch, capsys):
+    some = [cell for cell in matrix.cells() if cell.x == "bf16" and cell.adapter == "fp32" and cell.autocast != "fp16"]
+    monkeypatch.setattr(matrix, "cells", lambda: iter(some))
+    assert matrix.main(["--op", "linear"]) == 0
+    printed = capsys.readouterr().out
+    assert "PEFT runs 4 of 6 cells" in printed
+    assert "refused" in printed
+    assert matrix.main(["--op", "linear", "--json"]) == 0
+    assert {row["fused"].startswith("<") for row in json.loads(capsys.readouterr().out)["linear"]} == {True, False}
+
+
+def test_refusal_is_a_dtype_error():
+    block = matrix.in_cell(matrix.peft_block(), matrix.Cell("fp32", "bf16", "fp32", None))
+    matrix.attach.fuse_lora(block)
+    with pytest.raises(DtypeError, match="DT001"):
+        block(torch.randn(3, matrix.FEATURES))
