@@ -28,8 +28,8 @@ class Size:
     hidden: int = 192
     layers: int = 4
     window: int = 256
-    pretrain_steps: int = 1600
-    tune_steps: int = 500
+    pretrain_steps: int = 1200
+    tune_steps: int = 400
 
 
 def quickstart(folder: Path, *, size: Size | None = None, json_output: bool = False) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
 
 from ..errors import UsageError
-from ..finding import Severity, exit_code
+from ..finding import Severity, exit_code, worst_first
 from .app import DOCTOR
 
 
@@ -51,9 +52,9 @@ def check(
     if nothing := trouble_without_files(checked, paths):
         findings.append(nothing)
     if sarif:
-        from ..doctor.check.sarif import as_sarif
+        from ..doctor.sarif import as_sarif
 
-        print(as_sarif(findings))
+        print(json.dumps(as_sarif(worst_first(findings)), indent=1))
         raise typer.Exit(exit_code(findings, threshold))
     if not json_output:
         for record in checked.records:

@@ -28,6 +28,10 @@ Examples:
     isotype train --resume runs/qwen                      # goes on bit for bit
 
     isotype train --resume runs/qwen train.steps=2000     # for longer
+
+    isotype train run.yaml --skip PF004="a shared disk that grows"
+
+A preflight checks data, memory, disk and one rehearsed step first, and refuses what would fail (exit 3): `preflight.json` has all of it.
 """
 PLAN_HELP = """Show what `isotype train` would do: precision, parameters, data, memory, schedule. Loads no weights.
 
@@ -66,15 +70,25 @@ def train(
     resume: Annotated[Path | None, typer.Option("--resume", help="Folder of a run to go on with.", show_default=False)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would happen, as isotype plan does.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="With --resume: accept changes that make it another run.")] = False,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option("--skip", metavar="CODE=REASON", help="Leave a check of the preflight out; may be repeated.", show_default=False),
+    ] = None,
+    why: Annotated[str | None, typer.Option("--why", help="The reason of every --skip without one.", show_default=False)] = None,
     json_output: Json = False,
 ) -> None:
+    from ..training.preflight.codes import parse_skips
+
+    skips = parse_skips(skip or [], why)
     loaded = _loaded(settings, model=model, data=data, out=out, preset=preset, steps=steps, resume=resume, consent=yes)
     if dry_run:
+        if skips:
+            raise UsageError("--skip has no effect with --dry-run: a plan runs no preflight")
         _print_plan(loaded, json_output)
         return
     from ..training.run import train as run
 
-    raise typer.Exit(run(loaded, resume=resume, json_output=json_output))
+    raise typer.Exit(run(loaded, resume=resume, json_output=json_output, skips=skips))
 
 
 def plan(

@@ -17,8 +17,13 @@ from ..pages import page
 _LEVEL = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "note"}
 
 
+def repository_root(start: Path) -> Path:
+    """The nearest folder above with .git, else the folder itself."""
+    return next((folder for folder in (start, *start.parents) if (folder / ".git").exists()), start)
+
+
 def as_sarif(findings: Sequence[Finding], *, root: Path | None = None) -> dict[str, Any]:
-    """One SARIF log with one run. Paths below `root` (the working directory) are written relative to it, as code hosts want them.
+    """One SARIF log with one run. Paths below `root` (the repository) are written relative to it, as code hosts want them.
 
     A finding without a file has no location: code hosts list it, but show it beside no line.
     """
@@ -30,7 +35,7 @@ def as_sarif(findings: Sequence[Finding], *, root: Path | None = None) -> dict[s
             {
                 "tool": {"driver": {"name": "isotype", "version": __version__, "rules": [_rule(code) for code in codes]}},
                 "columnKind": "unicodeCodePoints",
-                "results": [_result(f, codes.index(f.code), root or Path.cwd()) for f in findings],
+                "results": [_result(f, codes.index(f.code), root or repository_root(Path.cwd())) for f in findings],
             }
         ],
     }

@@ -42,6 +42,9 @@ class RunFolder:
     def write_json(self, name: str, content: Any) -> None:
         write_text(self.path / name, json.dumps(content, indent=1, default=str) + "\n")
 
+    def read_json(self, name: str) -> Any:
+        return json.loads((self.path / name).read_text(encoding="utf-8"))
+
     def write_text(self, name: str, text: str) -> None:
         write_text(self.path / name, text)
 

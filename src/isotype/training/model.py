@@ -106,6 +106,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     if len(tokenizer) > rows:
         raise UsageError(
             f"the tokenizer has {len(tokenizer)} tokens and the model embeds {rows}: they do not belong together",
+            code="PF008",
             fix="take the model's own tokenizer, or call model.resize_token_embeddings and save the model first",
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..config.compare import compare
 from ..config.load import LoadedConfig, load
 from ..config.write import resolved_yaml
 from ..environment import environment
-from ..errors import IsotypeError, RunError, UsageError
+from ..errors import IsotypeError, PreflightError, RunError, UsageError
 from ..hardware import detect, measured_matmul_peak
 from ..precision.observe import Observer
 from .adapter import trainable_share
@@ -26,13 +27,18 @@ from .flops import step_flops
 from .folder import RESOLVED, RunFolder, name_of
 from .interrupt import Interrupt
 from .loop import Loop, Plan
+from .preflight.check import RECORD, preflight
+from .preflight.subject import Subject
 from .setup import Prepared, prepare, resolve_precision
 
 INTERRUPTED = 130
 
 
-def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool = False) -> int:
-    """Runs to the end, or saves and returns 130 on Ctrl-C. Raises IsotypeError; returns the exit status."""
+def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool = False, skips: Mapping[str, str] | None = None) -> int:
+    """Runs to the end, or saves and returns 130 on Ctrl-C. Raises IsotypeError; returns the exit status.
+
+    skips  checks of the preflight to leave out, code to reason
+    """
     folder = RunFolder(resume or Path(loaded.config.run.folder.replace("{name}", name_of(loaded.config))))
     if resume is not None and not folder.is_run:
         raise UsageError(f"--resume {resume}: no {RESOLVED} there: not a run folder")
@@ -44,12 +50,17 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool
         if resume is not None:
             _compare_with_before(loaded, folder, console)
         try:
-            status, result = _run(loaded, folder, console, interrupt, resuming=resume is not None)
+            status, result = _run(loaded, folder, console, interrupt, resuming=resume is not None, skips=skips or {})
         except torch.OutOfMemoryError as error:
             raise RunError(
                 f"out of memory: {str(error).splitlines()[0]}",
                 fix="a smaller train.batch_size with more train.accumulate gives the same result; train.gradient_checkpointing: true",
             ) from error
+        except PreflightError:
+            # nothing was started: the folder holds only the record, and the same command may be given again
+            if json_output:
+                print(json.dumps({"status": "refused", "folder": str(folder.path), "preflight": folder.read_json(RECORD)}))
+            raise
         except IsotypeError as error:
             console.settle()
             if folder.is_run:
@@ -61,14 +72,15 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool
 
 
 def _run(
-    loaded: LoadedConfig, folder: RunFolder, console: RunConsole, interrupt: Interrupt, *, resuming: bool
+    loaded: LoadedConfig, folder: RunFolder, console: RunConsole, interrupt: Interrupt, *, resuming: bool, skips: Mapping[str, str]
 ) -> tuple[int, dict[str, Any]]:
     config = loaded.config
     quiet_libraries()
     prepared = prepare(config, loaded.sources, folder)
     loop = _loop(config, prepared, folder, console)
+    checked = preflight(Subject(config=config, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=resuming), skips)
     _write_start(loaded, prepared, folder, resuming=resuming)
-    console.header(header_rows(config, prepared, loop.plan, folder))
+    console.header([*header_rows(config, prepared, loop.plan, folder), *checked.header_rows()])
     if resuming:
         _restore(loop, console)
     finished = loop.run(interrupt)

@@ -1,0 +1,138 @@
+"""`preflight(subject, skips)`: every check in order, its record, and the refusal.
+
+Cheap ones first, and none after a phase that found an error: static facts, tokenizer and data, memory, and then the real thing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint.folder import write_text
+from ...errors import PreflightError
+from ...finding import Finding, Severity, worst_first
+from .codes import CODES
+from .device import unexpected_device
+from .disk import disk_too_small
+from .labels import end_never_learnt, nothing_to_learn, prompts_learnt
+from .memory import out_of_memory
+from .rehearsal import rehearsed_evaluation, rehearsed_generation, rehearsed_step
+from .schedule import never_leaves_warmup
+from .subject import Subject
+from .tokens import beyond_the_embeddings, missing_template, untrained_new_tokens
+from .updates import vanishing_updates
+
+RECORD = "preflight.json"
+
+
+@dataclass(frozen=True)
+class Check:
+    """`codes`: what it may find; without the first of them it does not run."""
+
+    codes: tuple[str, ...]
+    run: Callable[[Subject], Iterable[Finding]]
+
+
+PHASES: Mapping[str, tuple[Check, ...]] = {
+    "static": (
+        Check(("PF001",), unexpected_device),
+        Check(("PF002",), never_leaves_warmup),
+        Check(("PF003",), vanishing_updates),
+        Check(("PF004",), disk_too_small),
+    ),
+    "data": (
+        Check(("PF005",), nothing_to_learn),
+        Check(("PF006",), prompts_learnt),
+        Check(("PF007",), end_never_learnt),
+        Check(("PF008",), beyond_the_embeddings),
+        Check(("PF009",), untrained_new_tokens),
+        Check(("PF010",), missing_template),
+    ),
+    "memory": (Check(("PF011",), out_of_memory),),
+    "real": (
+        Check(("PF012", "PF013", "PF014", "PF015"), rehearsed_step),
+        Check(("PF016",), rehearsed_evaluation),
+        Check(("PF017",), rehearsed_generation),
+    ),
+}
+
+
+@dataclass
+class Outcome:
+    """What was found and what was left out; `seconds` by phase."""
+
+    findings: list[Finding] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    ran: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def refused(self) -> bool:
+        return any(f.severity >= Severity.ERROR for f in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "refused": self.refused,
+            "findings": [f.as_json() for f in worst_first(self.findings)],
+            "skipped": [{"code": code, "check": CODES[code], "reason": reason} for code, reason in self.skipped.items()],
+            "checks": {code: CODES[code] for code in self.ran},
+            "seconds": {phase: round(s, 3) for phase, s in self.seconds.items()},
+        }
+
+    def header_rows(self) -> list[tuple[str, str]]:
+        """A line for the run's header, and one for each finding and each check left out."""
+        passed = len(self.ran) - len({f.code for f in self.findings})
+        return [
+            ("preflight", f"{passed} of {len(self.ran)} checks passed in {sum(self.seconds.values()):.1f} s"),
+            *[(str(f.severity), _line(f)) for f in worst_first(self.findings)],
+            *[("skipped", f"{code} {CODES[code]}: {reason}") for code, reason in self.skipped.items()],
+        ]
+
+
+def preflight(subject: Subject, skips: Mapping[str, str]) -> Outcome:
+    """Runs what is due, writes preflight.json, and raises PreflightError with every error found. A resumed run: static checks only."""
+    record = subject.folder / RECORD
+    before = _read(record) if subject.resuming else {}
+    skipped = {s["code"]: s["reason"] for s in before.get("skipped", []) if s.get("code") in CODES} | dict(skips)
+    outcome = Outcome(skipped=skipped)
+    for phase, checks in PHASES.items():
+        if outcome.refused or (subject.resuming and phase != "static"):
+            break
+        started = time.perf_counter()
+        for check in checks:
+            if check.codes[0] not in skipped:
+                outcome.findings += [f for f in check.run(subject) if f.code not in skipped]
+                outcome.ran += [code for code in check.codes if code not in skipped]
+        outcome.seconds[phase] = time.perf_counter() - started
+    now = outcome.as_json()
+    content = before | {"skipped": now["skipped"], "resumed": [*before.get("resumed", []), now]} if before else now
+    write_text(record, json.dumps(content, indent=1) + "\n")
+    if outcome.refused:
+        raise refusal(outcome)
+    return outcome
+
+
+def refusal(outcome: Outcome) -> PreflightError:
+    errors = [f for f in worst_first(outcome.findings) if f.severity >= Severity.ERROR]
+    codes = list(dict.fromkeys(f.code for f in errors))
+    shown = "\n".join(f.render() for f in worst_first(outcome.findings))
+    return PreflightError(
+        f"refused before step 1: {', '.join(codes)}\n{shown}", fix=f'mend it, or --skip {codes[0]}="why it does not matter here"'
+    )
+
+
+def _line(finding: Finding) -> str:
+    return f"{finding.code} {finding.message}" + (f"; {finding.fix}" if finding.fix else "")
+
+
+def _read(record: Path) -> dict[str, Any]:
+    """The record of the run's start; nothing where there is none, or none that can be read."""
+    try:
+        content = json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,54 @@
+"""The checks of the preflight by code, and what `--skip CODE=REASON` means. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+
+from ...errors import UsageError
+
+CODES: Mapping[str, str] = {
+    "PF001": "the device is the one expected",
+    "PF002": "the schedule leaves warm-up",
+    "PF003": "updates survive rounding into the trained dtype",
+    "PF004": "the disk holds the checkpoints",
+    "PF005": "rows have tokens to learn",
+    "PF006": "prompts are not learnt where answers are meant",
+    "PF007": "answers teach where to stop",
+    "PF008": "every token has an embedding",
+    "PF009": "new tokens are trained",
+    "PF010": "chats have a template",
+    "PF011": "the run fits into memory",
+    "PF012": "a training step runs",
+    "PF013": "loss and gradients are finite",
+    "PF014": "every trained tensor gets a gradient",
+    "PF015": "no other tensor gets one",
+    "PF016": "an evaluation runs",
+    "PF017": "a generation runs",
+}
+NOT_SKIPPED = {"PF008": "the run would read outside its embeddings"}
+
+
+def parse_skips(given: Sequence[str], why: str | None = None) -> dict[str, str]:
+    """`["PF004=shared disk", "PF011"]` -> code to reason; `why` is the reason of those that give none. Raises UsageError."""
+    skips: dict[str, str] = {}
+    bare = []
+    for word in given:
+        code, equals, reason = word.partition("=")
+        code = code.strip().upper()
+        if code not in CODES:
+            near = get_close_matches(code, CODES, n=1)
+            raise UsageError(f"--skip {word}: no such check", fix=f"did you mean {near[0]}?" if near else f"one of: {' '.join(CODES)}")
+        if code in NOT_SKIPPED:
+            raise UsageError(f"--skip {code}: cannot be skipped: {NOT_SKIPPED[code]}", fix=f"isotype explain {code}")
+        if code in skips or code in bare:
+            raise UsageError(f"--skip {code}: given twice")
+        if reason.strip():
+            skips[code] = reason.strip()
+        elif equals or not (why or "").strip():
+            raise UsageError(f"--skip {code}: a reason is needed", fix=f'--skip {code}="why it does not matter here"')
+        else:
+            bare.append(code)
+    if why is not None and not bare:
+        raise UsageError("--why has no effect: no --skip is without a reason")
+    return skips | dict.fromkeys(bare, (why or "").strip())

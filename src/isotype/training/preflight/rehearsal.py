@@ -1,0 +1,214 @@
+"""PF012 to PF017: one step at learning rate 0 on the longest rows, one evaluation batch and one generation, then nothing of it is left.
+
+Gradients, optimizer states, buffers, modes and the loss scale are put back, and every random generator, so that a run with preflight is
+bit for bit the run without it. At learning rate 0 AdamW leaves each weight as it is, also under stochastic rounding: an exact value
+has nothing to round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import IsotypeError
+from ...finding import Finding, Place, Severity
+from ..evaluate import evaluate
+from ..finite import non_finite_error
+from ..sample import sample, untouched_random_state
+from ..setup import Prepared
+from ..step import gradient_norm
+from .subject import Subject
+
+NEW_TOKENS = 8  # of the rehearsed generation: the cache is used from the second on
+# what a model's code raises for its inputs; RuntimeError is torch's, OutOfMemoryError and NotImplementedError among it
+STEP_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
+_SHOWN = 3  # names of tensors in a finding
+
+
+@contextmanager
+def undone(prepared: Prepared) -> Iterator[None]:
+    """Whatever a step, an evaluation or a generation changes inside, it is as before afterwards."""
+    model, stepper = prepared.model, prepared.stepper
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    modes = [(module, module.training) for module in model.modules()]
+    rates = [group["lr"] for group in stepper.optimizer.param_groups]
+    scale = (stepper.loss_scale.scale, stepper.loss_scale.quiet) if stepper.loss_scale else None
+    with untouched_random_state():
+        try:
+            yield
+        finally:
+            stepper.accumulator.zero()
+            model.zero_grad(set_to_none=True)
+            stepper.optimizer.state.clear()
+            for group, rate in zip(stepper.optimizer.param_groups, rates):
+                group["lr"] = rate
+            if stepper.loss_scale and scale:
+                stepper.loss_scale.scale, stepper.loss_scale.quiet = scale
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            for module, mode in modes:
+                module.training = mode
+            if prepared.device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats(prepared.device)
+
+
+def rehearsed_step(subject: Subject) -> Iterator[Finding]:
+    """Forward, backward and update on the longest rows; its gradients are looked at before they go."""
+    prepared = subject.prepared
+    stepper = prepared.stepper
+    batch = subject.batch_of(subject.longest_rows)
+    what = f"a training step on {len(subject.longest_rows)} rows of {batch.input_ids.shape[1]} tokens"
+    with undone(prepared):
+        prepared.model.train()
+        try:
+            loss = float(stepper.accumulate([batch]))
+            norm = float(gradient_norm(stepper.accumulator.gradients()))
+        except STEP_ERRORS as error:
+            yield _failed("PF012", what, error)
+            return
+        if not math.isfinite(loss) or (not math.isfinite(norm) and stepper.loss_scale is None):
+            yield _not_finite(subject, "the gradient" if math.isfinite(loss) else "the loss")
+            return
+        if batch.supervised:
+            yield from without_gradient(subject)
+            yield from with_gradient_but_frozen(subject)
+        if not math.isfinite(norm):  # an fp16 overflow: the run's own step skips the update too
+            return
+        for group in stepper.optimizer.param_groups:
+            group["lr"] = 0.0
+        try:
+            stepper.optimizer.step()
+        except STEP_ERRORS as error:
+            yield _failed("PF012", f"the update after {what}", error)
+
+
+def rehearsed_evaluation(subject: Subject) -> Iterator[Finding]:
+    """The longest evaluation rows, as many as one evaluation pass takes."""
+    prepared, train = subject.prepared, subject.config.train
+    size = train.eval_batch_size or train.batch_size
+    rows = sorted(prepared.data.eval, key=lambda row: len(row.input_ids), reverse=True)[:size]
+    if not rows:
+        return
+    with undone(prepared):
+        try:
+            result = evaluate(
+                prepared.model, rows, batch_size=size, pad_id=prepared.tokenizer.pad_token_id, device=prepared.device,
+                loss_dtype=prepared.resolved.precision.loss,
+            )  # fmt: skip
+        except STEP_ERRORS as error:
+            yield _failed("PF016", f"an evaluation of {size} rows", error)
+            return
+    if not math.isfinite(result.loss):
+        yield Finding(
+            code="PF016", severity=Severity.ERROR, place=Place(symbol="data.eval"),
+            message=f"the evaluation loss before training is {result.loss}",
+            fix="another precision.preset; fp16 overflows at 65504, where bf16 and fp32 do not",
+        )  # fmt: skip
+
+
+def rehearsed_generation(subject: Subject) -> Iterator[Finding]:
+    """A few tokens for the first prompt, under the precision that samples have."""
+    prepared = subject.prepared
+    if not prepared.prompts or not subject.plan.sample_every:
+        return
+    tokens = min(NEW_TOKENS, subject.config.run.sample_tokens)
+    with undone(prepared):
+        try:
+            sample(prepared.model, prepared.tokenizer, prepared.prompts[:1], max_new_tokens=tokens, device=prepared.device)
+        except STEP_ERRORS as error:
+            yield _failed("PF017", f"a generation of {tokens} tokens", error)
+
+
+def without_gradient(subject: Subject) -> Iterator[Finding]:
+    """PF014: trained tensors that backward did not reach, or reached with nothing but zeros."""
+    model, gradient = subject.prepared.model, subject.prepared.stepper.accumulator.gradient
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    given = {name: g for name, p in trained.items() if (g := gradient(p)) is not None}
+    some = torch.stack([g.any() for g in given.values()]).tolist() if given else []
+    useful = {name for name, any_element in zip(given, some) if any_element}
+    lost = [name for name in trained if name not in useful and not _rightly_zero(name, trained)]
+    if not lost:
+        return
+    none = [name for name in lost if name not in given]
+    shown = ", ".join(lost[:_SHOWN]) + (", ..." if len(lost) > _SHOWN else "")
+    yield Finding(
+        code="PF014", severity=Severity.WARNING if useful else Severity.ERROR, place=Place(symbol=lost[0]),
+        message=f"{len(lost)} of {len(trained)} trained tensors get no usable gradient: {shown}",
+        observed=f"{len(none)} are not reached by backward, {len(lost) - len(none)} get zeros only",
+        cause="the loss does not depend on them: a module that this forward does not use, a detach, or activations that underflow",
+        fix="leave them out of adapter.targets and adapter.modules_to_save, or find what cuts them off: isotype trace",
+    )  # fmt: skip
+
+
+def _rightly_zero(name: str, trained: dict[str, nn.Parameter]) -> bool:
+    """LoRA begins with B = 0, so A's gradient is zero at step 1; routed experts may see no token of one batch."""
+    if ".experts." in name:
+        return True
+    for one, other in (("lora_A", "lora_B"), ("lora_B", "lora_A"), ("lora_embedding_A", "lora_embedding_B"),
+                       ("lora_embedding_B", "lora_embedding_A")):  # fmt: skip
+        partner = trained.get(name.replace(f".{one}.", f".{other}.")) if f".{one}." in name else None
+        if partner is not None and not bool(partner.detach().any()):
+            return True
+    return False
+
+
+def with_gradient_but_frozen(subject: Subject) -> Iterator[Finding]:
+    """PF015: tensors that backward fills although no optimizer updates them."""
+    stepper = subject.prepared.stepper
+    updated = {id(p) for group in stepper.optimizer.param_groups for p in group["params"]}
+    held: dict[str, Tensor] = {}
+    for name, parameter in subject.prepared.model.named_parameters():
+        if id(parameter) not in updated and parameter.grad is not None:
+            held[name] = parameter.grad
+    if not held:
+        return
+    first = next(iter(held))
+    yield Finding(
+        code="PF015", severity=Severity.ERROR, place=Place(symbol=first),
+        message=f"{len(held)} tensors that are not trained get a gradient, {first} first",
+        observed=f"{sum(g.numel() * g.element_size() for g in held.values()):,} bytes of gradients that nothing reads or clears",
+        cause="requires_grad was switched on after the optimizer was built, or by the model's own code",
+        fix="name them in adapter.modules_to_save to train them, else requires_grad_(False)",
+    )  # fmt: skip
+
+
+def _not_finite(subject: Subject, what: str) -> Finding:
+    stepper = subject.prepared.stepper
+    batch = subject.batch_of(subject.longest_rows)
+    error = non_finite_error(subject.prepared.model, [batch], step=0, what=what, gradient=stepper.accumulator.gradient)
+    first, *rest = error.message.splitlines()
+    return Finding(
+        code="PF013", severity=Severity.ERROR, message=f"{what} is not finite on the longest rows, before anything was trained",
+        observed="\n".join([first.removeprefix("step 0: "), *(line.strip() for line in rest)]), fix=error.fix,
+    )  # fmt: skip
+
+
+def _failed(code: str, what: str, error: Exception) -> Finding:
+    if isinstance(error, torch.OutOfMemoryError):
+        fix = "a smaller train.batch_size with more train.accumulate gives the same result; train.gradient_checkpointing: true"
+    elif isinstance(error, IsotypeError) and error.fix:
+        fix = error.fix
+    else:
+        fix = 'isotype explain "THE ERROR" says more about dtype errors; ISOTYPE_TRACEBACK=1 shows where it came from'
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return Finding(
+        code=code, severity=Severity.ERROR, place=Place(symbol=_where(error)), message=f"{what} failed: {text}",
+        cause=type(error).__name__, fix=fix,
+    )  # fmt: skip
+
+
+def _where(error: Exception) -> str | None:
+    """The innermost line of the traceback, `file:line in function`."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    if at is None:
+        return None
+    code = at.tb_frame.f_code
+    return f"{code.co_filename.rpartition('/')[2]}:{at.tb_lineno} in {code.co_name}"

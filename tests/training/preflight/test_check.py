@@ -1,0 +1,129 @@
+"""The preflight as a whole: it leaves nothing behind, raises no false alarm, and refuses with a record."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from tests.models import FAMILIES, SIZES
+from tests.training.test_run import same_result
+from typer.testing import CliRunner
+
+from isotype import pages
+from isotype.cli.app import build_app
+from isotype.errors import PreflightError
+from isotype.training import run
+from isotype.training.preflight.check import PHASES, Outcome, preflight
+from isotype.training.preflight.codes import CODES
+from isotype.training.run import train
+
+WIDER: dict[str, dict] = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+TINY_RATE = {"precision": {"preset": "bf16-pure", "rounding": "nearest"}, "adapter": {"kind": "none"}, "train": {"learning_rate": 1e-7}}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": {"preset": "fp32"}, "adapter": {"dropout": 0.1}},
+        {"precision": {"preset": "bf16-pure"}, "adapter": {"kind": "none"}},
+        {"precision": {"preset": "nf4-lora"}},
+        {"precision": {"preset": "fp16-mixed"}, "adapter": {"kind": "none"}},
+        {"precision": {"preset": "bf16-lora"}, "train": {"optimizer": "adamw8bit"}, "adapter": {"r": 64}},
+    ],
+    ids=["fp32-dropout", "bf16-pure", "nf4-lora", "fp16-mixed", "adamw8bit"],
+)
+def test_a_run_with_preflight_is_bit_identical_to_one_without(configured, tmp_path, monkeypatch, settings):
+    assert train(configured("with", **settings)) == 0
+    monkeypatch.setattr(run, "preflight", lambda subject, skips: Outcome())
+    assert train(configured("without", **settings)) == 0
+    assert not (tmp_path / "without/preflight.json").exists()
+    same_result(tmp_path / "with", tmp_path / "without")
+
+
+@pytest.mark.parametrize(
+    ("preset", "adapter"),
+    [
+        *itertools.product(["fp32", "bf16-mixed", "bf16-lora", "nf4-lora", "bf16-pure", "fp16-mixed"], ["lora", "modules_to_save"]),
+        *itertools.product(["fp32", "bf16-mixed", "bf16-pure", "fp16-mixed"], ["none"]),
+    ],
+)
+def test_no_false_alarm(subject, preset, adapter):
+    sections = {"none": {"kind": "none"}, "lora": {}, "modules_to_save": {"modules_to_save": ["embed_tokens", "lm_head"]}}[adapter]
+    outcome = preflight(subject(precision={"preset": preset}, adapter=sections), {})
+    assert outcome.findings == []
+    assert set(outcome.ran) == set(CODES)
+
+
+@pytest.mark.parametrize("preset", ["fp32", "bf16-pure", "fp16-mixed"])
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "mixtral", "qwen3_moe"])
+def test_no_false_alarm_in_any_family(subject, workshop, family, preset):
+    sizes = {k: v for k, v in SIZES.items() if k != "vocab_size" and not k.endswith("_id")}
+    settings = {"model_type": family, **sizes, **FAMILIES.get(family, {}), **WIDER.get(family, {})}
+    attention = "eager" if family == "gemma2" else "sdpa"  # all that its softcapped scores have
+    model = {"init": "random", "name": None, "config": settings, "tokenizer": str(workshop.base), "attention": attention}
+    assert preflight(subject(model=model, adapter={"kind": "none"}, precision={"preset": preset}), {}).findings == []
+
+
+def test_every_code_is_a_check_with_a_page():
+    assert {code for checks in PHASES.values() for check in checks for code in check.codes} == set(CODES)
+    for code in CODES:
+        text = pages.page(code)
+        assert text is not None, code
+        assert text.startswith(f"# {code}: ")
+        for part in ("**Why it matters.**", "**Example.**", "**What to do.**"):
+            assert part in text, (code, part)
+
+
+def test_a_refused_run_is_exit_3_leaves_its_record_and_can_be_given_again(configured, tmp_path):
+    loaded = configured(**TINY_RATE)
+    with pytest.raises(PreflightError, match=r"PF003(.|\n)*--skip PF003") as refused:
+        train(loaded)
+    assert refused.value.exit_status == 3
+    record = json.loads((tmp_path / "run/preflight.json").read_text())
+    assert record["refused"] is True
+    assert record["findings"][0]["code"] == "PF003"
+    assert set(record["seconds"]) == {"static"}
+    assert not (tmp_path / "run/resolved.yaml").exists()
+    assert train(loaded, skips={"PF003": "a test"}) == 0
+    record = json.loads((tmp_path / "run/preflight.json").read_text())
+    assert record["skipped"] == [{"code": "PF003", "check": CODES["PF003"], "reason": "a test"}]
+    assert "PF003" not in record["checks"]
+
+
+def test_a_resumed_run_repeats_the_static_checks_and_keeps_its_skips(configured, tmp_path):
+    sections = TINY_RATE | {"train": TINY_RATE["train"] | {"schedule": "constant"}}
+    assert train(configured(**sections), skips={"PF003": "a test"}) == 0
+    longer = sections | {"train": sections["train"] | {"steps": 8}}
+    assert train(configured(**longer), resume=tmp_path / "run") == 0
+    record = json.loads((tmp_path / "run/preflight.json").read_text())
+    assert set(record["seconds"]) == {"static", "data", "memory", "real"}
+    assert [set(again["seconds"]) for again in record["resumed"]] == [{"static"}]
+
+
+def test_warnings_are_in_the_header(configured, capsys):
+    assert train(configured(train={"warmup": 50})) == 0
+    assert "PF002 50 steps of warm-up in a run of 6" in capsys.readouterr().out
+
+
+def test_on_the_command_line(configured, tmp_path):
+    configured(**TINY_RATE)
+    runner = CliRunner()
+    result = runner.invoke(build_app(), ["train", str(tmp_path / "run.yaml"), "--json"])
+    assert isinstance(result.exception, PreflightError)
+    assert json.loads(result.stdout)["preflight"]["findings"][0]["code"] == "PF003"
+    result = runner.invoke(build_app(), ["train", str(tmp_path / "run.yaml"), "--skip", "PF003=a test", "--dry-run"])
+    assert "no effect with --dry-run" in str(result.exception)
+    result = runner.invoke(build_app(), ["train", str(tmp_path / "run.yaml"), "--skip", "PF003", "--why", "a test"])
+    assert result.exit_code == 0, result.output
+
+
+def test_it_takes_less_than_the_import_of_torch(subject):
+    outcome = preflight(subject(), {})
+    assert sum(outcome.seconds.values()) < 2
+    assert torch.is_grad_enabled()

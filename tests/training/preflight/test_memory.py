@@ -1,0 +1,50 @@
+"""PF011: the plan against the memory there is, and the bound that makes it unnecessary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from isotype.finding import Severity
+from isotype.training.memory_plan import outline, plan_memory
+from isotype.training.model import load_architecture
+from isotype.training.preflight import memory
+from isotype.training.preflight.memory import most_bytes, other_memory, out_of_memory
+
+
+def planned(one):
+    config, prepared = one.config, one.prepared
+    made = outline(load_architecture(config.model, prepared.tokenizer), config, prepared.resolved.precision, device_type="cpu")
+    return plan_memory(made, config.train, prepared.resolved.precision, length=len(one.longest_rows[0].input_ids), device_type="cpu")
+
+
+def with_memory(one, size):
+    one.prepared.hardware = replace(one.prepared.hardware, memory=int(size))
+    return one
+
+
+@pytest.mark.parametrize("settings", [{}, {"adapter": {"kind": "none"}}, {"precision": {"preset": "nf4-lora"}},
+                                      {"precision": {"preset": "bf16-mixed"}, "train": {"accumulate": 3, "batch_size": 16}},
+                                      {"model": {"attention": "eager"}}])  # fmt: skip
+def test_the_bound_is_above_the_plan(subject, settings):
+    one = subject(**settings)
+    assert most_bytes(one) >= planned(one).peak
+
+
+def test_what_is_far_from_the_limit_is_not_simulated(subject, monkeypatch):
+    monkeypatch.setattr(memory, "plan_memory", lambda *a, **k: pytest.fail("simulated"))
+    assert list(out_of_memory(subject())) == []
+
+
+def test_too_little_memory_and_almost_too_little(subject):
+    one = subject(train={"batch_size": 16})
+    needs = planned(one).peak + other_memory(one)
+    for share, severities in ((2.0, []), (1.25, []), (1.0, [Severity.WARNING]), (0.8, [Severity.ERROR])):
+        assert [f.severity for f in out_of_memory(with_memory(one, needs * share))] == severities, share
+    (finding,) = out_of_memory(with_memory(one, needs / 2))
+    assert "gradient_checkpointing" in str(finding.fix)
+
+
+def test_unknown_memory_is_no_finding(subject):
+    assert list(out_of_memory(with_memory(subject(), 0))) == []

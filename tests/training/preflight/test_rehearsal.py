@@ -1,0 +1,98 @@
+"""PF012 to PF017: the rehearsed step, evaluation and generation, and that they leave no trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from isotype.finding import Severity
+from isotype.training.preflight.rehearsal import rehearsed_evaluation, rehearsed_generation, rehearsed_step
+
+
+def everything(one):
+    return [*rehearsed_step(one), *rehearsed_evaluation(one), *rehearsed_generation(one)]
+
+
+def test_nothing_is_left(subject):
+    one = subject(precision={"preset": "fp16-mixed"}, adapter={"kind": "none"})
+    model, stepper = one.prepared.model, one.prepared.stepper
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    rng, scale, modes = torch.get_rng_state(), stepper.loss_scale.scale, [m.training for m in model.modules()]
+    assert everything(one) == []
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    assert torch.equal(rng, torch.get_rng_state())
+    assert stepper.loss_scale.scale == scale
+    assert [m.training for m in model.modules()] == modes
+    assert not stepper.optimizer.state
+    assert stepper.accumulator.gradients() == []
+    assert {group["lr"] for group in stepper.optimizer.param_groups} == {1e-3}
+
+
+def test_a_step_that_fails_and_is_still_undone(subject, monkeypatch):
+    one = subject()
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a: (_ for _ in ()).throw(RuntimeError("no kernel\nat all")))
+    (finding,) = rehearsed_step(one)
+    assert finding.code == "PF012"
+    assert finding.message.endswith("failed: no kernel")
+    assert one.prepared.stepper.accumulator.gradients() == []
+
+
+def test_positions_that_the_model_lacks_are_an_error_of_the_step(subject, monkeypatch):
+    one = subject()
+    inner = one.prepared.model.get_base_model()
+    inner.model.layers[1].register_forward_pre_hook(lambda *a: (_ for _ in ()).throw(IndexError("index out of range in self")))
+    assert [f.code for f in everything(one)] == ["PF012", "PF016", "PF017"]
+
+
+def test_a_weight_that_is_nan(subject):
+    one = subject()
+    weight = next(p for n, p in one.prepared.model.named_parameters() if n.endswith("layers.0.mlp.up_proj.base_layer.weight"))
+    weight.data[0, 0] = float("nan")
+    (finding,) = rehearsed_step(one)
+    assert finding.code == "PF013"
+    assert "up_proj" in finding.render()
+    assert [f.code for f in rehearsed_evaluation(one)] == ["PF016"]
+
+
+def test_a_trained_tensor_that_the_loss_does_not_see(subject):
+    one = subject(adapter={"kind": "none"})
+    layer = one.prepared.model.model.layers[0]
+    layer.mlp.register_forward_hook(lambda module, args, out: out.detach())
+    (finding,) = rehearsed_step(one)
+    assert finding.code == "PF014"
+    assert finding.severity == Severity.WARNING
+    assert "layers.0.mlp" in finding.message
+    assert "not reached by backward" in str(finding.observed)
+
+
+def test_no_gradient_at_all_is_an_error(subject):
+    one = subject(adapter={"targets": ["up_proj"]})
+    for layer in one.prepared.model.get_base_model().model.layers:
+        layer.mlp.register_forward_hook(lambda module, args, out: out * 0)
+    (finding,) = rehearsed_step(one)
+    assert finding.severity == Severity.ERROR
+    assert "get zeros only" in str(finding.observed)
+
+
+def test_a_frozen_tensor_with_a_gradient(subject):
+    one = subject()
+    name, frozen = next((n, p) for n, p in one.prepared.model.named_parameters() if not p.requires_grad and p.ndim == 2)
+    frozen.requires_grad_(True)
+    findings = {f.code: f for f in rehearsed_step(one)}
+    assert findings["PF015"].place.symbol == name
+    assert frozen.grad is None, "cleared with the rest"
+
+
+@pytest.mark.parametrize(("code", "rehearsed"), [("PF016", rehearsed_evaluation), ("PF017", rehearsed_generation)])
+def test_an_evaluation_or_a_generation_that_fails(subject, code, rehearsed):
+    one = subject()
+
+    def refuse(module, args):
+        if not torch.is_grad_enabled():
+            raise RuntimeError("expected mat1 and mat2 to have the same dtype")
+
+    one.prepared.model.get_base_model().model.norm.register_forward_pre_hook(refuse)
+    assert list(rehearsed_step(one)) == []
+    (finding,) = rehearsed(one)
+    assert finding.code == code
+    assert "mat1 and mat2" in finding.message
