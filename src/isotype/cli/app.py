@@ -17,6 +17,9 @@ from .. import __version__
 from ..errors import IsotypeError
 
 ENGINE, RUNS, DOCTOR, ABOUT = "Train", "With a run", "Doctor", "About"  # the panels of --help
+# what a command may miss in an installation without extras -> the extra that brings it
+_EXTRA_OF = dict.fromkeys(("torch", "transformers", "peft", "safetensors", "jinja2", "matplotlib", "tokenizers", "numpy"), "train")
+_EXTRA_OF |= {"bitsandbytes": "quant", "triton": "kernels", "pytest": "testing", "hypothesis": "testing", "libcst": "fix"}
 _PANEL_ORDER = (ENGINE, RUNS, DOCTOR, ABOUT)
 
 
@@ -61,6 +64,14 @@ def main() -> None:
             raise
         print(f"isotype: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
+    except ModuleNotFoundError as error:
+        extra = _EXTRA_OF.get((error.name or "").partition(".")[0])
+        if extra is None or os.environ.get("ISOTYPE_TRACEBACK"):
+            raise
+        print(
+            f"isotype: this command needs {error.name}, which is not installed\n  fix       pip install 'isotype[{extra}]'", file=sys.stderr
+        )
+        sys.exit(2)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from click.core import ParameterSource
 
 from ..errors import UsageError
 from .app import DOCTOR
@@ -50,9 +49,8 @@ def register(app: typer.Typer) -> None:
             with context.command.make_context("trace", [*arguments, target], parent=context.parent) as inner:
                 if inner.args:
                     raise UsageError(f"{target}: a function takes no arguments, got {' '.join(inner.args)}")
-                given = {
-                    key: value for key, value in inner.params.items() if inner.get_parameter_source(key) is not ParameterSource.DEFAULT
-                }
+                # by name: newer typer carries a click of its own, so there are two such enumerations
+                given = {key: value for key, value in inner.params.items() if _source(inner, key) != "DEFAULT"}
             json_output, map_file = given.get("json_output", json_output), given.get("map_file", map_file)
             fail_on = given.get("fail_on", fail_on)
             arguments = []
@@ -69,3 +67,8 @@ def register(app: typer.Typer) -> None:
             print(plain_traceback(outcome.error), file=sys.stderr, flush=True)
         status = answer(outcome.findings, subject=Path(target).name, json_output=json_output, fail_on=level)
         raise typer.Exit(status or outcome.status)
+
+
+def _source(context: Any, key: str) -> str:
+    """Where a parameter's value came from: COMMANDLINE, DEFAULT, ..."""
+    return getattr(context.get_parameter_source(key), "name", "DEFAULT")
