@@ -57,3 +57,13 @@ def test_installed_versions_are_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.8.0")
     assert not check([str(tmp_path)]).findings
     assert [f.code for f in check([str(tmp_path)], installed=True).findings] == ["CF095"]
+
+
+def test_installed_pairs_that_do_not_fit_are_findings(tmp_path, monkeypatch):
+    from isotype import environment
+
+    (tmp_path / "args.yaml").write_text("output_dir: o\nbf16: true\nlogging_steps: 1\n")
+    monkeypatch.setattr(environment, "installed", lambda: {"transformers": "5.23.0", "tokenizers": "0.1.0", "isotype": "0.1.0"})
+    found = [f for f in check([str(tmp_path)], installed=True).findings if f.code == "EV001"]
+    assert any("tokenizers" in f.message and "pip install" in (f.fix or "") for f in found)
+    assert not [f for f in check([str(tmp_path)]).findings if f.code == "EV001"]

@@ -31,7 +31,7 @@ def check(paths: Iterable[str], *, device: str | None = None, environment: bool 
 
     device       what it will run on, as `h100`; None leaves rules about hardware to what the files say
     environment  include this shell's ACCELERATE_*, FSDP_* and DEEPSPEED_* variables
-    installed    include the versions installed beside this Python
+    installed    include the versions installed beside this Python, and pairs of them that do not fit
     Raises       UsageError
     """
     if device is not None:
@@ -42,7 +42,7 @@ def check(paths: Iterable[str], *, device: str | None = None, environment: bool 
         extra.append(process_environment(os.environ))
     if installed:
         extra.append(installed_versions())
-    records, findings = [], list(found.trouble)
+    records, findings = [], [*found.trouble, *(_pairs() if installed else [])]
     for facts in runs(found, device):
         facts.documents += [d for d in extra if d.settings]
         if any(d.tool == "isotype" for d in facts.documents):
@@ -60,6 +60,14 @@ def _isotype(facts: Facts, found: Collection) -> list[Finding]:
     from .isotype_run import check_run
 
     return [finding for d in facts.documents if d.tool == "isotype" for finding in check_run(d, found.trees[d.file], facts)]
+
+
+def _pairs() -> list[Finding]:
+    """Installed packages whose own requirements are not met by what is installed beside them."""
+    from ...environment import installed as distributions
+    from ...environment_faults import mismatched_pairs
+
+    return list(mismatched_pairs(distributions()))
 
 
 def _distinct(findings: list[Finding]) -> list[Finding]:
