@@ -223,6 +223,23 @@ def test_a_run_that_becomes_non_finite_names_the_last_good_checkpoint(configured
     assert result_of(tmp_path / "run")["status"] == "failed"
 
 
+def test_a_disk_that_fills_up_names_the_last_good_checkpoint(configured, tmp_path, monkeypatch):
+    from isotype.checkpoint import folder
+
+    original = folder.seal
+
+    def full(aside):
+        if aside.name == ".step_4.partial":
+            raise OSError(28, "No space left on device")
+        original(aside)
+
+    monkeypatch.setattr(folder, "seal", full)
+    with pytest.raises(RunError, match=r"CK001(.|\n)*step_4: No space left on device(.|\n)*saved(.|\n)*step_2"):
+        train(configured())
+    monkeypatch.undo()
+    assert train(configured(), resume=tmp_path / "run") == 0
+
+
 def test_json_output_is_one_object_on_stdout(configured, capsys):
     assert train(configured(), json_output=True) == 0
     captured = capsys.readouterr()

@@ -113,13 +113,13 @@ class Loop:
             step = self.progress.step + 1
             try:
                 self._step(step)
+                stopping = self._between(
+                    evaluating=self.plan.due(self.plan.eval_every, step),
+                    sampling=self.plan.due(self.plan.sample_every, step),
+                    saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
+                )
             except RunError as error:
                 raise self._with_last_good(error) from error
-            stopping = self._between(
-                evaluating=self.plan.due(self.plan.eval_every, step),
-                sampling=self.plan.due(self.plan.sample_every, step),
-                saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
-            )
             if interrupt.asked and step < self.plan.total:
                 self.console.settle()
                 self.save()
