@@ -96,10 +96,10 @@ class Observer:
     def watch(self, step: int) -> Iterator[Observation]:
         """Within this block the outputs of every module are noted."""
         observation = Observation(step)
-        prefix = inner_model(self.model)
+        inner = inner_model(self.model)
         hooks = [
-            module.register_forward_hook(self._output_hook(observation, module_name or type(prefix).__name__))
-            for module_name, module in prefix.named_modules()
+            module.register_forward_hook(self._output_hook(observation, module_name or type(inner).__name__))
+            for module_name, module in inner.named_modules()
         ]
         try:
             yield observation
@@ -109,17 +109,17 @@ class Observer:
 
     def _output_hook(self, observation: Observation, module_name: str) -> Callable[[nn.Module, Any, Any], None]:
         compute = self.precision.compute
-        logits = inner_model(self.model)
+        outermost = inner_model(self.model)
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             declared = isinstance(module, nn.Linear | nn.Embedding) or is_norm(module)
-            for tensor in _floating(output):
+            for tensor in floating_tensors(output):
                 dtype = name(tensor.dtype)
                 if declared:
                     self._note(observation, "compute", f"output of {module_name} ({type(module).__name__})", dtype, compute)
                 else:
                     observation.dtypes["outputs"][dtype] += 1
-                    if module is not logits and dtype in FLOATS and itemsize(dtype) > itemsize(compute):
+                    if module is not outermost and dtype in FLOATS and itemsize(dtype) > itemsize(compute):
                         observation.promotions[module_name, dtype] += 1
 
         return hook
@@ -141,16 +141,17 @@ class Observer:
             )
 
 
-def _floating(output: Any) -> Iterator[Tensor]:
+def floating_tensors(output: Any) -> Iterator[Tensor]:
+    """Every floating tensor in what a module returned, however it is nested."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output
     elif isinstance(output, Mapping):
         for value in output.values():
-            yield from _floating(value)
+            yield from floating_tensors(value)
     elif isinstance(output, list | tuple):
         for value in output:
-            yield from _floating(value)
+            yield from floating_tensors(value)
 
 
 def share_changed(before: list[Tensor], after: list[Tensor]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -127,6 +128,10 @@ class Precision:
 
     def as_json(self) -> Mapping[str, Any]:
         return asdict(self)
+
+    def as_file(self) -> str:
+        """The `precision.json` that lies beside saved weights, since their own files carry no precision."""
+        return json.dumps({"precision": str(self), "roles": self.as_json()}, indent=1) + "\n"
 
 
 def _word(role: str, value: str) -> str:

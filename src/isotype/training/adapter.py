@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +57,7 @@ def save_adapter(model: PeftModel, folder: Path, precision: Precision) -> None:
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     state = {name: t.to(dtype) if name in trained else t for name, t in model.state_dict().items()}
     model.save_pretrained(str(folder), state_dict=state)
-    (folder / "precision.json").write_text(json.dumps({"precision": str(precision), "roles": precision.as_json()}, indent=1) + "\n")
+    (folder / "precision.json").write_text(precision.as_file())
 
 
 def trainable_share(model: nn.Module) -> tuple[int, int]:

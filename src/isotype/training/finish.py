@@ -70,7 +70,7 @@ def save_model(model: Any, folder: Path, precision: Precision) -> None:
     config = json.loads(file.read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")  # else dtype="auto" would widen it to what it was trained in
     file.write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "precision.json").write_text(json.dumps({"precision": str(precision), "roles": precision.as_json()}, indent=1) + "\n")
+    (folder / "precision.json").write_text(precision.as_file())
 
 
 def _take_best(loop: Loop) -> int:

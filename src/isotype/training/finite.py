@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import RunError
 from ..precision.apply import inner_model
-from ..precision.observe import _floating
+from ..precision.observe import floating_tensors
 from .batches import Batch
 
 
@@ -20,7 +20,7 @@ def first_non_finite_module(model: nn.Module, batch: Batch) -> str | None:
 
     def hook(name: str) -> Callable[..., None]:
         def look(module: nn.Module, args: object, output: object) -> None:
-            if not found and any(not bool(t.isfinite().all()) for t in _floating(output)):
+            if not found and any(not bool(t.isfinite().all()) for t in floating_tensors(output)):
                 found.append(f"{name} ({type(module).__name__})")
 
         return look
