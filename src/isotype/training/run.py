@@ -6,6 +6,7 @@ import json
 import logging
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 from ..checkpoint.store import CheckpointStore
 from ..config.compare import compare
 from ..config.load import LoadedConfig, load
+from ..config.schema import RunConfig
 from ..config.write import resolved_yaml
+from ..data.examples import examples
 from ..environment import environment
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
 from ..hardware import detect, measured_matmul_peak
@@ -65,6 +68,7 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool
             console.settle()
             if folder.is_run:
                 folder.write_json("result.json", {"status": "failed", "error": str(error), "folder": str(folder.path)})
+                _report_of_unfinished(loaded.config, folder, console)
             raise
     if json_output:
         print(json.dumps(result))
@@ -79,7 +83,7 @@ def _run(
     prepared = prepare(config, loaded.sources, folder)
     loop = _loop(config, prepared, folder, console)
     checked = preflight(Subject(config=config, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=resuming), skips)
-    _write_start(loaded, prepared, folder, resuming=resuming)
+    _write_start(loaded, prepared, loop.plan, folder, resuming=resuming)
     console.header([*header_rows(config, prepared, loop.plan, folder), *checked.header_rows()])
     if resuming:
         _restore(loop, console)
@@ -89,15 +93,28 @@ def _run(
         result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
         folder.write_json("result.json", result)
         console.say(f"interrupted: saved at step {step}. Go on with: isotype train --resume {folder.path}")
+        _report_of_unfinished(config, folder, console)
         return INTERRUPTED, result
     result = finish(loop, prepared)
     folder.write_json("result.json", result)
     if config.run.report:
         from ..report import write_report
 
-        result["report"] = str(write_report(folder.path))
+        result["report"] = str(write_report(folder.path).page)
     _say_result(result, console)
     return 0, result
+
+
+def _report_of_unfinished(config: RunConfig, folder: RunFolder, console: RunConsole) -> None:
+    """The page of what there is; a disk that is full or read-only must not hide why the run ended."""
+    if not config.run.report:
+        return
+    from ..report import write_report
+
+    try:
+        console.say(f"report    {write_report(folder.path).page}")
+    except (IsotypeError, OSError) as error:
+        console.say(f"report    not written: {error}")
 
 
 def _loop(config: Any, prepared: Prepared, folder: RunFolder, console: RunConsole) -> Loop:
@@ -122,14 +139,18 @@ def _loop(config: Any, prepared: Prepared, folder: RunFolder, console: RunConsol
     )
 
 
-def _write_start(loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, *, resuming: bool) -> None:
+def _write_start(loaded: LoadedConfig, prepared: Prepared, plan: Plan, folder: RunFolder, *, resuming: bool) -> None:
     """What the run is, before its first step; `resolved.yaml` last, since its presence makes the folder a run."""
+    (folder.path / "result.json").unlink(missing_ok=True)  # of the part that a resumed run goes on from
     if not resuming:
         folder.metrics.unlink(missing_ok=True)
         folder.write_text("config.yaml", loaded.text)  # as given at first; a resumed run reads resolved.yaml
     folder.write_json("env.json", environment())
     folder.write_json("manifest.json", prepared.manifest.to_dict())
     folder.write_json("data.json", prepared.data.facts)
+    folder.write_json("examples.json", {"examples": examples(prepared.data.train, prepared.tokenizer)})
+    trainable, total = trainable_share(prepared.model)
+    folder.write_json("plan.json", {**asdict(plan), "parameters": total, "trained": trainable})
     reasons = {f"precision.{role}": reason for role, reason in prepared.resolved.reasons.items()}
     reasons["precision.preset"] = prepared.resolved.why_preset
     values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
