@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import warnings
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.folder import refused
 from ..checkpoint.store import CheckpointStore
 from ..config.compare import compare
 from ..config.load import LoadedConfig, load
@@ -64,15 +66,30 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool
             if json_output:
                 print(json.dumps({"status": "refused", "folder": str(folder.path), "preflight": folder.read_json(RECORD)}))
             raise
-        except IsotypeError as error:
+        except Exception as error:
             console.settle()
+            told = refused_by_disk(error, folder)
             if folder.is_run:
-                folder.write_json("result.json", {"status": "failed", "error": str(error), "folder": str(folder.path)})
+                with contextlib.suppress(RunError):  # on a full disk the error itself matters more than its record
+                    folder.write_json("result.json", {"status": "failed", "error": str(told), "folder": str(folder.path)})
                 _report_of_unfinished(loaded.config, folder, console)
-            raise
+            if told is error:
+                raise
+            raise told from error
     if json_output:
         print(json.dumps(result))
     return status
+
+
+def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:
+    """CK001 with the last good checkpoint for whatever the file system refused, wherever in a run that was; other errors as they are."""
+    reason = None if isinstance(error, IsotypeError) else refused(error)
+    if reason is None:
+        return error
+    step, _ = CheckpointStore(folder.checkpoints).newest_whole()
+    good = f"last good checkpoint: {folder.checkpoints / f'step_{step}'}" if step is not None else "there is no checkpoint yet"
+    name = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+    return RunError(f"{name}{reason}\n  saved     {good}", code="CK001", fix="free space or make it writable, then resume")
 
 
 def _run(
@@ -95,12 +112,18 @@ def _run(
         console.say(f"interrupted: saved at step {step}. Go on with: isotype train --resume {folder.path}")
         _report_of_unfinished(config, folder, console)
         return INTERRUPTED, result
-    result = finish(loop, prepared)
+    try:
+        result = finish(loop, prepared)
+    except RunError as error:
+        raise loop.with_last_good(error) from error
     folder.write_json("result.json", result)
     if config.run.report:
         from ..report import write_report
 
-        result["report"] = str(write_report(folder.path).page)
+        try:
+            result["report"] = str(write_report(folder.path).page)
+        except (IsotypeError, OSError) as error:  # the run is done and checked: a report can be made again at any time
+            console.say(f"warning   no report: {error}; isotype report {folder.path} makes it")
     _say_result(result, console)
     return 0, result
 
@@ -177,10 +200,12 @@ def _restore(loop: Loop, console: RunConsole) -> None:
     for reason in passed:
         console.say(f"resume    {reason}: passed over")
     if step is None:
+        loop.store.tidy(None)
         loop.metrics.cut_after(-1)
         console.say("resume    no whole checkpoint: starting from the beginning")
         return
     loop.restore(loop.store.load(step))
+    loop.store.tidy(loop.progress.best_step)
     console.say(f"resume    from step {step}")
 
 
