@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -34,6 +32,7 @@ from .interrupt import Interrupt
 from .loop import Loop, Plan
 from .preflight.check import RECORD, preflight
 from .preflight.subject import Subject
+from .quiet import quiet_libraries
 from .setup import Prepared, prepare, resolve_precision
 
 INTERRUPTED = 130
@@ -59,7 +58,7 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool
         except torch.OutOfMemoryError as error:
             raise RunError(
                 f"out of memory: {str(error).splitlines()[0]}",
-                fix="a smaller train.batch_size with more train.accumulate gives the same result; train.gradient_checkpointing: true",
+                fix="a smaller train.batch_size with more train.accumulate gives the same result; train.gradient_checkpointing: layers",
             ) from error
         except PreflightError:
             # nothing was started: the folder holds only the record, and the same command may be given again
@@ -178,6 +177,10 @@ def _write_start(loaded: LoadedConfig, prepared: Prepared, plan: Plan, folder: R
     reasons["precision.preset"] = prepared.resolved.why_preset
     values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
     values["precision.preset"] = prepared.resolved.preset
+    if loaded.config.train.gradient_checkpointing == "auto":
+        settings = prepared.checkpointing.as_settings()
+        values |= settings
+        reasons |= dict.fromkeys(settings, prepared.checkpointing.reason)
     folder.write_text(RESOLVED, resolved_yaml(loaded, reasons, values))
 
 
@@ -225,6 +228,7 @@ def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) 
         ("data", f"{len(prepared.data.train):,} training rows, {len(prepared.data.eval):,} evaluation rows"),
         *[("", note) for note in facts.get("notes", [])],
         *[("ops" if i == 0 else "", line) for i, line in enumerate(prepared.manifest.lines())],
+        ("recompute", str(prepared.checkpointing)),
         (
             "memory",
             f"weights {size(weights)} of {size(hardware.memory)}; isotype plan estimates the peak, each step shows the measured one",
@@ -251,15 +255,3 @@ def _say_result(result: dict[str, Any], console: RunConsole) -> None:
     )
     if "report" in result:
         console.say(f"report    {result['report']}")
-
-
-def quiet_libraries() -> None:
-    """Their progress bars and advice would tear the live line; their errors still reach the user."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    for library in ("peft", "bitsandbytes"):
-        logging.getLogger(library).setLevel(logging.ERROR)
-    for module in ("transformers", "peft", "torch"):
-        warnings.filterwarnings("ignore", category=FutureWarning, module=module)
