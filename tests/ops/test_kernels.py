@@ -99,7 +99,7 @@ def test_loss_kernels_compile_for_every_dtype_and_target(options, classes, out_d
     def on_kernels(logits):
         out = logits if out_dtype is None else torch.empty_like(logits, dtype=out_dtype)
         targets = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-        return kernels.loss_and_gradient(logits, targets, rule, out, 1.0)
+        return kernels.loss_and_gradient(logits, targets, rule, out, torch.ones(()))
 
     compile_matrix(on_kernels, (torch.randn(3, classes),), targets=TARGETS, backward=False)
 
