@@ -3,7 +3,8 @@
     python benchmarks/ops.py --op linear_cross_entropy --tokens 2048 --hidden 2048 --vocabulary 32000 --head frozen
     python benchmarks/ops.py --op all --threads 2
 
-Peers: plain PyTorch, `F.linear_cross_entropy` where torch has it, `torch.compile`d PyTorch, and on a GPU Liger-Kernel where installed.
+Peers: plain PyTorch, the head and loss of transformers under accelerate, `F.linear_cross_entropy` where torch has it, `torch.compile`d
+PyTorch, and on a GPU Liger-Kernel where installed.
 Rounds alternate between the peers, so that another process's load falls on all of them; the ratio is of medians. On a CPU `--clock cpu`
 counts the process's own time, which a busy machine disturbs less than the wall clock.
 """
@@ -59,9 +60,28 @@ def step(f: Callable[..., Tensor | tuple[Tensor, ...]], leaves: list[Tensor]) ->
     return run
 
 
-def accelerate_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """What transformers' loss does under accelerate: outputs made fp32, and fp32 again in the loss."""
-    return F.cross_entropy(logits.float().float(), targets)
+def plain_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), targets)
+
+
+def under_accelerate(o: argparse.Namespace, targets: Tensor) -> dict[str, Callable]:
+    """The end of a causal LM's forward as `Accelerator(mixed_precision=...)` wraps it, by their own functions.
+
+    Autocast, transformers' loss, then every narrow output made fp32: that copies the logits once more than the loss does.
+    """
+    try:
+        from accelerate.utils.operations import convert_outputs_to_fp32
+        from transformers.loss.loss_utils import ForCausalLMLoss
+    except ImportError:
+        return {}
+
+    def forward(x: Tensor, w: Tensor) -> dict[str, Tensor]:
+        with torch.autocast(o.device, DTYPES[o.dtype], enabled=o.dtype != "fp32"):
+            logits = capped(F.linear(x[None], w), o.softcap)
+            return {"loss": ForCausalLMLoss(logits, None, o.vocabulary, shift_labels=targets), "logits": logits}
+
+    wrapped = convert_outputs_to_fp32(forward)
+    return {"transformers under accelerate": lambda x, w: wrapped(x, w)["loss"]}
 
 
 def loss_inputs(o: argparse.Namespace, columns: int) -> tuple[Tensor, Tensor]:
@@ -75,7 +95,7 @@ def cross_entropy(o: argparse.Namespace) -> tuple[list[Tensor], dict[str, Callab
     x, targets = loss_inputs(o, o.vocabulary)
     peers: dict[str, Callable] = {
         "isotype": lambda x: ops.cross_entropy(x, targets, softcap=o.softcap),
-        "plain": lambda x: accelerate_loss(capped(x, o.softcap), targets),
+        "plain": lambda x: plain_loss(capped(x, o.softcap), targets),
     }
     return [x], peers, lambda x: F.cross_entropy(capped(x, o.softcap), targets)
 
@@ -89,8 +109,8 @@ def linear_cross_entropy(o: argparse.Namespace) -> tuple[list[Tensor], dict[str,
     w = torch.randn(o.vocabulary, o.hidden, device=o.device).mul_(2 / o.hidden**0.5).to(x.dtype).requires_grad_(o.head == "trainable")
     peers: dict[str, Callable] = {
         "isotype": lambda x, w: ops.linear_cross_entropy(x, w, targets, softcap=o.softcap),
-        "plain": lambda x, w: accelerate_loss(capped(F.linear(x, w), o.softcap), targets),
-    }
+        "plain": lambda x, w: plain_loss(capped(F.linear(x, w), o.softcap), targets),
+    } | under_accelerate(o, targets)
     if hasattr(F, "linear_cross_entropy") and not o.softcap:
         peers["torch F.linear_cross_entropy"] = lambda x, w: F.linear_cross_entropy(x, w, targets)
     if o.device != "cpu":

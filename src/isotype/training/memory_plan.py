@@ -9,7 +9,7 @@ blocks, as glibc does, sits above it.
 from __future__ import annotations
 
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from ..config.schema import RunConfig, TrainSection
 from ..dtypes import to_torch
 from ..errors import UsageError
 from ..ops.backend import using
-from ..ops.compiled import instead
 from ..ops.linear_cross_entropy.scratch import scratch as head_scratch
 from ..optimize import optimize
 from ..precision.accumulate import GradientAccumulator
@@ -164,7 +163,9 @@ def _simulated(
     model: nn.Module, train: TrainSection, precision: Precision, *, length: int, device_type: str, held: MemoryPlan
 ) -> MemoryPlan:
     live = LiveBytes(device_type, {**scratch(), **head_scratch()})
-    with FakeTensorMode(allow_non_fake_inputs=True), live, _quiet(), _formulas_as_compiled(live):
+    # on a CPU without a compiler the ops are plain PyTorch, and take more; elsewhere there are kernels
+    kernels = nullcontext() if device_type == "cpu" else using("cpp")
+    with FakeTensorMode(allow_non_fake_inputs=True), live, _quiet(), kernels:
         _make_fake(model, torch.device(device_type))
         accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
         plain = train.model_copy(update={"optimizer": "adamw"}) if train.optimizer == "adamw8bit" else train
@@ -246,17 +247,6 @@ def _give_angles(model: nn.Module) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if name.endswith("inv_freq"):
                 module._buffers[name] = torch.linspace(1.0, 0.1, buffer.numel()).view(buffer.shape)
-
-
-@contextmanager
-def _formulas_as_compiled(live: LiveBytes) -> Iterator[None]:
-    """A formula that the run compiles (or has a kernel for) makes its results and nothing on the way."""
-    token = instead.set(live.as_one_operator)
-    try:
-        with using("eager"):
-            yield
-    finally:
-        instead.reset(token)
 
 
 @contextmanager

@@ -8,19 +8,20 @@ import torch
 from torch import Tensor
 
 from ..autocast import autocast_off, wide
-from ..backend import reference_runs, triton_runs
-from . import eager
+from ..backend import cpp_runs, reference_runs, triton_runs
+from . import cpp, eager
+from .arguments import checked_rule
 from .reference import cross_entropy_reference
-from .rule import LossRule, Reduction, check_reduction, check_targets, reduce
+from .rule import LossRule, Reduction, reduce
 
 
 def paths(x: Tensor) -> Any:
-    """The module that computes: kernels on a GPU, blocks elsewhere."""
+    """The module that computes: Triton kernels on a GPU, C++ ones on a CPU, blocks of plain PyTorch elsewhere."""
     if triton_runs(x):
         from . import kernels
 
         return kernels
-    return eager
+    return cpp if cpp_runs(cpp.KERNELS, x) else eager
 
 
 @torch.library.custom_op("isotype::cross_entropy_forward", mutates_args=())
@@ -103,14 +104,15 @@ def cross_entropy(
     mean divides by the rows that are not ignored, or by num_items where given (a gradient-accumulation window's count).
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
     """
-    check_reduction(reduction, num_items)
-    rule = LossRule.of(ignore_index, label_smoothing, logit_scale, softcap, z_loss)
+    rule = checked_rule(
+        tuple(logits.shape[:-1]), targets, logits.shape[-1], reduction, num_items, ignore_index=ignore_index,
+        label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss,
+    )  # fmt: skip
     if reference_runs():
         return cross_entropy_reference(
             logits, targets, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
             logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items,
         )  # fmt: skip
-    check_targets(tuple(logits.shape), targets, logits.shape[-1], ignore_index)
     targets_T = targets.reshape(-1)
     with autocast_off(logits):
         loss_T = CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets_T, rule.values)
