@@ -28,7 +28,7 @@ from ..data.rows import Row, SamplePrompt
 from ..errors import RunError
 from ..precision.observe import Observer
 from ..precision.resolve import Resolved
-from .batches import Batch, RowStream, collate
+from .batches import Batch, RowFeed, collate
 from .console import Pace, RunConsole
 from .evaluate import evaluate
 from .flops import StepFlops
@@ -88,7 +88,7 @@ class Loop:
     tokenizer: PreTrainedTokenizerBase
     stepper: Stepper
     observer: Observer
-    stream: RowStream
+    stream: RowFeed
     eval_rows: Sequence[Row]
     prompts: Sequence[SamplePrompt]
     plan: Plan
@@ -143,7 +143,8 @@ class Loop:
         else:
             result, promotions = self.stepper(batches, step=step, learning_rate=rate, watch_changes=logging), None
         seconds = self.pace.lap()
-        self.progress.step, self.progress.position = step, self.stream.position
+        self.progress.step = step
+        self.progress.position += sum(len(batch.input_ids) for batch in batches)
         self.progress.trained_seconds += seconds
         self.progress.tokens += result.tokens
         if not logging:
@@ -262,6 +263,7 @@ class Loop:
         optimizer, plain = optimizer_tensors(self.model, self.stepper.optimizer)
         state = {
             "progress": asdict(self.progress),
+            "stream": self.stream.state(),
             "random": random_json,
             "optimizer": plain,
             "loss_scale": asdict(self.stepper.loss_scale) if self.stepper.loss_scale else None,
@@ -276,7 +278,7 @@ class Loop:
         restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
         restore_random_state(checkpoint.tensors, state["random"])
         self.progress = Progress(**state["progress"])
-        self.stream.position = self.progress.position
+        self.stream.restore(state["stream"])
         if self.stepper.loss_scale and state["loss_scale"]:
             self.stepper.loss_scale.scale, self.stepper.loss_scale.quiet = state["loss_scale"]["scale"], state["loss_scale"]["quiet"]
         self.metrics.cut_after(checkpoint.step)

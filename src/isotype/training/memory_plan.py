@@ -109,16 +109,19 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
     return Outline(model, trainable, total + (0 if every_weight else trainable))
 
 
-def plan_memory(made: Outline, train: TrainSection, precision: Precision, *, length: int, device_type: str = "cpu") -> MemoryPlan:
+def plan_memory(
+    made: Outline, train: TrainSection, precision: Precision, *, length: int, device_type: str = "cpu", packing: bool = False
+) -> MemoryPlan:
     """What one optimizer step on `train.batch_size` rows of `length` tokens takes.
 
-    made    from `outline`; its parameters become fake ones here, so it serves once
-    length  tokens of the longest row
+    made     from `outline`; its parameters become fake ones here, so it serves once
+    length   tokens of the longest row
+    packing  rows are packed: attention gets a mask of every document instead of the causal one it makes itself
     """
     length += -length % MULTIPLE
     held = _held(made.model, train, precision)
     try:
-        return _simulated(made.model, train, precision, length=length, device_type=device_type, held=held)
+        return _simulated(made.model, train, precision, length=length, device_type=device_type, held=held, packing=packing)
     except UsageError:
         raise
     except Exception as error:
@@ -151,7 +154,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _simulated(
-    model: nn.Module, train: TrainSection, precision: Precision, *, length: int, device_type: str, held: MemoryPlan
+    model: nn.Module, train: TrainSection, precision: Precision, *, length: int, device_type: str, held: MemoryPlan, packing: bool
 ) -> MemoryPlan:
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live, _quiet():
         _make_fake(model, torch.device(device_type))
@@ -159,7 +162,7 @@ def _simulated(
         plain = train.model_copy(update={"optimizer": "adamw"}) if train.optimizer == "adamw8bit" else train
         optimizer = build_optimizer(model, plain, precision, accumulator.gradient)
         stepper = Stepper(model, optimizer, accumulator, precision, train)
-        batch = _batch(train.batch_size, length, torch.device(device_type))
+        batch = _batch(train.batch_size, length, torch.device(device_type), packing=packing)
         after_forward: list[int] = []
         model.register_forward_hook(lambda *_: after_forward.append(live.now))
 
@@ -210,9 +213,10 @@ def _make_fake(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
 
 
-def _batch(rows: int, length: int, device: torch.device) -> Batch:
+def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Batch:
     ids_BT, mask_BT, labels_BT = (torch.empty(rows, length, dtype=torch.long, device=device) for _ in range(3))
-    return Batch(ids_BT, mask_BT, labels_BT, rows * length, rows * (length - 1))
+    mask, positions = (None, mask_BT) if packing else (mask_BT, None)
+    return Batch(ids_BT, mask, labels_BT, rows * length, rows * (length - 1), positions)
 
 
 def _with_adapter(base: Any, config: RunConfig) -> nn.Module:

@@ -30,7 +30,9 @@ def out_of_memory(subject: Subject) -> Iterator[Finding]:
         return
     precision, device = prepared.resolved.precision, prepared.device.type
     made = outline(load_architecture(config.model, prepared.tokenizer), config, precision, device_type=device)
-    plan = plan_memory(made, config.train, precision, length=len(subject.longest_rows[0].input_ids), device_type=device)
+    plan = plan_memory(
+        made, config.train, precision, length=len(subject.longest_rows[0].input_ids), device_type=device, packing=config.data.packing
+    )
     needs = plan.peak + other_memory(subject)
     if needs <= has * (1 - WITHIN):
         return
