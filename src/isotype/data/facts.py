@@ -127,6 +127,17 @@ def add_own_masks(facts: dict[str, Any] | None, compared: Sequence[dict[str, Any
     return facts | {"own_mask": own}
 
 
+def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
+    """A line a source: what it was read as, why, and how many rows it has."""
+    lines = []
+    for name, side in (("training", facts["train"]), ("evaluation", facts["eval"])):
+        for file in side["files"]:
+            rows = f"{file['rows']:,} rows" if "rows" in file else "a stream"
+            several = f"{file['files']} files, " if "files" in file else ""
+            lines.append(f"{file['path']} ({name}): {several}{rows}, {file['format']}: {file['why']}")
+    return lines if len(lines) <= most else [*lines[: most - 1], f"and {len(lines) - most + 1} more: data.json"]
+
+
 def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> list[str]:
     """What a person should know, one sentence each."""
     said = []

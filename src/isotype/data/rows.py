@@ -81,4 +81,5 @@ def _stretched(row: Row, length: int) -> Row:
     times = -(-length // len(row.input_ids))
     if times == 1:
         return row
-    return Row((row.input_ids * times)[:length], (row.labels * times)[:length], row.prompt_length)
+    documents = (length,) if row.documents else ()
+    return Row((row.input_ids * times)[:length], (row.labels * times)[:length], row.prompt_length, documents)

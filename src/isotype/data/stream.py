@@ -139,7 +139,7 @@ def load_stream(
     check_streamable(sources)
     was_held_out = not eval_sources
     share = data.eval_split if was_held_out else 0.0
-    beginning, examples = tokenised(Cursors(sources).examples(min(data.shuffle_buffer, data.limit or data.shuffle_buffer)), encoder)
+    beginning, examples = tokenised(islice(_one_pass(sources), data.shuffle_buffer), encoder)
     held = np.array([is_held_out(d, share, seed) for d in beginning.column("digest").tolist()], bool)
     train = beginning.select(~held)
     tally = Tally.sum(block.facts["tally"] for block in beginning.blocks)
@@ -166,6 +166,8 @@ def load_stream(
         "stream": {"shuffle_buffer": data.shuffle_buffer, "looked_at": len(examples)},
     }
     said = [f"a stream: counts are of its first {len(examples):,} rows, and {data.shuffle_buffer:,} rows are shuffled at a time"]
+    total = sum(one.spec.weight or 1.0 for one in sources)
+    said += [f"{one.name}: {(one.spec.weight or 1.0) / total:.1%} of the training rows" for one in sources if one.spec.weight]
     said += [note for one in [*sources, *eval_sources] for note in one.notes]
     facts["notes"] = said + notes(facts, encoder, tallies)
     prompts = _prompts(asked or examples[:SAMPLES], evaluation if len(evaluation) else train, encoder)
@@ -215,14 +217,15 @@ def _held_out_rows(sources: Sequence[Source], encoder: Encoder, share: float, se
 
 
 def _one_pass(sources: Sequence[Source]) -> Iterator[Example]:
-    """Rows of all sources in turn, until one ends."""
+    """Rows of all sources in turn, each to its end."""
     opened = [one.examples() for one in sources]
-    while True:
-        for one in opened:
+    while opened:
+        for one in list(opened):
             found = next(one, None)
             if found is None:
-                return
-            yield found
+                opened.remove(one)
+            else:
+                yield found
 
 
 def _prompts(examples: Sequence[Example], rows: TokenRows, encoder: Encoder) -> list[SamplePrompt]:

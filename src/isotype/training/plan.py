@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config.load import LoadedConfig
 from ..config.schema import RunConfig
+from ..data.facts import source_lines
 from ..data.load import load_data
 from ..data.rows import LoadedData, row_lengths
 from ..hardware import Hardware, detect
@@ -70,7 +71,7 @@ class Plan:
             f"model       {self.config.model.name or 'model.config'} ({self.architecture}): {self.total:,} parameters, "
             f"{self.trainable:,} trained ({self.trainable / self.total:.2%})",
             self._data_line(),
-            *[f"  {note}" for note in d["notes"]],
+            *[f"  {line}" for line in [*d["sources"], *d["notes"]]],
             f"schedule    {s['steps']:,} steps of {s['rows_per_step']} rows ({s['epochs']:.3g} epochs), learning rate "
             f"{s['learning_rate']:g} {s['shape']}, {s['warmup']} steps of warm-up, ends at {s['last_learning_rate']:.2g}",
             f"  evaluation every {s['eval_every']}, checkpoint every {s['save_every']}, samples every {s['sample_every']} steps"
@@ -159,7 +160,8 @@ def _data(data: LoadedData) -> dict[str, Any]:
         "longest": len(data.longest(1)[0].input_ids),
         "stream": data.stream is not None,
         "packed_from": data.facts["packing"]["rows"] if data.facts.get("packing") else None,
-        "notes": list(data.facts.get("notes", [])),
+        "sources": source_lines(data.facts),
+        "notes": list(data.facts["notes"]),
     }
 
 

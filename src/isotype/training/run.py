@@ -15,6 +15,7 @@ from ..checkpoint.store import CheckpointStore
 from ..config.compare import compare
 from ..config.load import LoadedConfig, load
 from ..config.write import resolved_yaml
+from ..data.facts import source_lines
 from ..data.rows import LoadedData
 from ..environment import environment
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
@@ -178,7 +179,7 @@ def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) 
         ("precision", f"{p}  ({resolved.why_preset})"),
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
         ("data", data_line(prepared.data)),
-        *[("", note) for note in facts.get("notes", [])],
+        *[("", line) for line in [*source_lines(facts), *facts["notes"]]],
         *[("ops" if i == 0 else "", line) for i, line in enumerate(prepared.manifest.lines())],
         (
             "memory",
@@ -198,9 +199,7 @@ def data_line(data: LoadedData) -> str:
         rows = "a stream of training rows"
     elif packing := data.facts.get("packing"):
         rows = f"{packing['rows']:,} training rows in {len(data.train):,} packed ones"
-    forms = {f"{file['path']}: {file['format']}" for side in ("train", "eval") for file in data.facts[side]["files"]}
-    shown = "; ".join(sorted(forms)[:3]) + ("; ..." if len(forms) > 3 else "")
-    return f"{rows}, {len(data.eval):,} evaluation rows ({shown})"
+    return f"{rows}, {len(data.eval):,} evaluation rows"
 
 
 def _say_result(result: dict[str, Any], console: RunConsole) -> None:
