@@ -28,7 +28,7 @@ from ..data.rows import Row, SamplePrompt
 from ..errors import RunError
 from ..precision.observe import Observer
 from ..precision.resolve import Resolved
-from .batches import Batch, RowStream, collate
+from .batches import Batch, RowFeed, collate
 from .console import Pace, RunConsole
 from .evaluate import evaluate
 from .finite import first_non_finite_trained
@@ -100,7 +100,7 @@ class Loop:
     tokenizer: PreTrainedTokenizerBase
     stepper: Stepper
     observer: Observer
-    stream: RowStream
+    stream: RowFeed
     eval_rows: Sequence[Row]
     prompts: Sequence[SamplePrompt]
     plan: Plan
@@ -156,7 +156,8 @@ class Loop:
         else:
             result, promotions = self.stepper(batches, step=step, learning_rate=rate, watch_changes=logging), None
         seconds = self.pace.lap()
-        self.progress.step, self.progress.position = step, self.stream.position
+        self.progress.step = step
+        self.progress.position += sum(len(batch.input_ids) for batch in batches)
         self.progress.trained_seconds += seconds
         self.progress.tokens += result.tokens
         if not logging:
@@ -282,6 +283,7 @@ class Loop:
         optimizer, plain = optimizer_tensors(self.model, self.stepper.optimizer)
         state = {
             "progress": asdict(self.progress),
+            "stream": self.stream.state(),
             "random": random_json,
             "optimizer": plain,
             "loss_scale": asdict(self.stepper.loss_scale) if self.stepper.loss_scale else None,
@@ -298,6 +300,7 @@ class Loop:
             restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
             restore_random_state(checkpoint.tensors, state["random"])
             self.progress = Progress(**state["progress"])
+            self.stream.restore(state["stream"])
             if self.stepper.loss_scale and state["loss_scale"]:
                 self.stepper.loss_scale = LossScale(float(state["loss_scale"]["scale"]), int(state["loss_scale"]["quiet"]))
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
@@ -306,7 +309,6 @@ class Loop:
                 f"checkpoint {where}: whole, but not a state of this run: {type(error).__name__}: {error}", code="CK002",
                 fix=f"remove {where} and resume: the one before is taken",
             ) from error  # fmt: skip
-        self.stream.position = self.progress.position
         self.saved_step = checkpoint.step
         self.metrics.cut_after(checkpoint.step)
 

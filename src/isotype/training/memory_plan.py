@@ -116,18 +116,26 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
 
 
 def plan_memory(
-    made: Outline, train: TrainSection, precision: Precision, *, length: int, checkpointing: Checkpointing, device_type: str = "cpu"
+    made: Outline,
+    train: TrainSection,
+    precision: Precision,
+    *,
+    length: int,
+    checkpointing: Checkpointing,
+    device_type: str = "cpu",
+    packing: bool = False,
 ) -> MemoryPlan:
     """What one optimizer step on `train.batch_size` rows of `length` tokens takes; the same outline may be planned again otherwise.
 
-    made    from `outline`; its parameters become fake ones here
-    length  tokens of the longest row
+    made     from `outline`; its parameters become fake ones here
+    length   tokens of the longest row
+    packing  rows are packed: attention gets a mask of every document instead of the causal one it makes itself
     """
     length += -length % MULTIPLE
     held = _held(made.model, train, precision)
     apply_checkpointing(made.model, checkpointing)
     try:
-        return _simulated(made.model, train, precision, length=length, device_type=device_type, held=held)
+        return _simulated(made.model, train, precision, length=length, device_type=device_type, held=held, packing=packing)
     except UsageError:
         raise
     except Exception as error:
@@ -160,7 +168,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _simulated(
-    model: nn.Module, train: TrainSection, precision: Precision, *, length: int, device_type: str, held: MemoryPlan
+    model: nn.Module, train: TrainSection, precision: Precision, *, length: int, device_type: str, held: MemoryPlan, packing: bool
 ) -> MemoryPlan:
     live = LiveBytes(device_type, {**scratch(), **head_scratch()})
     # on a CPU without a compiler the ops are plain PyTorch, and take more; elsewhere there are kernels
@@ -171,7 +179,7 @@ def _simulated(
         plain = train.model_copy(update={"optimizer": "adamw"}) if train.optimizer == "adamw8bit" else train
         optimizer = build_optimizer(model, plain, precision, accumulator.gradient)
         stepper = Stepper(model, optimizer, accumulator, precision, train)
-        batch = _batch(train.batch_size, length, torch.device(device_type))
+        batch = _batch(train.batch_size, length, torch.device(device_type), packing=packing)
         after_forward: list[int] = []
         counting = model.register_forward_hook(lambda *_: after_forward.append(live.now))
 
@@ -225,9 +233,10 @@ def _make_fake(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
 
 
-def _batch(rows: int, length: int, device: torch.device) -> Batch:
+def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Batch:
     ids_BT, mask_BT, labels_BT = (torch.empty(rows, length, dtype=torch.long, device=device) for _ in range(3))
-    return Batch(ids_BT, mask_BT, labels_BT, rows * length, rows * (length - 1))
+    mask, positions = (None, mask_BT) if packing else (mask_BT, None)
+    return Batch(ids_BT, mask, labels_BT, rows * length, rows * (length - 1), positions)
 
 
 def _with_adapter(base: Any, config: RunConfig) -> nn.Module:

@@ -18,12 +18,14 @@ from ..config.load import LoadedConfig, load
 from ..config.schema import RunConfig
 from ..config.write import resolved_yaml
 from ..data.examples import examples
+from ..data.facts import source_lines
+from ..data.rows import LoadedData
 from ..environment import environment
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
 from ..hardware import detect, measured_matmul_peak
 from ..precision.observe import Observer
 from .adapter import trainable_share
-from .batches import RowStream
+from .batches import row_feed
 from .console import RunConsole, duration, size
 from .finish import finish
 from .flops import step_flops
@@ -148,7 +150,7 @@ def _loop(config: Any, prepared: Prepared, folder: RunFolder, console: RunConsol
         tokenizer=prepared.tokenizer,
         stepper=prepared.stepper,
         observer=Observer(prepared.model, precision),
-        stream=RowStream(data.train, seed=config.train.seed, shuffle=config.data.shuffle),
+        stream=row_feed(data, seed=config.train.seed, shuffle=config.data.shuffle),
         eval_rows=data.eval,
         prompts=prepared.prompts,
         plan=Plan.of(config, rows=len(data.train), eval_rows=len(data.eval)),
@@ -225,8 +227,8 @@ def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) 
         ("model", f"{prepared.source.name}  {total:,} parameters, {trainable:,} trained ({trainable / total:.2%}, {how})"),
         ("precision", f"{p}  ({resolved.why_preset})"),
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
-        ("data", f"{len(prepared.data.train):,} training rows, {len(prepared.data.eval):,} evaluation rows"),
-        *[("", note) for note in facts.get("notes", [])],
+        ("data", data_line(prepared.data)),
+        *[("", line) for line in [*source_lines(facts), *facts["notes"]]],
         *[("ops" if i == 0 else "", line) for i, line in enumerate(prepared.manifest.lines())],
         ("recompute", str(prepared.checkpointing)),
         (
@@ -239,6 +241,15 @@ def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) 
         ),
     ]
     return [*rows, *[("warning", f"{f.code} {f.message}; {f.fix}") for f in resolved.warnings]]
+
+
+def data_line(data: LoadedData) -> str:
+    rows = f"{len(data.train):,} training rows"
+    if data.stream is not None:
+        rows = "a stream of training rows"
+    elif packing := data.facts.get("packing"):
+        rows = f"{packing['rows']:,} training rows in {len(data.train):,} packed ones"
+    return f"{rows}, {len(data.eval):,} evaluation rows"
 
 
 def _say_result(result: dict[str, Any], console: RunConsole) -> None:
