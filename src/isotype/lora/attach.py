@@ -101,6 +101,9 @@ def kind_reason(layer: Any) -> str | None:
         return "the weight is stored transposed (fan_in_fan_out)" if layer.fan_in_fan_out else None
     if type(layer) is getattr(lora, "Linear4bit", None) and type(base).__name__ in ("Linear4bit", "LinearNF4", "LinearFP4"):
         return None if is_4bit(base) else "not bitsandbytes' own 4-bit layer"
+    if type(base).__name__ == "Linear8bitLt":
+        # on a GPU that layer also rounds activations to 8 bits: a product of the widened weight would be another result
+        return "an 8-bit layer's product also quantises activations"
     return f"no fused op for {type(layer).__name__} over {type(base).__name__}"
 
 

@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..ops.compiled import cpu_compiler
 from . import gated, head, norms, rotary
+from .base import base_notes
 from .instances import put, take_back, taken
 from .manifest import Entry, Manifest
 
@@ -62,6 +63,7 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
         found, op, why = head.place(lm)
         manifest.add("head", place_of, found if found is not None else lm, op, why)
     manifest.entries += [Entry("lora", line.module, line.kind, line.op, line.reason) for line in fuse_lora(model)]
+    manifest.notes += base_notes(model, precision)
     if not manifest.entries:
         manifest.notes.append("nothing in this model was recognised")
     return manifest
