@@ -35,6 +35,8 @@ class ModelSection(Section):
     """Attention implementation. `flash` needs a GPU and the flash-attn package."""
     optimize: bool = True
     """Place Isotype's own ops (norms, rotary, gated MLP, head with loss) where they reproduce the model's; the manifest says where."""
+    allow_unquantised: bool = False
+    """Train on a 4-bit base of which more than 10% stays unquantised: stacked experts, which bitsandbytes leaves as they are."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Only for sources you trust."""
     device: Literal["auto", "cuda", "cpu"] = "auto"

@@ -26,6 +26,7 @@ from ..optimize import optimize
 from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import apply_precision
 from ..precision.precision import Precision
+from ..precision.quantised_base import of_config
 from .adapter import attach_adapter
 from .batches import MULTIPLE, Batch
 from .checkpointing import Checkpointing, apply_checkpointing
@@ -104,7 +105,8 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
         total = sum(p.numel() for p in base.parameters())
         if precision.base == "nf4" and not every_weight:
             require_bitsandbytes()
-            quantise_outline(base, to_torch(precision.compute))
+            before = of_config(architecture)
+            quantise_outline(base, to_torch(precision.compute), double=before is None or bool(before.double))
         model: nn.Module = base if every_weight else _with_adapter(base, config)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if config.model.optimize:

@@ -12,6 +12,7 @@ from ..data.facts import source_lines
 from ..data.load import load_data
 from ..data.rows import LoadedData, row_lengths
 from ..hardware import Hardware, detect
+from ..precision.quantised_base import check_base, check_share, of_config
 from ..precision.resolve import Resolved
 from .auto_checkpointing import auto_checkpointing
 from .checkpointing import AUTO, NONE, Checkpointing, as_configured, check_settings, checkpointable
@@ -122,8 +123,11 @@ def plan(loaded: LoadedConfig) -> Plan:
     tokenizer = load_tokenizer(config.model)
     data = load_data(config.data, tokenizer, seed=config.train.seed)
     architecture = load_architecture(config.model, tokenizer)
+    notes = check_base(of_config(architecture), resolved.precision, config.model.name or "model.config")
     made = outline(architecture, config, resolved.precision, device_type=device_type)
     check_vocabulary(_inner(made.model), tokenizer)
+    if resolved.precision.base == "nf4":
+        notes += check_share(_inner(made.model), consent=config.model.allow_unquantised, kept_in=resolved.precision.unquantised)
     longest = len(data.longest(1)[0].input_ids)
     process = 0
     if device_type == "cpu":
@@ -161,11 +165,20 @@ def plan(loaded: LoadedConfig) -> Plan:
         memory=memory,
         checkpointing=checkpointing,
         process=process,
+        notes=tuple(notes),
     )
     if found.fits is False:
         recompute = "train.gradient_checkpointing=layers, " if checkpointing.kind == NONE else ""
         advice = f"{recompute}a smaller train.batch_size with more train.accumulate, or --preset qlora"
-        found = Plan(**{**found.__dict__, "notes": (f"this will not fit into {shown(hardware.memory)}: {advice}",)})
+        found = Plan(
+            **{
+                **found.__dict__,
+                "notes": (
+                    *notes,
+                    f"this will not fit into {shown(hardware.memory)}: {advice}",
+                ),
+            }
+        )
     return found
 
 
