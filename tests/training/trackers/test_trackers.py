@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +42,37 @@ def texts(folder: Path) -> dict[str, list[str]]:
 
 def wandb_rows(folder: Path) -> list[dict[str, Any]]:
     """What the offline files of wandb hold, which `wandb sync` would send."""
-    datastore = pytest.importorskip("wandb.sdk.internal.datastore")
     from wandb.proto import wandb_internal_pb2
 
     found = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        store = datastore.DataStore()
-        store.open_for_scan(str(file))
-        while (data := store.scan_data()) is not None:
+        for data in log_records(file.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             if record.HasField("history"):
                 found.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
     return found
+
+
+def log_records(content: bytes) -> Iterator[bytes]:
+    """Records of a LevelDB log after a file header of 7 bytes: in blocks of 32 KiB; crc32 (4 bytes), length (2), kind (1), data.
+
+    Kinds: 1 whole, 2 first, 3 middle, 4 last part.
+    """
+    at, parts = 7, b""
+    while at + 7 <= len(content):
+        room = (1 << 15) - at % (1 << 15)
+        if room < 7:
+            at += room
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        if kind == 0:
+            break
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield parts
+            parts = b""
 
 
 @pytest.fixture
