@@ -148,10 +148,11 @@ def _loaded(
 def _refuse_incomplete(loaded: LoadedConfig) -> None:
     """What no run can do without, said before anything heavy is imported."""
     from ..config.sources import check_data
+    from ..training.trackers.available import missing as missing_trackers
 
     config = loaded.config
     where = f"{loaded.path} " if loaded.path else ""
-    missing = []
+    missing = missing_trackers(config.run.trackers)
     if config.model.name is None and (config.model.init == "pretrained" or config.model.config is None):
         missing.append(f"{where}model.name: missing: --model FOLDER, or model.name in a file (isotype init writes one)")
     if config.data.train is None:

@@ -36,6 +36,7 @@ MAY_CHANGE = {
     "run.sample_tokens": "what to sample; training does not see it",
     "run.observe_every": "when to look",
     "run.report": "what is written",
+    "run.trackers": "what is written",
 }
 
 

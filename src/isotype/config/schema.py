@@ -189,7 +189,9 @@ class RunSection(Section):
     observe_every: PositiveInt = 100
     """Steps between looks at every dtype (step 1 is always looked at)."""
     report: bool = True
-    """Write report.html."""
+    """Write report.html and report.png."""
+    trackers: list[Literal["tensorboard", "wandb"]] = []
+    """Where the metrics go besides metrics.jsonl; each needs its extra (`pip install 'isotype[wandb]'`). wandb is offline without a key."""
 
 
 class RunConfig(Section):

@@ -41,6 +41,7 @@ from .metrics import Metrics
 from .sample import sample
 from .schedule import learning_rate
 from .step import Stepper
+from .trackers.trackers import Trackers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,6 +111,7 @@ class Loop:
     device: torch.device
     flops: StepFlops
     peak_flops: float | None
+    trackers: Trackers = field(default_factory=Trackers)
     progress: Progress = field(default_factory=Progress)
     observed: list[dict[str, Any]] = field(default_factory=list)
     saved_step: int | None = None
@@ -182,7 +184,7 @@ class Loop:
             "overflow": result.overflow or None,
             "loss_scale": self.stepper.loss_scale.scale if self.stepper.loss_scale else None,
         }
-        self.metrics.write(**row)
+        self._write(row)
         self.console.progress(step, self.plan.total, row | {"grad_norm": result.gradient_norm}, self.pace.eta(self.plan.total - step))
 
     def _observed_step(self, batches: list[Batch], step: int, rate: float) -> tuple[Any, int]:
@@ -220,6 +222,10 @@ class Loop:
             },
         )
 
+    def _write(self, row: dict[str, Any]) -> None:
+        self.metrics.write(**row)
+        self.trackers.row(row)
+
     def _between(self, *, evaluating: bool, sampling: bool, saving: bool) -> bool:
         """Evaluation, samples and checkpoint after a step; True when it is time to stop early."""
         best = stop = False
@@ -251,7 +257,7 @@ class Loop:
             progress.best_loss, progress.best_step, progress.without_gain = result.loss, progress.step, 0
         else:
             progress.without_gain += 1
-        self.metrics.write(step=progress.step, event="evaluation", eval_loss=result.loss, eval_tokens=result.tokens)
+        self._write({"step": progress.step, "event": "evaluation", "eval_loss": result.loss, "eval_tokens": result.tokens})
         self.console.settle()
         self.console.say(
             f"step {progress.step}/{self.plan.total}  evaluation loss {result.loss:.4f}{' (best)' if best and progress.step else ''}"
@@ -266,6 +272,7 @@ class Loop:
         self.folder.samples.mkdir(exist_ok=True)
         step = self.progress.step
         self.folder.write_json(f"samples/step_{step}.json", {"step": step, "samples": [s.as_json() for s in samples]})
+        self.trackers.samples(step, samples)
         self.console.settle()
         self.console.samples(step, samples)
 

@@ -36,6 +36,8 @@ from .preflight.check import RECORD, preflight
 from .preflight.subject import Subject
 from .quiet import quiet_libraries
 from .setup import Prepared, prepare, resolve_precision
+from .trackers.available import refuse_missing
+from .trackers.trackers import start
 
 INTERRUPTED = 130
 
@@ -45,6 +47,7 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool
 
     skips  checks of the preflight to leave out, code to reason
     """
+    refuse_missing(loaded.config.run.trackers)
     folder = RunFolder(resume or Path(loaded.config.run.folder.replace("{name}", name_of(loaded.config))))
     if resume is not None and not folder.is_run:
         raise UsageError(f"--resume {resume}: no {RESOLVED} there: not a run folder")
@@ -105,6 +108,19 @@ def _run(
     console.header([*header_rows(config, prepared, loop.plan, folder), *checked.header_rows()])
     if resuming:
         _restore(loop, console)
+    loop.trackers = trackers = start(config.run.trackers, folder.path, config.model_dump(), console.say)
+    status = 1
+    try:
+        status, result = _to_the_end(loop, prepared, config, folder, console, interrupt)
+    finally:
+        trackers.close(status)
+    return status, result
+
+
+def _to_the_end(
+    loop: Loop, prepared: Prepared, config: RunConfig, folder: RunFolder, console: RunConsole, interrupt: Interrupt
+) -> tuple[int, dict[str, Any]]:
+    """Trains, and leaves the result or, interrupted, what is needed to go on."""
     finished = loop.run(interrupt)
     if not finished:
         step = loop.progress.step
