@@ -54,8 +54,9 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise UsageError(f"run.folder: {self.path}: {error.strerror}", fix="give a folder that can be written: --out FOLDER") from None
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            said = getattr(error, "strerror", None) or error
+            raise UsageError(f"run.folder: {str(self.path)[:200]!r}: {said}", fix="give a folder that can be written: --out FOLDER") from None
         try:
             _lock(lock, self.path)
             yield
