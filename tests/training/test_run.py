@@ -217,7 +217,7 @@ def test_a_random_model_gets_a_base_that_its_adapter_can_be_loaded_on(configured
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "layers"])
 def test_settings_of_the_loop_run(configured, tmp_path, schedule, checkpointing):
     train_section = {"schedule": schedule, "gradient_checkpointing": checkpointing, "accumulate": 2, "deterministic": True, "steps": 3}
     try:

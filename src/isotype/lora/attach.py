@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ops.backend import reference_runs
 from . import siblings
@@ -133,7 +134,7 @@ def weight_reason(base: nn.Module) -> str | None:
     """Why this base layer's weight, as it is now, has no fused product; or None."""
     weight = base.weight
     if type(base) is nn.Linear:
-        return None if type(weight) in (nn.Parameter, Tensor) else f"the weight is a {type(weight).__name__}"
+        return None if type(weight) in (nn.Parameter, Tensor, FakeTensor) else f"the weight is a {type(weight).__name__}"
     state = getattr(weight, "quant_state", None)
     if state is None:
         return "the weight is not quantised yet"
