@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, seed: int) -> PeftModel:
     """A PeftModel over `model` with one trainable adapter, new or continued from `start_from`."""
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
     if section.start_from is not None:

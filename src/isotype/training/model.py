@@ -185,6 +185,8 @@ def _explain(name: str, what: str, error: BaseException) -> UsageError:
                 f"{what} {name}: no config.json there ({kept or 'an empty folder'})", fix="give the folder of a saved Hugging Face model"
             )
         return _damaged(name, what, error)
+    if "custom code" in text:
+        return _damaged(name, what, error)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         return UsageError(f"{what} {name}: no such folder")
     if "GatedRepoError" in kinds or "gated" in text.lower():
@@ -216,6 +218,12 @@ _AGAIN = "get the folder again from where it came, or save it anew with save_pre
 def _damaged(name: str, what: str, error: BaseException) -> UsageError:
     """A folder that is there and does not load: which of its files, and what to do."""
     text = str(error)
+    if "custom code" in text:
+        return UsageError(f"{what} {name}: it brings its own code, which is not run", fix="if you trust it: model.trust_remote_code: true")
+    if type(error).__name__ == "UnpicklingError":
+        return UsageError(
+            f"{what} {name}: its weights are a pickle with more in it than tensors: not opened", fix="a copy with model.safetensors"
+        )
     if "ignore_mismatched_sizes" in text:
         return UsageError(f"{what} {name}: config.json and the weights do not have the same sizes", fix=_AGAIN)
     if "Error no file named" in text:
@@ -224,7 +232,11 @@ def _damaged(name: str, what: str, error: BaseException) -> UsageError:
         there = ", ".join(sorted(p.name for p in Path(name).iterdir())[:6])
         return UsageError(f"{what} {name}: it has no tokenizer.json ({there})", fix="model.tokenizer: the folder that has it")
     said = _first_line(error)
-    said = said if isinstance(error, OSError | ValueError | RuntimeError | SafetensorError | ImportError) else f"{type(error).__name__}: {said}"
+    said = (
+        said
+        if isinstance(error, OSError | ValueError | RuntimeError | SafetensorError | ImportError)
+        else f"{type(error).__name__}: {said}"
+    )
     if isinstance(error, SafetensorError):
         said = f"its weights are damaged: {said}"
     return UsageError(f"{what} {name}: {said}", fix=_AGAIN)

@@ -34,6 +34,7 @@ from .preflight.check import RECORD, preflight
 from .preflight.subject import Subject
 from .quiet import quiet_libraries
 from .setup import Prepared, prepare, resolve_precision
+from .strangers import refuse_code_of
 
 INTERRUPTED = 130
 
@@ -46,6 +47,8 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool
     folder = RunFolder(resume or Path(loaded.config.run.folder.replace("{name}", name_of(loaded.config))))
     if resume is not None and not folder.is_run:
         raise UsageError(f"--resume {resume}: no {RESOLVED} there: not a run folder")
+    if resume is not None:
+        refuse_code_of(loaded, resume)
     with folder.held(), Interrupt() as interrupt, RunConsole(json_output=json_output) as console:
         if resume is None and folder.is_run:
             raise UsageError(
@@ -81,7 +84,7 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool
 
 
 def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:
-    """One error with the last good checkpoint for what the system refused in the run's folder, a usage error elsewhere; others as they are."""
+    """CK001 with the last good checkpoint for what the system refused in the run's folder, a usage error elsewhere; others as they are."""
     reason = None if isinstance(error, IsotypeError) else refused(error)
     if reason is None:
         return error
