@@ -36,6 +36,7 @@ from .preflight.check import RECORD, preflight
 from .preflight.subject import Subject
 from .quiet import quiet_libraries
 from .setup import Prepared, prepare, resolve_precision
+from .strangers import refuse_code_of
 from .trackers.available import refuse_missing
 from .trackers.trackers import start
 
@@ -51,6 +52,8 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool
     folder = RunFolder(resume or Path(loaded.config.run.folder.replace("{name}", name_of(loaded.config))))
     if resume is not None and not folder.is_run:
         raise UsageError(f"--resume {resume}: no {RESOLVED} there: not a run folder")
+    if resume is not None:
+        refuse_code_of(loaded, resume)
     with folder.held(), Interrupt() as interrupt, RunConsole(json_output=json_output) as console:
         if resume is None and folder.is_run:
             raise UsageError(
@@ -86,14 +89,19 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool
 
 
 def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:
-    """CK001 with the last good checkpoint for whatever the file system refused, wherever in a run that was; other errors as they are."""
+    """CK001 with the last good checkpoint for what the system refused in the run's folder, a usage error elsewhere; others as they are."""
     reason = None if isinstance(error, IsotypeError) else refused(error)
     if reason is None:
         return error
+    name = str(error.filename) if isinstance(error, OSError) and error.filename else ""
+    if name and not Path(name).absolute().is_relative_to(folder.path.absolute()):
+        return UsageError(f"{name[:200]}: {reason}")
     step, _ = CheckpointStore(folder.checkpoints).newest_whole()
     good = f"last good checkpoint: {folder.checkpoints / f'step_{step}'}" if step is not None else "there is no checkpoint yet"
-    name = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
-    return RunError(f"{name}{reason}\n  saved     {good}", code="CK001", fix="free space or make it writable, then resume")
+    if not folder.path.is_dir():
+        return RunError(f"{folder.path}: the run's folder is gone", code="CK001", fix="start the run again")
+    message = f"{name}: {reason}" if name else reason
+    return RunError(f"{message}\n  saved     {good}", code="CK001", fix="free space or make it writable, then resume")
 
 
 def _run(
