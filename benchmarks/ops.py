@@ -22,6 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isotype import ops
+from isotype.ops.cross_entropy.rule import LossRule
+from isotype.ops.linear_cross_entropy import eager
+from isotype.ops.linear_cross_entropy.chunks import extent
 
 Step = Callable[[], list[Tensor]]
 
@@ -39,6 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--designs", action="store_true", help="also time the design of linear_cross_entropy that was not chosen")
     parser.add_argument("--compiled", action="store_true", help="also time torch.compile of the plain ops (slow to compile)")
     parser.add_argument("--memory", action="store_true", help="also measure each peer's peak memory, each in a process of its own")
     parser.add_argument("--only", help="run one peer once and print its peak memory in MiB (what --memory starts)")
@@ -111,11 +115,36 @@ def linear_cross_entropy(o: argparse.Namespace) -> tuple[list[Tensor], dict[str,
         "isotype": lambda x, w: ops.linear_cross_entropy(x, w, targets, softcap=o.softcap),
         "plain": lambda x, w: plain_loss(capped(F.linear(x, w), o.softcap), targets),
     } | under_accelerate(o, targets)
+    if o.designs:
+        peers["logsumexp in forward, blocked backward"] = lambda x, w: Blocked.apply(
+            x, w, targets, LossRule.of(-100, 0.0, None, o.softcap, 0.0)
+        )
     if hasattr(F, "linear_cross_entropy") and not o.softcap:
         peers["torch F.linear_cross_entropy"] = lambda x, w: F.linear_cross_entropy(x, w, targets)
     if o.device != "cpu":
         peers |= liger_head(o, targets)
     return [x, w], peers, lambda x, w: F.cross_entropy(capped(F.linear(x, w), o.softcap), targets)
+
+
+class Blocked(torch.autograd.Function):
+    """The other design of `linear_cross_entropy`, for any head: no gradient until backward, which computes the logits again."""
+
+    @staticmethod
+    def forward(ctx, x, w, targets, rule):
+        one = torch.ones((), device=x.device)
+        chunk = extent(x.shape[0], w.shape[0], x.element_size(), x.device, head=False)
+        made = eager.forward_with_gradients(x, w, None, targets, one, rule, chunk, False, False, False, False)
+        ctx.save_for_backward(x, w, targets, made.lse_T)
+        ctx.rule, ctx.items = rule, (targets != -100).sum()
+        return made.loss_T.sum() / ctx.items
+
+    @staticmethod
+    def backward(ctx, dloss):
+        x, w, targets, lse = ctx.saved_tensors
+        dloss_T = (dloss / ctx.items).expand_as(lse).contiguous()
+        want = ctx.needs_input_grad
+        dx, dw, _ = eager.backward_by_vocabulary(x, w, None, targets, lse, dloss_T, ctx.rule, want[0], want[1])
+        return dx.to(x.dtype), dw if want[1] else None, None, None
 
 
 def liger_head(o: argparse.Namespace, targets: Tensor) -> dict[str, Callable]:
@@ -182,6 +211,7 @@ OPS: dict[str, Callable] = {
     "rms_norm": rms_norm,
     "silu_mul": gated(lambda g, u: ops.silu_mul(g, u), F.silu),
     "gelu_mul": gated(lambda g, u: ops.gelu_mul(g, u), F.gelu),
+    "gelu_mul_tanh": gated(lambda g, u: ops.gelu_mul(g, u, approximate="tanh"), lambda g: F.gelu(g, approximate="tanh")),
     "rope": rope,
 }
 
@@ -251,6 +281,7 @@ def peak_memory(name: str, peer: str, o: argparse.Namespace) -> str:
     for key in ("tokens", "hidden", "vocabulary", "head", "softcap", "dtype", "device", "threads"):
         if getattr(o, key) is not None:
             command += [f"--{key}", str(getattr(o, key))]
+    command += ["--designs"] * o.designs
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else f"failed: {done.stderr.strip().splitlines()[-1]}"
 
@@ -312,7 +343,7 @@ def main() -> None:
         from isotype.ops.compiled import fallbacks
 
         for formula, why in fallbacks().items():
-            print(f"not compiled: {formula}: {why}")
+            print(f"plain PyTorch: {formula}: {why}")
 
 
 if __name__ == "__main__":

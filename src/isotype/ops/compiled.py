@@ -6,7 +6,6 @@ A row-wise formula in plain PyTorch reads and writes memory at every step, wide;
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,12 @@ from torch import Tensor
 
 from .build import BuildError, cpu_compiler, library
 
-__all__ = ["CppKernels", "as_rows", "cpu_compiler", "fallbacks", "library_op"]
+__all__ = ["CppKernels", "as_rows", "cpu_compiler", "fallbacks"]
 
 # the kernels' numbers for their dtypes: fp64 has none, and runs as plain PyTorch
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _fallbacks: dict[str, str] = {}
-_OPS = torch.library.Library("isotype", "FRAGMENT")
 
 
 def fallbacks() -> dict[str, str]:
@@ -62,22 +60,6 @@ class CppKernels:
     def __call__(self, name: str, *arguments: Any) -> None:
         plain = [a.data_ptr() if isinstance(a, Tensor) else DTYPES[a] if isinstance(a, torch.dtype) else a for a in arguments]
         getattr(self.library, name)(*plain, torch.get_num_threads())
-
-
-def library_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a function that calls C++ kernels an op of PyTorch's, so that tracers, fake tensors and dispatch modes see it and its outputs.
-
-    2 us a call, where torch.library.custom_op takes 8; it has no autograd of its own: the op's autograd.Function calls it.
-    """
-    name = schema[: schema.index("(")]
-    _OPS.define(schema)
-    torch.library.register_fake(f"isotype::{name}", fake, lib=_OPS)
-
-    def register(f: Callable[..., Any]) -> Callable[..., Any]:
-        _OPS.impl(name, f, "CPU")
-        return getattr(torch.ops.isotype, name).default
-
-    return register
 
 
 def as_rows(*tensors: Tensor) -> list[Tensor]:

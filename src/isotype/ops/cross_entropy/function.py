@@ -9,10 +9,14 @@ from torch import Tensor
 
 from ..autocast import autocast_off, wide
 from ..backend import cpp_runs, reference_runs, triton_runs
+from ..library import library_op
 from . import cpp, eager
 from .arguments import checked_rule
 from .reference import cross_entropy_reference
 from .rule import LossRule, Reduction, reduce
+
+# a LossRule's values, as a library op takes them
+RULE = "int ignore_index, float smoothing, float scale, float softcap, float z_loss"
 
 
 def paths(x: Tensor) -> Any:
@@ -24,7 +28,12 @@ def paths(x: Tensor) -> Any:
     return cpp if cpp_runs(cpp.KERNELS, x) else eager
 
 
-@torch.library.custom_op("isotype::cross_entropy_forward", mutates_args=())
+def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    loss_T = logits_TV.new_empty(logits_TV.shape[0], dtype=wide(logits_TV.dtype))
+    return loss_T, torch.empty_like(loss_T)
+
+
+@library_op(f"cross_entropy_forward(Tensor logits, Tensor targets, {RULE}) -> (Tensor, Tensor)", fake=_fake_forward)
 def _forward(
     logits_TV: Tensor, targets_T: Tensor, ignore_index: int, smoothing: float, scale: float, softcap: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
@@ -32,13 +41,11 @@ def _forward(
     return paths(logits_TV).cross_entropy_forward(logits_TV, targets_T, rule)
 
 
-@_forward.register_fake
-def _(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    loss_T = logits_TV.new_empty(logits_TV.shape[0], dtype=wide(logits_TV.dtype))
-    return loss_T, torch.empty_like(loss_T)
+def _fake_backward(logits_TV: Tensor, *_: object) -> Tensor:
+    return torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
 
 
-@torch.library.custom_op("isotype::cross_entropy_backward", mutates_args=())
+@library_op(f"cross_entropy_backward(Tensor logits, Tensor targets, Tensor lse, Tensor dloss, {RULE}) -> Tensor", fake=_fake_backward)
 def _backward(
     logits_TV: Tensor,
     targets_T: Tensor,
@@ -53,11 +60,6 @@ def _backward(
     rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
     out_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
     return paths(logits_TV).cross_entropy_backward(logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1])
-
-
-@_backward.register_fake
-def _(logits_TV: Tensor, *_: object) -> Tensor:
-    return torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
 
 
 class CrossEntropy(torch.autograd.Function):

@@ -142,8 +142,9 @@ def backward_by_vocabulary(
     dloss_T: Tensor,
     rule: LossRule,
     want_dhidden: bool,
+    want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias for any upstream gradient a row, in fp32 or the product's dtype."""
+    """Gradients of hidden, weight and bias for any upstream gradient a row, in fp32 or the product's dtype; empty where not wanted."""
     from ..cross_entropy.function import paths
 
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
@@ -157,7 +158,7 @@ def backward_by_vocabulary(
     dloss_N = dloss_N if back is None else dloss_N / unit * into
     classes, size = weight_VH.shape[0], extent(weight_VH.shape[0], x_NH.shape[0], result.itemsize, device, head=True)
     dx_NH = torch.zeros(x_NH.shape, dtype=fp32, device=device)
-    dweight_VH = torch.empty(weight_VH.shape, dtype=kept_dtype(hidden_TH.dtype, device), device=device)
+    dweight_VH = torch.empty(weight_VH.shape if want_dweight else (0,), dtype=kept_dtype(hidden_TH.dtype, device), device=device)
     dbias_V = torch.zeros(classes if bias_V is not None else 0, dtype=fp32, device=device)
     for start in range(0, classes, size):
         block = slice(start, min(start + size, classes))
@@ -167,7 +168,8 @@ def backward_by_vocabulary(
             z.add_(bias_V[block].to(z.dtype))
         g = z if result == operand else torch.empty(z.shape, dtype=operand, device=device)
         paths(z).cross_entropy_backward(z, targets_N, lse_N, dloss_N, rule, g, classes, start)
-        accumulate_(dweight_VH[block], g, x_NH, back, first=True)
+        if want_dweight:
+            accumulate_(dweight_VH[block], g, x_NH, back, first=True)
         if bias_V is not None:
             dbias_V[block] = g.sum(0, dtype=fp32) * (1.0 if back is None else back)
         if want_dhidden:

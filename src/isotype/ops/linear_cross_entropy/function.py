@@ -11,7 +11,9 @@ from ...errors import ShapeError, UsageError
 from ..autocast import autocast_off, product_dtype, wide
 from ..backend import reference_runs
 from ..cross_entropy.arguments import checked_rule
+from ..cross_entropy.function import RULE
 from ..cross_entropy.rule import LossRule, Reduction
+from ..library import library_op
 from . import eager
 from .chunks import extent
 from .products import operand_dtype, result_dtype
@@ -31,7 +33,17 @@ class TokenStatistics(NamedTuple):
     top1: Tensor
 
 
-@torch.library.custom_op("isotype::linear_cross_entropy_forward", mutates_args=())
+def _fake_forward(hidden_TH, weight_VH, bias_V, targets_T, upstream, ignore_index, smoothing, scale, softcap, z_loss, chunk, *want):  # type: ignore[no-untyped-def]
+    want_dhidden, want_dweight, want_dbias, want_statistics = want
+    return tuple(eager.like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk))
+
+
+@library_op(
+    f"linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor upstream, {RULE}, int chunk, "
+    "bool want_dhidden, bool want_dweight, bool want_dbias, bool want_statistics) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_forward,
+)
 def _forward(
     hidden_TH: Tensor,
     weight_VH: Tensor,
@@ -56,13 +68,20 @@ def _forward(
     return tuple(made)  # type: ignore[return-value]
 
 
-@_forward.register_fake
-def _(hidden_TH, weight_VH, bias_V, targets_T, upstream, ignore_index, smoothing, scale, softcap, z_loss, chunk, *want):  # type: ignore[no-untyped-def]
-    want_dhidden, want_dweight, want_dbias, want_statistics = want
-    return tuple(eager.like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk))
+def _fake_backward(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, *rest):  # type: ignore[no-untyped-def]
+    fp32 = wide(hidden_TH.dtype)
+    return (
+        hidden_TH.new_empty(hidden_TH.shape if rest[-2] else (0,), dtype=fp32),
+        weight_VH.new_empty(weight_VH.shape if rest[-1] else (0,), dtype=eager.kept_dtype(hidden_TH.dtype, hidden_TH.device)),
+        weight_VH.new_empty(weight_VH.shape[0] if bias_V is not None else 0, dtype=fp32),
+    )
 
 
-@torch.library.custom_op("isotype::linear_cross_entropy_backward", mutates_args=())
+@library_op(
+    f"linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor lse, Tensor dloss, {RULE}, "
+    "bool want_dhidden, bool want_dweight) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_backward,
+)
 def _backward(
     hidden_TH: Tensor,
     weight_VH: Tensor,
@@ -76,19 +95,10 @@ def _backward(
     softcap: float,
     z_loss: float,
     want_dhidden: bool,
+    want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
-    return eager.backward_by_vocabulary(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, rule, want_dhidden)
-
-
-@_backward.register_fake
-def _(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, *rest):  # type: ignore[no-untyped-def]
-    fp32 = wide(hidden_TH.dtype)
-    return (
-        hidden_TH.new_empty(hidden_TH.shape if rest[-1] else (0,), dtype=fp32),
-        weight_VH.new_empty(weight_VH.shape, dtype=eager.kept_dtype(hidden_TH.dtype, hidden_TH.device)),
-        weight_VH.new_empty(weight_VH.shape[0] if bias_V is not None else 0, dtype=fp32),
-    )
+    return eager.backward_by_vocabulary(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, rule, want_dhidden, want_dweight)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -149,7 +159,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 hidden_TH, weight_VH, bias_V, targets_T, lse_T = ctx.saved_tensors
                 bias = None if bias_V is None else bias_V.to(ctx.dtype)
                 made = _backward(
-                    hidden_TH.to(ctx.dtype), weight_VH.to(ctx.dtype), bias, targets_T, lse_T, dloss.contiguous(), *ctx.rule, ctx.want[0]
+                    hidden_TH.to(ctx.dtype), weight_VH.to(ctx.dtype), bias, targets_T, lse_T, dloss.contiguous(), *ctx.rule, *ctx.want[:2]
                 )
                 grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
             else:

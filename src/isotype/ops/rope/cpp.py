@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..compiled import CppKernels, library_op
+from ..compiled import CppKernels
+from ..library import library_op
 
 KERNELS = CppKernels(__file__, rotate="d" + "p" * 4 + "i" * 14)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..compiled import CppKernels, as_rows, library_op
+from ..compiled import CppKernels, as_rows
+from ..library import library_op
 
 KERNELS = CppKernels(__file__, forward="dpppiiii", backward="dpppppiiiii")
 
