@@ -17,7 +17,7 @@ from ..config.schema import ModelSection, RunConfig
 from ..errors import UsageError
 from ..hardware import detect
 from ..precision.precision import Precision
-from ..training.folder import RESOLVED, RunFolder
+from ..training.folder import RESOLVED, RunFolder, require_run
 from ..training.model import Source, load_tokenizer
 from ..training.setup import build_model, resolve_precision
 from ..training.strangers import refuse_code_of
@@ -43,9 +43,7 @@ class LoadedRun:
 
 def load_run(folder: Path) -> LoadedRun:
     """Raises  UsageError when the folder is no run, or has neither a result nor a whole checkpoint yet."""
-    run = RunFolder(folder)
-    if not run.is_run:
-        raise UsageError(f"{folder}: no {RESOLVED} there: not a run folder")
+    run = RunFolder(require_run(folder))
     loaded = load(folder / RESOLVED, resolved=True)
     refuse_code_of(loaded, folder)
     config = loaded.config
@@ -61,7 +59,10 @@ def load_run(folder: Path) -> LoadedRun:
     store = CheckpointStore(run.checkpoints)
     step, passed = store.newest_whole()
     if step is None:
-        raise UsageError(f"{folder}: neither a result nor a whole checkpoint yet" + "".join(f"; {reason}" for reason in passed))
+        raise UsageError(
+            f"{folder}: neither a result nor a whole checkpoint yet" + "".join(f"; {reason}" for reason in passed),
+            fix=f"isotype train --resume {folder}",
+        )
     tokenizer = load_tokenizer(config.model)
     model, _ = build_model(config, precision, source, tokenizer, device)
     restore_model(model, store.load(step).tensors)
