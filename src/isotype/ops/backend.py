@@ -10,8 +10,9 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from .compiled import CppKernels
+from .compiled import DTYPES, CppKernels
 
 BACKENDS = ("triton", "cpp", "eager")
 
@@ -49,6 +50,9 @@ def cpp_runs(kernels: CppKernels, *tensors: Tensor) -> bool:
     """Whether the op's C++ kernels run on these tensors: not for fp64, not in a graph, and only where a compiler built them."""
     if torch.compiler.is_compiling() or _forced.get() not in (None, "cpp"):
         return False
+    if isinstance(tensors[0], FakeTensor) and tensors[0].device.type != "cpu":
+        # a plan for another device: its kernels make the results that these make, and nothing on the way
+        return _forced.get() == "cpp" and all(t.dtype in DTYPES for t in tensors)
     return kernels.take(*tensors)
 
 
