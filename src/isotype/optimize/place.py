@@ -35,7 +35,7 @@ def optimize(model: nn.Module, precision: Any = None) -> Manifest:
     precision  a Precision: norms then give their output in its compute dtype; without one, in their input's
     ->         the Manifest: print it
     Norms run `rms_norm`, rotary functions `rope`, gated MLPs `silu_mul` or `gelu_mul`, the head with its loss `linear_cross_entropy`,
-    and LoRA layers `lora_linear`.
+    LoRA layers `lora_linear`, and gated MLPs of them `lora_mlp`.
     Raises  UsageError for something that is no module
     """
     if not isinstance(model, nn.Module):
@@ -48,6 +48,8 @@ def optimize(model: nn.Module, precision: Any = None) -> Manifest:
         # without a compiler these ops are formulas of plain PyTorch: no faster than the model's own
         manifest.notes.append("no C++ compiler (g++ or clang++) was found: norms, rotary and gated MLPs are left to the model on this CPU")
     elementwise = not (on_cpu and cpu_compiler() is None)
+    # first, because a gated MLP asks whether its layers are fused
+    adapters = [Entry("lora", line.module, line.kind, line.op, line.reason) for line in fuse_lora(model)]
     kind = rotary.table_kind(model)
     for name, module in model.named_modules():
         if elementwise:
@@ -58,7 +60,7 @@ def optimize(model: nn.Module, precision: Any = None) -> Manifest:
         place_of = next(name for name, module in model.named_modules() if module is lm)
         found, op, why = head.place(lm)
         manifest.add("head", place_of, found if found is not None else lm, op, why)
-    manifest.entries += [Entry("lora", line.module, line.kind, line.op, line.reason) for line in fuse_lora(model)]
+    manifest.entries += adapters
     if not manifest.entries:
         manifest.notes.append("nothing in this model was recognised")
     return manifest

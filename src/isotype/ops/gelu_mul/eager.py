@@ -37,5 +37,14 @@ def backward_formula(gate: Tensor, up: Tensor, dy: Tensor, *, tanh: bool) -> tup
     return (d * up.to(g.dtype) * slope).to(gate.dtype), (d * y).to(up.dtype)
 
 
+def gradients_formula(gate: Tensor, up: Tensor, dy: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward and the product again, from one erf or tanh."""
+    g = gate.to(wide(gate.dtype))
+    u, d = up.to(g.dtype), dy.to(g.dtype)
+    y, slope = value_and_slope(g, tanh)
+    return (d * u * slope).to(gate.dtype), (d * y).to(up.dtype), (y * u).to(gate.dtype)
+
+
 gelu_mul_forward = Fused(forward_formula)
 gelu_mul_backward = Fused(backward_formula)
+gelu_mul_gradients = Fused(gradients_formula)

@@ -21,5 +21,14 @@ def backward_formula(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tens
     return (d * u * s * (1 + g * (1 - s))).to(gate.dtype), (d * g * s).to(up.dtype)
 
 
+def gradients_formula(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward and the product again, from one sigmoid."""
+    g = gate.to(wide(gate.dtype))
+    u, d = up.to(g.dtype), dy.to(g.dtype)
+    s = torch.sigmoid(g)
+    return (d * u * s * (1 + g * (1 - s))).to(gate.dtype), (d * g * s).to(up.dtype), (g * s * u).to(gate.dtype)
+
+
 silu_mul_forward = Fused(forward_formula)
 silu_mul_backward = Fused(backward_formula)
+silu_mul_gradients = Fused(gradients_formula)
