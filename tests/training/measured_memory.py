@@ -33,11 +33,13 @@ def steps(architecture: dict, settings: list[str], length: int) -> object:
 
     from isotype.config.load import load
     from isotype.dtypes import to_torch
+    from isotype.optimize import optimize
     from isotype.precision.accumulate import GradientAccumulator
     from isotype.precision.apply import apply_precision
     from isotype.precision.precision import Precision
     from isotype.training.adapter import attach_adapter
     from isotype.training.batches import Batch
+    from isotype.training.checkpointing import apply_checkpointing, as_configured
     from isotype.training.optimizer import build_optimizer
     from isotype.training.step import Stepper
 
@@ -47,11 +49,13 @@ def steps(architecture: dict, settings: list[str], length: int) -> object:
     dtype = precision.trainable if every_weight else precision.unquantised
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture), dtype=to_torch(dtype), attn_implementation="sdpa")
     base.config.use_cache = False
-    if config.train.gradient_checkpointing:
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if precision.base == "nf4":
         _quantise(base, bitsandbytes, to_torch(precision.compute))
     model = base if every_weight else attach_adapter(base, config.adapter, seed=0)
+    if config.model.optimize:
+        optimize(model, precision)
+    if config.train.gradient_checkpointing != "auto":
+        apply_checkpointing(model, as_configured(model, config.train))
     apply_precision(model, precision, device_type="cpu")
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
     stepper = Stepper(model, build_optimizer(model, config.train, precision, accumulator.gradient), accumulator, precision, config.train)

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from isotype.config.load import load
 from isotype.precision.precision import Precision
+from isotype.training.checkpointing import as_configured
 from isotype.training.memory_plan import optimizer_bytes, outline, plan_memory
 
 LLAMA = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -22,10 +23,11 @@ MEASURE = Path(__file__).with_name("measured_memory.py")
 
 
 def planned(architecture: dict, overrides: list[str], length: int):
-    config = load(None, overrides).config
+    config = load(None, ["train.gradient_checkpointing=none", *overrides]).config
     precision = Precision.preset(config.precision.preset)
     made = outline(AutoConfig.for_model(**architecture), config, precision, device_type="cpu")
-    return made, plan_memory(made, config.train, precision, length=length)
+    checkpointing = as_configured(made.model, config.train)
+    return made, plan_memory(made, config.train, precision, length=length, checkpointing=checkpointing)
 
 
 def test_held_memory_is_counted_exactly():
@@ -49,7 +51,8 @@ def test_more_rows_take_more_and_checkpointing_takes_less():
 
     plain = peak()
     assert peak("train.batch_size=8") > 1.8 * plain - 20e6
-    assert peak("train.gradient_checkpointing=true") < 0.9 * plain
+    every, two = peak("train.gradient_checkpointing=layers"), peak("train.gradient_checkpointing=layers", "train.checkpointed_layers=2")
+    assert every < two < 0.9 * plain
 
 
 def test_bf16_pure_and_nf4_hold_less():
@@ -84,7 +87,7 @@ def test_an_architecture_that_cannot_be_simulated_still_has_its_weights(monkeypa
     ("architecture", "overrides", "length"),
     [
         (LLAMA, ["precision.preset=bf16-lora"], 512),
-        (QWEN, ["precision.preset=fp32", "adapter.kind=none", "train.gradient_checkpointing=true"], 512),
+        (QWEN, ["precision.preset=fp32", "adapter.kind=none", "train.gradient_checkpointing=layers"], 512),
     ],
 )
 def test_within_15_percent_of_the_memory_of_real_steps(architecture, overrides, length):

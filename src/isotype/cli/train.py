@@ -41,7 +41,7 @@ Examples:
 
     isotype plan --model Qwen/Qwen2.5-0.5B --data chats.jsonl --preset qlora
 
-    isotype plan run.yaml train.batch_size=16 train.gradient_checkpointing=true
+    isotype plan run.yaml train.batch_size=16 train.gradient_checkpointing=layers
 """
 
 Settings = Annotated[

@@ -21,6 +21,7 @@ MAY_CHANGE = {
     "train.min_learning_rate": "from here on",
     "train.clip": "from here on",
     "train.gradient_checkpointing": "the same numbers in other memory",
+    "train.checkpointed_layers": "the same numbers in other memory",
     "train.deterministic": "from here on",
     "train.eval_every": "when to look, not what is learnt",
     "train.eval_batch_size": "the evaluation loss does not depend on it",

@@ -53,7 +53,9 @@ def _words(schema: dict[str, Any]) -> str:
     if kind in ("integer", "number"):
         return _number("a whole number" if kind == "integer" else "a number", schema)
     if kind == "array":
-        return "a list of text" if schema.get("items", {}).get("type") == "string" else "a list"
+        return {"string": "a list of text", "integer": "a list of whole numbers"}.get(schema.get("items", {}).get("type", ""), "a list")
+    if "pattern" in schema:
+        return f"text such as {schema['examples'][0]!r}"
     return {"string": "text", "boolean": "true or false", "object": "a mapping"}.get(str(kind), "a value")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -82,7 +83,7 @@ def weight_reason(base: nn.Module) -> str | None:
     """Why this base layer's weight, as it is now, has no fused product; or None."""
     weight = base.weight
     if type(base) is nn.Linear:
-        return None if type(weight) in (nn.Parameter, Tensor) else f"the weight is a {type(weight).__name__}"
+        return None if type(weight) in (nn.Parameter, Tensor, FakeTensor) else f"the weight is a {type(weight).__name__}"
     state = getattr(weight, "quant_state", None)
     if state is None:
         return "the weight is not quantised yet"

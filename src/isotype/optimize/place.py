@@ -28,11 +28,12 @@ def causal_lms(model: nn.Module) -> list[nn.Module]:
     return list(by_head.values()) or models[:1]
 
 
-def optimize(model: nn.Module, precision: Any = None) -> Manifest:
+def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None = None) -> Manifest:
     """Places the ops in a causal LM of transformers, by structure and after a probe, on instances only.
 
     model      a causal LM, or a PEFT model of one
     precision  a Precision: norms then give their output in its compute dtype; without one, in their input's
+    device_type  where it will run, for a model that is not there yet; by default where its parameters are
     ->         the Manifest: print it
     Norms run `rms_norm`, rotary functions `rope`, gated MLPs `silu_mul` or `gelu_mul`, the head with its loss `linear_cross_entropy`,
     LoRA layers `lora_linear`, and gated MLPs of them `lora_mlp`.
@@ -43,7 +44,7 @@ def optimize(model: nn.Module, precision: Any = None) -> Manifest:
     word = getattr(precision, "compute", precision)
     out_dtype: torch.dtype | None = to_torch(word) if word is not None else None
     manifest = Manifest(f"norms give {word}" if word else "")
-    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+    on_cpu = device_type == "cpu" if device_type else all(p.device.type == "cpu" for p in model.parameters())
     if on_cpu and cpu_compiler() is None:
         # without a compiler these ops are formulas of plain PyTorch: no faster than the model's own
         manifest.notes.append("no C++ compiler (g++ or clang++) was found: norms, rotary and gated MLPs are left to the model on this CPU")
@@ -53,7 +54,7 @@ def optimize(model: nn.Module, precision: Any = None) -> Manifest:
     kind = rotary.table_kind(model)
     for name, module in model.named_modules():
         if elementwise:
-            _row_ops(name, module, manifest, kind, out_dtype)
+            _row_ops(name, module, manifest, kind, out_dtype, on_cpu)
         if name and hasattr(module, "num_experts") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
             manifest.add("experts", name, module, None, "its experts are one stacked parameter: no op for those")
     for lm in causal_lms(model):
@@ -66,7 +67,7 @@ def optimize(model: nn.Module, precision: Any = None) -> Manifest:
     return manifest
 
 
-def _row_ops(name: str, module: nn.Module, manifest: Manifest, kind: bool | str, out_dtype: torch.dtype | None) -> None:
+def _row_ops(name: str, module: nn.Module, manifest: Manifest, kind: bool | str, out_dtype: torch.dtype | None, on_cpu: bool) -> None:
     for part, fits in (("norm", norms.is_candidate), ("gated mlp", gated.is_candidate), ("rotary", rotary.is_candidate)):
         if not fits(module):
             continue
@@ -76,7 +77,7 @@ def _row_ops(name: str, module: nn.Module, manifest: Manifest, kind: bool | str,
         elif part == "norm":
             manifest.add(part, name, module, *norms.place(module, out_dtype))
         elif part == "gated mlp":
-            manifest.add(part, name, module, *gated.place(module))
+            manifest.add(part, name, module, *gated.place(module, on_cpu))
         else:
             manifest.add(part, name, module, *rotary.place(module, kind))
         return

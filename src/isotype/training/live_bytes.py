@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,20 +14,40 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """While active, `now` is what the tensors made within it hold, `peak` the most they held.
 
-    Storages are counted once however many views they have. Scratch space inside an operator is not seen.
+    device_type  only tensors there are counted
+    scratch      operator -> what it takes besides its results, from its arguments; other operators are taken to need nothing
+    Storages are counted once however many views they have.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cpu", scratch: Mapping[Any, Callable[..., int]] | None = None) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self.device_type, self.scratch = device_type, scratch or {}
         self._alive: dict[int, int] = {}
+        self._inside = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._count(leaf)
+        if not self._inside:
+            self._count_all(result)
+            if function in self.scratch:
+                self.peak = max(self.peak, self.now + self.scratch[function](*args, **(kwargs or {})))
         return result
+
+    def as_one_operator(self, formula: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`formula(...)` with its results counted and what it makes on the way not: as compiled."""
+        self._inside += 1
+        try:
+            result = formula(*args, **kwargs)
+        finally:
+            self._inside -= 1
+        self._count_all(result)
+        return result
+
+    def _count_all(self, result: Any) -> None:
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == self.device_type:
+                self._count(leaf)
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -111,11 +111,16 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         )
 
 
-def _nf4(precision: Precision) -> Any:
+def require_bitsandbytes() -> None:
+    """Raises  UsageError with the command that installs it."""
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
         raise UsageError("precision.base: nf4 needs bitsandbytes", fix="pip install 'isotype[quant]'") from None
+
+
+def _nf4(precision: Precision) -> Any:
+    require_bitsandbytes()
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(
