@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .quantised import forward_4bit, is_4bit, state_reason
+
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(path, layer) for every LoRA layer of any kind; nothing where PEFT was never imported."""
@@ -32,7 +34,10 @@ def kind_reason(layer: Any) -> str | None:
     if type(layer) is lora.Linear and type(base) is nn.Linear:
         return "the weight is stored transposed (fan_in_fan_out)" if layer.fan_in_fan_out else None
     if type(layer) is getattr(lora, "Linear4bit", None) and type(base).__name__ in ("Linear4bit", "LinearNF4", "LinearFP4"):
-        return None if type(base).__module__.startswith("bitsandbytes.") else "not bitsandbytes' own 4-bit layer"
+        return None if is_4bit(base) else "not bitsandbytes' own 4-bit layer"
+    if type(base).__name__ == "Linear8bitLt":
+        # on a GPU that layer also rounds activations to 8 bits: a product of the widened weight would be another result
+        return "an 8-bit layer's product also quantises activations"
     return f"no fused op for {type(layer).__name__} over {type(base).__name__}"
 
 
@@ -58,7 +63,7 @@ def why_not_fused(layer: Any) -> str | None:
     for part in (base, a, b, dropout):
         if has_hooks(part):
             return f"a hook on {'the base layer' if part is base else 'a part of the adapter'}"
-        if "forward" in vars(part):
+        if replaced(part):
             return f"another forward on {'the base layer' if part is base else 'a part of the adapter'}"
     return weight_reason(base)
 
@@ -67,12 +72,17 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
+def replaced(part: nn.Module) -> bool:
+    """Whether another library's forward runs there; ours over a 4-bit layer computes what the layer would."""
+    return "forward" in vars(part) and getattr(vars(part)["forward"], "__func__", None) is not forward_4bit
+
+
 def bare_reason(layer: nn.Module) -> str | None:
     """Why a layer without an adapter cannot be a member of a fused function, or None."""
-    quantised = type(layer).__name__ in ("Linear4bit", "LinearNF4", "LinearFP4") and type(layer).__module__.startswith("bitsandbytes.")
+    quantised = is_4bit(layer)
     if type(layer) is not nn.Linear and not quantised:
         return f"a {type(layer).__name__}"
-    if "forward" in vars(layer):
+    if replaced(layer):
         return "another forward on a layer"
     if quantised and not layer.compute_type_is_set:
         return "a 4-bit layer that has not yet fixed its compute dtype"
@@ -84,11 +94,4 @@ def weight_reason(base: nn.Module) -> str | None:
     weight = base.weight
     if type(base) is nn.Linear:
         return None if type(weight) in (nn.Parameter, Tensor, FakeTensor) else f"the weight is a {type(weight).__name__}"
-    state = getattr(weight, "quant_state", None)
-    if state is None:
-        return "the weight is not quantised yet"
-    if getattr(state, "packing_format_for_cpu", False):
-        return "bitsandbytes has repacked the weight for inference on a CPU"
-    if tuple(state.shape) != (base.out_features, base.in_features):
-        return "the weight was quantised transposed"
-    return None
+    return state_reason(base)

@@ -102,12 +102,12 @@ def layers_of(module: nn.Module, s: GatedSettings) -> list[nn.Module]:
     return [getattr(module, name) for name in (s.gate, s.up, s.down) if name is not None]
 
 
-def compute(module: nn.Module, x: Tensor, s: GatedSettings, own_activation: bool = False) -> Tensor:
+def compute(module: nn.Module, x: Tensor, s: GatedSettings) -> Tensor:
     if s.up is None:
         gate, up = getattr(module, s.gate)(x).chunk(2, dim=-1)
     else:
         gate, up = getattr(module, s.gate)(x), getattr(module, s.up)(x)
-    if own_activation or gate.dtype != up.dtype:
+    if gate.dtype != up.dtype:
         # an adapter on one of the two may widen it: the module's own product promotes
         return getattr(module, s.down)(getattr(module, s.activation)(gate) * up)
     return getattr(module, s.down)(ACTIVATIONS[s.op][1](gate, up))
@@ -118,9 +118,7 @@ def gated_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: 
         return type(self).forward(self, hidden_states, *args, **kwargs)
     settings = settings_of(self)
     together = run_gated(layers_of(self, settings), hidden_states, settings.op)
-    if together is not None:
-        return together
-    return compute(self, hidden_states, settings, own_activation=settings.op == "gelu_mul exact" and hidden_states.device.type == "cpu")
+    return compute(self, hidden_states, settings) if together is None else together
 
 
 def place(module: nn.Module, on_cpu: bool) -> tuple[str | None, str]:
