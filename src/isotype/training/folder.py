@@ -63,6 +63,23 @@ class RunFolder:
             os.close(lock)  # which also lets the lock go, as a kill does
 
 
+def is_held(path: Path) -> bool:
+    """Whether a process trains in this folder now. The look itself takes the lock for some microseconds."""
+    try:
+        import fcntl
+
+        handle = os.open(path / ".lock", os.O_RDONLY)
+    except (ImportError, OSError):
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+
+
 def _lock(handle: int, path: Path) -> None:
     try:
         import fcntl

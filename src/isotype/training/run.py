@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..checkpoint.folder import refused
 from ..checkpoint.store import CheckpointStore
 from ..config.compare import compare
 from ..config.load import LoadedConfig, load
+from ..config.schema import RunConfig
 from ..config.write import resolved_yaml
+from ..data.examples import examples
 from ..environment import environment
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
 from ..hardware import detect, measured_matmul_peak
@@ -60,14 +65,30 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool
             if json_output:
                 print(json.dumps({"status": "refused", "folder": str(folder.path), "preflight": folder.read_json(RECORD)}))
             raise
-        except IsotypeError as error:
+        except Exception as error:
             console.settle()
+            told = refused_by_disk(error, folder)
             if folder.is_run:
-                folder.write_json("result.json", {"status": "failed", "error": str(error), "folder": str(folder.path)})
-            raise
+                with contextlib.suppress(RunError):  # on a full disk the error itself matters more than its record
+                    folder.write_json("result.json", {"status": "failed", "error": str(told), "folder": str(folder.path)})
+                _report_of_unfinished(loaded.config, folder, console)
+            if told is error:
+                raise
+            raise told from error
     if json_output:
         print(json.dumps(result))
     return status
+
+
+def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:
+    """CK001 with the last good checkpoint for whatever the file system refused, wherever in a run that was; other errors as they are."""
+    reason = None if isinstance(error, IsotypeError) else refused(error)
+    if reason is None:
+        return error
+    step, _ = CheckpointStore(folder.checkpoints).newest_whole()
+    good = f"last good checkpoint: {folder.checkpoints / f'step_{step}'}" if step is not None else "there is no checkpoint yet"
+    name = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+    return RunError(f"{name}{reason}\n  saved     {good}", code="CK001", fix="free space or make it writable, then resume")
 
 
 def _run(
@@ -78,7 +99,7 @@ def _run(
     prepared = prepare(config, loaded.sources, folder)
     loop = _loop(config, prepared, folder, console)
     checked = preflight(Subject(config=config, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=resuming), skips)
-    _write_start(loaded, prepared, folder, resuming=resuming)
+    _write_start(loaded, prepared, loop.plan, folder, resuming=resuming)
     console.header([*header_rows(config, prepared, loop.plan, folder), *checked.header_rows()])
     if resuming:
         _restore(loop, console)
@@ -88,15 +109,34 @@ def _run(
         result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
         folder.write_json("result.json", result)
         console.say(f"interrupted: saved at step {step}. Go on with: isotype train --resume {folder.path}")
+        _report_of_unfinished(config, folder, console)
         return INTERRUPTED, result
-    result = finish(loop, prepared)
+    try:
+        result = finish(loop, prepared)
+    except RunError as error:
+        raise loop.with_last_good(error) from error
     folder.write_json("result.json", result)
     if config.run.report:
         from ..report import write_report
 
-        result["report"] = str(write_report(folder.path))
+        try:
+            result["report"] = str(write_report(folder.path).page)
+        except (IsotypeError, OSError) as error:  # the run is done and checked: a report can be made again at any time
+            console.say(f"warning   no report: {error}; isotype report {folder.path} makes it")
     _say_result(result, console)
     return 0, result
+
+
+def _report_of_unfinished(config: RunConfig, folder: RunFolder, console: RunConsole) -> None:
+    """The page of what there is; a disk that is full or read-only must not hide why the run ended."""
+    if not config.run.report:
+        return
+    from ..report import write_report
+
+    try:
+        console.say(f"report    {write_report(folder.path).page}")
+    except (IsotypeError, OSError) as error:
+        console.say(f"report    not written: {error}")
 
 
 def _loop(config: Any, prepared: Prepared, folder: RunFolder, console: RunConsole) -> Loop:
@@ -121,14 +161,18 @@ def _loop(config: Any, prepared: Prepared, folder: RunFolder, console: RunConsol
     )
 
 
-def _write_start(loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, *, resuming: bool) -> None:
+def _write_start(loaded: LoadedConfig, prepared: Prepared, plan: Plan, folder: RunFolder, *, resuming: bool) -> None:
     """What the run is, before its first step; `resolved.yaml` last, since its presence makes the folder a run."""
+    (folder.path / "result.json").unlink(missing_ok=True)  # of the part that a resumed run goes on from
     if not resuming:
         folder.metrics.unlink(missing_ok=True)
         folder.write_text("config.yaml", loaded.text)  # as given at first; a resumed run reads resolved.yaml
     folder.write_json("env.json", environment())
     folder.write_json("manifest.json", prepared.manifest.to_dict())
     folder.write_json("data.json", prepared.data.facts)
+    folder.write_json("examples.json", {"examples": examples(prepared.data.train, prepared.tokenizer)})
+    trainable, total = trainable_share(prepared.model)
+    folder.write_json("plan.json", {**asdict(plan), "parameters": total, "trained": trainable})
     reasons = {f"precision.{role}": reason for role, reason in prepared.resolved.reasons.items()}
     reasons["precision.preset"] = prepared.resolved.why_preset
     values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
@@ -159,10 +203,12 @@ def _restore(loop: Loop, console: RunConsole) -> None:
     for reason in passed:
         console.say(f"resume    {reason}: passed over")
     if step is None:
+        loop.store.tidy(None)
         loop.metrics.cut_after(-1)
         console.say("resume    no whole checkpoint: starting from the beginning")
         return
     loop.restore(loop.store.load(step))
+    loop.store.tidy(loop.progress.best_step)
     console.say(f"resume    from step {step}")
 
 
