@@ -11,7 +11,7 @@ from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
 from isotype.training.batches import collate
-from isotype.training.checkpointing import LAYERS, Checkpointing, apply_checkpointing, checkpointable
+from isotype.training.checkpointing import Checkpointing, apply_checkpointing
 from isotype.training.evaluate import evaluate
 from isotype.training.optimizer import build_optimizer
 from isotype.training.sample import sample
@@ -39,8 +39,7 @@ def quantised(folder):
 def trained(preset, folder, *, interludes, checkpointing=False):
     model = quantised(folder) if preset == "nf4-lora" else tiny()
     if checkpointing:
-        of = len(checkpointable(model))
-        apply_checkpointing(model, Checkpointing(LAYERS, tuple(range(of)), of))
+        apply_checkpointing(model, Checkpointing("layers", (0, 1), 2))
     if preset.endswith("lora"):
         model = lora(model, lora_dropout=0.1)
     precision = PRESETS[preset]

@@ -109,8 +109,12 @@ def write_text(target: Path, text: str) -> None:
     """Replaces a small file at once: a reader sees the old text or the new, never half."""
     aside = target.with_name(f".{target.name}.partial")
     try:
-        aside.write_text(text, encoding="utf-8")
-        _sync(aside)
+        # a new file: what lies there from a kill, or a link that a stranger put there, is not written through
+        aside.unlink(missing_ok=True)
+        with aside.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         aside.replace(target)
     except OSError as error:
         aside.unlink(missing_ok=True)

@@ -122,14 +122,22 @@ def choose_checkpointing(
     if train.gradient_checkpointing != AUTO:
         return as_configured(model, train)
     has, besides = memory_there(hardware.memory, device), other_memory(model, device)
-    length = max(len(row.input_ids) for row in data.train)
+    length = len(data.longest(1)[0].input_ids)
     most = most_bytes(model, train, precision, length=length) + besides
     if most <= has // 2:
         return Checkpointing(NONE, reason=f"auto: the step cannot take more than {shown(most)} of {shown(has)}")
     made = outline(load_architecture(config.model, tokenizer), config, precision, device_type=device.type)
 
     def simulate(checkpointing: Checkpointing) -> MemoryPlan:
-        return plan_memory(made, train, precision, length=length, checkpointing=checkpointing, device_type=device.type)
+        return plan_memory(
+            made,
+            train,
+            precision,
+            length=length,
+            checkpointing=checkpointing,
+            device_type=device.type,
+            packing=config.data.packing,
+        )
 
     found, _ = auto_checkpointing(simulate, layers=len(checkpointable(model)), has=has, besides=besides, device_type=device.type)
     return found
