@@ -127,6 +127,8 @@ def _lines(path: Path, name: str) -> Iterator[Record]:
             raise UsageError(f"{name}:{number}: broken JSON at column {error.colno}: {error.msg}{hint}") from None
         except RecursionError:
             raise UsageError(f"{name}:{number}: JSON nested too deeply") from None
+        except ValueError:  # Python reads no whole number of more than 4300 digits
+            raise UsageError(f"{name}:{number}: a number with thousands of digits") from None
         yield Record(name, number, _checked(value, line, f"{name}:{number}"))
 
 
@@ -148,6 +150,8 @@ def _array(path: Path, name: str) -> Iterator[Record]:
             raise UsageError(f"{name}:{error.lineno}: broken JSON at column {error.colno}: {error.msg}") from None
         except RecursionError:
             raise UsageError(f"{name}:{line}: JSON nested too deeply") from None
+        except ValueError:
+            raise UsageError(f"{name}:{line}: a number with thousands of digits") from None
         yield Record(name, line, _checked(value, text[position:end], f"{name}:{line}"))
         position = blank.match(text, end).end()  # type: ignore[union-attr]
         separator = text[position : position + 1]
