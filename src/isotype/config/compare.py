@@ -12,6 +12,7 @@ from .yaml_text import write_value
 # Keys that leave the steps already done valid. Everything else would make the result one that no single configuration describes.
 MAY_CHANGE = {
     "model.device": "the same run elsewhere; not bit for bit",
+    "data.cache": "where tokenised rows are kept, not what they are",
     "train.steps": "the schedule is stretched from here on",
     "train.epochs": "the schedule is stretched from here on",
     "train.learning_rate": "from here on",
@@ -35,6 +36,7 @@ MAY_CHANGE = {
     "run.sample_tokens": "what to sample; training does not see it",
     "run.observe_every": "when to look",
     "run.report": "what is written",
+    "run.trackers": "what is written",
 }
 
 

@@ -9,10 +9,11 @@ from torch import nn
 
 from ..dtypes import to_torch
 from ..errors import UsageError
-from ..lora import fuse_lora, unfuse_lora
+from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..ops.compiled import cpu_compiler
 from . import gated, head, norms, rotary
-from .instances import take_back, taken
+from .base import base_notes
+from .instances import put, take_back, taken
 from .manifest import Entry, Manifest
 
 
@@ -36,7 +37,7 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
     device_type  where it will run, for a model that is not there yet; by default where its parameters are
     ->         the Manifest: print it
     Norms run `rms_norm`, rotary functions `rope`, gated MLPs `silu_mul` or `gelu_mul`, the head with its loss `linear_cross_entropy`,
-    and LoRA layers `lora_linear`.
+    LoRA layers `lora_linear`, and 4-bit layers `linear_4bit`.
     Raises  UsageError for something that is no module
     """
     if not isinstance(model, nn.Module):
@@ -51,6 +52,8 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
     elementwise = not (on_cpu and cpu_compiler() is None)
     kind = rotary.table_kind(model)
     for name, module in model.named_modules():
+        if is_4bit(module):
+            _four_bit(name, module, manifest)
         if elementwise:
             _row_ops(name, module, manifest, kind, out_dtype, on_cpu)
         if name and hasattr(module, "num_experts") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
@@ -60,6 +63,7 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
         found, op, why = head.place(lm)
         manifest.add("head", place_of, found if found is not None else lm, op, why)
     manifest.entries += [Entry("lora", line.module, line.kind, line.op, line.reason) for line in fuse_lora(model)]
+    manifest.notes += base_notes(model, precision)
     if not manifest.entries:
         manifest.notes.append("nothing in this model was recognised")
     return manifest
@@ -79,6 +83,14 @@ def _row_ops(name: str, module: nn.Module, manifest: Manifest, kind: bool | str,
         else:
             manifest.add(part, name, module, *rotary.place(module, kind))
         return
+
+
+def _four_bit(name: str, module: nn.Module, manifest: Manifest) -> None:
+    reason = taken(module)
+    if reason is None:
+        put(module, forward_4bit, "linear_4bit")
+    why = "for when the adapter's op does not run" if name.endswith(".base_layer") else ""
+    manifest.add("4-bit", name, module, None if reason else "linear_4bit", reason or why)
 
 
 def restore(model: nn.Module) -> int:

@@ -100,11 +100,11 @@ def save_adapter(model: PeftModel, folder: Path, precision: Precision) -> None:
 
 
 def trainable_share(model: nn.Module) -> tuple[int, int]:
-    """(trainable elements, all elements); a 4-bit byte counts as the two elements it holds."""
+    """(trainable elements, all elements); a packed 4-bit weight counts as what it stands for."""
     trainable = total = 0
     for parameter in model.parameters():
-        packed = type(parameter).__name__ == "Params4bit" and parameter.dtype == torch.uint8
-        n = parameter.numel() * (2 if packed else 1)
+        state = getattr(parameter, "quant_state", None)
+        n = parameter.numel() if state is None else state.shape.numel()
         total += n
         trainable += n if parameter.requires_grad else 0
     return trainable, total

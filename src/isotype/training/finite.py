@@ -11,6 +11,7 @@ from ..errors import RunError
 from ..precision.apply import inner_model
 from ..precision.observe import floating_tensors
 from .batches import Batch
+from .loss import takes_one_row
 
 
 def first_non_finite_module(model: nn.Module, batch: Batch) -> str | None:
@@ -29,7 +30,7 @@ def first_non_finite_module(model: nn.Module, batch: Batch) -> str | None:
     hooks = [m.register_forward_hook(hook(n or type(inner).__name__)) for n, m in inner.named_modules()]
     try:
         with torch.no_grad():
-            model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+            model(**(batch.as_one_row() if batch.position_ids is not None and takes_one_row(model) else batch).inputs)
     finally:
         for h in hooks:
             h.remove()

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..checkpoint.folder import write_text
 from ..config.schema import RunConfig
+from ..config.sources import first_name
 from ..errors import UsageError
 from .strangers import refuse_foreign_entries
 
@@ -23,8 +24,7 @@ def name_of(config: RunConfig) -> str:
     model = config.model.name or str(
         (config.model.config or {}).get("model_type", "model") if isinstance(config.model.config, dict) else "model"
     )
-    data = config.data.train if isinstance(config.data.train, str) else (config.data.train or ["data"])[0]
-    parts = [Path(model).name, Path(data).stem, time.strftime("%Y%m%d-%H%M%S")]
+    parts = [Path(model).name, Path(first_name(config.data.train)).stem, time.strftime("%Y%m%d-%H%M%S")]
     return "-".join("".join(c if c.isalnum() or c in "._" else "-" for c in part) for part in parts)
 
 

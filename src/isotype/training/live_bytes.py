@@ -24,30 +24,15 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self.device_type, self.scratch = device_type, scratch or {}
         self._alive: dict[int, int] = {}
-        self._inside = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if not self._inside:
-            self._count_all(result)
-            if function in self.scratch:
-                self.peak = max(self.peak, self.now + self.scratch[function](*args, **(kwargs or {})))
-        return result
-
-    def as_one_operator(self, formula: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`formula(...)` with its results counted and what it makes on the way not: as compiled."""
-        self._inside += 1
-        try:
-            result = formula(*args, **kwargs)
-        finally:
-            self._inside -= 1
-        self._count_all(result)
-        return result
-
-    def _count_all(self, result: Any) -> None:
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self.device_type:
                 self._count(leaf)
+        if function in self.scratch:
+            self.peak = max(self.peak, self.now + self.scratch[function](*args, **(kwargs or {})))
+        return result
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -28,7 +28,7 @@ from ..data.rows import Row, SamplePrompt
 from ..errors import RunError
 from ..precision.observe import Observer
 from ..precision.resolve import Resolved
-from .batches import Batch, RowStream, collate
+from .batches import Batch, RowFeed, collate
 from .console import Pace, RunConsole
 from .evaluate import evaluate
 from .finite import first_non_finite_trained
@@ -41,6 +41,7 @@ from .metrics import Metrics
 from .sample import sample
 from .schedule import learning_rate
 from .step import Stepper
+from .trackers.trackers import Trackers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,7 +101,7 @@ class Loop:
     tokenizer: PreTrainedTokenizerBase
     stepper: Stepper
     observer: Observer
-    stream: RowStream
+    stream: RowFeed
     eval_rows: Sequence[Row]
     prompts: Sequence[SamplePrompt]
     plan: Plan
@@ -110,6 +111,7 @@ class Loop:
     device: torch.device
     flops: StepFlops
     peak_flops: float | None
+    trackers: Trackers = field(default_factory=Trackers)
     progress: Progress = field(default_factory=Progress)
     observed: list[dict[str, Any]] = field(default_factory=list)
     saved_step: int | None = None
@@ -156,7 +158,8 @@ class Loop:
         else:
             result, promotions = self.stepper(batches, step=step, learning_rate=rate, watch_changes=logging), None
         seconds = self.pace.lap()
-        self.progress.step, self.progress.position = step, self.stream.position
+        self.progress.step = step
+        self.progress.position += sum(len(batch.input_ids) for batch in batches)
         self.progress.trained_seconds += seconds
         self.progress.tokens += result.tokens
         if not logging:
@@ -181,7 +184,7 @@ class Loop:
             "overflow": result.overflow or None,
             "loss_scale": self.stepper.loss_scale.scale if self.stepper.loss_scale else None,
         }
-        self.metrics.write(**row)
+        self._write(row)
         self.console.progress(step, self.plan.total, row | {"grad_norm": result.gradient_norm}, self.pace.eta(self.plan.total - step))
 
     def _observed_step(self, batches: list[Batch], step: int, rate: float) -> tuple[Any, int]:
@@ -219,6 +222,10 @@ class Loop:
             },
         )
 
+    def _write(self, row: dict[str, Any]) -> None:
+        self.metrics.write(**row)
+        self.trackers.row(row)
+
     def _between(self, *, evaluating: bool, sampling: bool, saving: bool) -> bool:
         """Evaluation, samples and checkpoint after a step; True when it is time to stop early."""
         best = stop = False
@@ -250,7 +257,7 @@ class Loop:
             progress.best_loss, progress.best_step, progress.without_gain = result.loss, progress.step, 0
         else:
             progress.without_gain += 1
-        self.metrics.write(step=progress.step, event="evaluation", eval_loss=result.loss, eval_tokens=result.tokens)
+        self._write({"step": progress.step, "event": "evaluation", "eval_loss": result.loss, "eval_tokens": result.tokens})
         self.console.settle()
         self.console.say(
             f"step {progress.step}/{self.plan.total}  evaluation loss {result.loss:.4f}{' (best)' if best and progress.step else ''}"
@@ -265,6 +272,7 @@ class Loop:
         self.folder.samples.mkdir(exist_ok=True)
         step = self.progress.step
         self.folder.write_json(f"samples/step_{step}.json", {"step": step, "samples": [s.as_json() for s in samples]})
+        self.trackers.samples(step, samples)
         self.console.settle()
         self.console.samples(step, samples)
 
@@ -282,6 +290,7 @@ class Loop:
         optimizer, plain = optimizer_tensors(self.model, self.stepper.optimizer)
         state = {
             "progress": asdict(self.progress),
+            "stream": self.stream.state(),
             "random": random_json,
             "optimizer": plain,
             "loss_scale": asdict(self.stepper.loss_scale) if self.stepper.loss_scale else None,
@@ -298,6 +307,7 @@ class Loop:
             restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
             restore_random_state(checkpoint.tensors, state["random"])
             self.progress = Progress(**state["progress"])
+            self.stream.restore(state["stream"])
             if self.stepper.loss_scale and state["loss_scale"]:
                 self.stepper.loss_scale = LossScale(float(state["loss_scale"]["scale"]), int(state["loss_scale"]["quiet"]))
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
@@ -306,7 +316,6 @@ class Loop:
                 f"checkpoint {where}: whole, but not a state of this run: {type(error).__name__}: {error}", code="CK002",
                 fix=f"remove {where} and resume: the one before is taken",
             ) from error  # fmt: skip
-        self.stream.position = self.progress.position
         self.saved_step = checkpoint.step
         self.metrics.cut_after(checkpoint.step)
 

@@ -9,7 +9,7 @@ blocks, as glibc does, sits above it.
 from __future__ import annotations
 
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,12 @@ from ..config.schema import RunConfig, TrainSection
 from ..dtypes import to_torch
 from ..errors import UsageError
 from ..ops.backend import using
-from ..ops.compiled import instead
 from ..ops.linear_cross_entropy.scratch import scratch as head_scratch
 from ..optimize import optimize
 from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import apply_precision
 from ..precision.precision import Precision
+from ..precision.quantised_base import of_config
 from .adapter import attach_adapter
 from .batches import MULTIPLE, Batch
 from .checkpointing import Checkpointing, apply_checkpointing
@@ -105,7 +105,8 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
         total = sum(p.numel() for p in base.parameters())
         if precision.base == "nf4" and not every_weight:
             require_bitsandbytes()
-            quantise_outline(base, to_torch(precision.compute))
+            before = of_config(architecture)
+            quantise_outline(base, to_torch(precision.compute), double=before is None or bool(before.double))
         model: nn.Module = base if every_weight else _with_adapter(base, config)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if config.model.optimize:
@@ -117,18 +118,26 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
 
 
 def plan_memory(
-    made: Outline, train: TrainSection, precision: Precision, *, length: int, checkpointing: Checkpointing, device_type: str = "cpu"
+    made: Outline,
+    train: TrainSection,
+    precision: Precision,
+    *,
+    length: int,
+    checkpointing: Checkpointing,
+    device_type: str = "cpu",
+    packing: bool = False,
 ) -> MemoryPlan:
     """What one optimizer step on `train.batch_size` rows of `length` tokens takes; the same outline may be planned again otherwise.
 
-    made    from `outline`; its parameters become fake ones here
-    length  tokens of the longest row
+    made     from `outline`; its parameters become fake ones here
+    length   tokens of the longest row
+    packing  rows are packed: attention gets a mask of every document instead of the causal one it makes itself
     """
     length += -length % MULTIPLE
     held = _held(made.model, train, precision)
     apply_checkpointing(made.model, checkpointing)
     try:
-        return _simulated(made.model, train, precision, length=length, device_type=device_type, held=held)
+        return _simulated(made.model, train, precision, length=length, device_type=device_type, held=held, packing=packing)
     except UsageError:
         raise
     except Exception as error:
@@ -161,16 +170,18 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _simulated(
-    model: nn.Module, train: TrainSection, precision: Precision, *, length: int, device_type: str, held: MemoryPlan
+    model: nn.Module, train: TrainSection, precision: Precision, *, length: int, device_type: str, held: MemoryPlan, packing: bool
 ) -> MemoryPlan:
     live = LiveBytes(device_type, {**scratch(), **head_scratch()})
-    with FakeTensorMode(allow_non_fake_inputs=True), live, _quiet(), _formulas_as_compiled(live):
+    # on a CPU without a compiler the ops are plain PyTorch, and take more; elsewhere there are kernels
+    kernels = nullcontext() if device_type == "cpu" else using("cpp")
+    with FakeTensorMode(allow_non_fake_inputs=True), live, _quiet(), kernels:
         _make_fake(model, torch.device(device_type))
         accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
         plain = train.model_copy(update={"optimizer": "adamw"}) if train.optimizer == "adamw8bit" else train
         optimizer = build_optimizer(model, plain, precision, accumulator.gradient)
         stepper = Stepper(model, optimizer, accumulator, precision, train)
-        batch = _batch(train.batch_size, length, torch.device(device_type))
+        batch = _batch(train.batch_size, length, torch.device(device_type), packing=packing)
         after_forward: list[int] = []
         counting = model.register_forward_hook(lambda *_: after_forward.append(live.now))
 
@@ -224,9 +235,10 @@ def _make_fake(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
 
 
-def _batch(rows: int, length: int, device: torch.device) -> Batch:
+def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Batch:
     ids_BT, mask_BT, labels_BT = (torch.empty(rows, length, dtype=torch.long, device=device) for _ in range(3))
-    return Batch(ids_BT, mask_BT, labels_BT, rows * length, rows * (length - 1))
+    mask, positions = (None, mask_BT) if packing else (mask_BT, None)
+    return Batch(ids_BT, mask, labels_BT, rows * length, rows * (length - 1), positions)
 
 
 def _with_adapter(base: Any, config: RunConfig) -> nn.Module:
@@ -246,17 +258,6 @@ def _give_angles(model: nn.Module) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if name.endswith("inv_freq"):
                 module._buffers[name] = torch.linspace(1.0, 0.1, buffer.numel()).view(buffer.shape)
-
-
-@contextmanager
-def _formulas_as_compiled(live: LiveBytes) -> Iterator[None]:
-    """A formula that the run compiles (or has a kernel for) makes its results and nothing on the way."""
-    token = instead.set(live.as_one_operator)
-    try:
-        with using("eager"):
-            yield
-    finally:
-        instead.reset(token)
 
 
 @contextmanager

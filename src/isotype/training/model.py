@@ -17,6 +17,7 @@ from ..config.schema import ModelSection
 from ..dtypes import to_torch
 from ..errors import UsageError
 from ..precision.precision import Precision
+from ..precision.quantised_base import check_base, of_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,9 +82,12 @@ def load_base(source: Source, precision: Precision, *, attention: str, device: t
     if attention in ("flash", "flex") and device.type == "cpu":
         raise UsageError(f"model.attention: {attention} trains on a GPU only, and this run is on the CPU", fix="model.attention: sdpa")
     dtype = precision.trainable if trainable else precision.unquantised
+    # transformers would load it as it came, whatever is asked for
+    quantised_before = bool(base_notes(source, precision))
     options: dict[str, Any] = {"attn_implementation": ATTENTION[attention], "dtype": to_torch(dtype)}
     if precision.base == "nf4" and not trainable:
-        options["quantization_config"] = _nf4(precision)
+        if not quantised_before:
+            options["quantization_config"] = _nf4(precision)
         options["device_map"] = {"": device}
     with _explained(source.name, "model"):
         model, loaded = AutoModelForCausalLM.from_pretrained(
@@ -98,6 +102,13 @@ def load_base(source: Source, precision: Precision, *, attention: str, device: t
         model.to(device)
     # a rotary table in half precision is wrong from position 256 on; it is a buffer, and buffers stay as transformers made them
     return model
+
+
+def base_notes(source: Source, precision: Precision) -> list[str]:
+    """What to say of a base that was quantised before it was saved. Raises UsageError for one that the precision does not declare."""
+    with _explained(source.name, "model"):
+        architecture = AutoConfig.from_pretrained(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
+    return check_base(of_config(architecture), precision, source.name)
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

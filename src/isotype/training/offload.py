@@ -26,8 +26,9 @@ class Away:
 
     def __init__(self, tensor: Tensor, before: Away | None) -> None:
         self.dtype, self.shape, self.device = tensor.dtype, tensor.shape, tensor.device
-        pinned = tensor.is_cuda and not isinstance(tensor, FakeTensor)
-        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+        # a memory plan counts the device's bytes: its host tensors have none
+        host = "meta" if isinstance(tensor, FakeTensor) else "cpu"
+        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, device=host, pin_memory=tensor.is_cuda and host == "cpu")
         self.here: Tensor | None = tensor.detach()  # the graph would hold what it needs anyway, and more
         self.copied: Any = None
         self.spent = False
@@ -90,7 +91,9 @@ class HostMemory:
             self._copy(away, away.here, away.host)
 
     def _copy(self, away: Away, to: Tensor, source: Tensor) -> None:
-        if isinstance(source, FakeTensor) or away.device.type != "cuda":
+        if isinstance(source, FakeTensor):
+            return
+        if away.device.type != "cuda":
             to.copy_(source)
             return
         if self.stream is None:

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 BLOCK, INNER_BLOCK = 64, 256  # elements a scale, scales a scale of scales
 
 
-def quantise_outline(model: Any, compute: torch.dtype) -> None:
-    """Every linear layer but the head becomes an nf4 one with double quantisation, as transformers loads it; on the meta device."""
+def quantise_outline(model: Any, compute: torch.dtype, *, double: bool = True) -> None:
+    """Every linear layer but the head becomes an nf4 one, its scales quantised too where `double`; on the meta device."""
     head = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and child is not head:
-                setattr(parent, name, _layer(child, compute))
+                setattr(parent, name, _layer(child, compute, double))
     model.is_loaded_in_4bit = True  # what PEFT asks
 
 
-def _layer(linear: nn.Linear, compute: torch.dtype) -> nn.Module:
+def _layer(linear: nn.Linear, compute: torch.dtype, double: bool) -> nn.Module:
     import bitsandbytes
     from bitsandbytes.functional import QuantState
 
@@ -33,11 +33,12 @@ def _layer(linear: nn.Linear, compute: torch.dtype) -> nn.Module:
         elements = linear.in_features * linear.out_features
         scales = -(-elements // BLOCK)
         weight = nn.Parameter(torch.empty(-(-elements // 2), 1, dtype=torch.uint8), requires_grad=False)
-        weight.compress_statistics, weight.quant_type = True, "nf4"  # type: ignore[attr-defined]
+        weight.compress_statistics, weight.quant_type = double, "nf4"  # type: ignore[attr-defined]
         inner = QuantState(absmax=torch.empty(-(-scales // INNER_BLOCK)), code=torch.empty(256), blocksize=INNER_BLOCK, dtype=torch.float32)
         weight.quant_state = QuantState(  # type: ignore[attr-defined]
-            absmax=torch.empty(scales, dtype=torch.uint8), shape=torch.Size((linear.out_features, linear.in_features)),
-            code=torch.empty(16), blocksize=BLOCK, quant_type="nf4", dtype=compute, offset=torch.empty(()), state2=inner,
+            absmax=torch.empty(scales, dtype=torch.uint8 if double else torch.float32),
+            shape=torch.Size((linear.out_features, linear.in_features)), code=torch.empty(16), blocksize=BLOCK, quant_type="nf4",
+            dtype=compute, offset=torch.empty(()) if double else None, state2=inner if double else None,
         )  # fmt: skip
     layer.weight = weight
     layer.support_avx512bf16_for_cpu = False

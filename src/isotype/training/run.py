@@ -18,12 +18,14 @@ from ..config.load import LoadedConfig, load
 from ..config.schema import RunConfig
 from ..config.write import resolved_yaml
 from ..data.examples import examples
+from ..data.facts import source_lines
+from ..data.rows import LoadedData
 from ..environment import environment
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
 from ..hardware import detect, measured_matmul_peak
 from ..precision.observe import Observer
 from .adapter import trainable_share
-from .batches import RowStream
+from .batches import row_feed
 from .console import RunConsole, duration, size
 from .finish import finish
 from .flops import step_flops
@@ -35,6 +37,8 @@ from .preflight.subject import Subject
 from .quiet import quiet_libraries
 from .setup import Prepared, prepare, resolve_precision
 from .strangers import refuse_code_of
+from .trackers.available import refuse_missing
+from .trackers.trackers import start
 
 INTERRUPTED = 130
 
@@ -44,6 +48,7 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool
 
     skips  checks of the preflight to leave out, code to reason
     """
+    refuse_missing(loaded.config.run.trackers)
     folder = RunFolder(resume or Path(loaded.config.run.folder.replace("{name}", name_of(loaded.config))))
     if resume is not None and not folder.is_run:
         raise UsageError(f"--resume {resume}: no {RESOLVED} there: not a run folder")
@@ -111,6 +116,19 @@ def _run(
     console.header([*header_rows(config, prepared, loop.plan, folder), *checked.header_rows()])
     if resuming:
         _restore(loop, console)
+    loop.trackers = trackers = start(config.run.trackers, folder.path, config.model_dump(), console.say)
+    status = 1
+    try:
+        status, result = _to_the_end(loop, prepared, config, folder, console, interrupt)
+    finally:
+        trackers.close(status)
+    return status, result
+
+
+def _to_the_end(
+    loop: Loop, prepared: Prepared, config: RunConfig, folder: RunFolder, console: RunConsole, interrupt: Interrupt
+) -> tuple[int, dict[str, Any]]:
+    """Trains, and leaves the result or, interrupted, what is needed to go on."""
     finished = loop.run(interrupt)
     if not finished:
         step = loop.progress.step
@@ -156,7 +174,7 @@ def _loop(config: Any, prepared: Prepared, folder: RunFolder, console: RunConsol
         tokenizer=prepared.tokenizer,
         stepper=prepared.stepper,
         observer=Observer(prepared.model, precision),
-        stream=RowStream(data.train, seed=config.train.seed, shuffle=config.data.shuffle),
+        stream=row_feed(data, seed=config.train.seed, shuffle=config.data.shuffle),
         eval_rows=data.eval,
         prompts=prepared.prompts,
         plan=Plan.of(config, rows=len(data.train), eval_rows=len(data.eval)),
@@ -233,8 +251,8 @@ def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) 
         ("model", f"{prepared.source.name}  {total:,} parameters, {trainable:,} trained ({trainable / total:.2%}, {how})"),
         ("precision", f"{p}  ({resolved.why_preset})"),
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
-        ("data", f"{len(prepared.data.train):,} training rows, {len(prepared.data.eval):,} evaluation rows"),
-        *[("", note) for note in facts.get("notes", [])],
+        ("data", data_line(prepared.data)),
+        *[("", line) for line in [*source_lines(facts), *facts["notes"]]],
         *[("ops" if i == 0 else "", line) for i, line in enumerate(prepared.manifest.lines())],
         ("recompute", str(prepared.checkpointing)),
         (
@@ -247,6 +265,15 @@ def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) 
         ),
     ]
     return [*rows, *[("warning", f"{f.code} {f.message}; {f.fix}") for f in resolved.warnings]]
+
+
+def data_line(data: LoadedData) -> str:
+    rows = f"{len(data.train):,} training rows"
+    if data.stream is not None:
+        rows = "a stream of training rows"
+    elif packing := data.facts.get("packing"):
+        rows = f"{packing['rows']:,} training rows in {len(data.train):,} packed ones"
+    return f"{rows}, {len(data.eval):,} evaluation rows"
 
 
 def _say_result(result: dict[str, Any], console: RunConsole) -> None:

@@ -17,9 +17,11 @@ from ..data.prompts import prompts_from
 from ..data.rows import LoadedData, SamplePrompt
 from ..hardware import Hardware, detect
 from ..optimize import Manifest, optimize
+from ..optimize.base import base_notes as manifest_notes
 from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import apply_precision
 from ..precision.precision import Precision
+from ..precision.quantised_base import check_share
 from ..precision.resolve import Resolved, resolve
 from .adapter import attach_adapter
 from .auto_checkpointing import auto_checkpointing
@@ -28,7 +30,7 @@ from .folder import RunFolder
 from .memory import memory_there, other_memory, shown
 from .memory_bound import most_bytes
 from .memory_plan import MemoryPlan, outline, plan_memory
-from .model import Source, base_source, check_vocabulary, load_architecture, load_base, load_tokenizer
+from .model import Source, base_notes, base_source, check_vocabulary, load_architecture, load_base, load_tokenizer
 from .optimizer import build_optimizer
 from .step import Stepper
 
@@ -94,11 +96,19 @@ def build_model(
     """The model as it will be trained: loaded, with its adapter and Isotype's ops, under its precision; and what ran in whose place."""
     every_weight = config.adapter.kind == "none"
     base = load_base(source, precision, attention=config.model.attention, device=device, trainable=every_weight)
+    notes = base_notes(source, precision)
+    if precision.base == "nf4":
+        check_share(base.requires_grad_(False), consent=config.model.allow_unquantised, kept_in=precision.unquantised)
     check_vocabulary(base, tokenizer)
     base.config.use_cache = False
     model: nn.Module = base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed)
     # before the precision, which wraps the forward that the ops look at
-    manifest = optimize(model, precision) if config.model.optimize else Manifest(notes=["model.optimize: false"])
+    manifest = (
+        optimize(model, precision)
+        if config.model.optimize
+        else Manifest(notes=["model.optimize: false", *manifest_notes(model, precision)])
+    )
+    manifest.notes += notes
     apply_precision(model, precision, device_type=device.type)
     return model, manifest
 
@@ -112,14 +122,22 @@ def choose_checkpointing(
     if train.gradient_checkpointing != AUTO:
         return as_configured(model, train)
     has, besides = memory_there(hardware.memory, device), other_memory(model, device)
-    length = max(len(row.input_ids) for row in data.train)
+    length = len(data.longest(1)[0].input_ids)
     most = most_bytes(model, train, precision, length=length) + besides
     if most <= has // 2:
         return Checkpointing(NONE, reason=f"auto: the step cannot take more than {shown(most)} of {shown(has)}")
     made = outline(load_architecture(config.model, tokenizer), config, precision, device_type=device.type)
 
     def simulate(checkpointing: Checkpointing) -> MemoryPlan:
-        return plan_memory(made, train, precision, length=length, checkpointing=checkpointing, device_type=device.type)
+        return plan_memory(
+            made,
+            train,
+            precision,
+            length=length,
+            checkpointing=checkpointing,
+            device_type=device.type,
+            packing=config.data.packing,
+        )
 
     found, _ = auto_checkpointing(simulate, layers=len(checkpointable(model)), has=has, besides=besides, device_type=device.type)
     return found

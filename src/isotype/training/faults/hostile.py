@@ -1,6 +1,6 @@
 """What hostile files are given to, as a user's command would: configurations, data, weights, adapters, run folders.
 
-A target takes a folder of its own and a source of chance, makes one input and feeds it. It may raise IsotypeError; anything else is a fault.
+A target takes a folder of its own and a source of chance, makes one input and feeds it. It may raise IsotypeError; all else is a fault.
 """
 
 from __future__ import annotations

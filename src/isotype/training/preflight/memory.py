@@ -26,7 +26,15 @@ def out_of_memory(subject: Subject) -> Iterator[Finding]:
     if not has or most_bytes(prepared.model, config.train, precision, length=length) + besides <= has // 2:
         return
     made = outline(load_architecture(config.model, prepared.tokenizer), config, precision, device_type=device)
-    plan = plan_memory(made, config.train, precision, length=length, checkpointing=prepared.checkpointing, device_type=device)
+    plan = plan_memory(
+        made,
+        config.train,
+        precision,
+        length=length,
+        checkpointing=prepared.checkpointing,
+        device_type=device,
+        packing=config.data.packing,
+    )
     needs = plan.peak + besides
     if needs <= has * (1 - WITHIN):
         return
