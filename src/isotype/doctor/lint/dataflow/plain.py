@@ -55,7 +55,7 @@ def _worth_running(file: SourceFile) -> Wanted:
         for node in file.own(function):
             if isinstance(node, ast.Call):
                 scenarios |= _asked_for(file, node)
-                loops = loops or last_name(node.func) in names.LIKE
+                loops = loops or last_name(node.func) in names.LIKE or last_name(node.func) in ("zeros", "new_zeros")
                 if isinstance(node.func, ast.Name) or (isinstance(node.func, ast.Attribute) and last_name(node.func.value) == "self"):
                     called.add(last_name(node.func))
         if any(is_root(node) for node in file.own(function)):
@@ -119,7 +119,7 @@ def _run(file: SourceFile, function: Function, scenario: Scenario, events: list[
             return  # the decorator decides, and not the region around the call
         run.autocast = None
     if isinstance(cls, ast.ClassDef) and given and "staticmethod" not in decorators:
-        attributes = {} if "classmethod" in decorators else class_attributes(file, cls, scenario.weights)
+        attributes = {} if "classmethod" in decorators else class_attributes(file, cls, scenario)
         env.names[given[0].arg] = Instance(cls, attributes)
         given = given[1:]
     env.names |= arguments.bind(file, function, given, scenario, path, module=True)
