@@ -171,6 +171,11 @@ def _builtin(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any
         return Items(each=Scalar())
     if name == "zip":
         return Items(each=Items(known=[run.element_of(a) for a in args]))
+    if name == "map" and len(args) == 2 and isinstance(first, Closure):
+        items = args[1]
+        if isinstance(items, Items) and items.known is not None and len(items.known) <= 8:
+            return Items(known=[run.call_closure(first, [item], {}, node) for item in items.known])
+        return Items(each=run.call_closure(first, [run.element_of(items)], {}, node))
     if name == "enumerate":
         return Items(each=Items(known=[Scalar(), run.element_of(first)]))
     if name == "sum" and isinstance(first, Items):

@@ -45,7 +45,8 @@ class LowPrecisionAccumulator(Rule):
 
     Known problems
     --------------
-    Only buffers of autograd.Functions, those whose name says gradient, and sums of matrix products are looked at. How many parts are
+    Only buffers of autograd.Functions, those whose name says gradient, and sums of matrix
+    products in a function whose name does, are looked at. How many parts are
     summed is not known here: a loop over two experts loses little.
     """
 
@@ -74,7 +75,7 @@ def _loses(event: Event, inside_function: bool) -> bool:
         return False
     allocated = isinstance(event.value, ast.Call)
     a_gradient = bool(GRADIENT.search(name)) or (inside_function and event.phase == "backward" and allocated)
-    of_products = allocated and _is_product(event)  # each part itself a sum over many rows: the loop is over chunks of them
+    of_products = allocated and "grad" in (event.symbol or "").rpartition(".")[2] and _is_product(event)
     if not (a_gradient or of_products) or not buffer.low or event.scenario.autocast or buffer.zero_dim or event.loop is None:
         return False
     return not any(_starts_anew(node, name) for node in ast.walk(event.loop))
