@@ -25,7 +25,7 @@ def planned(architecture: dict, overrides: list[str], length: int):
     config = load(None, overrides).config
     precision = Precision.preset(config.precision.preset)
     made = outline(AutoConfig.for_model(**architecture), config, precision, device_type="cpu")
-    return made, plan_memory(made, config.train, precision, length=length)
+    return made, plan_memory(made, config.train, precision, length=length, packing=config.data.packing)
 
 
 def test_held_memory_is_counted_exactly():
@@ -84,6 +84,7 @@ def test_an_architecture_that_cannot_be_simulated_still_has_its_weights(monkeypa
     ("architecture", "overrides", "length"),
     [
         (LLAMA, ["precision.preset=bf16-lora"], 512),
+        (LLAMA, ["precision.preset=bf16-lora", "data.packing=true"], 512),
         (QWEN, ["precision.preset=fp32", "adapter.kind=none", "train.gradient_checkpointing=true"], 512),
     ],
 )
