@@ -11,7 +11,7 @@ from ..dtypes import to_torch
 from ..errors import UsageError
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..ops.compiled import cpu_compiler
-from . import gated, head, norms, rotary
+from . import gated, generation, head, norms, rotary
 from .base import base_notes
 from .instances import put, take_back, taken
 from .manifest import Entry, Manifest
@@ -37,7 +37,8 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
     device_type  where it will run, for a model that is not there yet; by default where its parameters are
     ->         the Manifest: print it
     Norms run `rms_norm`, rotary functions `rope`, gated MLPs `silu_mul` or `gelu_mul`, the head with its loss `linear_cross_entropy`,
-    LoRA layers `lora_linear`, and 4-bit layers `linear_4bit`.
+    LoRA layers `lora_linear`, gated MLPs of them `lora_mlp`, and 4-bit layers `linear_4bit`. `model.generate` may be called in a trainer's
+    callback: see `generation`.
     Raises  UsageError for something that is no module
     """
     if not isinstance(model, nn.Module):
@@ -48,13 +49,18 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
     on_cpu = device_type == "cpu" if device_type else all(p.device.type == "cpu" for p in model.parameters())
     if on_cpu and cpu_compiler() is None:
         # without a compiler these ops are formulas of plain PyTorch: no faster than the model's own
-        manifest.notes.append("no C++ compiler (g++ or clang++) was found: norms, rotary and gated MLPs are left to the model on this CPU")
+        but = " but for norms, whose output is declared" if out_dtype else ""
+        manifest.notes.append(
+            f"no C++ compiler (g++ or clang++) was found: norms, rotary and gated MLPs are left to the model on this CPU{but}"
+        )
     elementwise = not (on_cpu and cpu_compiler() is None)
+    # first, because a gated MLP asks whether its layers are fused
+    adapters = [Entry("lora", line.module, line.kind, line.op, line.reason) for line in fuse_lora(model)]
     kind = rotary.table_kind(model)
     for name, module in model.named_modules():
         if is_4bit(module):
             _four_bit(name, module, manifest)
-        if elementwise:
+        if elementwise or (out_dtype is not None and norms.is_candidate(module)):
             _row_ops(name, module, manifest, kind, out_dtype, on_cpu)
         if name and hasattr(module, "num_experts") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
             manifest.add("experts", name, module, None, "its experts are one stacked parameter: no op for those")
@@ -62,7 +68,9 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
         place_of = next(name for name, module in model.named_modules() if module is lm)
         found, op, why = head.place(lm)
         manifest.add("head", place_of, found if found is not None else lm, op, why)
-    manifest.entries += [Entry("lora", line.module, line.kind, line.op, line.reason) for line in fuse_lora(model)]
+        reason = generation.place(lm)
+        manifest.add("generate", place_of, lm, None if reason else "generate", reason or "leaves no trace in a trainer's loop")
+    manifest.entries += adapters
     manifest.notes += base_notes(model, precision)
     if not manifest.entries:
         manifest.notes.append("nothing in this model was recognised")
@@ -99,4 +107,5 @@ def restore(model: nn.Module) -> int:
     for module in model.modules():
         undone += take_back(module)
         head.remove_hooks(module)
+        undone += generation.take_back(module)
     return undone
