@@ -70,14 +70,19 @@ def library(source: Path) -> ctypes.CDLL:
     text = source.read_bytes() + b"".join(header.read_bytes() for header in sorted(HEADERS.glob("*.h")))
     key = hashlib.sha256(text + "\n".join((*FLAGS, machine(compiler))).encode()).hexdigest()[:16]
     built = folder() / f"{source.parent.name}-{key}.so"
-    if not built.exists():
-        with locked(built.with_suffix(".lock")):
-            if not built.exists():
-                build(compiler, source, built)
-    try:
-        return ctypes.CDLL(str(built))
-    except OSError as error:
-        raise BuildError(f"{built} does not load: {error}") from error
+    for last in (False, True):
+        if not built.exists():
+            with locked(built.with_suffix(".lock")):
+                if not built.exists():
+                    build(compiler, source, built)
+        try:
+            return ctypes.CDLL(str(built))
+        except OSError as error:
+            # half a file, left by a machine that stopped: build it again, once
+            built.unlink(missing_ok=True)
+            if last:
+                raise BuildError(f"{built} does not load: {error}") from error
+    raise AssertionError("returned or raised above")
 
 
 @contextmanager
