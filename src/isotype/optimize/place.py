@@ -37,7 +37,7 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
     device_type  where it will run, for a model that is not there yet; by default where its parameters are
     ->         the Manifest: print it
     Norms run `rms_norm`, rotary functions `rope`, gated MLPs `silu_mul` or `gelu_mul`, the head with its loss `linear_cross_entropy`,
-    LoRA layers `lora_linear`, and 4-bit layers `linear_4bit`.
+    4-bit layers `linear_4bit`, LoRA layers `lora_linear`, and gated MLPs of them `lora_mlp`.
     Raises  UsageError for something that is no module
     """
     if not isinstance(model, nn.Module):
@@ -50,6 +50,8 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
     if why_not:
         # without their C++ kernels these ops are formulas of plain PyTorch: no faster than the model's own
         manifest.notes.append(f"{why_not}: norms, rotary and gated MLPs are left to the model on this CPU")
+    # first, because a gated MLP asks whether its layers are fused
+    adapters = [Entry("lora", line.module, line.kind, line.op, line.reason) for line in fuse_lora(model)]
     kind = rotary.table_kind(model)
     for name, module in model.named_modules():
         if is_4bit(module):
@@ -62,7 +64,7 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
         place_of = next(name for name, module in model.named_modules() if module is lm)
         found, op, why = head.place(lm)
         manifest.add("head", place_of, found if found is not None else lm, op, why)
-    manifest.entries += [Entry("lora", line.module, line.kind, line.op, line.reason) for line in fuse_lora(model)]
+    manifest.entries += adapters
     manifest.notes += base_notes(model, precision)
     if not manifest.entries:
         manifest.notes.append("nothing in this model was recognised")
