@@ -29,18 +29,21 @@ def causal_lms(model: nn.Module) -> list[nn.Module]:
     return list(by_head.values()) or models[:1]
 
 
-def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None = None) -> Manifest:
+def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None = None, lora_branch: str = "compute") -> Manifest:
     """Places the ops in a causal LM of transformers, by structure and after a probe, on instances only.
 
     model      a causal LM, or a PEFT model of one
     precision  a Precision: norms then give their output in its compute dtype; without one, in their input's
     device_type  where it will run, for a model that is not there yet; by default where its parameters are
+    lora_branch  "fp32" computes the adapters' own products in fp32 beside narrower base products
     ->         the Manifest: print it
     Norms run `rms_norm`, rotary functions `rope`, gated MLPs `silu_mul` or `gelu_mul`, the head with its loss `linear_cross_entropy`,
     LoRA layers `lora_linear`, gated MLPs of them `lora_mlp`, and 4-bit layers `linear_4bit`. `model.generate` may be called in a trainer's
     callback: see `generation`.
-    Raises  UsageError for something that is no module
+    Raises  UsageError for something that is no module, and for an unknown lora_branch
     """
+    if lora_branch not in ("compute", "fp32"):
+        raise UsageError(f"lora_branch is {lora_branch!r}: expected compute or fp32")
     if not isinstance(model, nn.Module):
         raise UsageError(f"optimize() takes a model, not a {type(model).__name__}")
     word = getattr(precision, "compute", precision)
@@ -53,7 +56,7 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
         but = " but for norms, whose output is declared" if out_dtype else ""
         manifest.notes.append(f"{why_not}: norms, rotary and gated MLPs are left to the model on this CPU{but}")
     # first, because a gated MLP asks whether its layers are fused
-    adapters = [Entry("lora", line.module, line.kind, line.op, line.reason) for line in fuse_lora(model)]
+    adapters = [Entry("lora", line.module, line.kind, line.op, line.reason) for line in fuse_lora(model, branch_fp32=lora_branch == "fp32")]
     kind = rotary.table_kind(model)
     for name, module in model.named_modules():
         if is_4bit(module):
