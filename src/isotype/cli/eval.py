@@ -30,7 +30,7 @@ def evaluate(
 
         isotype eval runs/qwen --data held_out.jsonl
     """
-    from ..training.run import quiet_libraries
+    from ..training.quiet import quiet_libraries
 
     quiet_libraries()
     from ..config.schema import DataSection

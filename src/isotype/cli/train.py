@@ -41,7 +41,7 @@ Examples:
 
     isotype plan --model Qwen/Qwen2.5-0.5B --data chats.jsonl --preset qlora
 
-    isotype plan run.yaml train.batch_size=16 train.gradient_checkpointing=true
+    isotype plan run.yaml train.batch_size=16 train.gradient_checkpointing=layers
 """
 
 Settings = Annotated[
@@ -148,10 +148,11 @@ def _loaded(
 def _refuse_incomplete(loaded: LoadedConfig) -> None:
     """What no run can do without, said before anything heavy is imported."""
     from ..config.sources import check_data
+    from ..training.trackers.available import missing as missing_trackers
 
     config = loaded.config
     where = f"{loaded.path} " if loaded.path else ""
-    missing = []
+    missing = missing_trackers(config.run.trackers)
     if config.model.name is None and (config.model.init == "pretrained" or config.model.config is None):
         missing.append(f"{where}model.name: missing: --model FOLDER, or model.name in a file (isotype init writes one)")
     if config.data.train is None:

@@ -22,6 +22,7 @@ MAY_CHANGE = {
     "train.min_learning_rate": "from here on",
     "train.clip": "from here on",
     "train.gradient_checkpointing": "the same numbers in other memory",
+    "train.checkpointed_layers": "the same numbers in other memory",
     "train.deterministic": "from here on",
     "train.eval_every": "when to look, not what is learnt",
     "train.eval_batch_size": "the evaluation loss does not depend on it",
@@ -35,6 +36,7 @@ MAY_CHANGE = {
     "run.sample_tokens": "what to sample; training does not see it",
     "run.observe_every": "when to look",
     "run.report": "what is written",
+    "run.trackers": "what is written",
 }
 
 

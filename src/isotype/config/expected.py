@@ -58,6 +58,8 @@ def _words(schema: dict[str, Any]) -> str:
         items = schema.get("items", {})
         inner = [option.get("type") for option in items.get("anyOf", [items])]
         return "a list of " + " or ".join(_PLURAL[kind] for kind in inner) if all(kind in _PLURAL for kind in inner) else "a list"
+    if "pattern" in schema:
+        return f"text such as {schema['examples'][0]!r}"
     return {"string": "text", "boolean": "true or false", "object": "a mapping"}.get(str(kind), "a value")
 
 

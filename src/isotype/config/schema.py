@@ -13,6 +13,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
+EveryKth = Annotated[str, Field(pattern=r"^every [1-9][0-9]*$", examples=["every 2"])]
 
 
 class Section(BaseModel):
@@ -34,6 +35,8 @@ class ModelSection(Section):
     """Attention implementation. `flash` needs a GPU and the flash-attn package."""
     optimize: bool = True
     """Place Isotype's own ops (norms, rotary, gated MLP, head with loss) where they reproduce the model's; the manifest says where."""
+    allow_unquantised: bool = False
+    """Train on a 4-bit base of which more than 10% stays unquantised: stacked experts, which bitsandbytes leaves as they are."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Only for sources you trust."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -151,8 +154,11 @@ class TrainSection(Section):
     """AdamW's epsilon."""
     clip: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest gradient norm; 0 for no clipping."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in backward: less memory, about a third more time."""
+    gradient_checkpointing: Literal["auto", "none", "layers", "layers+offload"] = "auto"
+    """`layers` recomputes layers in backward: less memory, up to a third more time, the same numbers. `layers+offload` also moves what is
+    kept of them to host memory (GPU only). `auto`: none where the memory plan fits, else the fewest layers, then all with offload."""
+    checkpointed_layers: Literal["all"] | PositiveInt | EveryKth | list[Annotated[int, Field(ge=0)]] = "all"
+    """Which layers: `all`, a number (the first ones, which save most), `every 2`, or a list of positions from 0."""
     seed: int = 0
     """Of weights, data order, dropout and sampling."""
     deterministic: bool = False
@@ -183,7 +189,9 @@ class RunSection(Section):
     observe_every: PositiveInt = 100
     """Steps between looks at every dtype (step 1 is always looked at)."""
     report: bool = True
-    """Write report.html."""
+    """Write report.html and report.png."""
+    trackers: list[Literal["tensorboard", "wandb"]] = []
+    """Where the metrics go besides metrics.jsonl; each needs its extra (`pip install 'isotype[wandb]'`). wandb is offline without a key."""
 
 
 class RunConfig(Section):

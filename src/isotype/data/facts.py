@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from .formats import Example
 from .rows import IGNORED
 from .tokens import TokenRows
 
+_BARS = 16  # of the histogram of lengths, at most
 COMPARED = 64  # rows of a source whose labels are compared with the template's own mask
 
 
@@ -39,15 +41,13 @@ def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> di
 
 
 def histogram(lengths: Sequence[int]) -> list[dict[str, int]]:
-    """Rows by length, in powers of two: `up_to` is inclusive."""
-    count = Counter(max(8, 1 << (n - 1).bit_length()) for n in lengths)
-    if not count:
+    """Rows by length in bars of one width, a power of two that makes at most `_BARS` of them: `up_to` is inclusive."""
+    if not lengths:
         return []
-    bounds, bound = [], min(count)
-    while bound <= max(count):
-        bounds.append(bound)
-        bound *= 2
-    return [{"up_to": bound, "rows": count[bound]} for bound in bounds]
+    width = 1 << max(0, math.ceil(max(lengths) / _BARS) - 1).bit_length()
+    first, last = (min(lengths) - 1) // width, (max(lengths) - 1) // width
+    count = Counter((n - 1) // width for n in lengths)
+    return [{"up_to": (bar + 1) * width, "rows": count[bar]} for bar in range(first, last + 1)]
 
 
 def token_facts(encoder: Encoder, sides: Sequence[TokenRows], tallies: Sequence[Tally]) -> dict[str, Any]:

@@ -41,6 +41,15 @@ def non_finite_parameters(model: nn.Module) -> list[str]:
     return [n for n, p in model.named_parameters() if p.is_floating_point() and not bool(p.isfinite().all())]
 
 
+def first_non_finite_trained(model: nn.Module) -> str | None:
+    """The first trained parameter that is not finite; waits for the device once."""
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        return None
+    finite = torch.stack([p.detach().isfinite().all() for p in trained.values()]).tolist()
+    return next((name for name, good in zip(trained, finite) if not good), None)
+
+
 def non_finite_gradients(model: nn.Module, gradient: Callable[[nn.Parameter], Tensor | None]) -> list[str]:
     """Parameters with a non-finite gradient, deepest first: backward met that one first."""
     bad = [n for n, p in model.named_parameters() if (g := gradient(p)) is not None and not bool(g.isfinite().all())]

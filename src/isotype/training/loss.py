@@ -40,4 +40,5 @@ def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor, *, dtype: str = "fp32"
     """
     # the labels move, not the logits: those would be copied, and deferred ones made real
     targets_N = F.pad(labels_BT[:, 1:], (0, 1), value=IGNORED).flatten()
-    return F.cross_entropy(logits_BTV.flatten(0, 1).to(to_torch(dtype)), targets_N, ignore_index=IGNORED, reduction="sum")
+    logits_NV = logits_BTV.reshape(-1, logits_BTV.shape[-1])  # deferred logits stay deferred through a reshape
+    return F.cross_entropy(logits_NV.to(to_torch(dtype)), targets_N, ignore_index=IGNORED, reduction="sum")
