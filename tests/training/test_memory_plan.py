@@ -86,9 +86,8 @@ def test_an_architecture_that_cannot_be_simulated_still_has_its_weights(monkeypa
 @pytest.mark.parametrize(
     ("architecture", "overrides", "length"),
     [
-        (LLAMA, ["precision.preset=bf16-lora"], 512),
-        (LLAMA, ["precision.preset=nf4-lora", "train.gradient_checkpointing=layers", "train.checkpointed_layers=2"], 512),
         (LLAMA, ["precision.preset=bf16-lora", "data.packing=true"], 512),
+        (LLAMA, ["precision.preset=nf4-lora", "train.gradient_checkpointing=layers", "train.checkpointed_layers=2"], 512),
     ],
 )
 def test_within_15_percent_of_the_memory_of_real_steps(architecture, overrides, length):
