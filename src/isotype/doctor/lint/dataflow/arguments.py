@@ -53,6 +53,9 @@ def bind(file: SourceFile, function: Function, arguments: list[ast.arg], scenari
         name, default = argument.arg, defaults.get(argument.arg)
         if default is None and "dtype" in name:
             default = _passed_by_all(file, function, name)
+            if isinstance(default, ast.Call):  # worked out by another function
+                values[name] = Dtype(None, f"the argument {name}")
+                continue
         value = _value(name, argument.annotation, default, name in used, scenario, module)
         if isinstance(default, ast.Constant) and default.value is None and isinstance(value, (Tensor, Dtype)):
             value = NONE if path.take(f"{name} is None") else value

@@ -447,6 +447,8 @@ def _winner(tensors: list[Tensor]) -> Tensor | None:
     doubtful = [t for t in floating if t.zero_dim is None]
     pool = certain or floating
     word = pool[0].dtype or ""
+    if any((t.dtype or "").startswith("fp8") for t in floating):
+        return None  # torch promotes no float8
     for tensor in pool[1:]:
         word = promote(word, tensor.dtype or "")
     if any(promote(word, t.dtype or "") != word for t in doubtful):
