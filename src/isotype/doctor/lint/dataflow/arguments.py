@@ -24,6 +24,7 @@ GRADIENT = re.compile(
     r"^d_?([A-Z]\w{0,2}|w|b|x|h|q|k|v|weights?|bias|inputs?)$|^g(w|x|b)$"
 )
 _LIKE_ACTIVATION = re.compile(r"out|inp|hidden|state|feat|act|tok|embed|mat|data|logit|grad")
+_STATE = re.compile(r"(^|_)(state|cache|pool|snapshots|buffer|buf|acc)$")  # kept between calls: by contract mostly wider than inputs
 _TIMES = re.compile(r"(^|_)timesteps?$")
 WEIGHT = re.compile(
     r"^((.*_)?(w|weights?|wt|bias|gamma|beta|kernel|emb|embedding|proj|lora_?[ab]|experts?)(_?[a-z0-9]{1,2}|_proj)?|"
@@ -83,6 +84,8 @@ def _value(name: str, annotation: ast.expr | None, default: ast.expr | None, use
     if "Tensor" in hint or used or ACTIVATION.match(name) or WEIGHT.match(name):
         if WEIGHT.match(name):
             return Tensor(scenario.weights, Made.PARAMETER, f"the argument {name}")
+        if _STATE.search(name) and "hidden" not in name:
+            return UNFOLLOWED
         if _TIMES.search(name):  # whole numbers, or already rounded: no dtype to rely on
             return UNFOLLOWED.but(positional=True)
         return Tensor(scenario.inputs, Made.INPUT, f"the argument {name}", zero_dim=None if NUMBER.search(name) else False)

@@ -318,8 +318,8 @@ def _cast_call(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, A
             return cast(run, tensor, candidate, node)
         if isinstance(candidate, Tensor):
             return cast(run, tensor, Dtype(candidate.dtype, "another tensor's"), node)
-    if name == "type" and not args[1:]:
-        return Scalar()
+    if name == "type" and not args[1:] and wanted is None:
+        return Dtype(tensor.dtype, "its type()")
     # `.to(device)`: an argument that is not understood may be a dtype as well, unless it is called a device
     doubtful = [a for a in [*args[1:], wanted] if a is UNKNOWN or isinstance(a, Module)]
     if doubtful and not all("device" in ast.unparse(a) or "rank" in ast.unparse(a) for a in node.args):

@@ -57,6 +57,8 @@ class NormFollowsWeightDtype(Rule):
                 continue  # told where that method returns it
             if "buffer" in value.why:
                 continue  # a table or a filter bank, and no norm's weight
+            if value.zero_dim is not False:
+                continue  # a number: a loss
             if value.dtype == "fp32" and value.made is Made.PARAMETER and _is_norm(file, function):
                 weight = value.why.removeprefix("the ")
                 yield Hit(
