@@ -64,3 +64,10 @@ def gradient_product(left_TM: Tensor, right_TN: Tensor, scale: float, dtype: tor
     if dtype == left_TM.dtype and scale == 1.0:
         return left_TM.t() @ right_TN
     return product_fp32(left_TM, right_TN).mul_(scale).to(dtype)
+
+
+def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """scale * left @ right in their dtype; the sum is scaled before it is rounded."""
+    if scale == 1.0:
+        return left @ right
+    return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0.0, alpha=scale)

@@ -111,7 +111,7 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if config.model.optimize:
         _give_angles(base)
-        optimize(model, precision, device_type=device_type)
+        optimize(model, precision, device_type=device_type, lora_branch=config.model.lora_branch)
     apply_precision(model, precision, device_type=device_type)
     model.train()
     return Outline(model, trainable, total + (0 if every_weight else trainable))

@@ -14,6 +14,7 @@ from ..data.rows import LoadedData, row_lengths
 from ..hardware import Hardware, detect
 from ..precision.quantised_base import check_base, check_share, of_config
 from ..precision.resolve import Resolved
+from .adapter import check_branch
 from .auto_checkpointing import auto_checkpointing
 from .checkpointing import AUTO, NONE, Checkpointing, as_configured, check_settings, checkpointable
 from .loop import Plan as Schedule
@@ -120,6 +121,7 @@ def plan(loaded: LoadedConfig) -> Plan:
     device_type = "cpu" if hardware.kind == "cpu" else "cuda"
     check_settings(config.train, device_type=device_type)
     resolved = resolve_precision(config, loaded.sources, hardware)
+    check_branch(config, resolved.precision)
     tokenizer = load_tokenizer(config.model)
     data = load_data(config.data, tokenizer, seed=config.train.seed)
     architecture = load_architecture(config.model, tokenizer)

@@ -23,7 +23,7 @@ from ..precision.apply import apply_precision
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_share
 from ..precision.resolve import Resolved, resolve
-from .adapter import attach_adapter
+from .adapter import attach_adapter, check_branch
 from .auto_checkpointing import auto_checkpointing
 from .checkpointing import AUTO, NONE, Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable
 from .folder import RunFolder
@@ -72,6 +72,7 @@ def prepare(config: RunConfig, sources: Mapping[str, str], folder: RunFolder) ->
     device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
     check_settings(config.train, device_type=device.type)
     resolved = resolve_precision(config, sources, hardware)
+    check_branch(config, resolved.precision)
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
     tokenizer = load_tokenizer(config.model)
     data = load_data(config.data, tokenizer, seed=config.train.seed)
@@ -104,7 +105,7 @@ def build_model(
     model: nn.Module = base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed)
     # before the precision, which wraps the forward that the ops look at
     manifest = (
-        optimize(model, precision)
+        optimize(model, precision, lora_branch=config.model.lora_branch)
         if config.model.optimize
         else Manifest(notes=["model.optimize: false", *manifest_notes(model, precision)])
     )

@@ -15,7 +15,8 @@ from . import cpp, eager
 from .reference import gelu_mul_reference
 
 
-def _paths(x: Tensor) -> Any:
+def paths(x: Tensor) -> Any:
+    """The module whose functions run on `x`."""
     if triton_runs(x):
         from . import kernels
 
@@ -31,14 +32,14 @@ class GeluMul(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.tanh = tanh
         with autocast_off(gate):
-            return _paths(gate).gelu_mul_forward(gate, up, tanh=tanh)
+            return paths(gate).gelu_mul_forward(gate, up, tanh=tanh)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         with autocast_off(gate):
-            return *_paths(gate).gelu_mul_backward(gate, up, dy, tanh=ctx.tanh), None
+            return *paths(gate).gelu_mul_backward(gate, up, dy, tanh=ctx.tanh), None
 
 
 def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
