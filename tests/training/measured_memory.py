@@ -63,7 +63,11 @@ def steps(architecture: dict, settings: list[str], length: int) -> object:
     stepper = Stepper(model, build_optimizer(model, config.train, precision, accumulator.gradient), accumulator, precision, config.train)
     rows = config.train.batch_size
     ids_BT = torch.randint(3, 90, (rows, length))
-    batch = Batch(ids_BT, torch.ones_like(ids_BT), ids_BT, rows * length, rows * (length - 1))
+    if config.data.packing:
+        positions_BT = torch.arange(length).remainder(128).expand(rows, -1)
+        batch = Batch(ids_BT, None, ids_BT, rows * length, rows * (length - 1), positions_BT)
+    else:
+        batch = Batch(ids_BT, torch.ones_like(ids_BT), ids_BT, rows * length, rows * (length - 1))
     model.train()
     with open("/proc/self/clear_refs", "w") as peak:
         peak.write("5")

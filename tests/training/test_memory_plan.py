@@ -27,7 +27,7 @@ def planned(architecture: dict, overrides: list[str], length: int):
     precision = Precision.preset(config.precision.preset)
     made = outline(AutoConfig.for_model(**architecture), config, precision, device_type="cpu")
     checkpointing = as_configured(made.model, config.train)
-    return made, plan_memory(made, config.train, precision, length=length, checkpointing=checkpointing)
+    return made, plan_memory(made, config.train, precision, length=length, checkpointing=checkpointing, packing=config.data.packing)
 
 
 def test_held_memory_is_counted_exactly():
@@ -86,19 +86,14 @@ def test_an_architecture_that_cannot_be_simulated_still_has_its_weights(monkeypa
 @pytest.mark.parametrize(
     ("architecture", "overrides", "length"),
     [
-        (LLAMA, ["precision.preset=bf16-lora"], 512),
+        (LLAMA, ["precision.preset=bf16-lora", "data.packing=true"], 512),
         (LLAMA, ["precision.preset=nf4-lora", "train.gradient_checkpointing=layers", "train.checkpointed_layers=2"], 512),
     ],
 )
-def test_within_15_percent_of_the_memory_of_real_steps(architecture, overrides, length, monkeypatch):
+def test_within_15_percent_of_the_memory_of_real_steps(architecture, overrides, length):
     pytest.importorskip("bitsandbytes")
-    from isotype.optimize import place
-
-    # without the first three glibc keeps freed blocks, and the resident size is not what the program holds; without a path there is no
-    # compiler to be found, whose own memory would be measured too
-    environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0", "PATH": ""}
-    environment = os.environ | environment
-    monkeypatch.setattr(place, "cpu_compiler", lambda: None)
+    # without these glibc keeps freed blocks, and the resident size is not what the program holds
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
     given = json.dumps([architecture, overrides, length])
     ended = subprocess.run([sys.executable, str(MEASURE), given], env=environment, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stderr

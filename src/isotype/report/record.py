@@ -103,6 +103,9 @@ def _number(value: Any) -> float | None:
 
 def _text(path: Path, record: RunRecord) -> str | None:
     try:
+        if path.exists() and not path.is_file():  # reading a pipe would wait forever
+            record.damaged.append(f"{path.name}: not a file")
+            return None
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None

@@ -14,7 +14,7 @@ from ..checkpoint.folder import write_text
 from ..config.schema import RunConfig
 from ..config.sources import first_name
 from ..errors import UsageError
-from .strangers import refuse_links_out_of
+from .strangers import refuse_foreign_entries
 
 RESOLVED = "resolved.yaml"
 
@@ -54,7 +54,7 @@ class RunFolder:
         """Holds the folder for this process. Raises UsageError when another run has it, it cannot be written, or links lead out of it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            refuse_links_out_of(self.path)
+            refuse_foreign_entries(self.path)
             lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except UsageError:
             raise
@@ -75,7 +75,7 @@ def is_held(path: Path) -> bool:
     try:
         import fcntl
 
-        handle = os.open(path / ".lock", os.O_RDONLY)
+        handle = os.open(path / ".lock", os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name is not waited for
     except (ImportError, OSError):
         return False
     try:

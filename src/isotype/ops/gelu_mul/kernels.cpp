@@ -31,8 +31,9 @@ void run_forward(int64_t dtype, const void* gate, const void* up, void* out, int
       const T* g = (const T*)gate + row * gate_stride + start;
       const T* u = (const T*)up + row * up_stride + start;
       T* y = (T*)out + row * columns + start;
-      for (int64_t i = 0; i < count; i += LANES)
-        store(y + i, gelu<TANH>(load(g + i, count - i, 0.0f)).value * load(u + i, count - i, 0.0f), count - i);
+      each_vector(count, [=](int64_t i, auto left) {
+        store(y + i, gelu<TANH>(load(g + i, left, 0.0f)).value * load(u + i, left, 0.0f), left);
+      });
     });
   });
 }
@@ -49,13 +50,13 @@ void run_backward(int64_t dtype, const void* gate, const void* up, const void* d
       T* dg = (T*)dgate + row * columns + start;
       T* du = (T*)dup + row * columns + start;
       T* out = product ? (T*)product + row * columns + start : nullptr;
-      for (int64_t i = 0; i < count; i += LANES) {
-        const Gelu y = gelu<TANH>(load(g + i, count - i, 0.0f));
-        const f32 slopes = load(d + i, count - i, 0.0f), other = load(u + i, count - i, 0.0f);
-        store(dg + i, slopes * other * y.slope, count - i);
-        store(du + i, slopes * y.value, count - i);
-        if (out) store(out + i, y.value * other, count - i);
-      }
+      each_vector(count, [=](int64_t i, auto left) {
+        const Gelu y = gelu<TANH>(load(g + i, left, 0.0f));
+        const f32 slopes = load(d + i, left, 0.0f), other = load(u + i, left, 0.0f);
+        store(dg + i, slopes * other * y.slope, left);
+        store(du + i, slopes * y.value, left);
+        if (out) store(out + i, y.value * other, left);
+      });
     });
   });
 }

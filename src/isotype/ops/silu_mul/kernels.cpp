@@ -11,10 +11,10 @@ extern "C" void forward(int64_t dtype, const void* gate, const void* up, void* o
       const T* g = (const T*)gate + row * gate_stride + start;
       const T* u = (const T*)up + row * up_stride + start;
       T* y = (T*)out + row * columns + start;
-      for (int64_t i = 0; i < count; i += LANES) {
-        const f32 x = load(g + i, count - i, 0.0f);
-        store(y + i, x * sigmoid(x) * load(u + i, count - i, 0.0f), count - i);
-      }
+      each_vector(count, [=](int64_t i, auto left) {
+        const f32 x = load(g + i, left, 0.0f);
+        store(y + i, x * sigmoid(x) * load(u + i, left, 0.0f), left);
+      });
     });
   });
 }
@@ -31,13 +31,13 @@ extern "C" void backward(int64_t dtype, const void* gate, const void* up, const 
       T* dg = (T*)dgate + row * columns + start;
       T* du = (T*)dup + row * columns + start;
       T* y = product ? (T*)product + row * columns + start : nullptr;
-      for (int64_t i = 0; i < count; i += LANES) {
-        const f32 x = load(g + i, count - i, 0.0f), slopes = load(d + i, count - i, 0.0f), s = sigmoid(x);
-        const f32 other = load(u + i, count - i, 0.0f);
-        store(dg + i, slopes * other * s * (1.0f + x * (1.0f - s)), count - i);
-        store(du + i, slopes * (x * s), count - i);
-        if (y) store(y + i, x * s * other, count - i);
-      }
+      each_vector(count, [=](int64_t i, auto left) {
+        const f32 x = load(g + i, left, 0.0f), slopes = load(d + i, left, 0.0f), s = sigmoid(x);
+        const f32 other = load(u + i, left, 0.0f);
+        store(dg + i, slopes * other * s * (1.0f + x * (1.0f - s)), left);
+        store(du + i, slopes * (x * s), left);
+        if (y) store(y + i, x * s * other, left);
+      });
     });
   });
 }

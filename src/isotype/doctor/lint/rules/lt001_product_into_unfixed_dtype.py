@@ -8,7 +8,7 @@ from ..dataflow.plain import plain_events
 from ..dataflow.values import Made
 from ..rule import Hit, Rule
 from ..source import SourceFile
-from .evidence import details, dtypes, first_of_each, operands
+from .evidence import details, dtypes, first_of_each_function, operands
 
 
 class ProductIntoUnfixedDtype(Rule):
@@ -53,7 +53,7 @@ class ProductIntoUnfixedDtype(Rule):
         events = [e for function in function_classes(file) for e in function.events]
         # of a plain function's arguments nobody says that they differ: there autocast itself has to be what makes them differ
         events += [e for e in plain_events(file) if any(v.made is Made.AUTOCAST for _, v in e.operands)]
-        for event in first_of_each(events, "out", "in_place"):
+        for event, also in first_of_each_function(file, events, "out", "in_place"):
             how = "with out=" if event.kind == "out" else "in place"
             yield Hit(
                 node=event.node,
@@ -62,6 +62,6 @@ class ProductIntoUnfixedDtype(Rule):
                 f"beforehand; with {event.scenario} they differ: {operands(event)}",
                 fix=f"multiply without {'out=' if event.kind == 'out' else 'writing in place'} and cast the result "
                 "(`buffer += (a @ b).to(buffer.dtype)`), or cast every operand to the buffer's dtype first with .to(...)",
-                details=details(event),
+                details=details(event, file, also),
                 symbol=event.symbol,
             )

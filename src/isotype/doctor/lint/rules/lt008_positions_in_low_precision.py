@@ -50,14 +50,14 @@ class PositionsInLowPrecision(Rule):
     words = ("cos", "sin", "polar")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
-        seen: set[int] = set()
+        seen: set[ast.AST | None] = set()
         events = (e for e in plain_events(file) if e.operands and e.operands[0][1].lowered is not None)
         for event in first_of_each(events, "table"):
             label, angle = event.operands[0]
             at = angle.lowered
-            if not isinstance(at, (ast.expr, ast.stmt)) or at not in file.parents or at.lineno in seen:
+            if not isinstance(at, (ast.expr, ast.stmt)) or at not in file.parents or file.function_of(at) in seen:
                 continue
-            seen.add(at.lineno)
+            seen.add(file.function_of(at))  # rows and columns of a grid are rounded by the same mistake
             by_autocast = event.scenario.autocast is not None
             if not _runs_in_forward(file, at):
                 continue
