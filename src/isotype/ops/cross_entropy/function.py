@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..autocast import autocast_off, wide
-from ..backend import reference_runs, triton_runs
+from ..backend import differentiated_again, reference_gradients, reference_runs, triton_runs
 from . import eager
-from .reference import cross_entropy_reference
+from .reference import cross_entropy_reference, row_losses
 from .rule import LossRule, Reduction, check_reduction, check_targets, reduce
 
 
@@ -27,7 +27,7 @@ def paths(x: Tensor) -> Any:
 def _forward(
     logits_TV: Tensor, targets_T: Tensor, ignore_index: int, smoothing: float, scale: float, softcap: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
+    rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
     return paths(logits_TV).cross_entropy_forward(logits_TV, targets_T, rule)
 
 
@@ -49,7 +49,7 @@ def _backward(
     softcap: float,
     z_loss: float,
 ) -> Tensor:
-    rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
+    rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
     out_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
     return paths(logits_TV).cross_entropy_backward(logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1])
 
@@ -75,9 +75,12 @@ class CrossEntropy(torch.autograd.Function):
         return loss_T
 
     @staticmethod
-    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor | None, ...]:
         logits_TV, targets_T, lse_T = ctx.saved_tensors
         with autocast_off(logits_TV):
+            if differentiated_again():
+                rule = LossRule.from_values(*ctx.rule)
+                return *reference_gradients(lambda logits: row_losses(logits, targets_T, rule), (logits_TV,), dloss_T), None, None
             return _backward(logits_TV, targets_T, lse_T, dloss_T, *ctx.rule), None, None
 
 

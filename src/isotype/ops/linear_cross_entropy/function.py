@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import ShapeError, UsageError
 from ..autocast import autocast_off, product_dtype, wide
-from ..backend import reference_runs
+from ..backend import differentiated_again, reference_runs
 from ..cross_entropy.rule import LossRule, Reduction, check_reduction, check_targets, reduce
 from . import eager
 from .chunks import extent
@@ -47,7 +47,7 @@ def _forward(
     want_dbias: bool,
     want_statistics: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
+    rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
     made = eager.forward_with_gradients(
         hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, want_dhidden, want_dweight, want_dbias, want_statistics
     )
@@ -75,7 +75,7 @@ def _backward(
     z_loss: float,
     want_dhidden: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
+    rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
     return eager.backward_by_vocabulary(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, rule, want_dhidden)
 
 
@@ -140,6 +140,11 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        if differentiated_again():
+            raise UsageError(
+                "linear_cross_entropy has no second derivative (create_graph=True): what it keeps are gradients, not logits",
+                fix="cross_entropy(F.linear(hidden, weight), targets), or torch.func.hessian of this op, which use all logits at once",
+            )
         with autocast_off(dloss):
             if ctx.later:
                 hidden_TH, weight_VH, bias_V, targets_T, lse_T = ctx.saved_tensors
@@ -193,7 +198,9 @@ def linear_cross_entropy(
     if chunk is not None and chunk < 1:
         raise UsageError(f"chunk is {chunk}: expected 1 row or more")
     rule = LossRule.of(ignore_index, label_smoothing, logit_scale, softcap, z_loss)
-    if reference_runs() and not statistics:
+    if reference_runs():
+        if statistics:
+            raise UsageError("statistics=True is not available under torch.func or forward-mode AD", fix="call without it there")
         return linear_cross_entropy_reference(
             hidden, weight, targets, bias=bias, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
             logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items,
