@@ -92,7 +92,7 @@ def on_the_loss_kernels(options, narrower=None):
     def run(logits):
         out = logits if narrower is None else torch.empty_like(logits, dtype=narrower)
         targets = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-        return kernels.loss_and_gradient(logits, targets, rule, out, 1.0)
+        return kernels.loss_and_gradient(logits, targets, rule, out, torch.ones(()))
 
     return run
 

@@ -29,7 +29,7 @@ def chat(
 
         echo "What does os.path.join do?" | isotype chat quickstart/tune --temperature 0
     """
-    from ..training.run import quiet_libraries
+    from ..training.quiet import quiet_libraries
 
     quiet_libraries()
     from ..inference.conversation import Conversation

@@ -35,7 +35,7 @@ def merge(
     """
     from ..dtypes import parse
     from ..errors import UsageError
-    from ..training.run import quiet_libraries
+    from ..training.quiet import quiet_libraries
 
     if dtype is not None:
         try:

@@ -42,7 +42,7 @@ def sample(
         texts = [line for line in read_text(existing_file(str(prompts)), str(prompts)).splitlines() if line.strip()]
         if not texts:
             raise UsageError(f"{prompts}: no prompt in it: give one a line")
-    from ..training.run import quiet_libraries
+    from ..training.quiet import quiet_libraries
 
     quiet_libraries()
     import torch

@@ -20,6 +20,7 @@ from ..precision.precision import Precision
 from ..training.folder import RESOLVED, RunFolder
 from ..training.model import Source, load_tokenizer
 from ..training.setup import build_model, resolve_precision
+from ..training.strangers import refuse_code_of
 from ..training.verify import load_result
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def load_run(folder: Path) -> LoadedRun:
     if not run.is_run:
         raise UsageError(f"{folder}: no {RESOLVED} there: not a run folder")
     loaded = load(folder / RESOLVED, resolved=True)
+    refuse_code_of(loaded, folder)
     config = loaded.config
     hardware = detect(config.model.device)
     device = torch.device("cpu" if hardware.kind == "cpu" else "cuda")

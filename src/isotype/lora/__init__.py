@@ -2,6 +2,7 @@
 
 attach     which layers are plain, the fused forward on each instance, the manifest
 linear     the op: base product, adapter branch, and every gradient
+quantised  4-bit weights: widened once a use, and a linear layer over them
 dtypes     what a call computes in, decided once
 group      several projections of one input in one product
 siblings   how the first of them hands the others their outputs
@@ -11,5 +12,6 @@ matrix     the 81 cells, beside PEFT's: `python -m isotype.lora.matrix`
 
 from .attach import LoraPlacement, fuse_lora, unfuse_lora
 from .linear import lora_linear
+from .quantised import forward_4bit, is_4bit
 
-__all__ = ["LoraPlacement", "fuse_lora", "lora_linear", "unfuse_lora"]
+__all__ = ["LoraPlacement", "forward_4bit", "fuse_lora", "is_4bit", "lora_linear", "unfuse_lora"]

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ops.backend import reference_runs
 from . import siblings
 from .dtypes import LoraDtypes, decide
 from .group import Projection, lora_group
 from .linear import lora_linear
+from .quantised import forward_4bit, is_4bit, state_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,10 @@ def kind_reason(layer: Any) -> str | None:
     if type(layer) is lora.Linear and type(base) is nn.Linear:
         return "the weight is stored transposed (fan_in_fan_out)" if layer.fan_in_fan_out else None
     if type(layer) is getattr(lora, "Linear4bit", None) and type(base).__name__ in ("Linear4bit", "LinearNF4", "LinearFP4"):
-        return None if type(base).__module__.startswith("bitsandbytes.") else "not bitsandbytes' own 4-bit layer"
+        return None if is_4bit(base) else "not bitsandbytes' own 4-bit layer"
+    if type(base).__name__ == "Linear8bitLt":
+        # on a GPU that layer also rounds activations to 8 bits: a product of the widened weight would be another result
+        return "an 8-bit layer's product also quantises activations"
     return f"no fused op for {type(layer).__name__} over {type(base).__name__}"
 
 
@@ -124,7 +129,7 @@ def why_not_fused(layer: Any) -> str | None:
     for part in (base, a, b, dropout):
         if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
             return f"a hook on {'the base layer' if part is base else 'a part of the adapter'}"
-        if "forward" in vars(part):
+        if "forward" in vars(part) and getattr(vars(part)["forward"], "__func__", None) is not forward_4bit:
             return f"another forward on {'the base layer' if part is base else 'a part of the adapter'}"
     return weight_reason(base)
 
@@ -133,15 +138,8 @@ def weight_reason(base: nn.Module) -> str | None:
     """Why this base layer's weight, as it is now, has no fused product; or None."""
     weight = base.weight
     if type(base) is nn.Linear:
-        return None if type(weight) in (nn.Parameter, Tensor) else f"the weight is a {type(weight).__name__}"
-    state = getattr(weight, "quant_state", None)
-    if state is None:
-        return "the weight is not quantised yet"
-    if getattr(state, "packing_format_for_cpu", False):
-        return "bitsandbytes has repacked the weight for inference on a CPU"
-    if tuple(state.shape) != (base.out_features, base.in_features):
-        return "the weight was quantised transposed"
-    return None
+        return None if type(weight) in (nn.Parameter, Tensor, FakeTensor) else f"the weight is a {type(weight).__name__}"
+    return state_reason(base)
 
 
 def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which of an op's paths runs: Triton kernels on a GPU, blocks of plain PyTorch elsewhere, or the reference.
+"""Which of an op's paths runs: Triton kernels on a GPU, C++ ones on a CPU, else plain PyTorch, or the reference.
 
 The reference is plain PyTorch, differentiable to any order: it runs under torch.func, and in a backward whose result is to be
 differentiated again (create_graph=True).
@@ -14,6 +14,11 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .compiled import DTYPES, CppKernels
+
+BACKENDS = ("triton", "cpp", "eager")
 
 _forced: ContextVar[str | None] = ContextVar("isotype_ops_backend", default=None)
 
@@ -25,9 +30,9 @@ def has_triton() -> bool:
 
 @contextmanager
 def using(backend: str) -> Iterator[None]:
-    """Within this block every op takes its "triton" or "eager" path, whatever the device: for tests and comparisons."""
-    if backend not in ("triton", "eager"):
-        raise ValueError(f"backend {backend!r}: expected triton or eager")
+    """Within this block every op takes its "triton", "cpp" or "eager" path, whatever the device: for tests and comparisons."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r}: expected {', '.join(BACKENDS)}")
     token = _forced.set(backend)
     try:
         yield
@@ -43,6 +48,16 @@ def triton_runs(x: Tensor) -> bool:
     if forced is not None:
         return forced == "triton"
     return x.is_cuda and x.dtype != torch.float64 and has_triton()
+
+
+def cpp_runs(kernels: CppKernels, *tensors: Tensor) -> bool:
+    """Whether the op's C++ kernels run on these tensors: not for fp64, not in a graph, and only where a compiler built them."""
+    if torch.compiler.is_compiling() or _forced.get() not in (None, "cpp"):
+        return False
+    if isinstance(tensors[0], FakeTensor) and tensors[0].device.type != "cpu":
+        # a plan for another device: its kernels make the results that these make, and nothing on the way
+        return _forced.get() == "cpp" and all(t.dtype in DTYPES for t in tensors)
+    return kernels.take(*tensors)
 
 
 def reference_runs() -> bool:

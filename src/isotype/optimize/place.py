@@ -9,10 +9,11 @@ from torch import nn
 
 from ..dtypes import to_torch
 from ..errors import UsageError
-from ..lora import fuse_lora, unfuse_lora
+from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..ops.compiled import cpu_compiler
 from . import gated, head, norms, rotary
-from .instances import take_back, taken
+from .base import base_notes
+from .instances import KERNEL_LIBRARIES, foreign, library_of, put, take_back, taken
 from .manifest import Entry, Manifest
 
 
@@ -28,14 +29,15 @@ def causal_lms(model: nn.Module) -> list[nn.Module]:
     return list(by_head.values()) or models[:1]
 
 
-def optimize(model: nn.Module, precision: Any = None) -> Manifest:
+def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None = None) -> Manifest:
     """Places the ops in a causal LM of transformers, by structure and after a probe, on instances only.
 
     model      a causal LM, or a PEFT model of one
     precision  a Precision: norms then give their output in its compute dtype; without one, in their input's
+    device_type  where it will run, for a model that is not there yet; by default where its parameters are
     ->         the Manifest: print it
     Norms run `rms_norm`, rotary functions `rope`, gated MLPs `silu_mul` or `gelu_mul`, the head with its loss `linear_cross_entropy`,
-    and LoRA layers `lora_linear`.
+    LoRA layers `lora_linear`, and 4-bit layers `linear_4bit`.
     Raises  UsageError for something that is no module
     """
     if not isinstance(model, nn.Module):
@@ -43,28 +45,34 @@ def optimize(model: nn.Module, precision: Any = None) -> Manifest:
     word = getattr(precision, "compute", precision)
     out_dtype: torch.dtype | None = to_torch(word) if word is not None else None
     manifest = Manifest(f"norms give {word}" if word else "")
-    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+    on_cpu = device_type == "cpu" if device_type else all(p.device.type == "cpu" for p in model.parameters())
     if on_cpu and cpu_compiler() is None:
         # without a compiler these ops are formulas of plain PyTorch: no faster than the model's own
         manifest.notes.append("no C++ compiler (g++ or clang++) was found: norms, rotary and gated MLPs are left to the model on this CPU")
     elementwise = not (on_cpu and cpu_compiler() is None)
     kind = rotary.table_kind(model)
     for name, module in model.named_modules():
+        if is_4bit(module):
+            _four_bit(name, module, manifest)
         if elementwise:
-            _row_ops(name, module, manifest, kind, out_dtype)
+            _row_ops(name, module, manifest, kind, out_dtype, on_cpu)
         if name and hasattr(module, "num_experts") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
             manifest.add("experts", name, module, None, "its experts are one stacked parameter: no op for those")
     for lm in causal_lms(model):
         place_of = next(name for name, module in model.named_modules() if module is lm)
-        found, op, why = head.place(lm)
+        found, op, why = head.place(lm, manifest)
         manifest.add("head", place_of, found if found is not None else lm, op, why)
     manifest.entries += [Entry("lora", line.module, line.kind, line.op, line.reason) for line in fuse_lora(model)]
+    manifest.notes += base_notes(model, precision)
     if not manifest.entries:
         manifest.notes.append("nothing in this model was recognised")
     return manifest
 
 
-def _row_ops(name: str, module: nn.Module, manifest: Manifest, kind: bool | str, out_dtype: torch.dtype | None) -> None:
+def _row_ops(name: str, module: nn.Module, manifest: Manifest, kind: bool | str, out_dtype: torch.dtype | None, on_cpu: bool) -> None:
+    if library_of(type(module)) in KERNEL_LIBRARIES:
+        manifest.add("foreign", name, module, None, str(foreign(module)))
+        return
     for part, fits in (("norm", norms.is_candidate), ("gated mlp", gated.is_candidate), ("rotary", rotary.is_candidate)):
         if not fits(module):
             continue
@@ -74,10 +82,18 @@ def _row_ops(name: str, module: nn.Module, manifest: Manifest, kind: bool | str,
         elif part == "norm":
             manifest.add(part, name, module, *norms.place(module, out_dtype))
         elif part == "gated mlp":
-            manifest.add(part, name, module, *gated.place(module))
+            manifest.add(part, name, module, *gated.place(module, on_cpu))
         else:
             manifest.add(part, name, module, *rotary.place(module, kind))
         return
+
+
+def _four_bit(name: str, module: nn.Module, manifest: Manifest) -> None:
+    reason = taken(module)
+    if reason is None:
+        put(module, forward_4bit, "linear_4bit")
+    why = "for when the adapter's op does not run" if name.endswith(".base_layer") else ""
+    manifest.add("4-bit", name, module, None if reason else "linear_4bit", reason or why)
 
 
 def restore(model: nn.Module) -> int:

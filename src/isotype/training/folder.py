@@ -12,7 +12,9 @@ from typing import Any
 
 from ..checkpoint.folder import write_text
 from ..config.schema import RunConfig
+from ..config.sources import first_name
 from ..errors import UsageError
+from .strangers import refuse_links_out_of
 
 RESOLVED = "resolved.yaml"
 
@@ -22,8 +24,7 @@ def name_of(config: RunConfig) -> str:
     model = config.model.name or str(
         (config.model.config or {}).get("model_type", "model") if isinstance(config.model.config, dict) else "model"
     )
-    data = config.data.train if isinstance(config.data.train, str) else (config.data.train or ["data"])[0]
-    parts = [Path(model).name, Path(data).stem, time.strftime("%Y%m%d-%H%M%S")]
+    parts = [Path(model).name, Path(first_name(config.data.train)).stem, time.strftime("%Y%m%d-%H%M%S")]
     return "-".join("".join(c if c.isalnum() or c in "._" else "-" for c in part) for part in parts)
 
 
@@ -50,17 +51,40 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Holds the folder for this process. Raises UsageError when another run has it or it cannot be written."""
+        """Holds the folder for this process. Raises UsageError when another run has it, it cannot be written, or links lead out of it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            refuse_links_out_of(self.path)
             lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise UsageError(f"run.folder: {self.path}: {error.strerror}", fix="give a folder that can be written: --out FOLDER") from None
+        except UsageError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            said = getattr(error, "strerror", None) or error
+            raise UsageError(
+                f"run.folder: {str(self.path)[:200]!r}: {said}", fix="give a folder that can be written: --out FOLDER"
+            ) from None
         try:
             _lock(lock, self.path)
             yield
         finally:
             os.close(lock)  # which also lets the lock go, as a kill does
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process trains in this folder now. The look itself takes the lock for some microseconds."""
+    try:
+        import fcntl
+
+        handle = os.open(path / ".lock", os.O_RDONLY)
+    except (ImportError, OSError):
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
 
 
 def _lock(handle: int, path: Path) -> None:

@@ -130,15 +130,16 @@ def test_logits_never_exist_at_once():
 
     rule = eager.LossRule()
     with Sizes():
-        eager.forward_with_gradients(x, w, None, targets, rule, 64, True, True, False, False)
+        eager.forward_with_gradients(x, w, None, targets, torch.ones(()), rule, 64, True, True, False, False)
     assert max(seen) <= 64 * 2000
 
 
 def test_chunks_depend_on_shapes_alone():
     cpu = torch.device("cpu")
-    assert chunks.extent(2048, 128256, 2, cpu) == 1024
-    assert chunks.extent(10**6, 128256, 2, cpu) <= 256 * 2**20 // (128256 * 2) + 64
-    assert chunks.extent(5, 10**9, 2, cpu) == 64
+    assert chunks.extent(2048, 128256, 2, cpu, head=True) == 1024
+    assert chunks.extent(2048, 128256, 2, cpu, head=False) == 256
+    assert chunks.extent(10**6, 128256, 2, cpu, head=True) <= 256 * 2**20 // (128256 * 2) + 64
+    assert chunks.extent(5, 10**9, 2, cpu, head=True) == 64
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])

@@ -6,24 +6,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..autocast import autocast_off, wide
-from ..backend import differentiated_again, reference_gradients, reference_runs, triton_runs
-from . import eager
+from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
+from ..library import library_op
+from . import cpp, eager
+from .arguments import checked_rule
 from .reference import cross_entropy_reference, row_losses
-from .rule import LossRule, Reduction, check_reduction, check_targets, reduce
+from .rule import LossRule, Reduction, reduce
+
+# a LossRule's values, as a library op takes them
+RULE = "int ignore_index, float smoothing, float scale, float softcap, float z_loss"
 
 
 def paths(x: Tensor) -> Any:
-    """The module that computes: kernels on a GPU, blocks elsewhere."""
+    """The module that computes: Triton kernels on a GPU, C++ ones on a CPU, blocks of plain PyTorch elsewhere."""
     if triton_runs(x):
         from . import kernels
 
         return kernels
-    return eager
+    return cpp if cpp_runs(cpp.KERNELS, x) else eager
 
 
-@torch.library.custom_op("isotype::cross_entropy_forward", mutates_args=())
+def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    loss_T = logits_TV.new_empty(logits_TV.shape[0], dtype=wide(logits_TV.dtype))
+    return loss_T, torch.empty_like(loss_T)
+
+
+@library_op(f"cross_entropy_forward(Tensor logits, Tensor targets, {RULE}) -> (Tensor, Tensor)", fake=_fake_forward)
 def _forward(
     logits_TV: Tensor, targets_T: Tensor, ignore_index: int, smoothing: float, scale: float, softcap: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
@@ -31,13 +42,11 @@ def _forward(
     return paths(logits_TV).cross_entropy_forward(logits_TV, targets_T, rule)
 
 
-@_forward.register_fake
-def _(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    loss_T = logits_TV.new_empty(logits_TV.shape[0], dtype=wide(logits_TV.dtype))
-    return loss_T, torch.empty_like(loss_T)
+def _fake_backward(logits_TV: Tensor, *_: object) -> Tensor:
+    return torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
 
 
-@torch.library.custom_op("isotype::cross_entropy_backward", mutates_args=())
+@library_op(f"cross_entropy_backward(Tensor logits, Tensor targets, Tensor lse, Tensor dloss, {RULE}) -> Tensor", fake=_fake_backward)
 def _backward(
     logits_TV: Tensor,
     targets_T: Tensor,
@@ -52,11 +61,6 @@ def _backward(
     rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
     out_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
     return paths(logits_TV).cross_entropy_backward(logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1])
-
-
-@_backward.register_fake
-def _(logits_TV: Tensor, *_: object) -> Tensor:
-    return torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -106,14 +110,21 @@ def cross_entropy(
     mean divides by the rows that are not ignored, or by num_items where given (a gradient-accumulation window's count).
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
     """
-    check_reduction(reduction, num_items)
-    rule = LossRule.of(ignore_index, label_smoothing, logit_scale, softcap, z_loss)
+    if type(logits) is not Tensor and has_torch_function_unary(logits):
+        # a tensor that stands for logits (deferred ones) may know a way of its own
+        return handle_torch_function(
+            cross_entropy, (logits,), logits, targets, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+            logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items,
+        )  # fmt: skip
+    rule = checked_rule(
+        tuple(logits.shape[:-1]), targets, logits.shape[-1], reduction, num_items, ignore_index=ignore_index,
+        label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss,
+    )  # fmt: skip
     if reference_runs():
         return cross_entropy_reference(
             logits, targets, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
             logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items,
         )  # fmt: skip
-    check_targets(tuple(logits.shape), targets, logits.shape[-1], ignore_index)
     targets_T = targets.reshape(-1)
     with autocast_off(logits):
         loss_T = CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets_T, rule.values)

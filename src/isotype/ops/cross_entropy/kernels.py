@@ -135,10 +135,10 @@ def cross_entropy_backward(
     return out_TV
 
 
-def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: float) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
     """(loss, logsumexp), and in `out_TV` the logits' gradient for an upstream gradient of `dloss` in every row."""
     loss_T, lse_T = cross_entropy_forward(logits_TV, targets_T, rule)
-    cross_entropy_backward(logits_TV, targets_T, lse_T, torch.full_like(loss_T, dloss), rule, out_TV, logits_TV.shape[-1])
+    cross_entropy_backward(logits_TV, targets_T, lse_T, dloss.expand_as(loss_T), rule, out_TV, logits_TV.shape[-1])
     return loss_T, lse_T
 
 

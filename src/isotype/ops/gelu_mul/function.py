@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ..autocast import autocast_off
-from ..backend import differentiated_again, reference_gradients, reference_runs, triton_runs
+from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
 from ..pair import check_pair
-from . import eager
+from . import cpp, eager
 from .reference import gelu_mul_reference
 
 
@@ -21,7 +21,7 @@ def _paths(x: Tensor) -> Any:
         from . import kernels
 
         return kernels
-    return eager
+    return cpp if cpp_runs(cpp.KERNELS, x) else eager
 
 
 class GeluMul(torch.autograd.Function):

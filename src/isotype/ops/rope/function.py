@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ..autocast import autocast_off
-from ..backend import differentiated_again, reference_runs, triton_runs
-from . import eager
+from ..backend import cpp_runs, differentiated_again, reference_runs, triton_runs
+from . import cpp, eager
 from .reference import rope_reference
 
 
@@ -19,7 +19,7 @@ def _paths(x: Tensor) -> Any:
         from . import kernels
 
         return kernels
-    return eager
+    return cpp if cpp_runs(cpp.KERNELS, x) else eager
 
 
 class Rotate(torch.autograd.Function):

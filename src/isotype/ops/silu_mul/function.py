@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..autocast import autocast_off
-from ..backend import differentiated_again, reference_gradients, reference_runs, triton_runs
+from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
 from ..pair import check_pair
-from . import eager
+from . import cpp, eager
 from .reference import silu_mul_reference
 
 
@@ -19,7 +19,7 @@ def _paths(x: Tensor) -> Any:
         from . import kernels
 
         return kernels
-    return eager
+    return cpp if cpp_runs(cpp.KERNELS, x) else eager
 
 
 class SiluMul(torch.autograd.Function):

@@ -20,6 +20,7 @@ from .device import unexpected_device
 from .disk import disk_too_small
 from .labels import end_never_learnt, nothing_to_learn, prompts_learnt
 from .memory import out_of_memory
+from .packing import packed_documents_apart
 from .rehearsal import rehearsed_evaluation, rehearsed_generation, rehearsed_step
 from .schedule import never_leaves_warmup
 from .subject import Subject
@@ -55,6 +56,7 @@ PHASES: Mapping[str, tuple[Check, ...]] = {
     "memory": (Check(("PF011",), out_of_memory),),
     "real": (
         Check(("PF012", "PF013", "PF014", "PF015"), rehearsed_step),
+        Check(("PF018",), packed_documents_apart),
         Check(("PF016",), rehearsed_evaluation),
         Check(("PF017",), rehearsed_generation),
     ),
