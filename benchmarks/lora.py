@@ -153,7 +153,7 @@ def flops(a: argparse.Namespace, checkpointing: bool) -> float:
 
 
 def model_part(a: argparse.Namespace, checkpointing: bool) -> dict[str, Any]:
-    rows = ("PEFT", "Isotype") if checkpointing else MODEL
+    rows = ("PEFT", "Isotype") if checkpointing else a.rows
     steps = {who: step_of(a, contender(a, who, checkpointing)) for who in rows}
     losses = {who: step() for who, step in steps.items()}
     timed = compare(a, steps, a.rounds)
@@ -166,7 +166,7 @@ def model_part(a: argparse.Namespace, checkpointing: bool) -> dict[str, Any]:
         "floor, s (FLOPs at the measured peak)": round(floor, 2),
         "Isotype's step / floor": round(timed["Isotype"] / floor, 2),
     }
-    if not checkpointing:
+    if not checkpointing and set(rows) == set(MODEL):
         base = timed["no adapter"]
         found["adapters' cost in the optimized model, Isotype / PEFT"] = round(
             (timed["Isotype"] - base) / (timed["PEFT, our ops"] - base), 2
@@ -302,7 +302,7 @@ def step_memory(a: argparse.Namespace, who: str, checkpointing: bool) -> dict[st
 def memory_part(a: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for checkpointing in (False, True):
-        rows = ("PEFT", "Isotype") if checkpointing else MODEL
+        rows = ("PEFT", "Isotype") if checkpointing else a.rows
         here = {}
         for who in rows:
             command = [sys.executable, __file__, *sys.argv[1:], "--only", who, *(["--checkpointed"] if checkpointing else [])]
@@ -331,6 +331,7 @@ def main() -> None:
     for name, default in {**sizes, "rounds": 3, "block-rounds": 15, "threads": torch.get_num_threads()}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--part", choices=("blocks", "model", "checkpointing", "memory", "all"), default="all")
+    parser.add_argument("--rows", nargs="+", choices=MODEL, default=MODEL, help="PEFT, Isotype and perhaps others: fewer take less time")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
