@@ -76,7 +76,7 @@ class _Frame:
             parts.append(f'<text class="tick" x="{self.left - 7}" y="{y + 3.5:.1f}" text-anchor="end">{escape(self.written(tick))}</text>')
         for tick in self.plot.steps:
             parts.append(f'<text class="tick" x="{self.x(tick):.1f}" y="{self.base + 15}" text-anchor="middle">{tick:,.0f}</text>')
-        parts.append(f'<text class="tick" x="{self.end + 8}" y="{self.base + 15}">step</text>')
+        parts.append(f'<text class="tick" x="{self.end + 24}" y="{self.base + 15}">step</text>')
         parts.append(f'<line class="axis" x1="{self.left}" x2="{self.end}" y1="{self.base}" y2="{self.base}"/>')
         return parts
 
