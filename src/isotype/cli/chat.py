@@ -38,7 +38,8 @@ def chat(
     """
     from ..training.folder import require_run
 
-    require_run(run)  # before the seconds that loading takes
+    if not (run / "adapter_config.json").is_file():  # load_run takes a PEFT folder too
+        require_run(run)  # before the seconds that loading takes
     from ..training.run import quiet_libraries
 
     quiet_libraries()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import ShapeError, UsageError
 from ..autocast import autocast_off, product_dtype, wide
-from ..backend import reference_runs
+from ..backend import differentiated_again, reference_runs
 from ..cross_entropy.arguments import checked_rule
 from ..cross_entropy.function import RULE
 from ..cross_entropy.rule import LossRule, Reduction
@@ -61,7 +61,7 @@ def _forward(
     want_dbias: bool,
     want_statistics: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
+    rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
     made = eager.forward_with_gradients(
         hidden_TH, weight_VH, bias_V, targets_T, upstream, rule, chunk, want_dhidden, want_dweight, want_dbias, want_statistics
     )
@@ -97,7 +97,7 @@ def _backward(
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
+    rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
     return eager.backward_by_vocabulary(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, rule, want_dhidden, want_dweight)
 
 
@@ -156,6 +156,11 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        if differentiated_again():
+            raise UsageError(
+                "linear_cross_entropy has no second derivative (create_graph=True): what it keeps are gradients, not logits",
+                fix="cross_entropy(F.linear(hidden, weight), targets), or torch.func.hessian of this op, which use all logits at once",
+            )
         with autocast_off(dloss):
             if ctx.later:
                 hidden_TH, weight_VH, bias_V, targets_T, lse_T = ctx.saved_tensors
@@ -210,7 +215,9 @@ def linear_cross_entropy(
         tuple(hidden.shape[:-1]), targets, weight.shape[0], reduction, num_items, ignore_index=ignore_index,
         label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss,
     )  # fmt: skip
-    if reference_runs() and not statistics:
+    if reference_runs():
+        if statistics:
+            raise UsageError("statistics=True is not available under torch.func or forward-mode AD", fix="call without it there")
         return linear_cross_entropy_reference(
             hidden, weight, targets, bias=bias, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
             logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items,
