@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..checkpoint.folder import write_text
 from ..config.schema import RunConfig
 from ..config.sources import first_name
 from ..errors import UsageError
-from .strangers import refuse_links_out_of
+from .strangers import refuse_foreign_entries
 
 RESOLVED = "resolved.yaml"
 
@@ -54,7 +55,7 @@ class RunFolder:
         """Holds the folder for this process. Raises UsageError when another run has it, it cannot be written, or links lead out of it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            refuse_links_out_of(self.path)
+            refuse_foreign_entries(self.path)
             lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except UsageError:
             raise
@@ -70,12 +71,29 @@ class RunFolder:
             os.close(lock)  # which also lets the lock go, as a kill does
 
 
+def require_run(path: Path) -> Path:
+    """The folder, if it holds a run. Raises  UsageError naming a run beside it that is spelt nearly so."""
+    if (path / RESOLVED).is_file():
+        return path
+    beside = [p.parent.name for p in path.parent.glob(f"*/{RESOLVED}")] if path.parent.is_dir() else []
+    inside = sorted(p.parent for p in path.glob(f"*/{RESOLVED}")) if path.is_dir() else []
+    near = get_close_matches(path.name, beside, n=1)
+    if not path.exists():
+        what = "no such folder"
+    elif inside:
+        what = f"holds runs, but is none: {', '.join(str(run) for run in inside[:4])}"
+    else:
+        what = f"no {RESOLVED} there: not a run folder, or a run that stopped before its first step"
+    fix = f"did you mean {path.parent / near[0]}?" if near else f"isotype ls {path.parent if path.parent.is_dir() else '.'} lists the runs"
+    raise UsageError(f"{path}: {what}", fix=None if inside else fix)
+
+
 def is_held(path: Path) -> bool:
     """Whether a process trains in this folder now. The look itself takes the lock for some microseconds."""
     try:
         import fcntl
 
-        handle = os.open(path / ".lock", os.O_RDONLY)
+        handle = os.open(path / ".lock", os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name is not waited for
     except (ImportError, OSError):
         return False
     try:

@@ -21,8 +21,11 @@ def refuse_code_of(loaded: LoadedConfig, folder: Path) -> None:
     )
 
 
-def refuse_links_out_of(folder: Path) -> None:
-    """Raises  UsageError for a link in the folder that leads out of it: a run would write through it. The folder itself may be one."""
+def refuse_foreign_entries(folder: Path) -> None:
+    """Raises  UsageError for what a run would write through or wait at: a link that leads out of the folder, a pipe, a device, a socket.
+
+    The folder itself may be a link.
+    """
     inside = folder.resolve()
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
@@ -32,3 +35,5 @@ def refuse_links_out_of(folder: Path) -> None:
                     f"{path}: a link out of the run's folder, to {os.readlink(path)}: nothing is written through it",
                     fix="put the files themselves there, or make the whole run folder a link",
                 )
+            if not path.is_file() and not path.is_dir() and path.exists():
+                raise UsageError(f"{path}: neither a file nor a folder", fix="remove it")

@@ -16,7 +16,8 @@ from . import cpp, eager
 from .reference import gelu_mul_reference
 
 
-def _paths(x: Tensor) -> Any:
+def paths(x: Tensor) -> Any:
+    """The module whose functions run on `x`."""
     if triton_runs(x):
         from . import kernels
 
@@ -32,7 +33,7 @@ class GeluMul(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.tanh = tanh
         with autocast_off(gate):
-            return _paths(gate).gelu_mul_forward(gate, up, tanh=tanh)
+            return paths(gate).gelu_mul_forward(gate, up, tanh=tanh)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -41,7 +42,7 @@ class GeluMul(torch.autograd.Function):
             reference = partial(gelu_mul_reference, approximate="tanh" if ctx.tanh else "none")
             return *reference_gradients(reference, (gate, up), dy), None
         with autocast_off(gate):
-            return *_paths(gate).gelu_mul_backward(gate, up, dy, tanh=ctx.tanh), None
+            return *paths(gate).gelu_mul_backward(gate, up, dy, tanh=ctx.tanh), None
 
 
 def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:

@@ -102,11 +102,12 @@ def _backward(
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The loss over `items`, or the losses a row (no items); decides the product's dtype once and switches autocast off.
+    """The mean over `items`, the sum, or the losses a row (no items); decides the product's dtype once and switches autocast off.
 
     Row gradients of hidden are linear in the row's upstream gradient, and the head's in a scalar one: both are made in forward for an
     upstream gradient of 1, while the logits exist, and scaled in backward. Nothing is blind to a loss scale, a second backward is right.
-    The mean's 1 / items is in them before they are narrowed, so that scaling by 1, or by a power of two, rounds nothing a second time.
+    1 / items is in them before they are narrowed, also for a sum, which callers divide by what they count: a backward that has then only
+    1 or a power of two left to multiply by rounds nothing a second time.
     Only a trainable head with a loss a row has to wait for backward.
     """
 
@@ -118,6 +119,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_T: Tensor,
         items: Tensor | None,
+        mean: bool,
         rule: tuple[int, float, float, float, float],
         dtype: torch.dtype,
         chunk: int,
@@ -141,13 +143,13 @@ class LinearCrossEntropy(torch.autograd.Function):
                     statistics,
                 )
             )
-            loss = made.loss_T if items is None else made.loss_T.sum() / items
+            loss = made.loss_T if items is None else made.loss_T.sum() / items if mean else made.loss_T.sum()
         ctx.rule, ctx.dtype, ctx.want = rule, dtype, want
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         if ctx.later:
             ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, made.lse_T)
         else:
-            ctx.save_for_backward(made.dhidden_TH, made.dweight_VH, made.dbias_V)
+            ctx.save_for_backward(made.dhidden_TH, made.dweight_VH, made.dbias_V, None if mean else items)
         extra = made.log_prob_T, made.entropy_T, made.top1_T
         ctx.mark_non_differentiable(*extra)
         return loss, *extra
@@ -168,12 +170,11 @@ class LinearCrossEntropy(torch.autograd.Function):
                 )
                 grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
             else:
-                factor = dloss if dloss.dim() == 0 else dloss.unsqueeze(-1)
-                grads = [
-                    eager.scaled(grad, factor, dtype) if wanted else None
-                    for grad, dtype, wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.want)
-                ]
-        return *grads, None, None, None, None, None, None, None
+                *made, items = ctx.saved_tensors
+                factor = dloss if items is None else dloss * items
+                factor = factor if factor.dim() == 0 else factor.unsqueeze(-1)
+                grads = [eager.scaled(grad, factor, dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
+        return *grads, None, None, None, None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -230,7 +231,9 @@ def linear_cross_entropy(
         chunk = extent(targets.numel(), weight.shape[0], held.itemsize, hidden.device, head=want[1])
     with autocast_off(hidden):
         items = None if reduction == "none" else counted_items(targets_T, reduction, num_items, ignore_index, wide(dtype))
-        loss, *seen = LinearCrossEntropy.apply(hidden_TH, weight, bias, targets_T, items, rule.values, dtype, chunk, want, statistics)
+        loss, *seen = LinearCrossEntropy.apply(
+            hidden_TH, weight, bias, targets_T, items, reduction == "mean", rule.values, dtype, chunk, want, statistics
+        )
         loss = loss.reshape(targets.shape) if reduction == "none" else loss
     return (loss, TokenStatistics(*(s.reshape(targets.shape) for s in seen))) if statistics else loss
 
@@ -238,11 +241,10 @@ def linear_cross_entropy(
 def counted_items(
     targets_T: Tensor, reduction: str, num_items: int | float | Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """What the sum of the losses is divided by, as a scalar tensor where the targets are."""
-    if reduction == "sum":
-        return torch.ones((), dtype=dtype, device=targets_T.device)
-    if num_items is None:
-        return (targets_T != ignore_index).sum().to(dtype)
+    """What the mean is divided by, and what a sum probably will be, as a scalar tensor where the targets are."""
     if isinstance(num_items, Tensor):
         return num_items.detach().to(targets_T.device, dtype).reshape(())
-    return torch.full((), num_items, dtype=dtype, device=targets_T.device)
+    if num_items is not None:
+        return torch.full((), num_items, dtype=dtype, device=targets_T.device)
+    counted = (targets_T != ignore_index).sum().to(dtype)
+    return counted if reduction == "mean" else counted.clamp_min(1.0)

@@ -14,7 +14,8 @@ from . import cpp, eager
 from .reference import silu_mul_reference
 
 
-def _paths(x: Tensor) -> Any:
+def paths(x: Tensor) -> Any:
+    """The module whose functions run on `x`."""
     if triton_runs(x):
         from . import kernels
 
@@ -29,7 +30,7 @@ class SiluMul(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         with autocast_off(gate):
-            return _paths(gate).silu_mul_forward(gate, up)
+            return paths(gate).silu_mul_forward(gate, up)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -37,7 +38,7 @@ class SiluMul(torch.autograd.Function):
         if differentiated_again():
             return tuple(reference_gradients(silu_mul_reference, (gate, up), dy))
         with autocast_off(gate):
-            return _paths(gate).silu_mul_backward(gate, up, dy)
+            return paths(gate).silu_mul_backward(gate, up, dy)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
