@@ -20,7 +20,7 @@ from ..errors import UsageError
 from ..hardware import detect
 from ..precision.precision import Precision
 from ..precision.quantised_base import of_config
-from ..training.folder import RESOLVED, RunFolder
+from ..training.folder import RESOLVED, RunFolder, require_run
 from ..training.model import Source, load_architecture, load_tokenizer
 from ..training.setup import build_model, resolve_precision
 from ..training.strangers import refuse_code_of
@@ -52,8 +52,7 @@ def load_run(folder: Path) -> LoadedRun:
     run = RunFolder(folder)
     if not run.is_run and (folder / "adapter_config.json").is_file():
         return load_adapter(folder)
-    if not run.is_run:
-        raise UsageError(f"{folder}: no {RESOLVED} there: not a run folder")
+    require_run(folder)
     loaded = load(folder / RESOLVED, resolved=True)
     refuse_code_of(loaded, folder)
     config = loaded.config
@@ -69,7 +68,10 @@ def load_run(folder: Path) -> LoadedRun:
     store = CheckpointStore(run.checkpoints)
     step, passed = store.newest_whole()
     if step is None:
-        raise UsageError(f"{folder}: neither a result nor a whole checkpoint yet" + "".join(f"; {reason}" for reason in passed))
+        raise UsageError(
+            f"{folder}: neither a result nor a whole checkpoint yet" + "".join(f"; {reason}" for reason in passed),
+            fix=f"isotype train --resume {folder}",
+        )
     tokenizer = load_tokenizer(config.model)
     model, _ = build_model(config, precision, source, tokenizer, device)
     restore_model(model, store.load(step).tensors)

@@ -100,6 +100,11 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+@cache
+def say_building(kept: Path) -> None:
+    print(f"isotype: compiling C++ kernels for this processor, once; they are kept in {kept}", file=sys.stderr, flush=True)
+
+
 def build(compiler: str, source: Path, built: Path) -> None:
     # written aside and renamed, so that no process loads half a file
     aside = built.with_suffix(f".{os.getpid()}.tmp")
@@ -109,7 +114,7 @@ def build(compiler: str, source: Path, built: Path) -> None:
     try:
         _, errors = process.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
-        print(f"isotype: compiling the {source.parent.name} kernel for this processor, once", file=sys.stderr, flush=True)
+        say_building(built.parent)
         _, errors = process.communicate()
     if process.returncode:
         aside.unlink(missing_ok=True)

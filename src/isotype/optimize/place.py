@@ -13,7 +13,7 @@ from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..ops.compiled import missing
 from . import gated, generation, head, norms, rotary
 from .base import base_notes
-from .instances import put, take_back, taken
+from .instances import KERNEL_LIBRARIES, foreign, library_of, put, take_back, taken
 from .manifest import Entry, Manifest
 
 
@@ -67,7 +67,7 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
             manifest.add("experts", name, module, None, "its experts are one stacked parameter: no op for those")
     for lm in causal_lms(model):
         place_of = next(name for name, module in model.named_modules() if module is lm)
-        found, op, why = head.place(lm)
+        found, op, why = head.place(lm, manifest)
         manifest.add("head", place_of, found if found is not None else lm, op, why)
         reason = generation.place(lm)
         manifest.add("generate", place_of, lm, None if reason else "generate", reason or "leaves no trace in a trainer's loop")
@@ -79,6 +79,9 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
 
 
 def _row_ops(name: str, module: nn.Module, manifest: Manifest, kind: bool | str, out_dtype: torch.dtype | None) -> None:
+    if library_of(type(module)) in KERNEL_LIBRARIES:
+        manifest.add("foreign", name, module, None, str(foreign(module)))
+        return
     for part, fits in (("norm", norms.is_candidate), ("gated mlp", gated.is_candidate), ("rotary", rotary.is_candidate)):
         if not fits(module):
             continue

@@ -164,7 +164,10 @@ class RowStream:
         return {"position": self.position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.position = int(state["position"])
+        position = int(state["position"])
+        if position < 0:
+            raise ValueError(f"position {position} of the data")
+        self.position = position
 
 
 def row_feed(data: LoadedData, *, seed: int, shuffle: bool) -> RowFeed:

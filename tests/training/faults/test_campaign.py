@@ -14,12 +14,12 @@ from isotype.training.run import train
 
 @pytest.mark.slow
 def test_a_slice_of_the_campaign():
-    command = [sys.executable, "-m", "isotype.training.faults", "--quick", "--json"]
+    command = [sys.executable, "-m", "isotype.training.faults", "kills", "disk", "corruption", "nan", "fuzz", "--quick", "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     answer = json.loads(ended.stdout)
     assert ended.returncode == 0, answer
     assert answer["failed"] == 0
-    assert {row["part"] for row in answer["rows"]} == {"kills", "disk", "corruption", "nan"}
+    assert {row["part"] for row in answer["rows"]} == {"kills", "disk", "corruption", "nan", "fuzz"}
     assert sum(row["trials"] for row in answer["rows"] if row["part"] == "kills") == 5
     assert "left" in ended.stderr
     assert answer["kept"] is None

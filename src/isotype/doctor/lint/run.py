@@ -64,7 +64,7 @@ def _lint_guarded(path: Path, *, active: tuple[str, ...], config: LintConfig) ->
     try:
         text = read(path)
         return lint_text(text, path, active=active, config=config)
-    except (SyntaxError, UnicodeDecodeError, ValueError, OSError, RecursionError) as error:
+    except (SyntaxError, UnicodeDecodeError, OSError, RecursionError) as error:
         reason = getattr(error, "msg", None) or str(error) or type(error).__name__
         return [_unread(path, f"could not be parsed: {reason}", getattr(error, "lineno", None))]
     except Exception as error:  # a fault of ours in one file is told, and does not cost the findings in the others
@@ -87,7 +87,10 @@ def lint_text(text: str, path: Path, *, active: Sequence[str], config: LintConfi
     silenced = suppressions(text)
     if not rules and not silenced:
         return []
-    file = SourceFile(str(path), text)
+    try:
+        file = SourceFile(str(path), text)
+    except ValueError as error:  # null bytes
+        raise SyntaxError(str(error)) from error
     ignored = config.ignored_in(path) if config else ()
     found: list[Found] = []
     for rule in rules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ..autocast import autocast_off
-from ..backend import cpp_runs, reference_runs, triton_runs
+from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
 from ..pair import check_pair
 from . import cpp, eager
 from .reference import gelu_mul_reference
@@ -35,9 +36,11 @@ class GeluMul(torch.autograd.Function):
             return paths(gate).gelu_mul_forward(gate, up, tanh=tanh)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
+        if differentiated_again():
+            reference = partial(gelu_mul_reference, approximate="tanh" if ctx.tanh else "none")
+            return *reference_gradients(reference, (gate, up), dy), None
         with autocast_off(gate):
             return *paths(gate).gelu_mul_backward(gate, up, dy, tanh=ctx.tanh), None
 

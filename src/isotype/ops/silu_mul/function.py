@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..autocast import autocast_off
-from ..backend import cpp_runs, reference_runs, triton_runs
+from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
 from ..pair import check_pair
 from . import cpp, eager
 from .reference import silu_mul_reference
@@ -33,9 +33,10 @@ class SiluMul(torch.autograd.Function):
             return paths(gate).silu_mul_forward(gate, up)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
+        if differentiated_again():
+            return tuple(reference_gradients(silu_mul_reference, (gate, up), dy))
         with autocast_off(gate):
             return paths(gate).silu_mul_backward(gate, up, dy)
 

@@ -69,7 +69,7 @@ def faults(
         python -m isotype.training.faults fuzz --only "data rows:17"
     """
     wanted = list(dict.fromkeys(parts or ALL))
-    kills, inputs = (min(kills, 5), min(inputs, 3000)) if quick else (kills, inputs)
+    kills, inputs = (min(kills, 5), min(inputs, 2000)) if quick else (kills, inputs)
     deadline, started = Deadline(60 * min(minutes, 2.0 if quick else minutes)), time.monotonic()
     place = folder or Path(tempfile.mkdtemp(prefix="isotype-faults-"))
     trials: list[Trial] = []

@@ -24,6 +24,7 @@ GRADIENT = re.compile(
     r"^d_?([A-Z]\w{0,2}|w|b|x|h|q|k|v|weights?|bias|inputs?)$|^g(w|x|b)$"
 )
 _LIKE_ACTIVATION = re.compile(r"out|inp|hidden|state|feat|act|tok|embed|mat|data|logit|grad")
+_STATE = re.compile(r"(^|_)(state|cache|pool|snapshots|buffer|buf|acc)$")  # kept between calls: by contract mostly wider than inputs
 _TIMES = re.compile(r"(^|_)timesteps?$")
 WEIGHT = re.compile(
     r"^((.*_)?(w|weights?|wt|bias|gamma|beta|kernel|emb|embedding|proj|lora_?[ab]|experts?)(_?[a-z0-9]{1,2}|_proj)?|"
@@ -53,6 +54,9 @@ def bind(file: SourceFile, function: Function, arguments: list[ast.arg], scenari
         name, default = argument.arg, defaults.get(argument.arg)
         if default is None and "dtype" in name:
             default = _passed_by_all(file, function, name)
+            if isinstance(default, ast.Call):  # worked out by another function
+                values[name] = Dtype(None, f"the argument {name}")
+                continue
         value = _value(name, argument.annotation, default, name in used, scenario, module)
         if isinstance(default, ast.Constant) and default.value is None and isinstance(value, (Tensor, Dtype)):
             value = NONE if path.take(f"{name} is None") else value
@@ -80,6 +84,8 @@ def _value(name: str, annotation: ast.expr | None, default: ast.expr | None, use
     if "Tensor" in hint or used or ACTIVATION.match(name) or WEIGHT.match(name):
         if WEIGHT.match(name):
             return Tensor(scenario.weights, Made.PARAMETER, f"the argument {name}")
+        if _STATE.search(name) and "hidden" not in name:
+            return UNFOLLOWED
         if _TIMES.search(name):  # whole numbers, or already rounded: no dtype to rely on
             return UNFOLLOWED.but(positional=True)
         return Tensor(scenario.inputs, Made.INPUT, f"the argument {name}", zero_dim=None if NUMBER.search(name) else False)

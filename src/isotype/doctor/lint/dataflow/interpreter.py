@@ -79,7 +79,7 @@ class Interpreter:
         self.loops: list[tuple[ast.AST, set[str]]] = []  # the loops being run, with the names bound when each began
         self.calls: list[ast.Call] = []  # calls by which another file was entered
         self.depth = self.steps = 0
-        self.entered: set[ast.AST] = set()  # functions called with tensors whose dtypes are all known
+        self.entered: dict[ast.AST, set[frozenset[str | None]]] = {}  # function -> floating dtypes that it was called with, all known
 
     # -- what happened ---------------------------------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class Interpreter:
         self._bind(closure, env, args, kwargs)
         given = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
         if given and all(v.dtype is not None for v in given):
-            self.entered.add(closure.node)
+            self.entered.setdefault(closure.node, set()).add(frozenset(v.dtype for v in given if v.floating))
         file, self.file = self.file, closure.file
         left_home = file is self.home and self.file is not self.home and node is not None
         if left_home:

@@ -318,8 +318,8 @@ def _cast_call(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, A
             return cast(run, tensor, candidate, node)
         if isinstance(candidate, Tensor):
             return cast(run, tensor, Dtype(candidate.dtype, "another tensor's"), node)
-    if name == "type" and not args[1:]:
-        return Scalar()
+    if name == "type" and not args[1:] and wanted is None:
+        return Dtype(tensor.dtype, "its type()")
     # `.to(device)`: an argument that is not understood may be a dtype as well, unless it is called a device
     doubtful = [a for a in [*args[1:], wanted] if a is UNKNOWN or isinstance(a, Module)]
     if doubtful and not all("device" in ast.unparse(a) or "rank" in ast.unparse(a) for a in node.args):
@@ -447,6 +447,8 @@ def _winner(tensors: list[Tensor]) -> Tensor | None:
     doubtful = [t for t in floating if t.zero_dim is None]
     pool = certain or floating
     word = pool[0].dtype or ""
+    if any((t.dtype or "").startswith("fp8") for t in floating):
+        return None  # torch promotes no float8
     for tensor in pool[1:]:
         word = promote(word, tensor.dtype or "")
     if any(promote(word, t.dtype or "") != word for t in doubtful):

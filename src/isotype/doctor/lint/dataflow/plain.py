@@ -24,6 +24,7 @@ SCENARIOS = (PURE, AUTOCAST, FP32_WEIGHTS)
 _FLOAT_FACTORIES = names.FACTORIES - {"arange", "as_tensor", "tensor"}
 _NORM = frozenset({"rsqrt", "rsqrt_", "sqrt"})
 _TABLE = frozenset({"cos", "sin", "polar"})
+_KERNEL_LANGUAGES = frozenset({"tl", "hl", "T", "ct"})
 MAX_PATHS = 8
 MAX_STEPS = 12_000  # in all runs of one function in one scenario
 
@@ -50,14 +51,15 @@ class _Runs:
     function: Function
     scenario: Scenario
     events: list[Event] = field(default_factory=list)
-    entered: set[ast.AST] = field(default_factory=set)
+    entered: dict[ast.AST, set[frozenset[str | None]]] = field(default_factory=dict)
     steps: int = MAX_STEPS
 
 
 def _disproved(event: Event, one: _Runs, runs: list[_Runs], file: SourceFile) -> bool:
     """Whether the function's callers in this file hand it other dtypes than were assumed, and with those nothing happens."""
-    if event.kind == "returned":
-        return False  # seen of the outermost function only
+    if event.kind == "returned":  # seen of the outermost function only: what counts is whether two dtypes met in it at all
+        given = [dtypes for r in runs if r.scenario == one.scenario for dtypes in r.entered.get(one.function, ())]
+        return bool(given) and all(len(dtypes) == 1 for dtypes in given)
     callers = [r for r in runs if r.scenario == one.scenario and r.function is not one.function and one.function in r.entered]
     return bool(callers) and not any(e.node is event.node and e.kind == event.kind for r in callers for e in r.events)
 
@@ -68,7 +70,7 @@ def _worth_running(file: SourceFile) -> Wanted:
     calls: dict[Function, set[str]] = {}
     wanted: Wanted = {}
     for function in file.functions():
-        if file.parents.get(function) in inside or _is_kernel(function):
+        if file.parents.get(function) in inside or _is_kernel(file, function):
             continue
         called: set[str] = set()  # plain functions and methods of self
         scenarios: set[Scenario] = set()
@@ -111,8 +113,11 @@ def is_root(node: ast.AST) -> bool:
     return isinstance(power, ast.Constant) and power.value == 0.5
 
 
-def _is_kernel(function: Function) -> bool:
-    return any(last_name(d) in ("jit", "autotune", "heuristics") for d in function.decorator_list)
+def _is_kernel(file: SourceFile, function: Function) -> bool:
+    """Code for a kernel language (Triton, Helion, ...), whose stores cast and whose names only look like torch's."""
+    if any(last_name(d) in ("jit", "autotune", "heuristics", "kernel") for d in function.decorator_list):
+        return True
+    return any(isinstance(n, ast.Name) and n.id in _KERNEL_LANGUAGES and n.id in file.imports for n in file.own(function))
 
 
 def _asked_for(file: SourceFile, node: ast.Call) -> set[Scenario]:
@@ -156,4 +161,5 @@ def _run(file: SourceFile, one: _Runs, path: Path) -> None:
     finally:
         one.steps -= run.steps
     one.events += run.events
-    one.entered |= run.entered
+    for called, dtypes in run.entered.items():
+        one.entered.setdefault(called, set()).update(dtypes)

@@ -53,8 +53,12 @@ class NormFollowsWeightDtype(Rule):
             function = file.function_of(event.node)
             if not isinstance(value, Tensor) or function is None or not isinstance(event.node, ast.Return) or event.node.value is None:
                 continue
+            if isinstance(event.node.value, ast.Call) and file.dotted(event.node.value.func).startswith("self."):
+                continue  # told where that method returns it
             if "buffer" in value.why:
                 continue  # a table or a filter bank, and no norm's weight
+            if value.zero_dim is not False:
+                continue  # a number: a loss
             if value.dtype == "fp32" and value.made is Made.PARAMETER and _is_norm(file, function):
                 weight = value.why.removeprefix("the ")
                 yield Hit(
