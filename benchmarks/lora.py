@@ -207,7 +207,7 @@ def block_part(a: argparse.Namespace) -> dict[str, Any]:
         # an MLP's activation is part of the block: its optimized form beside PEFT's own code
         models = {"PEFT": adapted(a, base, targets), "Isotype": adapted(a, base, targets), "no adapter": copy.deepcopy(base)}
         for who in ("Isotype", "no adapter"):
-            place_block(models[who], x)
+            place_block(models[who])
 
         def step(model: nn.Module) -> Step:
             def run() -> None:
@@ -231,13 +231,13 @@ def block_part(a: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def place_block(model: nn.Module, x: torch.Tensor) -> None:
+def place_block(model: nn.Module) -> None:
     from isotype.lora import fuse_lora
     from isotype.optimize import gated
 
     for module in model.modules():
         if gated.is_candidate(module):
-            gated.place(module, on_cpu=x.device.type == "cpu")
+            gated.place(module)
     fuse_lora(model)
 
 

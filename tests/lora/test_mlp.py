@@ -68,7 +68,7 @@ def optimized(model):
     """A copy, its MLP placed by structure, and what the manifest says of it."""
     made = copy.deepcopy(model)
     fuse_lora(made)
-    return made, placing.place(made.base_model.model, True)
+    return made, placing.place(made.base_model.model)
 
 
 @pytest.fixture

@@ -126,11 +126,10 @@ def place(module: nn.Module) -> tuple[str | None, str]:
     found = recognise(module)
     if isinstance(found, str):
         return None, found
+    put(module, gated_forward, found)
     reason = why_not_one(layers_of(module, found))
     if reason is None:
-        put(module, gated_forward, found)
         return "lora_mlp", found.op
-    put(module, gated_forward, found)
     notes = ["gate and up from one layer"] if found.up is None else []
     if any(is_lora(layer) for layer in layers_of(module, found)):
         notes.append(f"not with its LoRA layers in one function: {reason}")
