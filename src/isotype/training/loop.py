@@ -307,7 +307,7 @@ class Loop:
             restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
             restore_random_state(checkpoint.tensors, state["random"])
             self.progress = Progress(**state["progress"])
-            self.stream.restore(state["stream"])
+            self.stream.restore(state.get("stream") or {"position": self.progress.position})
             if self.stepper.loss_scale and state["loss_scale"]:
                 self.stepper.loss_scale = LossScale(float(state["loss_scale"]["scale"]), int(state["loss_scale"]["quiet"]))
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
