@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -121,3 +122,48 @@ def test_windows_hold_the_whole_text_once(families: SimpleNamespace) -> None:
     assert all(len(row.input_ids) == 33 for row in rows[:-1])
     ids = [i for row in rows for i in row.input_ids[1:]]
     assert tokenizer.decode(ids) == text + tokenizer.eos_token
+
+
+class Slow:
+    """A tokenizer as those without `tokenizer.json` are: it cannot say where in the text a token lies."""
+
+    is_fast = False
+
+    def __init__(self, fast: Any) -> None:
+        self.fast = fast
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fast, name)
+
+    def __call__(self, text: Any, *, return_offsets_mapping: bool = False, **how: Any) -> Any:
+        assert not return_offsets_mapping
+        return self.fast(text, **how)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(turns=st.lists(words, min_size=2, max_size=6).filter(lambda t: len(t) % 2 == 0))
+def test_without_offsets_the_same_is_learnt(families: SimpleNamespace, family: str, turns: list[str]) -> None:
+    fast = encoder_of(families, family)
+    slow = Encoder(Slow(fast.tokenizer), max_length=4096, loss_on="assistant", template=fast.template)
+    expected, found = row_of(fast, chat(*turns)), row_of(slow, chat(*turns))
+    assert learnt(slow, found) == learnt(fast, expected)
+    assert found.input_ids[: found.prompt_length] == expected.input_ids[: expected.prompt_length]
+    assert fast.tokenizer.decode(found.input_ids) == fast.tokenizer.decode(expected.input_ids)
+
+
+def test_a_tokenizer_in_python_alone_works() -> None:
+    from transformers import ByT5Tokenizer
+
+    tokenizer = ByT5Tokenizer(extra_ids=0, additional_special_tokens=["<turn>"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}<turn>{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}<turn>assistant: {% endif %}"
+    )
+    assert not tokenizer.is_fast
+    encoder = Encoder(tokenizer, max_length=200, loss_on="assistant", template=chat_template(tokenizer, None))
+    tally = Tally()
+    ((_, row, _),) = list(encoder.rows([chat("how?", "so, ünd so", "why?", "thus")], tally))
+    assert learnt(encoder, row) == "so, ünd so</s>thus</s>"
+    assert tally.end_of_turn == {"</s>": 2}
+    assert list(row.input_ids) == encoder.ids(encoder.template.render(chat("how?", "so, ünd so", "why?", "thus").messages))

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isotype.ops import compiled
-from isotype.ops.build import library
+from isotype.ops import build, compiled
 
 pytestmark = pytest.mark.skipif(compiled.cpu_compiler() is None, reason="no C++ compiler")
 EPS = 2.0**-24  # half a step of fp32: the error of one rounding
@@ -98,12 +97,25 @@ def test_normal_distribution(probe):
     assert bool((((result(probe, 4, x) - density) / density).abs() < allowed).all())
 
 
-def test_a_source_is_built_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
+def test_a_source_is_built_once_and_a_long_build_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "new" / "folder"))
+    monkeypatch.setattr(build, "PATIENCE_S", 0.0)
     source = Path(__file__).parent / "lanes_probe.cpp"
-    library(source)
-    (built,) = tmp_path.glob("*.so")
+    build.library(source)
+    (built,) = (tmp_path / "new" / "folder").glob("*.so")
+    assert built.parent.stat().st_mode & 0o077 == 0
+    assert f"compiling C++ kernels for this processor, once; they are kept in {built.parent}" in capsys.readouterr().err
     before = built.stat().st_mtime_ns
-    library(source)
+    build.library(source)
     assert built.stat().st_mtime_ns == before
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(built.parent.glob("*.tmp"))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_does_not_load_is_built_again_and_then_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
+    built = []
+    monkeypatch.setattr(build, "build", lambda compiler, source, path: (built.append(path), path.write_bytes(b"no library")))
+    with pytest.raises(build.BuildError, match="does not load"):
+        build.library(Path(__file__).parent / "lanes_probe.cpp")
+    assert len(built) == 2

@@ -111,6 +111,11 @@ def test_gradcheck(case):
 
 
 @each
+def test_second_derivatives(case):
+    assert torch.autograd.gradgradcheck(case.op, tuple(make(case, 4)))
+
+
+@each
 def test_reference_is_the_plain_mathematics(case):
     inputs = make(case)
     torch.testing.assert_close(case.reference(*inputs), case.plain(*inputs))
@@ -186,7 +191,8 @@ def test_torch_func(case):
     torch.testing.assert_close(
         torch.func.jvp(loss(case.op), tuple(inputs), tangents), torch.func.jvp(loss(case.plain), tuple(inputs), tangents)
     )
-    torch.testing.assert_close(torch.func.vmap(case.op)(*(x[None] for x in inputs)), case.plain(*inputs)[None])
+    several = [torch.stack((x, -x, 2 * x)) for x in inputs]
+    torch.testing.assert_close(torch.func.vmap(case.op)(*several), torch.func.vmap(case.plain)(*several))
 
 
 @each

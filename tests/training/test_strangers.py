@@ -92,7 +92,7 @@ def test_a_pickle_with_code_instead_of_weights_is_refused(model, trap, write):
         ("config.json", '{"model_type": "nope"}', "`nope`"),
         ("model.safetensors", "", "weights are damaged"),
         ("model.safetensors", None, "has no weights"),
-        ("tokenizer.json", None, r"has no tokenizer\.json(.|\n)*model\.tokenizer"),
+        ("tokenizer.json", None, r"has no tokenizer\.json"),
         ("tokenizer.json", "{}", "tokenizer .*KeyError: 'added_tokens'"),
     ],
 )

@@ -120,6 +120,7 @@ def _loaded(
     no_cache: bool = False,
 ) -> LoadedConfig:
     from ..config.load import load
+    from ..training.folder import require_run
 
     arguments = list(settings or [])
     file = Path(arguments.pop(0)) if arguments and "=" not in arguments[0] else None
@@ -137,9 +138,7 @@ def _loaded(
             raise UsageError(f"{file}: --resume takes the run's own configuration", fix="give changes as section.key=value")
         if out is not None:
             raise UsageError("--out: a resumed run stays in its folder", fix="leave --out away, or start a new run")
-        file = resume / "resolved.yaml"
-        if not file.is_file():
-            raise UsageError(f"--resume {resume}: no resolved.yaml there: not a run folder, or stopped before it began")
+        file = require_run(resume) / "resolved.yaml"
     loaded = load(file, arguments, flags, preset=preset, consent=consent, resolved=resume is not None)
     _refuse_incomplete(loaded)
     return loaded

@@ -35,6 +35,8 @@ class ModelSection(Section):
     """Attention implementation. `flash` needs a GPU and the flash-attn package."""
     optimize: bool = True
     """Place Isotype's own ops (norms, rotary, gated MLP, head with loss) where they reproduce the model's; the manifest says where."""
+    lora_branch: Literal["compute", "fp32"] = "compute"
+    """With `optimize`: dtype of a LoRA adapter's own two small products. `fp32` is slower, and loses less where `compute` is narrower."""
     allow_unquantised: bool = False
     """Train on a 4-bit base of which more than 10% stays unquantised: stacked experts, which bitsandbytes leaves as they are."""
     trust_remote_code: bool = False

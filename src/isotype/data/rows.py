@@ -62,6 +62,11 @@ class LoadedData:
     stream: Any = None
     """With `data.stream`: a `RowFeed` of the training rows."""
 
+    @property
+    def documents(self) -> Sequence[Row]:
+        """The training rows before packing."""
+        return getattr(self.train, "rows", self.train)
+
     def longest(self, count: int) -> list[Row]:
         """The rows of the largest batch that training could ever see."""
         lengths = row_lengths(self.train)
@@ -74,6 +79,20 @@ def row_lengths(rows: Sequence[Row]) -> Sequence[int]:
     """Tokens of each row, without making the rows where their storage knows."""
     known = getattr(rows, "lengths", None)
     return [len(row.input_ids) for row in rows] if known is None else known
+
+
+def row_supervised(rows: Sequence[Row]) -> Sequence[int]:
+    """Tokens of each row that give a loss, as `row_lengths`."""
+    column = getattr(rows, "column", None)
+    return [row.supervised for row in rows] if column is None else column("supervised").tolist()
+
+
+def tokens_used(rows: Sequence[Row], *, learnt: bool = False) -> set[int]:
+    """Every token of the rows, or every one that is learnt; rows in flat arrays know it without being made."""
+    known = getattr(rows, "tokens_used", None)
+    if known is not None:
+        return known(learnt=learnt)
+    return {i for row in rows for i in (row.labels if learnt else row.input_ids)} - {IGNORED}
 
 
 def _stretched(row: Row, length: int) -> Row:

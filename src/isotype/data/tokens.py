@@ -23,6 +23,7 @@ import numpy as np
 
 from .rows import IGNORED, Row
 
+_CHUNK = 1 << 22  # tokens looked at at once
 COLUMNS: Mapping[str, str] = {
     "ids": "int32", "learnt": "bool", "ends": "int64", "example": "int64", "cut": "bool", "supervised": "int32", "digest": "uint64",
 }  # fmt: skip
@@ -137,6 +138,16 @@ class TokenRows(Sequence[Row]):
             b = self.blocks[block]
             start = int(b.ends[row - 1]) if row else 0
             yield tuple(b.ids[start : min(start + count, int(b.ends[row]))].tolist())
+
+    def tokens_used(self, *, learnt: bool = False) -> set[int]:
+        """Every token of the blocks that rows were selected from, or every one that is learnt there; chunk by chunk."""
+        used: set[int] = set()
+        for block in self.blocks:
+            for start in range(0, len(block.ids), _CHUNK):
+                ids = block.ids[start : start + _CHUNK]
+                ids = ids[block.learnt[start : start + _CHUNK]] if learnt else ids
+                used.update(np.flatnonzero(np.bincount(ids)).tolist())
+        return used
 
     def count_ending_in(self, token: int) -> int:
         """Rows whose last token is this one, and is learnt."""

@@ -1,8 +1,12 @@
-"""Which of an op's paths runs: Triton kernels on a GPU, C++ ones on a CPU, else plain PyTorch, or the reference under torch.func."""
+"""Which of an op's paths runs: Triton kernels on a GPU, C++ ones on a CPU, else plain PyTorch, or the reference.
+
+The reference is plain PyTorch, differentiable to any order: it runs under torch.func, and in a backward whose result is to be
+differentiated again (create_graph=True).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -62,3 +66,17 @@ def reference_runs() -> bool:
         return False
     # autograd.Function has no jvp and no vmap rule here; plain ops have both, of every order
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def differentiated_again() -> bool:
+    """In a backward: whether its result may itself be differentiated."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def reference_gradients(reference: Callable[..., Tensor], inputs: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:
+    """The gradients of `reference(*inputs)` with their graph; None for an input that wants none."""
+    # views, so that the derivative is by this call's inputs alone, whatever else they went into
+    aliases = [x.view_as(x) for x in inputs]
+    wanted = [x for x in aliases if x.requires_grad]
+    grads = iter(torch.autograd.grad(reference(*aliases), wanted, dy, create_graph=True))
+    return [next(grads) if x.requires_grad else None for x in aliases]

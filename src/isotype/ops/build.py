@@ -33,9 +33,14 @@ def cpu_compiler() -> str | None:
 
 
 def folder() -> Path:
-    """Where libraries are kept: ISOTYPE_CACHE, or `isotype` in the user's cache folder, or a temporary one where neither can be written."""
+    """Where libraries are kept: ISOTYPE_CACHE, or `isotype` in the user's cache folder, or a temporary one where neither can be written.
+
+    ISOTYPE_CACHE=none, which keeps no tokens (`data.cache`), leaves them in the temporary one: they cannot be run from nowhere.
+    """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    for place in (os.environ.get("ISOTYPE_CACHE"), home / "isotype", Path(tempfile.gettempdir()) / f"isotype-{os.getuid()}"):
+    given = os.environ.get("ISOTYPE_CACHE")
+    kept = () if given == "none" else (given, home / "isotype")
+    for place in (*kept, Path(tempfile.gettempdir()) / f"isotype-{os.getuid()}"):
         if not place:
             continue
         try:
@@ -70,14 +75,19 @@ def library(source: Path) -> ctypes.CDLL:
     text = source.read_bytes() + b"".join(header.read_bytes() for header in sorted(HEADERS.glob("*.h")))
     key = hashlib.sha256(text + "\n".join((*FLAGS, machine(compiler))).encode()).hexdigest()[:16]
     built = folder() / f"{source.parent.name}-{key}.so"
-    if not built.exists():
-        with locked(built.with_suffix(".lock")):
-            if not built.exists():
-                build(compiler, source, built)
-    try:
-        return ctypes.CDLL(str(built))
-    except OSError as error:
-        raise BuildError(f"{built} does not load: {error}") from error
+    for last in (False, True):
+        if not built.exists():
+            with locked(built.with_suffix(".lock")):
+                if not built.exists():
+                    build(compiler, source, built)
+        try:
+            return ctypes.CDLL(str(built))
+        except OSError as error:
+            # half a file, left by a machine that stopped: build it again, once
+            built.unlink(missing_ok=True)
+            if last:
+                raise BuildError(f"{built} does not load: {error}") from error
+    raise AssertionError("returned or raised above")
 
 
 @contextmanager
@@ -90,6 +100,11 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+@cache
+def say_building(kept: Path) -> None:
+    print(f"isotype: compiling C++ kernels for this processor, once; they are kept in {kept}", file=sys.stderr, flush=True)
+
+
 def build(compiler: str, source: Path, built: Path) -> None:
     # written aside and renamed, so that no process loads half a file
     aside = built.with_suffix(f".{os.getpid()}.tmp")
@@ -99,7 +114,7 @@ def build(compiler: str, source: Path, built: Path) -> None:
     try:
         _, errors = process.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
-        print(f"isotype: compiling the {source.parent.name} kernel for this processor, once", file=sys.stderr, flush=True)
+        say_building(built.parent)
         _, errors = process.communicate()
     if process.returncode:
         aside.unlink(missing_ok=True)

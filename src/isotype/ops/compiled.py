@@ -6,6 +6,8 @@ A row-wise formula in plain PyTorch reads and writes memory at every step, wide;
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from .build import BuildError, cpu_compiler, library
 
-__all__ = ["CppKernels", "as_rows", "cpu_compiler", "fallbacks"]
+__all__ = ["CppKernels", "as_rows", "cpu_compiler", "fallbacks", "missing"]
 
 # the kernels' numbers for their dtypes: fp64 has none, and runs as plain PyTorch
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -60,6 +62,14 @@ class CppKernels:
     def __call__(self, name: str, *arguments: Any) -> None:
         plain = [a.data_ptr() if isinstance(a, Tensor) else DTYPES[a] if isinstance(a, torch.dtype) else a for a in arguments]
         getattr(self.library, name)(*plain, torch.get_num_threads())
+
+
+def missing(*ops: str) -> str:
+    """Why an op of these has no C++ kernels on this machine, or "". Builds, side by side, what was never built on it: 2 to 5 s."""
+    kernels: list[CppKernels] = [import_module(f"{__package__}.{op}.cpp").KERNELS for op in ops]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(CppKernels.loaded, kernels))
+    return next((_fallbacks[op] for op in ops if op in _fallbacks), "")
 
 
 def as_rows(*tensors: Tensor) -> list[Tensor]:

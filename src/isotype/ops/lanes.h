@@ -112,6 +112,27 @@ inline float load_one(const T* p) {
   return load(p, 1, 0.0f)[0];
 }
 
+// f(first, count) over the vectors of a row. The count of a full one is of a type of its own, so that its loads and stores hold no branch:
+// half the time of silu_mul.
+struct Full {};
+
+template <class T>
+inline f32 load(const T* p, Full, float) {
+  return load(p);
+}
+
+template <class T>
+inline void store(T* p, f32 x, Full) {
+  store(p, x);
+}
+
+template <class F>
+inline void each_vector(int64_t count, F&& f) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) f(i, Full{});
+  if (i < count) f(i, count - i);
+}
+
 // --- functions
 
 inline float sum(f32 x) {

@@ -42,6 +42,13 @@ class RunRecord:
                 found.append((step, number))
         return found
 
+    def last(self, key: str) -> float | None:
+        """The last value of a metric, None where there is none that is finite."""
+        return next((v for _, v in reversed(self.curve(key)) if math.isfinite(v)), None)
+
+    def best(self, key: str) -> float | None:
+        return min((v for _, v in self.curve(key) if math.isfinite(v)), default=None)
+
     @property
     def status(self) -> str:
         """done, running, failed, interrupted, or stopped: neither held by a process nor at an end that it wrote."""

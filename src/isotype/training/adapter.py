@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..config.schema import AdapterSection
+from ..config.schema import AdapterSection, RunConfig
 from ..dtypes import to_torch
 from ..errors import UsageError
 from ..precision.precision import Precision
@@ -41,6 +41,21 @@ def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, seed: int
         raise UsageError(
             f"adapter.targets: {section.targets}: {str(error).splitlines()[0]}", fix=f"all-linear, or some of: {', '.join(linear)}"
         ) from error
+
+
+def check_branch(config: RunConfig, precision: Precision) -> None:
+    """Raises  UsageError for a `model.lora_branch: fp32` that would have no effect, before anything is loaded."""
+    if config.model.lora_branch == "compute":
+        return
+    why = None
+    if config.adapter.kind == "none":
+        why = "adapter.kind: none, which trains no adapter"
+    elif not config.model.optimize:
+        why = "model.optimize: false, which leaves the adapter to PEFT"
+    elif precision.compute == "fp32":
+        why = "precision.compute: fp32, which the adapter has already"
+    if why:
+        raise UsageError(f"model.lora_branch: fp32 has no effect with {why}", fix="model.lora_branch: compute")
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter") -> PeftModel:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,23 @@ class RunFolder:
             yield
         finally:
             os.close(lock)  # which also lets the lock go, as a kill does
+
+
+def require_run(path: Path) -> Path:
+    """The folder, if it holds a run. Raises  UsageError naming a run beside it that is spelt nearly so."""
+    if (path / RESOLVED).is_file():
+        return path
+    beside = [p.parent.name for p in path.parent.glob(f"*/{RESOLVED}")] if path.parent.is_dir() else []
+    inside = sorted(p.parent for p in path.glob(f"*/{RESOLVED}")) if path.is_dir() else []
+    near = get_close_matches(path.name, beside, n=1)
+    if not path.exists():
+        what = "no such folder"
+    elif inside:
+        what = f"holds runs, but is none: {', '.join(str(run) for run in inside[:4])}"
+    else:
+        what = f"no {RESOLVED} there: not a run folder, or a run that stopped before its first step"
+    fix = f"did you mean {path.parent / near[0]}?" if near else f"isotype ls {path.parent if path.parent.is_dir() else '.'} lists the runs"
+    raise UsageError(f"{path}: {what}", fix=None if inside else fix)
 
 
 def is_held(path: Path) -> bool:

@@ -24,15 +24,18 @@ from ..ops.backend import using
 from ..ops.linear_cross_entropy.scratch import scratch as head_scratch
 from ..optimize import optimize
 from ..precision.accumulate import GradientAccumulator
-from ..precision.apply import apply_precision
+from ..precision.apply import apply_precision, generating
 from ..precision.precision import Precision
 from ..precision.quantised_base import of_config
 from .adapter import attach_adapter
 from .batches import MULTIPLE, Batch
 from .checkpointing import Checkpointing, apply_checkpointing
+from .evaluate import evaluation_mode
 from .live_bytes import LiveBytes
+from .loss import batch_loss_sum
 from .model import require_bitsandbytes
 from .optimizer import build_optimizer
+from .pauses import Pauses
 from .quantised_outline import quantise_outline, scales_of, scratch, take_scales
 from .step import Stepper
 
@@ -51,6 +54,7 @@ class MemoryPlan:
     activations   alive at the end of a forward pass: saved for backward, and the logits
     working       what the loss and backward add to that at their worst
     update        what the optimizer step adds to what is held
+    evaluation    what an evaluation adds; `sampling` a generated answer with its cache, None where that could not be simulated
     not_simulated why activations, working and update are unknown, or None
     """
 
@@ -61,6 +65,8 @@ class MemoryPlan:
     activations: int = 0
     working: int = 0
     update: int = 0
+    evaluation: int = 0
+    sampling: int | None = 0
     peak: int = 0
     rows: int = 0
     length: int = 0
@@ -111,7 +117,7 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if config.model.optimize:
         _give_angles(base)
-        optimize(model, precision, device_type=device_type)
+        optimize(model, precision, device_type=device_type, lora_branch=config.model.lora_branch)
     apply_precision(model, precision, device_type=device_type)
     model.train()
     return Outline(model, trainable, total + (0 if every_weight else trainable))
@@ -126,18 +132,22 @@ def plan_memory(
     checkpointing: Checkpointing,
     device_type: str = "cpu",
     packing: bool = False,
+    pauses: Pauses | None = None,
 ) -> MemoryPlan:
     """What one optimizer step on `train.batch_size` rows of `length` tokens takes; the same outline may be planned again otherwise.
 
     made     from `outline`; its parameters become fake ones here
     length   tokens of the longest row
     packing  rows are packed: attention gets a mask of every document instead of the causal one it makes itself
+    pauses   the evaluations and samples between steps
     """
     length += -length % MULTIPLE
     held = _held(made.model, train, precision)
     apply_checkpointing(made.model, checkpointing)
     try:
-        return _simulated(made.model, train, precision, length=length, device_type=device_type, held=held, packing=packing)
+        return _simulated(
+            made.model, train, precision, length=length, device_type=device_type, held=held, packing=packing, pauses=pauses or Pauses()
+        )
     except UsageError:
         raise
     except Exception as error:
@@ -170,7 +180,15 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _simulated(
-    model: nn.Module, train: TrainSection, precision: Precision, *, length: int, device_type: str, held: MemoryPlan, packing: bool
+    model: nn.Module,
+    train: TrainSection,
+    precision: Precision,
+    *,
+    length: int,
+    device_type: str,
+    held: MemoryPlan,
+    packing: bool,
+    pauses: Pauses,
 ) -> MemoryPlan:
     live = LiveBytes(device_type, {**scratch(), **head_scratch()})
     # on a CPU without a compiler the ops are plain PyTorch, and take more; elsewhere there are kernels
@@ -207,16 +225,47 @@ def _simulated(
             optimizer.step()
         peak, update = max(peak_step, live.peak), live.peak - before_update
         counting.remove()
+        accumulator.zero()
+        evaluation = _evaluation(model, live, pauses, precision, torch.device(device_type), packing=packing)
+        sampling = _sampling(model, live, pauses.sample_length, torch.device(device_type))
+        between = live.now + max(evaluation, sampling or 0)
         accumulator.close()
     return replace(
         held,
         activations=max(0, forward_end - before - gradients),
         working=max(0, peak_step - forward_end),
         update=update,
-        peak=peak,
+        evaluation=evaluation,
+        sampling=sampling,
+        peak=max(peak, between),
         rows=train.batch_size,
         length=length,
     )
+
+
+def _evaluation(model: nn.Module, live: LiveBytes, pauses: Pauses, precision: Precision, device: torch.device, *, packing: bool) -> int:
+    if not pauses.eval_rows:
+        return 0
+    live.restart_peak()
+    before, length = live.now, pauses.eval_length + -pauses.eval_length % MULTIPLE
+    with evaluation_mode(model):
+        batch_loss_sum(model, _batch(pauses.eval_rows, length, device, packing=packing), dtype=precision.loss)
+    return live.peak - before
+
+
+def _sampling(model: Any, live: LiveBytes, length: int, device: torch.device) -> int | None:
+    """The pass over a prompt as long as it will be with its answer: at its end the cache is as large as it gets."""
+    if not length:
+        return 0
+    live.restart_peak()
+    before, ids = live.now, torch.empty(1, length, dtype=torch.long, device=device)
+    try:
+        with evaluation_mode(model), generating(model):
+            kept = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+            del kept
+    except Exception:  # a model without a cache, or one whose cache looks at values; the step's plan stands
+        return None
+    return live.peak - before
 
 
 def _make_fake(model: nn.Module, device: torch.device) -> None:

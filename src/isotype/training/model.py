@@ -68,9 +68,10 @@ def base_source(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, fo
     return Source(str(folder))
 
 
-def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase | None) -> PretrainedConfig:
     """The configuration of the model that a run would load or build, without its weights."""
     if section.init == "random":
+        assert tokenizer is not None, "a random model takes its vocabulary from the tokenizer"
         return _random_config(section, tokenizer)
     assert section.name is not None, "the command line asks for a model before anything is loaded"
     with _explained(section.name, "model"):

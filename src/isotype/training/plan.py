@@ -10,16 +10,19 @@ from ..config.load import LoadedConfig
 from ..config.schema import RunConfig
 from ..data.facts import source_lines
 from ..data.load import load_data
+from ..data.prompts import prompts_from
 from ..data.rows import LoadedData, row_lengths
 from ..hardware import Hardware, detect
 from ..precision.quantised_base import check_base, check_share, of_config
 from ..precision.resolve import Resolved
+from .adapter import check_branch
 from .auto_checkpointing import auto_checkpointing
 from .checkpointing import AUTO, NONE, Checkpointing, as_configured, check_settings, checkpointable
 from .loop import Plan as Schedule
 from .memory import peak_memory, shown
 from .memory_plan import MemoryPlan, outline, plan_memory
 from .model import check_vocabulary, load_architecture, load_tokenizer
+from .pauses import Pauses
 from .quiet import quiet_libraries
 from .schedule import learning_rate, warmup_steps
 from .setup import resolve_precision
@@ -80,7 +83,7 @@ class Plan:
             f"  evaluation every {s['eval_every']}, checkpoint every {s['save_every']}, samples every {s['sample_every']} steps"
             if s["eval_every"]
             else f"  no evaluation, checkpoint every {s['save_every']}, samples every {s['sample_every']} steps",
-            f"checkpointing {self.checkpointing}",
+            f"recompute   {self.checkpointing}",
             *self._memory_lines(),
             *[f"warning     {f.code} {f.message}; {f.fix}" for f in self.resolved.warnings],
             *[f"note        {note}" for note in self.notes],
@@ -101,10 +104,13 @@ class Plan:
         parts = [
             ("frozen weights", m.frozen), ("trained weights", m.trained), ("gradients", m.gradients), ("optimizer", m.optimizer),
             (f"activations of {m.rows} x {m.length} tokens", m.activations), ("loss and backward", m.working), ("update", m.update),
+            ("evaluation", m.evaluation), ("a sample", m.sampling or 0),
             ("this process, without a model", self.process),
         ]  # fmt: skip
         has = f" of {shown(self.hardware.memory)}" if self.hardware.memory else ""
-        kept = " (glibc keeps freed blocks: the resident size was 1.2 to 1.7 times this in tests)" if self.hardware.kind == "cpu" else ""
+        # above half of what there is, `train` makes malloc give freed blocks back
+        plenty = self.hardware.kind == "cpu" and self.peak <= self.hardware.memory // 2
+        kept = " (and what the C library keeps of freed memory, since there is plenty)" if plenty else ""
         lines = [f"memory      {shown(self.peak)}{has} at the peak{kept}"]
         lines += [f"  {name:<34}{shown(size):>10}" for name, size in parts if size]
         if m.not_simulated:
@@ -120,6 +126,7 @@ def plan(loaded: LoadedConfig) -> Plan:
     device_type = "cpu" if hardware.kind == "cpu" else "cuda"
     check_settings(config.train, device_type=device_type)
     resolved = resolve_precision(config, loaded.sources, hardware)
+    check_branch(config, resolved.precision)
     tokenizer = load_tokenizer(config.model)
     data = load_data(config.data, tokenizer, seed=config.train.seed)
     architecture = load_architecture(config.model, tokenizer)
@@ -135,6 +142,9 @@ def plan(loaded: LoadedConfig) -> Plan:
 
         process = peak_memory(torch.device("cpu"))
 
+    prompts = prompts_from(config.run.samples, tokenizer, chat_template=data.chat_template) if config.run.samples else data.prompts
+    pauses = Pauses.of(config, data, prompts)
+
     def simulate(checkpointing: Checkpointing) -> MemoryPlan:
         return plan_memory(
             made,
@@ -144,6 +154,7 @@ def plan(loaded: LoadedConfig) -> Plan:
             checkpointing=checkpointing,
             device_type=device_type,
             packing=config.data.packing,
+            pauses=pauses,
         )
 
     if config.train.gradient_checkpointing == AUTO:

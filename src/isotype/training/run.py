@@ -32,6 +32,7 @@ from .flops import step_flops
 from .folder import RESOLVED, RunFolder, name_of
 from .interrupt import Interrupt
 from .loop import Loop, Plan
+from .memory import returns_freed_blocks
 from .preflight.check import RECORD, preflight
 from .preflight.subject import Subject
 from .quiet import quiet_libraries
@@ -257,7 +258,8 @@ def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) 
         ("recompute", str(prepared.checkpointing)),
         (
             "memory",
-            f"weights {size(weights)} of {size(hardware.memory)}; isotype plan estimates the peak, each step shows the measured one",
+            f"weights {size(weights)} of {size(hardware.memory)}; isotype plan estimates the peak, each step shows the measured one"
+            + ("; freed memory is given back at once, since it may become scarce" if returns_freed_blocks() else ""),
         ),
         (
             "schedule",

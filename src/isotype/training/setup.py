@@ -23,15 +23,16 @@ from ..precision.apply import apply_precision
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_share
 from ..precision.resolve import Resolved, resolve
-from .adapter import attach_adapter
+from .adapter import attach_adapter, check_branch
 from .auto_checkpointing import auto_checkpointing
 from .checkpointing import AUTO, NONE, Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable
 from .folder import RunFolder
-from .memory import memory_there, other_memory, shown
+from .memory import memory_there, other_memory, return_freed_blocks, shown
 from .memory_bound import most_bytes
 from .memory_plan import MemoryPlan, outline, plan_memory
 from .model import Source, base_notes, base_source, check_vocabulary, load_architecture, load_base, load_tokenizer
 from .optimizer import build_optimizer
+from .pauses import Pauses
 from .step import Stepper
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def prepare(config: RunConfig, sources: Mapping[str, str], folder: RunFolder) ->
     device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
     check_settings(config.train, device_type=device.type)
     resolved = resolve_precision(config, sources, hardware)
+    check_branch(config, resolved.precision)
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
     tokenizer = load_tokenizer(config.model)
     data = load_data(config.data, tokenizer, seed=config.train.seed)
@@ -80,7 +82,9 @@ def prepare(config: RunConfig, sources: Mapping[str, str], folder: RunFolder) ->
     prompts = prompts_from(config.run.samples, tokenizer, chat_template=data.chat_template) if config.run.samples else list(data.prompts)
     source = base_source(config.model, tokenizer, folder=folder.base, seed=config.train.seed, dtype=_base_dtype(config, resolved.precision))
     model, manifest = build_model(config, resolved.precision, source, tokenizer, device)
-    checkpointing = choose_checkpointing(config, resolved.precision, hardware, model, tokenizer, data, device)
+    checkpointing = choose_checkpointing(
+        config, resolved.precision, hardware, model, tokenizer, data, device, Pauses.of(config, data, prompts)
+    )
     apply_checkpointing(model, checkpointing)
     accumulator = GradientAccumulator(model.parameters(), dtype=resolved.precision.grads, reduce=resolved.precision.reduce)
     optimizer = build_optimizer(model, config.train, resolved.precision, accumulator.gradient)
@@ -104,7 +108,7 @@ def build_model(
     model: nn.Module = base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed)
     # before the precision, which wraps the forward that the ops look at
     manifest = (
-        optimize(model, precision)
+        optimize(model, precision, lora_branch=config.model.lora_branch)
         if config.model.optimize
         else Manifest(notes=["model.optimize: false", *manifest_notes(model, precision)])
     )
@@ -115,16 +119,19 @@ def build_model(
 
 def choose_checkpointing(
     config: RunConfig, precision: Precision, hardware: Hardware, model: nn.Module, tokenizer: PreTrainedTokenizerBase, data: LoadedData,
-    device: torch.device,
+    device: torch.device, pauses: Pauses,
 ) -> Checkpointing:  # fmt: skip
     """As configured; `auto` plans the step on the longest rows, unless a bound on it is far below the memory there is."""
     train = config.train
-    if train.gradient_checkpointing != AUTO:
-        return as_configured(model, train)
     has, besides = memory_there(hardware.memory, device), other_memory(model, device)
     length = len(data.longest(1)[0].input_ids)
     most = most_bytes(model, train, precision, length=length) + besides
-    if most <= has // 2:
+    near = most > has // 2
+    if near and has and device.type == "cpu":
+        return_freed_blocks()  # else the process would grow past the plan
+    if train.gradient_checkpointing != AUTO:
+        return as_configured(model, train)
+    if not near:
         return Checkpointing(NONE, reason=f"auto: the step cannot take more than {shown(most)} of {shown(has)}")
     made = outline(load_architecture(config.model, tokenizer), config, precision, device_type=device.type)
 
@@ -137,6 +144,7 @@ def choose_checkpointing(
             checkpointing=checkpointing,
             device_type=device.type,
             packing=config.data.packing,
+            pauses=pauses,
         )
 
     found, _ = auto_checkpointing(simulate, layers=len(checkpointable(model)), has=has, besides=besides, device_type=device.type)

@@ -34,7 +34,7 @@ def load_result(folder: Path, source: Source, precision: Precision, *, config: M
     else:
         model = load_base(Source(str(folder)), precision, attention=config.attention, device=device, trainable=True)
     if config.optimize:
-        optimize(model, precision)
+        optimize(model, precision, lora_branch=config.lora_branch)
     apply_precision(model, precision, device_type=device.type)
     return model
 

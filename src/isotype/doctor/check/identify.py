@@ -135,7 +135,7 @@ def identify(data: Any, name: str = "") -> str | None:
         scores["llamafactory"] += 10
     best = max(scores.values())
     if best == 0 or (best == 1 and keys & {"mixed_precision"} == set()):
-        return "model" if keys & {"dtype", "torch_dtype"} else None
+        return "model" if keys & {"dtype", "torch_dtype", "model_name_or_path"} else None
     tied = [tool for tool, score in scores.items() if score == best]
     return next((tool for tool in _TIES if tool in tied), tied[0]) if best > 1 else "accelerate"
 

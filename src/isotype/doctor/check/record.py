@@ -337,10 +337,14 @@ def _hf(record: Record) -> None:
         record.set("compute", "fp32", "fp16 has no effect on a CPU", by)
     elif compute:
         record.set("compute", compute, why, by)
+    elif (region := _own_autocast(facts)) is not None:
+        record.set("compute", dtype_of(region.value), "the loop's own autocast", region)
     elif not undecided:
         record.set("compute", dtype or "as weights", "no mixed precision: the weights' own dtype", dtype_by)
     if compute == "fp16" and not (record.device and record.device.kind == "cpu"):
         record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", by)
+    elif not facts.has("hf") and (scaler := facts.on("code.GradScaler")) is not None:
+        record.set("loss scaling", "dynamic", "the loop's own GradScaler", scaler)
     explicit = facts.get("hf.trainable_dtype", "model.trainable_dtype", "peft.trainable_dtype")
     if explicit is not None and dtype_of(explicit.value):
         record.set("trained", dtype_of(explicit.value), "as set", explicit)
@@ -375,6 +379,12 @@ def _hf(record: Record) -> None:
     optimizer = facts.get("hf.optim")
     if optimizer is not None and "8bit" in str(optimizer.value):
         record.set("optimizer", "8 bit", "bitsandbytes", optimizer)
+
+
+def _own_autocast(facts: Facts) -> Setting | None:
+    """The dtype of `torch.autocast(...)` in a training loop without a trainer."""
+    dtype = facts.get("code.autocast.dtype")
+    return dtype if dtype is not None and not facts.has("hf") and dtype_of(dtype.value) else None
 
 
 def _simpletuner(record: Record) -> None:
@@ -523,10 +533,16 @@ def _lightning(record: Record) -> None:
     half = {"16-mixed": "fp16", "bf16-mixed": "bf16", "16-true": "fp16", "bf16-true": "bf16"}.get(full, "fp32")
     if full == "16-mixed" and record.device and record.device.kind == "cpu":
         half = "bf16"
-    held = half if full.endswith("true") else "fp32"
-    record.adapter = None
-    record.set("parameters", held, full, precision)
-    record.set("trained", held, full, precision)
+    loaded, loaded_by = model_dtype(record.facts)
+    record.adapter = True if record.facts.has("peft") else None
+    if full.endswith("mixed") and loaded:  # a mixed mode casts no weight: the module keeps what it was loaded in
+        record.set("parameters", loaded, "as loaded", loaded_by)
+        record.set(
+            "trained", "fp32" if record.adapter else loaded, "PEFT makes adapters fp32" if record.adapter else "as loaded", loaded_by
+        )
+    else:
+        record.set("parameters", half if full.endswith("true") else "fp32", full, precision)
+        record.set("trained", half if full.endswith("true") else "fp32", full, precision)
     record.set("compute", half, full, precision)
     if full == "16-mixed" and half == "fp16":
         record.set("loss scaling", "dynamic", "16-mixed makes a GradScaler", precision)

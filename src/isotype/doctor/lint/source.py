@@ -9,6 +9,19 @@ from typing import Any, TypeVar
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 N = TypeVar("N", bound=ast.AST)
+# ruff: noqa: SIM905
+_LEAVES = frozenset("ctx op ops id attr arg name module level kind type_comment is_async simple conversion type_ignores".split())
+
+
+class _Children(dict[type, tuple[str, ...]]):
+    """Node type -> the fields that hold nodes; operators and contexts are no nodes of their own here."""
+
+    def __missing__(self, kind: type[ast.AST]) -> tuple[str, ...]:
+        self[kind] = tuple(name for name in kind._fields if name not in _LEAVES)
+        return self[kind]
+
+
+_CHILDREN = _Children()
 _SCOPES = {ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda}
 
 
@@ -37,18 +50,15 @@ class SourceFile:
             by_type.setdefault(kind, []).append(node)
             inner = node if kind in _SCOPES else scope
             children = own.setdefault(inner, [])
-            for name in node._fields:
+            for name in _CHILDREN[kind]:
                 value = getattr(node, name, None)
-                if isinstance(value, ast.AST):
-                    parents[value] = node
-                    children.append(value)
-                    queue.append((value, inner))
-                elif isinstance(value, list):
-                    for item in value:
-                        if isinstance(item, ast.AST):
-                            parents[item] = node
-                            children.append(item)
-                            queue.append((item, inner))
+                if value is None:
+                    continue
+                for item in value if type(value) is list else (value,):
+                    if isinstance(item, ast.AST):
+                        parents[item] = node
+                        children.append(item)
+                        queue.append((item, inner))
 
     def nodes(self, kind: type[N]) -> Iterator[N]:
         """Every node of exactly this type, outer before inner."""

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..autocast import autocast_off, wide
-from ..backend import cpp_runs, reference_runs, triton_runs
+from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
 from ..library import library_op
 from . import cpp, eager
 from .arguments import checked_rule
-from .reference import cross_entropy_reference
+from .reference import cross_entropy_reference, row_losses
 from .rule import LossRule, Reduction, reduce
 
 # a LossRule's values, as a library op takes them
@@ -37,7 +38,7 @@ def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 def _forward(
     logits_TV: Tensor, targets_T: Tensor, ignore_index: int, smoothing: float, scale: float, softcap: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
+    rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
     return paths(logits_TV).cross_entropy_forward(logits_TV, targets_T, rule)
 
 
@@ -57,7 +58,7 @@ def _backward(
     softcap: float,
     z_loss: float,
 ) -> Tensor:
-    rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
+    rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
     out_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
     return paths(logits_TV).cross_entropy_backward(logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1])
 
@@ -78,9 +79,12 @@ class CrossEntropy(torch.autograd.Function):
         return loss_T
 
     @staticmethod
-    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor | None, ...]:
         logits_TV, targets_T, lse_T = ctx.saved_tensors
         with autocast_off(logits_TV):
+            if differentiated_again():
+                rule = LossRule.from_values(*ctx.rule)
+                return *reference_gradients(lambda logits: row_losses(logits, targets_T, rule), (logits_TV,), dloss_T), None, None
             return _backward(logits_TV, targets_T, lse_T, dloss_T, *ctx.rule), None, None
 
 
@@ -106,6 +110,12 @@ def cross_entropy(
     mean divides by the rows that are not ignored, or by num_items where given (a gradient-accumulation window's count).
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
     """
+    if type(logits) is not Tensor and has_torch_function_unary(logits):
+        # a tensor that stands for logits (deferred ones) may know a way of its own
+        return handle_torch_function(
+            cross_entropy, (logits,), logits, targets, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+            logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items,
+        )  # fmt: skip
     rule = checked_rule(
         tuple(logits.shape[:-1]), targets, logits.shape[-1], reduction, num_items, ignore_index=ignore_index,
         label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss,

@@ -120,13 +120,9 @@ void losses(const T* logits, Shape s, const int64_t* targets, float* loss, float
       // the target's own element from fp32, before its logit may be overwritten
       const float at_target =
           (kept[target] * factor - uniform - (1 - rule.smoothing) * dloss) * slope<CAPPED>(all(load_one(x + target)), rule)[0];
-      int64_t i = 0;
-      for (; i + LANES <= s.columns; i += LANES)
-        store(g + i, (load(kept.data() + i) * factor - uniform) * slope<CAPPED>(load(x + i), rule));
-      if (i < s.columns) {
-        const int64_t left = s.columns - i;
+      each_vector(s.columns, [&](int64_t i, auto left) {
         store(g + i, (load(kept.data() + i, left, 0.0f) * factor - uniform) * slope<CAPPED>(load(x + i, left, 0.0f), rule), left);
-      }
+      });
       store(g + target, all(at_target), 1);
     }
   }
@@ -152,9 +148,7 @@ void gradients(const T* logits, Shape s, const int64_t* targets, const float* ls
       const f32 v = all(load_one(x + target));
       at_target = gradient(v)[0] - (1 - rule.smoothing) * dloss[r] * slope<CAPPED>(v, rule)[0];
     }
-    int64_t i = 0;
-    for (; i + LANES <= s.columns; i += LANES) store(g + i, gradient(load(x + i)));
-    if (i < s.columns) store(g + i, gradient(load(x + i, s.columns - i, 0.0f)), s.columns - i);
+    each_vector(s.columns, [&](int64_t i, auto left) { store(g + i, gradient(load(x + i, left, 0.0f)), left); });
     if (here) store(g + target, all(at_target), 1);
   }
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ...errors import UsageError
@@ -42,6 +43,11 @@ class LossRule:
             z_loss=z_loss,
         )
 
+    @classmethod
+    def from_values(cls, ignore_index: int, label_smoothing: float, logit_scale: float, softcap: float, z_loss: float) -> LossRule:
+        """The inverse of `values`."""
+        return cls(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
+
     @property
     def values(self) -> tuple[int, float, float, float, float]:
         """In the order in which the library ops take them."""
@@ -55,6 +61,8 @@ def reduce(loss_T: Tensor, targets_T: Tensor, reduction: str, num_items: int | f
     total = loss_T.sum()
     if reduction == "sum":
         return total
-    if num_items is None:
-        return total / (targets_T != ignore_index).sum()
-    return total / num_items
+    count = (targets_T != ignore_index).sum() if num_items is None else num_items
+    count = count.to(total.device) if isinstance(count, Tensor) else total.new_full((), count)
+    empty = count == 0
+    # nothing to divide by: nan, as PyTorch's; its gradient is 0, as there, where that of 0 / 0 would be nan and spoil the weights
+    return torch.where(empty, torch.nan, total / count.masked_fill(empty, 1).to(total))

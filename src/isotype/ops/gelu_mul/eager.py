@@ -34,3 +34,8 @@ def gelu_mul_backward(gate: Tensor, up: Tensor, dy: Tensor, *, tanh: bool) -> tu
     d = dy.to(g.dtype)
     y, slope = value_and_slope(g, tanh)
     return (d * up.to(g.dtype) * slope).to(gate.dtype), (d * y).to(up.dtype)
+
+
+def gelu_mul_gradients(gate: Tensor, up: Tensor, dy: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward, and the product again."""
+    return *gelu_mul_backward(gate, up, dy, tanh=tanh), gelu_mul_forward(gate, up, tanh=tanh)

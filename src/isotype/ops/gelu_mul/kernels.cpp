@@ -31,15 +31,16 @@ void run_forward(int64_t dtype, const void* gate, const void* up, void* out, int
       const T* g = (const T*)gate + row * gate_stride + start;
       const T* u = (const T*)up + row * up_stride + start;
       T* y = (T*)out + row * columns + start;
-      for (int64_t i = 0; i < count; i += LANES)
-        store(y + i, gelu<TANH>(load(g + i, count - i, 0.0f)).value * load(u + i, count - i, 0.0f), count - i);
+      each_vector(count, [=](int64_t i, auto left) {
+        store(y + i, gelu<TANH>(load(g + i, left, 0.0f)).value * load(u + i, left, 0.0f), left);
+      });
     });
   });
 }
 
 template <bool TANH>
-void run_backward(int64_t dtype, const void* gate, const void* up, const void* dy, void* dgate, void* dup, int64_t rows, int64_t columns,
-                  int64_t gate_stride, int64_t up_stride, int64_t dy_stride, int threads) {
+void run_backward(int64_t dtype, const void* gate, const void* up, const void* dy, void* dgate, void* dup, void* product, int64_t rows,
+                  int64_t columns, int64_t gate_stride, int64_t up_stride, int64_t dy_stride, int threads) {
   with_dtype(dtype, [&](auto t) {
     using T = decltype(t);
     each_block(rows, columns, threads, [=](int64_t row, int64_t start, int64_t count) {
@@ -48,12 +49,14 @@ void run_backward(int64_t dtype, const void* gate, const void* up, const void* d
       const T* d = (const T*)dy + row * dy_stride + start;
       T* dg = (T*)dgate + row * columns + start;
       T* du = (T*)dup + row * columns + start;
-      for (int64_t i = 0; i < count; i += LANES) {
-        const Gelu y = gelu<TANH>(load(g + i, count - i, 0.0f));
-        const f32 slopes = load(d + i, count - i, 0.0f);
-        store(dg + i, slopes * load(u + i, count - i, 0.0f) * y.slope, count - i);
-        store(du + i, slopes * y.value, count - i);
-      }
+      T* out = product ? (T*)product + row * columns + start : nullptr;
+      each_vector(count, [=](int64_t i, auto left) {
+        const Gelu y = gelu<TANH>(load(g + i, left, 0.0f));
+        const f32 slopes = load(d + i, left, 0.0f), other = load(u + i, left, 0.0f);
+        store(dg + i, slopes * other * y.slope, left);
+        store(du + i, slopes * y.value, left);
+        if (out) store(out + i, y.value * other, left);
+      });
     });
   });
 }
@@ -65,8 +68,9 @@ extern "C" void forward(int64_t dtype, const void* gate, const void* up, void* o
   (tanh ? run_forward<true> : run_forward<false>)(dtype, gate, up, out, rows, columns, gate_stride, up_stride, threads);
 }
 
-extern "C" void backward(int64_t dtype, const void* gate, const void* up, const void* dy, void* dgate, void* dup, int64_t rows,
-                         int64_t columns, int64_t gate_stride, int64_t up_stride, int64_t dy_stride, int64_t tanh, int threads) {
-  (tanh ? run_backward<true> : run_backward<false>)(dtype, gate, up, dy, dgate, dup, rows, columns, gate_stride, up_stride, dy_stride,
-                                                    threads);
+// `product` may be null; else gelu(gate) * up is written there again, for a caller that did not keep it.
+extern "C" void backward(int64_t dtype, const void* gate, const void* up, const void* dy, void* dgate, void* dup, void* product,
+                         int64_t rows, int64_t columns, int64_t gate_stride, int64_t up_stride, int64_t dy_stride, int64_t tanh, int threads) {
+  (tanh ? run_backward<true> : run_backward<false>)(dtype, gate, up, dy, dgate, dup, product, rows, columns, gate_stride, up_stride,
+                                                    dy_stride, threads);
 }

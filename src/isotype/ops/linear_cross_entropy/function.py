@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import ShapeError, UsageError
 from ..autocast import autocast_off, product_dtype, wide
-from ..backend import reference_runs
+from ..backend import differentiated_again, reference_runs
 from ..cross_entropy.arguments import checked_rule
 from ..cross_entropy.function import RULE
 from ..cross_entropy.rule import LossRule, Reduction
@@ -61,7 +61,7 @@ def _forward(
     want_dbias: bool,
     want_statistics: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
+    rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
     made = eager.forward_with_gradients(
         hidden_TH, weight_VH, bias_V, targets_T, upstream, rule, chunk, want_dhidden, want_dweight, want_dbias, want_statistics
     )
@@ -97,16 +97,17 @@ def _backward(
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
+    rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
     return eager.backward_by_vocabulary(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, rule, want_dhidden, want_dweight)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The loss over `items`, or the losses a row (no items); decides the product's dtype once and switches autocast off.
+    """The mean over `items`, the sum, or the losses a row (no items); decides the product's dtype once and switches autocast off.
 
     Row gradients of hidden are linear in the row's upstream gradient, and the head's in a scalar one: both are made in forward for an
     upstream gradient of 1, while the logits exist, and scaled in backward. Nothing is blind to a loss scale, a second backward is right.
-    The mean's 1 / items is in them before they are narrowed, so that scaling by 1, or by a power of two, rounds nothing a second time.
+    1 / items is in them before they are narrowed, also for a sum, which callers divide by what they count: a backward that has then only
+    1 or a power of two left to multiply by rounds nothing a second time.
     Only a trainable head with a loss a row has to wait for backward.
     """
 
@@ -118,6 +119,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_T: Tensor,
         items: Tensor | None,
+        mean: bool,
         rule: tuple[int, float, float, float, float],
         dtype: torch.dtype,
         chunk: int,
@@ -141,19 +143,24 @@ class LinearCrossEntropy(torch.autograd.Function):
                     statistics,
                 )
             )
-            loss = made.loss_T if items is None else made.loss_T.sum() / items
+            loss = made.loss_T if items is None else made.loss_T.sum() / items if mean else made.loss_T.sum()
         ctx.rule, ctx.dtype, ctx.want = rule, dtype, want
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         if ctx.later:
             ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, made.lse_T)
         else:
-            ctx.save_for_backward(made.dhidden_TH, made.dweight_VH, made.dbias_V)
+            ctx.save_for_backward(made.dhidden_TH, made.dweight_VH, made.dbias_V, None if mean else items)
         extra = made.log_prob_T, made.entropy_T, made.top1_T
         ctx.mark_non_differentiable(*extra)
         return loss, *extra
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        if differentiated_again():
+            raise UsageError(
+                "linear_cross_entropy has no second derivative (create_graph=True): what it keeps are gradients, not logits",
+                fix="cross_entropy(F.linear(hidden, weight), targets), or torch.func.hessian of this op, which use all logits at once",
+            )
         with autocast_off(dloss):
             if ctx.later:
                 hidden_TH, weight_VH, bias_V, targets_T, lse_T = ctx.saved_tensors
@@ -163,12 +170,11 @@ class LinearCrossEntropy(torch.autograd.Function):
                 )
                 grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
             else:
-                factor = dloss if dloss.dim() == 0 else dloss.unsqueeze(-1)
-                grads = [
-                    eager.scaled(grad, factor, dtype) if wanted else None
-                    for grad, dtype, wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.want)
-                ]
-        return *grads, None, None, None, None, None, None, None
+                *made, items = ctx.saved_tensors
+                factor = dloss if items is None else dloss * items
+                factor = factor if factor.dim() == 0 else factor.unsqueeze(-1)
+                grads = [eager.scaled(grad, factor, dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
+        return *grads, None, None, None, None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -209,7 +215,9 @@ def linear_cross_entropy(
         tuple(hidden.shape[:-1]), targets, weight.shape[0], reduction, num_items, ignore_index=ignore_index,
         label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss,
     )  # fmt: skip
-    if reference_runs() and not statistics:
+    if reference_runs():
+        if statistics:
+            raise UsageError("statistics=True is not available under torch.func or forward-mode AD", fix="call without it there")
         return linear_cross_entropy_reference(
             hidden, weight, targets, bias=bias, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
             logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items,
@@ -223,7 +231,9 @@ def linear_cross_entropy(
         chunk = extent(targets.numel(), weight.shape[0], held.itemsize, hidden.device, head=want[1])
     with autocast_off(hidden):
         items = None if reduction == "none" else counted_items(targets_T, reduction, num_items, ignore_index, wide(dtype))
-        loss, *seen = LinearCrossEntropy.apply(hidden_TH, weight, bias, targets_T, items, rule.values, dtype, chunk, want, statistics)
+        loss, *seen = LinearCrossEntropy.apply(
+            hidden_TH, weight, bias, targets_T, items, reduction == "mean", rule.values, dtype, chunk, want, statistics
+        )
         loss = loss.reshape(targets.shape) if reduction == "none" else loss
     return (loss, TokenStatistics(*(s.reshape(targets.shape) for s in seen))) if statistics else loss
 
@@ -231,11 +241,10 @@ def linear_cross_entropy(
 def counted_items(
     targets_T: Tensor, reduction: str, num_items: int | float | Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """What the sum of the losses is divided by, as a scalar tensor where the targets are."""
-    if reduction == "sum":
-        return torch.ones((), dtype=dtype, device=targets_T.device)
-    if num_items is None:
-        return (targets_T != ignore_index).sum().to(dtype)
+    """What the mean is divided by, and what a sum probably will be, as a scalar tensor where the targets are."""
     if isinstance(num_items, Tensor):
         return num_items.detach().to(targets_T.device, dtype).reshape(())
-    return torch.full((), num_items, dtype=dtype, device=targets_T.device)
+    if num_items is not None:
+        return torch.full((), num_items, dtype=dtype, device=targets_T.device)
+    counted = (targets_T != ignore_index).sum().to(dtype)
+    return counted if reduction == "mean" else counted.clamp_min(1.0)

@@ -23,8 +23,9 @@ void norm(const X* x, const float* weight, Y* y, float* scale, int64_t rows, int
     }
     const float s = 1.0f / std::sqrt(sum(squares[0] + squares[1]) / columns + eps);
     scale[r] = s;
-    for (i = 0; i < columns; i += LANES)
-      store(y + r * columns + i, load(row + i, columns - i, 0.0f) * s * load(weight + i, columns - i, 0.0f), columns - i);
+    each_vector(columns, [=](int64_t i, auto left) {
+      store(y + r * columns + i, load(row + i, left, 0.0f) * s * load(weight + i, left, 0.0f), left);
+    });
   }
 }
 
@@ -44,18 +45,16 @@ void gradients(const X* x, const float* weight, const float* scale, const Y* dy,
       const Y* slopes = dy + r * dy_stride;
       const float s = scale[r];
       f32 products = {};
-      for (int64_t i = 0; i < columns; i += LANES) {
-        const int64_t left = columns - i;
+      each_vector(columns, [=, &products](int64_t i, auto left) {
         const f32 normed = load(row + i, left, 0.0f) * s, d = load(slopes + i, left, 0.0f);
         products += d * load(weight + i, left, 0.0f) * normed;
         if (dweight) store(dweight + i, load(dweight + i, left, 0.0f) + d * normed, left);
-      }
+      });
       const float mean = sum(products) / columns;
-      for (int64_t i = 0; i < columns; i += LANES) {
-        const int64_t left = columns - i;
+      each_vector(columns, [=](int64_t i, auto left) {
         const f32 normed = load(row + i, left, 0.0f) * s, g = load(slopes + i, left, 0.0f) * load(weight + i, left, 0.0f);
         store(dx + r * columns + i, s * (g - normed * mean), left);
-      }
+      });
     }
   }
 }

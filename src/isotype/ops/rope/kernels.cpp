@@ -11,13 +11,12 @@ struct Strides {
 
 template <class T>
 void rotate_halves(const T* x, T* y, const float* cos, const float* sin, float sign, int64_t pairs) {
-  for (int64_t i = 0; i < pairs; i += LANES) {
-    const int64_t left = pairs - i;
+  each_vector(pairs, [=](int64_t i, auto left) {
     const f32 a = load(x + i, left, 0.0f), b = load(x + pairs + i, left, 0.0f);
     const f32 c = load(cos + i, left, 0.0f), s = load(sin + i, left, 0.0f) * sign;
     store(y + i, a * c - b * s, left);
     store(y + pairs + i, b * c + a * s, left);
-  }
+  });
 }
 
 template <class T>

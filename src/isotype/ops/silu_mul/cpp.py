@@ -8,7 +8,7 @@ from torch import Tensor
 from ..compiled import CppKernels, as_rows
 from ..library import library_op
 
-KERNELS = CppKernels(__file__, forward="dpppiiii", backward="dpppppiiiii")
+KERNELS = CppKernels(__file__, forward="dpppiiii", backward="dppppppiiiii")
 
 
 def _like(x: Tensor) -> Tensor:
@@ -29,5 +29,17 @@ def silu_mul_forward(gate: Tensor, up: Tensor) -> Tensor:
 def silu_mul_backward(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     dgate, dup = _like(gate), _like(up)
     g, u, d = as_rows(gate, up, dy)
-    KERNELS("backward", dgate.dtype, g, u, d, dgate, dup, *g.shape, g.stride(0), u.stride(0), d.stride(0))
+    KERNELS("backward", dgate.dtype, g, u, d, dgate, dup, None, *g.shape, g.stride(0), u.stride(0), d.stride(0))
     return dgate, dup
+
+
+@library_op(
+    "silu_mul_gradients_cpp(Tensor gate, Tensor up, Tensor dy) -> (Tensor, Tensor, Tensor)",
+    fake=lambda gate, up, dy: (_like(gate), _like(up), _like(gate)),
+)
+def silu_mul_gradients(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward, and the product again from the same sigmoid."""
+    dgate, dup, y = _like(gate), _like(up), _like(gate)
+    g, u, d = as_rows(gate, up, dy)
+    KERNELS("backward", dgate.dtype, g, u, d, dgate, dup, y, *g.shape, g.stride(0), u.stride(0), d.stride(0))
+    return dgate, dup, y

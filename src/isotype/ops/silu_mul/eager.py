@@ -18,3 +18,8 @@ def silu_mul_backward(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Ten
     u, d = up.to(g.dtype), dy.to(g.dtype)
     s = torch.sigmoid(g)
     return (d * u * s * (1 + g * (1 - s))).to(gate.dtype), (d * g * s).to(up.dtype)
+
+
+def silu_mul_gradients(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward, and the product again."""
+    return *silu_mul_backward(gate, up, dy), silu_mul_forward(gate, up)

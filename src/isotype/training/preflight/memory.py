@@ -14,6 +14,7 @@ from ..memory import memory_there, other_memory, shown
 from ..memory_bound import most_bytes
 from ..memory_plan import outline, plan_memory
 from ..model import load_architecture
+from ..pauses import Pauses
 from .subject import Subject
 
 
@@ -34,6 +35,7 @@ def out_of_memory(subject: Subject) -> Iterator[Finding]:
         checkpointing=prepared.checkpointing,
         device_type=device,
         packing=config.data.packing,
+        pauses=Pauses.of(config, prepared.data, prepared.prompts),
     )
     needs = plan.peak + besides
     if needs <= has * (1 - WITHIN):

@@ -34,4 +34,4 @@ class Subject:
     @cached_property
     def formats(self) -> set[str]:
         """The formats of the training files, as data.json has them."""
-        return {str(file.get("format")) for file in self.prepared.data.facts["train"]["files"]}
+        return {form for file in self.prepared.data.facts["train"]["files"] for form in str(file.get("format")).split(", ")}

@@ -58,7 +58,27 @@ def read(text: str) -> list[Call]:
             elif isinstance(spread := _value(keyword.value, names), dict):
                 call.arguments.update({str(k): (v, keyword.value.lineno) for k, v in spread.items()})
         calls.append(call)
+    calls += _settings_classes(tree, names)
     return sorted(calls, key=lambda c: c.line)
+
+
+def _settings_classes(tree: ast.Module, names: dict[str, ast.expr]) -> list[Call]:
+    """`class Args(TrainingArguments): fp16: bool = True`: a class that gives another one's settings new defaults, as a call of it."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        fields: dict[str, tuple[Any, int]] = {}
+        for item in node.body:
+            target = item.target if isinstance(item, ast.AnnAssign) else item.targets[0] if isinstance(item, ast.Assign) else None
+            value = item.value if isinstance(item, (ast.AnnAssign, ast.Assign)) else None
+            if not isinstance(target, ast.Name) or value is None:
+                continue
+            if isinstance(value, ast.Call) and _dotted(value.func).rpartition(".")[2] == "field":
+                value = next((k.value for k in value.keywords if k.arg == "default"), value)
+            fields[target.id] = (_value(value, names), value.lineno)
+        found += [Call(_dotted(base).rpartition(".")[2], "", node.lineno, dict(fields)) for base in node.bases if fields]
+    return found
 
 
 def _dotted(node: ast.expr) -> str:

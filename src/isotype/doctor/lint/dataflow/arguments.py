@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from typing import Any
 
-from ..source import Function, SourceFile, last_name
+from ..source import Function, SourceFile, keyword, last_name
 from . import torch_names as names
 from .events import Scenario
 from .paths import Path
@@ -18,6 +19,13 @@ INTEGER = re.compile(
     r"offsets?|lengths?|tokens?|mask|masks|num|count|n|positions?)$"
 )
 POSITIONS = re.compile(r"(^|_)(position_ids|positions?|pos|pos_ids|t|timesteps?)$")
+GRADIENT = re.compile(
+    r"(^|_)(grads?|gradients?)(_(w|b|x|h|input|weights?|bias|hidden|embed|q|k|v|\w*weights?|\w*bias))?$|"
+    r"^d_?([A-Z]\w{0,2}|w|b|x|h|q|k|v|weights?|bias|inputs?)$|^g(w|x|b)$"
+)
+_LIKE_ACTIVATION = re.compile(r"out|inp|hidden|state|feat|act|tok|embed|mat|data|logit|grad")
+_STATE = re.compile(r"(^|_)(state|cache|pool|snapshots|buffer|buf|acc)$")  # kept between calls: by contract mostly wider than inputs
+_TIMES = re.compile(r"(^|_)timesteps?$")
 WEIGHT = re.compile(
     r"^((.*_)?(w|weights?|wt|bias|gamma|beta|kernel|emb|embedding|proj|lora_?[ab]|experts?)(_?[a-z0-9]{1,2}|_proj)?|"
     r"w[a-z0-9]{0,2}(_t)?|[AB]|b|W\w{0,2})$",
@@ -39,8 +47,16 @@ def bind(file: SourceFile, function: Function, arguments: list[ast.arg], scenari
     defaults = _defaults(function)
     used = _tensor_uses(file, function)
     values: dict[str, Any] = {}
+    names_given = [a.arg for a in arguments]
+    if any(map(WEIGHT.match, names_given)) and not any(ACTIVATION.match(n) or _LIKE_ACTIVATION.search(n) for n in names_given):
+        scenario = replace(scenario, inputs=scenario.weights)  # what stands among weights only is one: the factors of an adapter
     for argument in arguments:
         name, default = argument.arg, defaults.get(argument.arg)
+        if default is None and "dtype" in name:
+            default = _passed_by_all(file, function, name)
+            if isinstance(default, ast.Call):  # worked out by another function
+                values[name] = Dtype(None, f"the argument {name}")
+                continue
         value = _value(name, argument.annotation, default, name in used, scenario, module)
         if isinstance(default, ast.Constant) and default.value is None and isinstance(value, (Tensor, Dtype)):
             value = NONE if path.take(f"{name} is None") else value
@@ -68,8 +84,36 @@ def _value(name: str, annotation: ast.expr | None, default: ast.expr | None, use
     if "Tensor" in hint or used or ACTIVATION.match(name) or WEIGHT.match(name):
         if WEIGHT.match(name):
             return Tensor(scenario.weights, Made.PARAMETER, f"the argument {name}")
+        if _STATE.search(name) and "hidden" not in name:
+            return UNFOLLOWED
+        if _TIMES.search(name):  # whole numbers, or already rounded: no dtype to rely on
+            return UNFOLLOWED.but(positional=True)
         return Tensor(scenario.inputs, Made.INPUT, f"the argument {name}", zero_dim=None if NUMBER.search(name) else False)
     return Scalar() if NUMBER.search(name) else UNKNOWN
+
+
+def _passed_by_all(file: SourceFile, function: Function, name: str) -> ast.expr | None:
+    """The dtype written out in every call that the file makes of this function, if they agree."""
+    spec = function.args
+    position = next((i for i, a in enumerate((*spec.posonlyargs, *spec.args)) if a.arg == name), None)
+    if position is not None and isinstance(file.parents.get(function), ast.ClassDef):
+        position -= 1  # self
+    found: dict[str, ast.expr] = {}
+    for call in _calls_by_name(file).get(function.name, ()):
+        value = keyword(call, name) or (call.args[position] if position is not None and 0 <= position < len(call.args) else None)
+        if value is None:
+            return None
+        found[ast.dump(value)] = value
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _calls_by_name(file: SourceFile) -> dict[str, list[ast.Call]]:
+    if "calls_by_name" not in file.memo:
+        calls: dict[str, list[ast.Call]] = {}
+        for call in file.nodes(ast.Call):
+            calls.setdefault(last_name(call.func), []).append(call)
+        file.memo["calls_by_name"] = calls
+    return file.memo["calls_by_name"]
 
 
 def _defaults(function: Function) -> dict[str, ast.expr]:
@@ -108,5 +152,5 @@ def extra(function: Function) -> dict[str, Any]:
     if function.args.vararg:
         values[function.args.vararg.arg] = Items(each=UNKNOWN)
     if function.args.kwarg:
-        values[function.args.kwarg.arg] = Mapping()
+        values[function.args.kwarg.arg] = Mapping(open=True)
     return values

@@ -84,19 +84,31 @@ def _read(file: SourceFile, cls: ast.ClassDef) -> FunctionClass:
 
 def _decorator(file: SourceFile, method: ast.FunctionDef | None, name: str) -> Decorator | None:
     """The decorator so named, or a package's own wrapping of it (`amp_custom_fwd`, `autocast_custom_fwd`)."""
-    for node in method.decorator_list if method else ():
-        if name not in last_name(node):
-            continue
+    for written in method.decorator_list if method else ():
+        node = _bound_at_module_level(file, written)
         dotted = file.dotted(node.func if isinstance(node, ast.Call) else node)
+        if dotted in ("functools.partial", "partial") and isinstance(node, ast.Call) and node.args:
+            dotted = file.dotted(node.args[0])
+        if name not in dotted.rpartition(".")[2] and name not in last_name(written):
+            continue
         if dotted.startswith("torch.cuda"):
-            return Decorator(node, "cuda", keyword(node, "cast_inputs") if isinstance(node, ast.Call) else None)
+            return Decorator(written, "cuda", keyword(node, "cast_inputs") if isinstance(node, ast.Call) else None)
         device: str | None = None
         if isinstance(node, ast.Call):
             value = keyword(node, "device_type") or (node.args[0] if node.args and dotted.startswith("torch.amp") else None)
             device = value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
-            return Decorator(node, device, keyword(node, "cast_inputs"))
-        return Decorator(node, None)
+            return Decorator(written, device, keyword(node, "cast_inputs"))
+        return Decorator(written, None)
     return None
+
+
+def _bound_at_module_level(file: SourceFile, decorator: ast.expr) -> ast.expr:
+    """What `name = ...` of the module says that `@name` is; the decorator itself when nothing does."""
+    if isinstance(decorator, ast.Name):
+        for node in file.own(file.tree):
+            if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == decorator.id for t in node.targets):
+                return node.value
+    return decorator
 
 
 def _follow(file: SourceFile, function: FunctionClass) -> None:

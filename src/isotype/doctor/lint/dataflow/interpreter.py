@@ -18,6 +18,7 @@ from .modules import resolve_function
 from .paths import Path
 from .values import (
     NONE,
+    UNFOLLOWED,
     UNKNOWN,
     Closure,
     Context,
@@ -78,6 +79,7 @@ class Interpreter:
         self.loops: list[tuple[ast.AST, set[str]]] = []  # the loops being run, with the names bound when each began
         self.calls: list[ast.Call] = []  # calls by which another file was entered
         self.depth = self.steps = 0
+        self.entered: dict[ast.AST, set[frozenset[str | None]]] = {}  # function -> floating dtypes that it was called with, all known
 
     # -- what happened ---------------------------------------------------------------------------------------------------
 
@@ -103,6 +105,9 @@ class Interpreter:
             return UNKNOWN
         env = Env(closure.env)
         self._bind(closure, env, args, kwargs)
+        given = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        if given and all(v.dtype is not None for v in given):
+            self.entered.setdefault(closure.node, set()).add(frozenset(v.dtype for v in given if v.floating))
         file, self.file = self.file, closure.file
         left_home = file is self.home and self.file is not self.home and node is not None
         if left_home:
@@ -310,7 +315,17 @@ class Interpreter:
         value = self.evaluate(test, env)
         if isinstance(value, Scalar) and value.value is not UNKNOWN:
             return bool(value.value)
-        return self.path.take(self.file.snippet(test, 80))
+        if isinstance(value, Items) and (value.known or value.filled):
+            return True
+        taken = self.path.take(self.file.snippet(test, 80))
+        if taken and isinstance(test, ast.Call) and last_name(test.func) == "isinstance" and len(test.args) == 2:
+            self._is_another_class(test.args[0], env)
+        return taken
+
+    def _is_another_class(self, node: ast.expr, env: Env) -> None:
+        """A tensor that turned out to be of some subclass (quantised, say) has a dtype of its own kind."""
+        if isinstance(node, ast.Name) and isinstance(env.get(node.id), Tensor):
+            env.names[node.id] = UNFOLLOWED
 
     # -- expressions -----------------------------------------------------------------------------------------------------
 
@@ -383,12 +398,17 @@ class Interpreter:
     _eval_List = _eval_Tuple
 
     def _eval_Dict(self, node: ast.Dict, env: Env) -> Any:
-        entries: dict[Any, Any] = {}
+        mapping = Mapping()
         for key, value in zip(node.keys, node.values):
             result = self.evaluate(value, env)
             if isinstance(key, ast.Constant):
-                entries[key.value] = result
-        return Mapping(entries)
+                mapping.entries[key.value] = result
+            elif key is None and isinstance(result, Mapping):  # {**other}
+                mapping.entries |= result.entries
+                mapping.open = mapping.open or result.open
+            else:
+                mapping.open = True
+        return mapping
 
     def _eval_Lambda(self, node: ast.Lambda, env: Env) -> Any:
         return Closure(node, self.file, env)
@@ -423,8 +443,10 @@ class Interpreter:
         values = [self.evaluate(value, env) for value in node.values]
         if isinstance(node.op, ast.Or) and len(values) == 2 and isinstance(values[0], Scalar) and values[0].value is None:
             return values[1]
-        known = [v.value for v in values if isinstance(v, Scalar)]
-        if len(known) == len(values) and not any(v is UNKNOWN for v in known):
+        known = [v.value for v in values if isinstance(v, Scalar) and v.value is not UNKNOWN]
+        if isinstance(node.op, ast.And) and not all(known):
+            return Scalar(False)  # whatever the others are
+        if len(known) == len(values):
             return Scalar(all(known) if isinstance(node.op, ast.And) else any(known))
         return values[0] if isinstance(node.op, ast.Or) and isinstance(values[0], Tensor) else UNKNOWN
 
@@ -439,9 +461,13 @@ class Interpreter:
     def _eval_Compare(self, node: ast.Compare, env: Env) -> Any:
         left = self.evaluate(node.left, env)
         rights = [self.evaluate(c, env) for c in node.comparators]
-        if len(rights) != 1:
-            return Scalar()
-        return self._compare(left, node.ops[0], rights[0])
+        if len(rights) == 1:
+            return self._compare(left, node.ops[0], rights[0])
+        links = [self._compare(a, op, b) for a, op, b in zip([left, *rights], node.ops, rights)]  # a == b == c
+        answers = [link.value if isinstance(link, Scalar) else UNKNOWN for link in links]
+        if any(a is not UNKNOWN and not a for a in answers):
+            return Scalar(False)
+        return Scalar() if any(a is UNKNOWN for a in answers) else Scalar(True)
 
     def _compare(self, left: Any, op: ast.cmpop, right: Any) -> Any:
         if isinstance(op, (ast.Is, ast.IsNot)) and isinstance(right, Scalar) and right.value is None:
@@ -486,12 +512,25 @@ class Interpreter:
                 args += inner.known if isinstance(inner, Items) and inner.known is not None else [UNKNOWN]
             else:
                 args.append(self.evaluate(argument, env))
-        kwargs = {k.arg: self.evaluate(k.value, env) for k in node.keywords if k.arg is not None}
+        kwargs = self._keywords(node, env)
         if isinstance(function, Closure):
             own = {"file": function.file, "name": getattr(function.node, "name", "")}
             cast = _is_autocast_decorated(own["file"], function.node)
             return UNKNOWN if cast else self.call_closure(function, args, kwargs, node)
         return operators.call(self, function, args, kwargs, node, env)
+
+    def _keywords(self, node: ast.Call, env: Env) -> dict[str, Any]:
+        """Keyword arguments; of a `**mapping` that is not known, one that any name may have come from."""
+        kwargs: dict[str, Any] = {}
+        for item in node.keywords:
+            value = self.evaluate(item.value, env)
+            if item.arg is not None:
+                kwargs[item.arg] = value
+            elif isinstance(value, Mapping) and not value.open:
+                kwargs |= {k: v for k, v in value.entries.items() if isinstance(k, str)}
+            else:
+                kwargs.setdefault("dtype", UNKNOWN)
+        return kwargs
 
 
 def _is_autocast_decorated(file: SourceFile, node: ast.AST) -> bool:

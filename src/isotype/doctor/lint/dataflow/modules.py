@@ -9,7 +9,8 @@ from typing import Any
 
 from ..files import read
 from ..source import SourceFile, last_name
-from .values import Closure, Env, Layer, Made, Scalar, Tensor
+from .events import Scenario
+from .values import Closure, Env, Items, Layer, Made, Scalar, Tensor
 
 
 def module_functions(file: SourceFile) -> dict[str, ast.FunctionDef]:
@@ -67,18 +68,26 @@ def _parsed(path: str) -> SourceFile | None:
         return None
 
 
+_LAYERS = {
+    "Linear": "linear", "Conv1d": "linear", "Conv2d": "linear", "Conv3d": "linear", "ConvTranspose2d": "linear",
+    "Embedding": "embedding", "LayerNorm": "norm", "RMSNorm": "norm", "GroupNorm": "norm",
+}  # fmt: skip
 _KEEPS = {"Dropout", "GELU", "SiLU", "ReLU", "Tanh", "Sigmoid", "Identity", "Softmax", "LeakyReLU", "Hardswish", "Mish"}
 
 
-def class_attributes(file: SourceFile, cls: ast.ClassDef, weights: str) -> dict[str, Any]:
-    """What `self.NAME` is, as far as the class itself says: parameters, buffers, layers of torch.nn, plain numbers."""
+def class_attributes(file: SourceFile, cls: ast.ClassDef, scenario: Scenario) -> dict[str, Any]:
+    """What `self.NAME` is, as far as the class itself says: parameters, buffers, layers of torch.nn, plain numbers.
+
+    fp32 weights beside bf16 inputs without autocast are a norm's: the layers of such a model have the inputs' dtype.
+    """
+    key = (cls, scenario.weights, scenario.weights if scenario.autocast else scenario.inputs)
     known = file.memo.setdefault("class_attributes", {})
-    if (cls, weights) not in known:
-        known[cls, weights] = _class_attributes(file, cls, weights)
-    return dict(known[cls, weights])
+    if key not in known:
+        known[key] = _class_attributes(file, *key)
+    return dict(known[key])
 
 
-def _class_attributes(file: SourceFile, cls: ast.ClassDef, weights: str) -> dict[str, Any]:
+def _class_attributes(file: SourceFile, cls: ast.ClassDef, weights: str, layers: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for method in cls.body:
         if not isinstance(method, ast.FunctionDef):
@@ -86,7 +95,7 @@ def _class_attributes(file: SourceFile, cls: ast.ClassDef, weights: str) -> dict
         for node in file.own(method):
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and _is_self(node.targets[0]):
                 name = node.targets[0].attr  # type: ignore[attr-defined]
-                value = _attribute(file, node.value, name, weights)
+                value = _attribute(file, node.value, name, weights, layers)
                 # two assignments that disagree: not followed
                 found[name] = value if found.get(name, value) == value else None
             elif isinstance(node, ast.Call) and last_name(node.func) in ("register_buffer", "register_parameter") and node.args:
@@ -97,7 +106,7 @@ def _class_attributes(file: SourceFile, cls: ast.ClassDef, weights: str) -> dict
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _attribute(file: SourceFile, value: ast.expr, name: str, weights: str) -> Any:
+def _attribute(file: SourceFile, value: ast.expr, name: str, weights: str, layer_weights: str) -> Any:
     if isinstance(value, ast.Constant) and isinstance(value.value, (int, float)):
         return Scalar()
     if not isinstance(value, ast.Call):
@@ -105,11 +114,40 @@ def _attribute(file: SourceFile, value: ast.expr, name: str, weights: str) -> An
     made = file.dotted(value.func)
     if made in ("torch.nn.Parameter", "torch.nn.parameter.Parameter"):
         return Tensor(weights, Made.PARAMETER, f"the parameter self.{name}", value)
-    if made == "torch.nn.Linear":
-        return Layer("linear", Tensor(weights, Made.PARAMETER, f"the weight of self.{name}", value))
-    if made.startswith("torch.nn.") and made.rpartition(".")[2] in _KEEPS:
+    if made == "torch.nn.ModuleList":
+        layers = [_layer(file, element, name, layer_weights) for element in _elements(value)]
+        return Items(each=layers[0]) if layers and layers[0] and all(layer.kind == layers[0].kind for layer in layers if layer) else None
+    return _layer(file, value, name, layer_weights)
+
+
+def _layer(file: SourceFile, value: ast.expr, name: str, weights: str) -> Layer | None:
+    """The layer of torch.nn that this call makes, if it is one whose dtypes are simple."""
+    made = file.dotted(value.func) if isinstance(value, ast.Call) else ""
+    head, _, kind = made.rpartition(".")
+    if head != "torch.nn":
+        return None
+    weight = Tensor(weights, Made.PARAMETER, f"the weight of self.{name}", value)
+    if kind in _KEEPS:
         return Layer("keep", Tensor(weights))
-    return None
+    if kind == "Sequential":
+        parts = [_layer(file, element, name, weights) for element in _elements(value)]
+        kinds = {part.kind if part else "unknown" for part in parts}
+        return Layer("linear", weight) if kinds <= {"linear", "keep"} and "linear" in kinds else None
+    return Layer(_LAYERS[kind], weight) if kind in _LAYERS else None
+
+
+def _elements(call: ast.expr) -> list[ast.expr]:
+    """What a ModuleList or Sequential is made of: its arguments, or those of its list or comprehension."""
+    assert isinstance(call, ast.Call)
+    found: list[ast.expr] = []
+    for argument in call.args:
+        if isinstance(argument, (ast.List, ast.Tuple)):
+            found += argument.elts
+        elif isinstance(argument, (ast.ListComp, ast.GeneratorExp)):
+            found.append(argument.elt)
+        else:
+            found.append(argument)
+    return found
 
 
 def _is_self(node: ast.expr) -> bool:

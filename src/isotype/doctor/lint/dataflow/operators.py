@@ -87,12 +87,21 @@ def call(run: Interpreter, function: Any, args: list[Any], kwargs: dict[str, Any
     if isinstance(function, Module):
         return _call_dotted(run, function.dotted, args, kwargs, node, env)
     if isinstance(function, Layer):
-        if function.kind == "linear" and args:
-            return matrix_product(
-                run, "linear", node, [(run.text(node.args[0]), args[0]), (run.text(node.func) + ".weight", function.weight)]
-            )
-        return args[0] if args and function.kind == "keep" else UNKNOWN
+        return _call_layer(run, function, args, node)
     return UNKNOWN
+
+
+def _call_layer(run: Interpreter, layer: Layer, args: list[Any], node: ast.Call) -> Any:
+    if not args or not node.args:
+        return UNKNOWN
+    if layer.kind == "linear":
+        return matrix_product(run, "linear", node, [(run.text(node.args[0]), args[0]), (run.text(node.func) + ".weight", layer.weight)])
+    if layer.kind == "embedding":
+        return layer.weight.but(why=f"`{run.text(node)}`: {layer.weight.why}", node=node)
+    if layer.kind == "norm":  # fp32 under CUDA's autocast; refused or not, by device, where weight and input differ
+        same = isinstance(args[0], Tensor) and args[0].dtype == layer.weight.dtype and run.autocast is None
+        return args[0] if same else UNFOLLOWED
+    return args[0] if layer.kind == "keep" else UNKNOWN
 
 
 def _call_method(run: Interpreter, method: Method, args: list[Any], kwargs: dict[str, Any], node: ast.Call, env: Env) -> Any:
@@ -111,6 +120,7 @@ def _call_method(run: Interpreter, method: Method, args: list[Any], kwargs: dict
                 method.of.known, method.of.each = None, args[0]
             elif method.name != "append" or not args or method.of.each != args[0]:
                 method.of.known, method.of.each = None, UNKNOWN
+            method.of.filled = method.name in ("append", "insert")
             return NONE
         return UNKNOWN
     return UNKNOWN
@@ -140,23 +150,32 @@ def _call_dotted(run: Interpreter, dotted: str, args: list[Any], kwargs: dict[st
     if head in ("torch", "torch.nn.functional", "torch.special", "torch.linalg") and name not in ("is_tensor", "jit", "compile"):
         return _torch(run, name, args, list(node.args), kwargs, node, env)
     if head == "":
-        return _builtin(run, name, args, node)
+        return _builtin(run, name, args, kwargs, node)
+    if head == "math":
+        return Scalar()
     return UNKNOWN
 
 
-def _builtin(run: Interpreter, name: str, args: list[Any], node: ast.Call) -> Any:
+def _builtin(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
     """Python's own functions that matter to the flow of tensors."""
     first = args[0] if args else UNKNOWN
     if name in ("int", "float", "bool", "len", "str", "round", "id", "hash", "type"):
         return Scalar()
     if name in ("abs",):
         return first
+    if name == "dict" and not args:
+        return Mapping(dict(kwargs), open=any(k.arg is None for k in node.keywords))
     if name in ("list", "tuple", "reversed", "sorted", "iter"):
         return Items(known=list(first.known)) if isinstance(first, Items) and first.known is not None else Items(each=run.element_of(first))
     if name == "range":
         return Items(each=Scalar())
     if name == "zip":
         return Items(each=Items(known=[run.element_of(a) for a in args]))
+    if name == "map" and len(args) == 2 and isinstance(first, Closure):
+        items = args[1]
+        if isinstance(items, Items) and items.known is not None and len(items.known) <= 8:
+            return Items(known=[run.call_closure(first, [item], {}, node) for item in items.known])
+        return Items(each=run.call_closure(first, [run.element_of(items)], {}, node))
     if name == "enumerate":
         return Items(each=Items(known=[Scalar(), run.element_of(first)]))
     if name == "sum" and isinstance(first, Items):
@@ -299,8 +318,8 @@ def _cast_call(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, A
             return cast(run, tensor, candidate, node)
         if isinstance(candidate, Tensor):
             return cast(run, tensor, Dtype(candidate.dtype, "another tensor's"), node)
-    if name == "type" and not args[1:]:
-        return Scalar()
+    if name == "type" and not args[1:] and wanted is None:
+        return Dtype(tensor.dtype, "its type()")
     # `.to(device)`: an argument that is not understood may be a dtype as well, unless it is called a device
     doubtful = [a for a in [*args[1:], wanted] if a is UNKNOWN or isinstance(a, Module)]
     if doubtful and not all("device" in ast.unparse(a) or "rank" in ast.unparse(a) for a in node.args):
@@ -381,7 +400,10 @@ def arithmetic(run: Interpreter, node: ast.BinOp | ast.AugAssign, left: Any, rig
     else:
         sources = [node.target, node.value]
     if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return elementwise(run, node, [left, right], sources)
+        result = elementwise(run, node, [left, right], sources)
+        if isinstance(node.op, ast.Pow) and isinstance(left, Scalar) and left.value in (2, 2.0) and isinstance(result, Tensor):
+            return result.but(positional=False, lowered=None)  # powers of two are exact in every dtype
+        return result
     if isinstance(left, Scalar) and isinstance(right, Scalar):
         return Scalar()
     return UNKNOWN
@@ -395,7 +417,10 @@ def elementwise(run: Interpreter, node: ast.AST, values: list[Any], sources: lis
     positional = any(t.positional for t in tensors)
     lowered = next((t.lowered for t in tensors if t.lowered is not None), None)
     if any(v is UNKNOWN or isinstance(v, (Module, Method)) for v in values) or any(t.dtype is None for t in tensors):
-        return Tensor(None, positional=positional, lowered=lowered)
+        wide = next((t for t in tensors if t.dtype == "fp32" and t.zero_dim is False), None)
+        if wide is None:
+            return Tensor(None, positional=positional, lowered=lowered)
+        return wide.but(positional=positional, lowered=lowered, buffer=None)  # what is not known is hardly fp64
     winner = _winner(tensors)
     if winner is None:
         return Tensor(None, positional=positional, lowered=lowered)
@@ -422,6 +447,8 @@ def _winner(tensors: list[Tensor]) -> Tensor | None:
     doubtful = [t for t in floating if t.zero_dim is None]
     pool = certain or floating
     word = pool[0].dtype or ""
+    if any((t.dtype or "").startswith("fp8") for t in floating):
+        return None  # torch promotes no float8
     for tensor in pool[1:]:
         word = promote(word, tensor.dtype or "")
     if any(promote(word, t.dtype or "") != word for t in doubtful):

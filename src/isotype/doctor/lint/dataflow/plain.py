@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import dataclass, field
 from functools import partial
 
 from ..source import Function, SourceFile, keyword, last_name
@@ -23,6 +24,7 @@ SCENARIOS = (PURE, AUTOCAST, FP32_WEIGHTS)
 _FLOAT_FACTORIES = names.FACTORIES - {"arange", "as_tensor", "tensor"}
 _NORM = frozenset({"rsqrt", "rsqrt_", "sqrt"})
 _TABLE = frozenset({"cos", "sin", "polar"})
+_KERNEL_LANGUAGES = frozenset({"tl", "hl", "T", "ct"})
 MAX_PATHS = 8
 MAX_STEPS = 12_000  # in all runs of one function in one scenario
 
@@ -32,13 +34,34 @@ Wanted = dict[Function, set[Scenario]]
 def plain_events(file: SourceFile) -> list[Event]:
     """What was seen in the functions of the file that are not methods of an autograd.Function."""
     if "plain" not in file.memo:
-        events: list[Event] = []
+        runs: list[_Runs] = []
         for function, scenarios in _worth_running(file).items():
             for scenario in (s for s in SCENARIOS if s in scenarios):
-                steps = [MAX_STEPS]
-                each_path(partial(_run, file, function, scenario, events, steps), MAX_PATHS)
-        file.memo["plain"] = events
+                one = _Runs(function, scenario)
+                each_path(partial(_run, file, one), MAX_PATHS)
+                runs.append(one)
+        file.memo["plain"] = [event for one in runs for event in one.events if not _disproved(event, one, runs, file)]
     return file.memo["plain"]
+
+
+@dataclass(slots=True)
+class _Runs:
+    """The runs of one function in one scenario: what was seen, and which functions it called with known dtypes."""
+
+    function: Function
+    scenario: Scenario
+    events: list[Event] = field(default_factory=list)
+    entered: dict[ast.AST, set[frozenset[str | None]]] = field(default_factory=dict)
+    steps: int = MAX_STEPS
+
+
+def _disproved(event: Event, one: _Runs, runs: list[_Runs], file: SourceFile) -> bool:
+    """Whether the function's callers in this file hand it other dtypes than were assumed, and with those nothing happens."""
+    if event.kind == "returned":  # seen of the outermost function only: what counts is whether two dtypes met in it at all
+        given = [dtypes for r in runs if r.scenario == one.scenario for dtypes in r.entered.get(one.function, ())]
+        return bool(given) and all(len(dtypes) == 1 for dtypes in given)
+    callers = [r for r in runs if r.scenario == one.scenario and r.function is not one.function and one.function in r.entered]
+    return bool(callers) and not any(e.node is event.node and e.kind == event.kind for r in callers for e in r.events)
 
 
 def _worth_running(file: SourceFile) -> Wanted:
@@ -47,7 +70,7 @@ def _worth_running(file: SourceFile) -> Wanted:
     calls: dict[Function, set[str]] = {}
     wanted: Wanted = {}
     for function in file.functions():
-        if file.parents.get(function) in inside or _is_kernel(function):
+        if file.parents.get(function) in inside or _is_kernel(file, function):
             continue
         called: set[str] = set()  # plain functions and methods of self
         scenarios: set[Scenario] = set()
@@ -55,7 +78,7 @@ def _worth_running(file: SourceFile) -> Wanted:
         for node in file.own(function):
             if isinstance(node, ast.Call):
                 scenarios |= _asked_for(file, node)
-                loops = loops or last_name(node.func) in names.LIKE
+                loops = loops or last_name(node.func) in names.LIKE or last_name(node.func) in ("zeros", "new_zeros")
                 if isinstance(node.func, ast.Name) or (isinstance(node.func, ast.Attribute) and last_name(node.func.value) == "self"):
                     called.add(last_name(node.func))
         if any(is_root(node) for node in file.own(function)):
@@ -72,6 +95,9 @@ def _worth_running(file: SourceFile) -> Wanted:
     for function, called in calls.items():
         for name in called & by_name.keys():
             wanted.setdefault(function, set()).update(by_name[name])
+            for outer, names_called in calls.items():  # and what calls that, whose casts may decide
+                if function.name in names_called:
+                    wanted.setdefault(outer, set()).update(by_name[name])
     return wanted
 
 
@@ -87,8 +113,11 @@ def is_root(node: ast.AST) -> bool:
     return isinstance(power, ast.Constant) and power.value == 0.5
 
 
-def _is_kernel(function: Function) -> bool:
-    return any(last_name(d) in ("jit", "autotune", "heuristics") for d in function.decorator_list)
+def _is_kernel(file: SourceFile, function: Function) -> bool:
+    """Code for a kernel language (Triton, Helion, ...), whose stores cast and whose names only look like torch's."""
+    if any(last_name(d) in ("jit", "autotune", "heuristics", "kernel") for d in function.decorator_list):
+        return True
+    return any(isinstance(n, ast.Name) and n.id in _KERNEL_LANGUAGES and n.id in file.imports for n in file.own(function))
 
 
 def _asked_for(file: SourceFile, node: ast.Call) -> set[Scenario]:
@@ -105,8 +134,9 @@ def _asked_for(file: SourceFile, node: ast.Call) -> set[Scenario]:
     return set()
 
 
-def _run(file: SourceFile, function: Function, scenario: Scenario, events: list[Event], steps: list[int], path: Path) -> None:
-    if steps[0] <= 0:
+def _run(file: SourceFile, one: _Runs, path: Path) -> None:
+    function, scenario = one.function, one.scenario
+    if one.steps <= 0:
         return
     run = Interpreter(file, scenario, path)
     spec = function.args
@@ -119,7 +149,7 @@ def _run(file: SourceFile, function: Function, scenario: Scenario, events: list[
             return  # the decorator decides, and not the region around the call
         run.autocast = None
     if isinstance(cls, ast.ClassDef) and given and "staticmethod" not in decorators:
-        attributes = {} if "classmethod" in decorators else class_attributes(file, cls, scenario.weights)
+        attributes = {} if "classmethod" in decorators else class_attributes(file, cls, scenario)
         env.names[given[0].arg] = Instance(cls, attributes)
         given = given[1:]
     env.names |= arguments.bind(file, function, given, scenario, path, module=True)
@@ -129,5 +159,7 @@ def _run(file: SourceFile, function: Function, scenario: Scenario, events: list[
     except OutOfSteps:
         return
     finally:
-        steps[0] -= run.steps
-    events += run.events
+        one.steps -= run.steps
+    one.events += run.events
+    for called, dtypes in run.entered.items():
+        one.entered.setdefault(called, set()).update(dtypes)

@@ -89,10 +89,11 @@ class Dtype:
 
 @dataclass(slots=True)
 class Items:
-    """A tuple, list, or anything iterated over. known: exactly these; otherwise any number like `each`."""
+    """A tuple, list, or anything iterated over. known: exactly these; otherwise any number like `each`, at least one where `filled`."""
 
     known: list[Any] | None = None
     each: Any = UNKNOWN
+    filled: bool = False
 
     def element(self) -> Any:
         if self.known is not None:
@@ -103,7 +104,10 @@ class Items:
 
 @dataclass(slots=True)
 class Mapping:
+    """A dict. open: it may have other keys than these."""
+
     entries: dict[Any, Any] = field(default_factory=dict)
+    open: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,10 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A submodule whose class is known: linear (matmul with its own weights), keep (dtype in, dtype out)."""
+    """A submodule whose class is known.
+
+    kind  linear: a product with its weights; keep: dtype in, dtype out; embedding: its weights' dtype; norm
+    """
 
     kind: str
     weight: Tensor

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from ..dataflow.events import Event, Kind
+from ..source import SourceFile
 
 
 def first_of_each(events: Iterable[Event], *kinds: Kind, phase: str | None = None) -> Iterator[Event]:
@@ -16,11 +19,26 @@ def first_of_each(events: Iterable[Event], *kinds: Kind, phase: str | None = Non
     yield from (found[line] for line in sorted(found))
 
 
-def details(event: Event) -> tuple[tuple[str, str], ...]:
-    """The scenario in which it happens, and the branches taken on the way."""
+def first_of_each_function(file: SourceFile, events: Iterable[Event], *kinds: Kind) -> Iterator[tuple[Event, list[int]]]:
+    """The first event of these kinds in each function, and the other lines of it where such a thing happens: one mistake, one finding.
+
+    Events come by scenario, the likeliest first.
+    """
+    found: dict[ast.AST | None, list[Event]] = {}
+    for event in events:
+        if event.kind in kinds:
+            found.setdefault(file.function_of(event.node), []).append(event)
+    for group in sorted(found.values(), key=lambda events: events[0].node.lineno):
+        yield group[0], sorted({e.node.lineno for e in group} - {group[0].node.lineno})
+
+
+def details(event: Event, file: SourceFile | None = None, also: Iterable[int] = ()) -> tuple[tuple[str, str], ...]:
+    """The scenario in which it happens, the branches taken on the way, and other lines with the same mistake."""
     shown = [("when", str(event.scenario))]
     if event.path:
         shown.append(("path", ", ".join(event.path)))
+    if file is not None and also:
+        shown.append(("also", ", ".join(f"{Path(file.path).name}:{line}" for line in also)))
     return tuple(shown)
 
 

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from ....finding import Severity
+from ..dataflow.events import Event
 from ..dataflow.functions import function_classes
 from ..dataflow.plain import plain_events
 from ..dataflow.values import Made
 from ..rule import Hit, Rule
-from ..source import SourceFile
-from .evidence import details, dtypes, first_of_each, operands
+from ..source import SourceFile, last_name
+from .evidence import details, dtypes, first_of_each_function, operands
 
 
 class ProductIntoUnfixedDtype(Rule):
@@ -52,8 +54,8 @@ class ProductIntoUnfixedDtype(Rule):
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         events = [e for function in function_classes(file) for e in function.events]
         # of a plain function's arguments nobody says that they differ: there autocast itself has to be what makes them differ
-        events += [e for e in plain_events(file) if any(v.made is Made.AUTOCAST for _, v in e.operands)]
-        for event in first_of_each(events, "out", "in_place"):
+        events += [e for e in plain_events(file) if any(v.made is Made.AUTOCAST for _, v in e.operands) and not _offline(file, e)]
+        for event, also in first_of_each_function(file, events, "out", "in_place"):
             how = "with out=" if event.kind == "out" else "in place"
             yield Hit(
                 node=event.node,
@@ -62,6 +64,18 @@ class ProductIntoUnfixedDtype(Rule):
                 f"beforehand; with {event.scenario} they differ: {operands(event)}",
                 fix=f"multiply without {'out=' if event.kind == 'out' else 'writing in place'} and cast the result "
                 "(`buffer += (a @ b).to(buffer.dtype)`), or cast every operand to the buffer's dtype first with .to(...)",
-                details=details(event),
+                details=details(event, file, also),
                 symbol=event.symbol,
             )
+
+
+def _offline(file: SourceFile, event: Event) -> bool:
+    """Work on weights between two runs: a function of its own under no_grad, or inside one, where no trainer has autocast on."""
+    function = file.function_of(event.node)
+    while function is not None:
+        if any("no_grad" in last_name(d) or "inference" in last_name(d) for d in function.decorator_list) and not isinstance(
+            file.parents.get(function), ast.ClassDef
+        ):
+            return True
+        function = file.function_of(function)
+    return False

@@ -7,7 +7,7 @@ from ..dataflow.events import Event
 from ..dataflow.functions import FunctionClass, function_classes
 from ..rule import Hit, Rule
 from ..source import SourceFile
-from .evidence import details, dtypes, first_of_each, operands
+from .evidence import details, dtypes, first_of_each_function, operands
 
 
 class BackwardMixesDtypes(Rule):
@@ -66,11 +66,12 @@ class BackwardMixesDtypes(Rule):
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         for function in function_classes(file):
-            for event in first_of_each(function.events, "matmul", "attention", phase="backward"):
-                yield _hit(function, event)
+            backward = [e for e in function.events if e.phase == "backward"]
+            for event, also in first_of_each_function(file, backward, "matmul", "attention"):
+                yield _hit(file, function, event, also)
 
 
-def _hit(function: FunctionClass, event: Event) -> Hit:
+def _hit(file: SourceFile, function: FunctionClass, event: Event, also: list[int]) -> Hit:
     decorated = function.custom_fwd is not None and function.custom_bwd is not None
     autocast = event.scenario.autocast and not decorated
     why = (
@@ -89,6 +90,6 @@ def _hit(function: FunctionClass, event: Event) -> Hit:
         message=f"{function.cls.name}.backward: {event.operation} gets {dtypes(event)} with {event.scenario}",
         cause=f"{why}: {operands(event)}",
         fix=f"{remedy}cast the operands to one dtype, for example `{label}.to({event.operands[0][0]}.dtype)`",
-        details=details(event),
+        details=details(event, file, also),
         symbol=event.symbol,
     )

@@ -1,20 +1,16 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 
+from ..dataflow.arguments import GRADIENT
 from ..dataflow.events import Event
 from ..dataflow.functions import function_classes
 from ..dataflow.plain import plain_events
+from ..dataflow.torch_names import LOWER
 from ..rule import Edit, FixSafety, Hit, Rule
 from ..source import SourceFile, keyword, last_name
 from .evidence import details, first_of_each
-
-GRADIENT = re.compile(
-    r"(^|_)(grads?|gradients?)(_(w|b|x|h|input|weights?|bias|hidden|embed|q|k|v|\w*weights?|\w*bias))?$|"
-    r"^d_?([A-Z]\w{0,2}|w|b|x|h|q|k|v|weights?|bias|inputs?)$|^g(w|x|b)$"
-)
 
 
 class LowPrecisionAccumulator(Rule):
@@ -49,8 +45,9 @@ class LowPrecisionAccumulator(Rule):
 
     Known problems
     --------------
-    Only buffers of autograd.Functions, and those whose name says gradient, are looked at. How many parts are summed is not known here:
-    a loop over two experts loses little.
+    Only buffers of autograd.Functions, those whose name says gradient, and sums of matrix
+    products in a function whose name does, are looked at. How many parts are
+    summed is not known here: a loop over two experts loses little.
     """
 
     code = "LT004"
@@ -78,9 +75,18 @@ def _loses(event: Event, inside_function: bool) -> bool:
         return False
     allocated = isinstance(event.value, ast.Call)
     a_gradient = bool(GRADIENT.search(name)) or (inside_function and event.phase == "backward" and allocated)
-    if not a_gradient or not buffer.low or event.scenario.autocast or buffer.zero_dim or event.loop is None:
+    of_products = allocated and "grad" in (event.symbol or "").rpartition(".")[2] and _is_product(event)
+    if not (a_gradient or of_products) or not buffer.low or event.scenario.autocast or buffer.zero_dim or event.loop is None:
         return False
     return not any(_starts_anew(node, name) for node in ast.walk(event.loop))
+
+
+def _is_product(event: Event) -> bool:
+    """Whether what is added is a matrix product, written in the same statement."""
+    return any(
+        (isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)) or (isinstance(node, ast.Call) and last_name(node.func) in LOWER)
+        for node in ast.walk(event.node)
+    )
 
 
 def _starts_anew(node: ast.AST, name: str) -> bool:

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from ..rule import Edit, FixSafety, Hit, Rule
-from ..source import Function, SourceFile, own_nodes
+from ..source import Function, SourceFile, last_name, own_nodes
 
 SETTERS = ("set_default_dtype", "set_default_tensor_type")
 
@@ -56,6 +56,8 @@ class DefaultDtypeNotRestored(Rule):
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         for function in file.functions():
+            if any(last_name(d) == "fixture" for d in function.decorator_list):
+                continue  # pytest goes on after the yield whatever the test raised
             hit = _unguarded(file, function)
             if hit:
                 yield hit

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ..dataflow.plain import PURE, plain_events
@@ -94,8 +95,18 @@ def _ignoring_its_dtype(file: SourceFile, function: Function) -> Iterator[ast.Ca
     for node in nodes:
         if not isinstance(node, ast.Call) or file.dotted(node.func).rpartition(".")[0] != "torch" or last_name(node.func) not in FACTORIES:
             continue
+        if _holds_positions(file, node):
+            continue  # better in fp32
         if keyword(node, "dtype", "out") is None and not any(k.arg is None for k in node.keywords) and _floating(node):
             yield node
+
+
+def _holds_positions(file: SourceFile, node: ast.Call) -> bool:
+    """Whether the name it is bound to speaks of ids, positions or angles."""
+    target = file.parents.get(node)
+    while target is not None and not isinstance(target, ast.stmt):
+        target = file.parents.get(target)
+    return isinstance(target, ast.Assign) and bool(re.search(r"ids?$|idx|pos|freq|theta|angle|time", last_name(target.targets[0])))
 
 
 def _floating(node: ast.Call) -> bool:

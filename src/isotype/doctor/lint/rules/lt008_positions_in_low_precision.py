@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ..dataflow.arguments import ACTIVATION
 from ..dataflow.plain import plain_events
 from ..rule import Hit, Rule
 from ..source import SourceFile, last_name
@@ -50,16 +51,16 @@ class PositionsInLowPrecision(Rule):
     words = ("cos", "sin", "polar")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
-        seen: set[int] = set()
+        seen: set[ast.AST | None] = set()
         events = (e for e in plain_events(file) if e.operands and e.operands[0][1].lowered is not None)
         for event in first_of_each(events, "table"):
             label, angle = event.operands[0]
             at = angle.lowered
-            if not isinstance(at, (ast.expr, ast.stmt)) or at not in file.parents or at.lineno in seen:
+            if not isinstance(at, (ast.expr, ast.stmt)) or at not in file.parents or file.function_of(at) in seen:
                 continue
-            seen.add(at.lineno)
+            seen.add(file.function_of(at))  # rows and columns of a grid are rounded by the same mistake
             by_autocast = event.scenario.autocast is not None
-            if not _runs_in_forward(file, at):
+            if not _runs_in_forward(file, at) or (by_autocast and _built_ahead(file, at)):
                 continue
             how = (
                 "autocast computes this product in bf16"
@@ -76,6 +77,24 @@ class PositionsInLowPrecision(Rule):
                 + (", with autocast switched off around the product" if by_autocast else ""),
                 details=details(event),
             )
+
+
+def _built_ahead(file: SourceFile, node: ast.AST) -> bool:
+    """A method without tensors among its arguments that forward does not call: it fills a table, mostly for a base class' __init__."""
+    function = file.function_of(node)
+    cls = file.parents.get(function) if function is not None else None
+    if function is None or not isinstance(cls, ast.ClassDef) or function.name in ("forward", "__call__"):
+        return False
+    if any(last_name(n.func) == function.name for n in file.nodes(ast.Call)):
+        called_by = {f.name for f in file.functions() if any(_calls(n, function.name) for n in file.own(f))}
+        if called_by & {"forward", "__call__"}:
+            return False
+    hints = [ast.unparse(a.annotation) if a.annotation else "" for a in (*function.args.args[1:], *function.args.kwonlyargs)]
+    return all("Tensor" not in hint for hint in hints) and not any(ACTIVATION.match(a.arg) for a in function.args.args)
+
+
+def _calls(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Call) and last_name(node.func) == name
 
 
 def _runs_in_forward(file: SourceFile, node: ast.AST) -> bool:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ..dataflow.arguments import GRADIENT
 from ..dataflow.plain import FP32_WEIGHTS, is_root, plain_events
 from ..dataflow.values import Made, Tensor
 from ..rule import Hit, Rule
@@ -52,22 +53,29 @@ class NormFollowsWeightDtype(Rule):
             function = file.function_of(event.node)
             if not isinstance(value, Tensor) or function is None or not isinstance(event.node, ast.Return) or event.node.value is None:
                 continue
+            if isinstance(event.node.value, ast.Call) and file.dotted(event.node.value.func).startswith("self."):
+                continue  # told where that method returns it
             if "buffer" in value.why:
                 continue  # a table or a filter bank, and no norm's weight
+            if value.zero_dim is not False:
+                continue  # a number: a loss
             if value.dtype == "fp32" and value.made is Made.PARAMETER and _is_norm(file, function):
                 weight = value.why.removeprefix("the ")
                 yield Hit(
                     node=event.node,
                     message=f"the norm's output has the dtype of its weight: {value.dtype} for {event.scenario.inputs} input",
-                    cause=f"the result is multiplied with {weight}, which promotes it when the weight is fp32 and the input bf16; the cast "
-                    "to the input's dtype comes before the product instead of after it",
+                    cause=f"the result is multiplied with {weight}, which promotes it when the weight is fp32 and the input bf16; no cast "
+                    "to the input's dtype comes after the product",
                     fix="cast the whole product: `(weight * x).to(input_dtype)`",
                     details=details(event),
                 )
 
 
 def _is_norm(file: SourceFile, function: Function) -> bool:
-    """The root of a mean of squares or of a variance, here or in a method of the same class that this one calls."""
+    """The root of a mean of squares or of a variance of an input, here or in a method of the same class that this one calls."""
+    names = [a.arg for a in (*function.args.posonlyargs, *function.args.args) if a.arg != "self"]
+    if not names or any(GRADIENT.search(name) for name in names):
+        return False  # a property of weights; an optimizer's update
     nodes = list(file.own(function))
     cls = file.parents.get(function)
     if isinstance(cls, ast.ClassDef):

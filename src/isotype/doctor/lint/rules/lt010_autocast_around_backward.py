@@ -66,7 +66,7 @@ class AutocastAroundBackward(Rule):
                         node=call,
                         message=f"{what} runs inside the autocast region of line {region.lineno}",
                         cause=why,
-                        fix="end the autocast region after the loss is computed: only the forward pass belongs inside `with autocast`",
+                        fix="do this outside: only the forward pass and the loss belong inside `with autocast`",
                         severity=severity,
                     )
 
