@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ...errors import IsotypeError
 from . import fuzz
 from .corruption import corruption_trials, count_corruptions
 from .disk import disk_trials
@@ -157,5 +158,10 @@ def _show(trials: list[Trial], *, seconds: float, stopped: bool, kept: Path | No
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "python -m isotype.training.faults"
-    typer.run(faults)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+    app.command()(faults)
+    try:
+        app(prog_name="python -m isotype.training.faults")
+    except IsotypeError as error:
+        print(f"isotype: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
