@@ -268,9 +268,7 @@ def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_ending(configured, t
     assert f"step_{best}, is damaged" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "change", [{"progress": {}}, {"progress": None}, {"random": {"python": []}}, {"optimizer": {"no.such": {"step": 1}}}]
-)
+@pytest.mark.parametrize("change", [{"progress": {}}, {"progress": None}, {"random": {}}, {"optimizer": {"no.such": {"step": 1}}}])
 def test_a_whole_checkpoint_that_is_no_state_of_the_run_is_one_error(configured, tmp_path, change):
     from isotype.checkpoint.folder import seal
 
@@ -279,6 +277,9 @@ def test_a_whole_checkpoint_that_is_no_state_of_the_run_is_one_error(configured,
     state = json.loads((newest / "state.json").read_text())
     if change == {"progress": {}}:
         change = {"progress": state["progress"] | {"step": "six"}}
+    if change == {"random": {}}:  # a word of the generator's 624 is missing
+        state["random"]["numpy"][1].pop()
+        change = {}
     (newest / "state.json").write_text(json.dumps(state | change))
     (newest / "DONE").unlink()
     seal(newest)

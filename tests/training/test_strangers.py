@@ -141,6 +141,7 @@ def test_an_adapter_for_another_base_is_refused(adapter, changes, said):
         ("adapter_config.json", b"[]", "cannot be read"),
         ("adapter_config.json", b'{"peft_type": "NOPE"}', "cannot be read"),
         ("adapter_config.json", b'{"peft_type": "LORA", "r": "x", "target_modules": ["q_proj"]}', "does not fit"),
+        ("adapter_config.json", b'{"peft_type": "LORA", "target_modules": ["q_proj"], "base_model_name_or_path": [1]}', "not a name"),
         ("adapter_model.safetensors", (2**63).to_bytes(8, "little") + b"{}", "header too large"),
         ("adapter_model.safetensors", b"", "header too small"),
     ],

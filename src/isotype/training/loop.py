@@ -310,7 +310,7 @@ class Loop:
             self.stream.restore(state["stream"])
             if self.stepper.loss_scale and state["loss_scale"]:
                 self.stepper.loss_scale = LossScale(float(state["loss_scale"]["scale"]), int(state["loss_scale"]["quiet"]))
-        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
             where = self.store.path(checkpoint.step)
             raise RunError(
                 f"checkpoint {where}: whole, but not a state of this run: {type(error).__name__}: {error}", code="CK002",

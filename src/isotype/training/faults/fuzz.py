@@ -39,11 +39,13 @@ class Slow(BaseException):
     """Not an Exception: nothing under test may catch it."""
 
 
-def fuzz_trials(workshop: Workshop, *, inputs: int, seed: int, deadline: Deadline) -> Iterator[Trial | int]:
+def fuzz_trials(workshop: Workshop, *, inputs: int, seed: int, deadline: Deadline, only: str | None = None) -> Iterator[Trial | int]:
     """How many inputs were done, again and again; a trial for each fault, and one for each target that counts its inputs."""
     material = Material(workshop)
     material.run  # made by a child, before anything is computed here  # noqa: B018
     for name, (target, share) in TARGETS.items():
+        if only not in (None, name):
+            continue
         total, done, refused, faults = max(1, round(inputs * share)), 0, 0, []
         while done < total and not deadline.passed:
             count, told, found = _chunk(material, name, target, seed, done, min(CHUNK, total - done))
