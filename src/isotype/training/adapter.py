@@ -83,6 +83,8 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter")
     except Exception as error:  # a config.json of any shape is read here
         raise UsageError(f"{where} cannot be read: {type(error).__name__}: {_first_line(error)}", fix=again) from error
     base = settings.base_model_name_or_path
+    if base is not None and not isinstance(base, str):
+        raise UsageError(f"{where} cannot be read: base_model_name_or_path is {str(base)[:60]}, not a name", fix=again)
     fix = f"take the base model it was trained on ({base})" if base else "take the base model it was trained on"
     try:
         # low_cpu_mem_usage would leave what the file lacks on the meta device

@@ -25,7 +25,7 @@ from ..checkpoint.snapshot import (
 from ..checkpoint.store import Checkpoint, CheckpointStore
 from ..config.schema import RunConfig
 from ..data.rows import Row, SamplePrompt
-from ..errors import RunError
+from ..errors import IsotypeError, RunError, UsageError
 from ..precision.observe import Observer
 from ..precision.resolve import Resolved
 from .batches import Batch, RowFeed, collate
@@ -133,7 +133,7 @@ class Loop:
                     sampling=self.plan.due(self.plan.sample_every, step),
                     saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
                 )
-            except RunError as error:
+            except (RunError, UsageError) as error:  # a stream meets its broken rows here
                 raise self.with_last_good(error) from error
             if interrupt.asked and step < self.plan.total:
                 self.console.settle()
@@ -310,7 +310,7 @@ class Loop:
             self.stream.restore(state.get("stream") or {"position": self.progress.position})
             if self.stepper.loss_scale and state["loss_scale"]:
                 self.stepper.loss_scale = LossScale(float(state["loss_scale"]["scale"]), int(state["loss_scale"]["quiet"]))
-        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
             where = self.store.path(checkpoint.step)
             raise RunError(
                 f"checkpoint {where}: whole, but not a state of this run: {type(error).__name__}: {error}", code="CK002",
@@ -319,7 +319,7 @@ class Loop:
         self.saved_step = checkpoint.step
         self.metrics.cut_after(checkpoint.step)
 
-    def with_last_good(self, error: RunError) -> RunError:
+    def with_last_good(self, error: IsotypeError) -> RunError:
         """The error, and where the run can go on from."""
         step, _ = self.store.newest_whole()
         good = f"last good checkpoint: {self.store.path(step)}" if step is not None else "there is no checkpoint yet"

@@ -15,9 +15,11 @@ from typing import Annotated, Any
 
 import typer
 
+from ...errors import IsotypeError, UsageError
 from . import fuzz
 from .corruption import corruption_trials, count_corruptions
 from .disk import disk_trials
+from .hostile import TARGETS
 from .kills import kill_trials
 from .nonfinite import count_nans, nan_trials
 from .trial import Deadline, Trial, as_lines, summarise
@@ -42,7 +44,7 @@ def faults(
     kills: Annotated[int, typer.Option("--kills", min=1, help="How many SIGKILLs.")] = 200,
     inputs: Annotated[int, typer.Option("--inputs", min=1, help="How many hostile inputs for fuzz.")] = 100_000,
     only: Annotated[
-        str | None, typer.Option("--only", help="One input again, as fuzz named it: 'data rows:17'.", show_default=False)
+        str | None, typer.Option("--only", help="One kind of input for fuzz, 'adapters'; or one again, 'adapters:17'.", show_default=False)
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of every random moment and place.")] = 0,
     minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="No trial begins after so many.")] = 30.0,
@@ -76,7 +78,9 @@ def faults(
     try:
         imports()
         workshop = Workshop(place)
-        if only is not None:
+        if only is not None and only.partition(":")[0] not in TARGETS:
+            raise UsageError(f"--only {only}: no such kind of input", fix=f"one of: {', '.join(TARGETS)}; with :NUMBER for a single one")
+        if only is not None and ":" in only:
             fuzz.once(workshop, only, seed)
             shutil.rmtree(place)
             return
@@ -87,7 +91,7 @@ def faults(
                 count_corruptions(f := 0 if quick else 5),
                 lambda: corruption_trials(workshop, flips=f, seed=seed, deadline=deadline),
             ),
-            Part.fuzz: (inputs, lambda: fuzz.fuzz_trials(workshop, inputs=inputs, seed=seed, deadline=deadline)),
+            Part.fuzz: (inputs, lambda: fuzz.fuzz_trials(workshop, inputs=inputs, seed=seed, deadline=deadline, only=only)),
             Part.nan: (count_nans(t := 0 if quick else 3), lambda: nan_trials(workshop, times=t, seed=seed, deadline=deadline)),
         }
         trials = list(_watched({part: planned[part] for part in wanted}))
@@ -157,5 +161,10 @@ def _show(trials: list[Trial], *, seconds: float, stopped: bool, kept: Path | No
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "python -m isotype.training.faults"
-    typer.run(faults)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+    app.command()(faults)
+    try:
+        app(prog_name="python -m isotype.training.faults")
+    except IsotypeError as error:
+        print(f"isotype: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-HANGS = 120.0  # seconds after which a run of two seconds is taken to hang
+HANGS = 300.0  # seconds after which a run of two seconds is taken to hang, also on a machine that has other things to do
 CRASHED, HUNG = 99, -999
 
 

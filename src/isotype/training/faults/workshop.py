@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ...errors import RunError
 from .child import Ended, elsewhere, run
 
 STEPS, EVERY = 12, 3  # checkpoints at 3, 6, 9 and 12
@@ -85,12 +86,12 @@ class Workshop:
         return file
 
     def undisturbed(self, recipe: str = FIRST) -> tuple[Path, Ended]:
-        """The run that nothing happens to, made once. Raises RuntimeError when even that fails."""
+        """The run that nothing happens to, made once. Raises RunError when even that fails."""
         if recipe not in self._undisturbed:
             folder = self.new_folder()
             ended = run(["train", str(self.settings(folder, recipe))], self.log())
             if ended.status != 0:
-                raise RuntimeError(f"the undisturbed run ({recipe}) failed:\n{ended.output}")
+                raise RunError(f"the undisturbed run ({recipe}) ended with {ended.status}: {ended.output[-2000:]}")
             self._undisturbed[recipe] = (folder, ended)
         return self._undisturbed[recipe]
 

@@ -16,6 +16,7 @@ from ...checkpoint.folder import write_text
 from ...errors import PreflightError
 from ...finding import Finding, Severity, worst_first
 from .codes import CODES, NOT_SKIPPED
+from .continued import adapter_of_another_base
 from .device import unexpected_device
 from .disk import disk_too_small
 from .labels import end_never_learnt, nothing_to_learn, prompts_learnt
@@ -44,6 +45,7 @@ PHASES: Mapping[str, tuple[Check, ...]] = {
         Check(("PF002",), never_leaves_warmup),
         Check(("PF003",), vanishing_updates),
         Check(("PF004",), disk_too_small),
+        Check(("PF019",), adapter_of_another_base),
     ),
     "data": (
         Check(("PF005",), nothing_to_learn),

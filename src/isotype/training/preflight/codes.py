@@ -26,6 +26,7 @@ CODES: Mapping[str, str] = {
     "PF016": "an evaluation runs",
     "PF017": "a generation runs",
     "PF018": "packed documents do not see each other",
+    "PF019": "a continued adapter is on its own base",
 }
 NOT_SKIPPED = {"PF008": "the run would read outside its embeddings"}
 

@@ -1,0 +1,44 @@
+"""PF019: an adapter of a sister model, and one of the run's own base."""
+
+import json
+import shutil
+
+import pytest
+
+from isotype.training.preflight.continued import adapter_of_another_base, same_model
+from isotype.training.run import train
+
+
+@pytest.fixture
+def trained(configured, tmp_path):
+    assert train(configured("first", train={"steps": 1})) == 0
+    return tmp_path / "first/adapter"
+
+
+def test_it_fires_for_a_sister_and_is_quiet_for_its_own_base(subject, trained, workshop, tmp_path):
+    own = subject("own", adapter={"start_from": str(trained)})
+    assert list(adapter_of_another_base(own)) == []
+    sister = tmp_path / "sister"
+    shutil.copytree(workshop.base, sister)
+    (finding,) = adapter_of_another_base(subject("other", adapter={"start_from": str(trained)}, model={"name": str(sister)}))
+    assert finding.code == "PF019"
+    assert finding.declared == str(workshop.base)
+    config = trained / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None}))
+    assert list(adapter_of_another_base(subject("unnamed", adapter={"start_from": str(trained)}, model={"name": str(sister)}))) == []
+
+
+def test_a_new_adapter_is_no_matter(subject):
+    assert list(adapter_of_another_base(subject())) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B", True),
+        ("Qwen/Qwen2.5-0.5B", "/models/Qwen2.5-0.5B", True),
+        ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct", False),
+    ],
+)
+def test_names(one, other, same):
+    assert same_model(one, other) is same

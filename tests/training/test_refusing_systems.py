@@ -1,0 +1,112 @@
+"""What the operating system refuses a run: one error, the last good checkpoint in it, and the run goes on afterwards."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+
+from isotype.errors import RunError, UsageError
+from isotype.training.folder import RunFolder
+from isotype.training.loop import Loop
+from isotype.training.metrics import Metrics
+from isotype.training.run import refused_by_disk, train
+
+
+@pytest.mark.parametrize("path", ["a\0b", "x" * 300, "/proc/run"])
+def test_a_folder_that_cannot_be(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"run\.folder(.|\n)*--out FOLDER"), RunFolder(tmp_path / path).held():
+        pass
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    """Root may write anywhere but here: the attribute is the file system's."""
+    if shutil.which("chattr") is None or subprocess.run(["chattr", "+i", tmp_path], capture_output=True, check=False).returncode:
+        pytest.skip("this file system has no immutable folders, or we may not make one")
+    try:
+        with pytest.raises(UsageError, match=r"Operation not permitted(.|\n)*--out FOLDER"), RunFolder(tmp_path / "run").held():
+            pass
+    finally:
+        subprocess.run(["chattr", "-i", tmp_path], check=True)
+
+
+def test_a_lock_goes_with_a_killed_process(tmp_path):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with RunFolder(tmp_path).held():
+                os.write(writer, b"x")
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.read(reader, 1)
+    with pytest.raises(UsageError, match="in use by another run"), RunFolder(tmp_path).held():
+        pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with RunFolder(tmp_path).held():
+        pass
+
+
+def test_a_disk_that_is_full_when_a_line_of_metrics_is_written(configured, tmp_path, monkeypatch):
+    """Outside a checkpoint, and the record of the failure cannot be written either: the error is the first one."""
+    plain, full = Metrics.write, []
+
+    def write(self, **facts):
+        if facts["step"] == 5:
+            full.append(1)
+            raise OSError(errno.ENOSPC, "No space left on device", str(self.file))
+        plain(self, **facts)
+
+    write_json = RunFolder.write_json
+
+    def no_record(self, name, content):
+        if full:
+            raise RunError("could not write result.json", code="CK001")
+        write_json(self, name, content)
+
+    monkeypatch.setattr(Metrics, "write", write)
+    monkeypatch.setattr(RunFolder, "write_json", no_record)
+    with pytest.raises(RunError, match=r"CK001 .*metrics\.jsonl: No space left(.|\n)*saved .*step_4(.|\n)*then resume"):
+        train(configured())
+    monkeypatch.undo()
+    assert train(configured(), resume=tmp_path / "run") == 0
+
+
+def test_a_folder_that_vanishes_in_mid_run(configured, tmp_path, monkeypatch):
+    plain = Loop._step
+
+    def step(self, step):
+        if step == 3:
+            shutil.rmtree(self.folder.path)
+        plain(self, step)
+
+    monkeypatch.setattr(Loop, "_step", step)
+    with pytest.raises(RunError, match=r"CK001 .*the run's folder is gone"):
+        train(configured())
+
+
+def test_what_is_refused_elsewhere_is_a_usage_error_and_what_is_no_refusal_stays(tmp_path):
+    elsewhere = refused_by_disk(OSError(errno.ENAMETOOLONG, "File name too long", "/data/" + "x" * 999), RunFolder(tmp_path))
+    assert isinstance(elsewhere, UsageError)
+    assert len(str(elsewhere)) < 300
+    rust = refused_by_disk(Exception("I/O error: No space left on device (os error 28)"), RunFolder(tmp_path))
+    assert isinstance(rust, RunError)
+    mistake = KeyError("x")
+    assert refused_by_disk(mistake, RunFolder(tmp_path)) is mistake
+
+
+def test_a_report_that_cannot_be_made_is_a_warning(configured, tmp_path, monkeypatch, capsys):
+    from isotype import report
+
+    monkeypatch.setattr(report, "write_report", lambda *a, **k: (_ for _ in ()).throw(UsageError("report.html: cannot be written")))
+    assert train(configured(run={"report": True})) == 0
+    assert "no report: report.html: cannot be written; isotype report" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "done"
