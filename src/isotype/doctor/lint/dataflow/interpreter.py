@@ -79,6 +79,7 @@ class Interpreter:
         self.loops: list[tuple[ast.AST, set[str]]] = []  # the loops being run, with the names bound when each began
         self.calls: list[ast.Call] = []  # calls by which another file was entered
         self.depth = self.steps = 0
+        self.found_subclass = False
         self.entered: dict[ast.AST, set[frozenset[str | None]]] = {}  # function -> floating dtypes that it was called with, all known
 
     # -- what happened ---------------------------------------------------------------------------------------------------
@@ -326,6 +327,7 @@ class Interpreter:
         """A tensor that turned out to be of some subclass (quantised, say) has a dtype of its own kind."""
         if isinstance(node, ast.Name) and isinstance(env.get(node.id), Tensor):
             env.names[node.id] = UNFOLLOWED
+            self.found_subclass = True
 
     # -- expressions -----------------------------------------------------------------------------------------------------
 
@@ -516,7 +518,14 @@ class Interpreter:
         if isinstance(function, Closure):
             own = {"file": function.file, "name": getattr(function.node, "name", "")}
             cast = _is_autocast_decorated(own["file"], function.node)
-            return UNKNOWN if cast else self.call_closure(function, args, kwargs, node)
+            if cast:
+                return UNKNOWN
+            result = self.call_closure(function, args, kwargs, node)
+            if isinstance(result, Scalar) and result.value is True and self.found_subclass:
+                for argument in node.args:  # a test written as a function: what it found holds for the caller too
+                    self._is_another_class(argument, env)
+            self.found_subclass = False
+            return result
         return operators.call(self, function, args, kwargs, node, env)
 
     def _keywords(self, node: ast.Call, env: Env) -> dict[str, Any]:

@@ -235,6 +235,8 @@ def _torch(run: Interpreter, name: str, args: list[Any], nodes: list[ast.expr], 
         return cast(run, first, Dtype(names.CASTS[name], f".{name}()", literal=True), node)
     if name in names.PROMOTE:
         return _promote_call(run, name, args, nodes, kwargs, node)
+    if name == "is_floating_point" and isinstance(first, Tensor) and first.dtype is not None:
+        return Scalar(first.floating)
     if name in names.NOT_TENSOR:
         return Scalar()
     if name in names.TO_INTEGER:
