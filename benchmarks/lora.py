@@ -1,36 +1,52 @@
-"""The fused LoRA beside PEFT's own code: time, saved bytes, and what the adapters cost, as ratios of one run.
+"""The fused LoRA beside PEFT's own code: tokens a second, what the adapters cost, blocks alone, and memory of the step.
 
-    python benchmarks/lora.py                                             # CPU, one linear and a 4-layer Llama, 2 x 256 tokens
-    python benchmarks/lora.py --layers 12 --hidden 768 --batch 4 --length 512
-    python benchmarks/lora.py --device cuda --hidden 4096 --intermediate 14336 --layers 4 --batch 4 --length 1024 --json
+    python benchmarks/lora.py --part blocks          # a linear, Q/K/V and a gated MLP alone
+    python benchmarks/lora.py --part model           # the whole step
+    python benchmarks/lora.py --part checkpointing   # the same with gradient checkpointing
+    python benchmarks/lora.py --part memory          # a process for each contender
+    python benchmarks/lora.py --device cuda --hidden 4096 --intermediate 14336 --layers 4 --length 1024 --json
 
-Contenders take turns in one process, in an order that alternates, on the same weights and inputs: fp32 adapters, bf16 base, bf16
-autocast. Time is the median of the process's CPU time on a CPU, which other processes disturb less than the clock, and of device
-events on a GPU. Saved bytes are those of distinct storages that autograd holds for backward, weights left out.
+A Llama of 162M parameters (12 layers of 768, MLP 3072, 12 heads, vocabulary 32,000), 4 x 512 tokens, rank 16 on every linear layer, fp32
+adapters over frozen bf16 weights, bf16 autocast, AdamW. Contenders take turns in one process, in an order that alternates, on the same
+weights and inputs; ratios are between medians of one run.
+
+    PEFT           plain transformers and PEFT
+    PEFT, our ops  the model optimized, LoRA layers left to PEFT
+    Isotype        isotype.optimize(model)
+    no adapter     the same optimized model without adapters; its first norm is trained so that backward runs through all of it
+
+Memory of the step is the process's highest resident size during a step (allocator's peak on a GPU) less what it held before it, weights
+and optimizer states, after one step has warmed everything up; beside it, what autograd holds for backward, weights left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from torch import nn
 
-from isotype.lora import fuse_lora
+MODEL = ("PEFT", "PEFT, our ops", "Isotype", "no adapter")
+TARGETS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+Step = Callable[[], object]
 
 
-def seconds(device: str, run: Callable[[], object]) -> float:
-    if device == "cpu":
-        start = time.process_time()
+def seconds(a: argparse.Namespace, run: Step) -> float:
+    if a.device == "cpu":
+        clock = time.process_time if a.clock == "cpu" else time.perf_counter
+        start = clock()
         run()
-        return time.process_time() - start
+        return clock() - start
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     run()
@@ -39,19 +55,194 @@ def seconds(device: str, run: Callable[[], object]) -> float:
     return begin.elapsed_time(end) / 1000
 
 
-def compare(device: str, runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def compare(a: argparse.Namespace, runs: dict[str, Step], rounds: int) -> dict[str, float]:
     """Median seconds of each contender."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
     for i in range(rounds):
         for name in list(runs) if i % 2 == 0 else list(runs)[::-1]:
-            taken[name].append(seconds(device, runs[name]))
+            taken[name].append(seconds(a, runs[name]))
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
-def saved_bytes(model: nn.Module, run: Callable[[], object]) -> int:
-    """Bytes held for backward, each storage once, without the model's own parameters."""
+def peak_flops(a: argparse.Namespace) -> float:
+    """FLOPs a second of the best bf16 product of 2048 x 2048 x 2048 (8192 on a GPU): what the floor divides by."""
+    n = 2048 if a.device == "cpu" else 8192
+    x, y = (torch.randn(n, n, device=a.device, dtype=torch.bfloat16) for _ in range(2))
+    x @ y
+    return 2 * n**3 / min(seconds(a, lambda: x @ y) for _ in range(5))
+
+
+def adapted(a: argparse.Namespace, model: nn.Module, targets: list[str]) -> nn.Module:
+    import peft
+
+    torch.manual_seed(0)
+    made = peft.get_peft_model(
+        copy.deepcopy(model), peft.LoraConfig(r=a.rank, lora_alpha=32, target_modules=targets, lora_dropout=a.dropout)
+    )
+    return made.to(a.device)
+
+
+def optimized(model: nn.Module, *, lora: bool = True) -> nn.Module:
+    from isotype import optimize
+    from isotype.lora import unfuse_lora
+
+    manifest = optimize(model)
+    left = [str(entry) for entry in manifest.left]
+    assert not left, left
+    if not lora:
+        unfuse_lora(model)
+    return model
+
+
+def config_of(a: argparse.Namespace) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=a.vocabulary, hidden_size=a.hidden, intermediate_size=a.intermediate, num_hidden_layers=a.layers,
+        num_attention_heads=a.hidden // 64, num_key_value_heads=a.hidden // 64, use_cache=False,
+    )  # fmt: skip
+
+
+# --- the whole step
+
+
+def contender(a: argparse.Namespace, who: str, checkpointing: bool) -> nn.Module:
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config_of(a)).to(a.device, torch.bfloat16).requires_grad_(False)
+    if who == "no adapter":
+        model.model.layers[0].input_layernorm.weight.requires_grad_()
+    else:
+        model = adapted(a, model, TARGETS)
+    if checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if who != "PEFT":
+        optimized(model, lora=who != "PEFT, our ops")
+    return model.train()
+
+
+def step_of(a: argparse.Namespace, model: nn.Module) -> Callable[[], float]:
+    ids = torch.randint(3, a.vocabulary, (a.batch, a.length), generator=torch.Generator().manual_seed(1)).to(a.device)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+
+    def step() -> float:
+        with torch.autocast(a.device, dtype=torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach().item()
+
+    return step
+
+
+def flops(a: argparse.Namespace, checkpointing: bool) -> float:
+    """Of one step with adapters: frozen weights take part in two products, adapters in three, causal attention in half of seven."""
+    tokens = a.batch * a.length
+    square, wide = a.hidden**2, a.hidden * a.intermediate
+    weights = a.layers * (4 * square + 3 * wide)
+    ranks = a.layers * a.rank * (8 * a.hidden + 3 * (a.hidden + a.intermediate))
+    attention = a.layers * tokens * a.length * a.hidden
+    forward = 2 * tokens * (weights + ranks) + 2 * attention
+    head = 2 * tokens * a.hidden * a.vocabulary
+    return (2 if checkpointing else 1) * forward + 2 * tokens * (weights + 2 * ranks) + 5 * attention + 2 * head
+
+
+def model_part(a: argparse.Namespace, checkpointing: bool) -> dict[str, Any]:
+    rows = ("PEFT", "Isotype") if checkpointing else a.rows
+    steps = {who: step_of(a, contender(a, who, checkpointing)) for who in rows}
+    losses = {who: step() for who, step in steps.items()}
+    timed = compare(a, steps, a.rounds)
+    tokens = a.batch * a.length
+    floor = flops(a, checkpointing) / peak_flops(a)
+    found: dict[str, Any] = {
+        "tokens/s": {who: round(tokens / value) for who, value in timed.items()},
+        "first loss": {who: round(loss, 4) for who, loss in losses.items()},
+        "tokens/s, Isotype / PEFT": round(timed["PEFT"] / timed["Isotype"], 2),
+        "floor, s (FLOPs at the measured peak)": round(floor, 2),
+        "Isotype's step / floor": round(timed["Isotype"] / floor, 2),
+    }
+    if not checkpointing and set(rows) == set(MODEL):
+        base = timed["no adapter"]
+        found["adapters' cost in the optimized model, Isotype / PEFT"] = round(
+            (timed["Isotype"] - base) / (timed["PEFT, our ops"] - base), 2
+        )
+    return found
+
+
+# --- blocks alone
+
+
+class Projections(nn.Module):
+    """Linear layers of one input."""
+
+    def __init__(self, names: list[str], features: int) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(features, features, bias=False))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(layer(x) for layer in self.children())
+
+
+def blocks(a: argparse.Namespace) -> dict[str, tuple[nn.Module, list[str]]]:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    return {
+        "linear": (Projections(["o_proj"], a.hidden), ["o_proj"]),
+        "qkv": (Projections(TARGETS[:3], a.hidden), TARGETS[:3]),
+        "mlp": (LlamaMLP(config_of(a)), TARGETS[4:]),
+    }
+
+
+def block_part(a: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    x = torch.randn(a.batch, a.length, a.hidden, device=a.device, dtype=torch.bfloat16, requires_grad=True)
+    for name, (base, targets) in blocks(a).items():
+        base.to(a.device, torch.bfloat16).requires_grad_(False)
+        # an MLP's activation is part of the block: its optimized form beside PEFT's own code
+        models = {"PEFT": adapted(a, base, targets), "Isotype": adapted(a, base, targets), "no adapter": copy.deepcopy(base)}
+        for who in ("Isotype", "no adapter"):
+            place_block(models[who], x)
+
+        def step(model: nn.Module) -> Step:
+            def run() -> None:
+                with torch.autocast(a.device, dtype=torch.bfloat16):
+                    y = model(x)
+                ys = y if isinstance(y, tuple) else (y,)
+                torch.autograd.backward(ys, ys)
+                model.zero_grad()
+                x.grad = None
+
+            return run
+
+        timed = compare(a, {who: step(model) for who, model in models.items()}, a.block_rounds)
+        held = {who: saved_bytes(model, x) for who, model in models.items()}
+        found[name] = {
+            "ms": {who: round(1000 * value, 2) for who, value in timed.items()},
+            "PEFT / Isotype": round(timed["PEFT"] / timed["Isotype"], 2),
+            "adapters' cost, Isotype / PEFT": round((timed["Isotype"] - timed["no adapter"]) / (timed["PEFT"] - timed["no adapter"]), 2),
+            "saved bytes, Isotype / PEFT": round(held["Isotype"] / held["PEFT"], 2),
+        }
+    return found
+
+
+def place_block(model: nn.Module, x: torch.Tensor) -> None:
+    from isotype.lora import fuse_lora
+    from isotype.optimize import gated
+
+    for module in model.modules():
+        if gated.is_candidate(module):
+            gated.place(module, on_cpu=x.device.type == "cpu")
+    fuse_lora(model)
+
+
+def saved_bytes(model: nn.Module, x: torch.Tensor) -> int:
+    """Bytes held for backward, each storage once, without the model's own parameters and the input."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     held: dict[int, int] = {}
 
@@ -61,87 +252,114 @@ def saved_bytes(model: nn.Module, run: Callable[[], object]) -> int:
             held[storage.data_ptr()] = storage.nbytes()
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        run()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast(x.device.type, dtype=torch.bfloat16):
+        kept = model(x)
+    del kept
     return sum(held.values())
 
 
-def report(a: argparse.Namespace, base: nn.Module, adapted: nn.Module, forward: Callable[[nn.Module], torch.Tensor]) -> dict[str, Any]:
-    fused = copy.deepcopy(adapted)
-    lines = fuse_lora(fused)
-    assert lines, "no LoRA layer"
-    assert all(line.op for line in lines), [str(line) for line in lines if not line.op]
-    models = {"no adapter": base, "PEFT": adapted, "fused": fused}
-
-    def under_autocast(model: nn.Module) -> torch.Tensor:
-        with torch.autocast(a.device, dtype=torch.bfloat16):
-            return forward(model)
-
-    def step(model: nn.Module) -> Callable[[], object]:
-        return lambda: under_autocast(model).backward()
-
-    timed = compare(a.device, {name: step(model) for name, model in models.items()}, a.rounds)
-    memory = {name: saved_bytes(model, lambda m=model: under_autocast(m)) for name, model in models.items()}
-    return {
-        "seconds": {name: round(value, 5) for name, value in timed.items()},
-        "PEFT time / fused time": round(timed["PEFT"] / timed["fused"], 2),
-        "adapters' cost, fused / PEFT": round((timed["fused"] - timed["no adapter"]) / (timed["PEFT"] - timed["no adapter"]), 2),
-        "saved bytes, fused / PEFT": round(memory["fused"] / memory["PEFT"], 2),
-    }
+# --- memory, one process for each contender
 
 
-class OneLinear(nn.Module):
-    def __init__(self, features: int, out: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(features, out, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.proj(x)
-
-
-def with_adapter(a: argparse.Namespace, model: nn.Module, targets: Any) -> nn.Module:
-    made = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=a.rank, target_modules=targets, lora_dropout=a.dropout))
-    return made.to(a.device)
+def resident(field: str) -> int:
+    """VmRSS or VmHWM of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {field} in /proc/self/status")
 
 
-def one_linear(a: argparse.Namespace) -> dict[str, Any]:
-    base = OneLinear(a.hidden, a.hidden).to(a.device, torch.bfloat16).requires_grad_(False)
-    x = torch.randn(a.batch, a.length, a.hidden, device=a.device, dtype=torch.bfloat16, requires_grad=True)
-    return report(a, base, with_adapter(a, base, ["proj"]), lambda model: model(x).float().sum())
+def step_memory(a: argparse.Namespace, who: str, checkpointing: bool) -> dict[str, float]:
+    model = contender(a, who, checkpointing)
+    step = step_of(a, model)
+    step()
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    held: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() not in own:
+            held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    if a.device == "cpu":
+        ctypes.CDLL(None).malloc_trim(0)
+        before = resident("VmRSS")
+        # 5 sets the highest resident size back to the present one
+        Path("/proc/self/clear_refs").write_text("5")
+        step()
+        peak = resident("VmHWM") - before
+    else:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        peak = torch.cuda.max_memory_allocated() - before
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        step()
+    return {"step MB": round(peak / 1e6), "saved MB": round(sum(held.values()) / 1e6)}
 
 
-def llama(a: argparse.Namespace) -> dict[str, Any]:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def memory_part(a: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for checkpointing in (False, True):
+        rows = ("PEFT", "Isotype") if checkpointing else a.rows
+        here = {}
+        for who in rows:
+            command = [sys.executable, __file__, *sys.argv[1:], "--only", who, *(["--checkpointed"] if checkpointing else [])]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(f"{who} failed:\n{done.stderr[-2000:]}")
+            here[who] = json.loads(done.stdout.splitlines()[-1])
+        ratio = round(here["Isotype"]["step MB"] / here["PEFT"]["step MB"], 2)
+        found["with checkpointing" if checkpointing else "without"] = {**here, "step memory, Isotype / PEFT": ratio}
+    return found
 
-    config = LlamaConfig(
-        vocab_size=a.vocabulary, hidden_size=a.hidden, intermediate_size=a.intermediate or a.hidden * 8 // 3 // 64 * 64,
-        num_hidden_layers=a.layers, num_attention_heads=a.hidden // 64, num_key_value_heads=max(a.hidden // 128, 1), use_cache=False,
-    )  # fmt: skip
-    base = LlamaForCausalLM(config).to(a.device, torch.bfloat16).requires_grad_(False)
-    ids = torch.randint(3, a.vocabulary, (a.batch, a.length), device=a.device)
-    targets = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
-    adapted = with_adapter(a, base, targets)
-    # without an adapter nothing would need a gradient: the first norm's weight makes every activation need one
-    base.model.layers[0].input_layernorm.weight.requires_grad_()
-    return report(a, base, adapted, lambda model: model(input_ids=ids, labels=ids).loss)
+
+def show(values: Any, indent: int = 2) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict) and any(isinstance(each, dict) for each in value.values()):
+            print(f"{' ' * indent}{key}")
+            show(value, indent + 2)
+        else:
+            line = "  ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+            print(f"{' ' * indent}{key:58s} {line}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"hidden": 512, "intermediate": 0, "layers": 4, "batch": 2, "length": 256, "rank": 16, "rounds": 7}.items():
+    sizes = {"hidden": 768, "intermediate": 3072, "layers": 12, "vocabulary": 32000, "batch": 4, "length": 512, "rank": 16}
+    for name, default in {**sizes, "rounds": 3, "block-rounds": 15, "threads": torch.get_num_threads()}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--vocabulary", type=int, default=1024)
+    parser.add_argument("--part", choices=("blocks", "model", "checkpointing", "memory", "all"), default="all")
+    parser.add_argument("--rows", nargs="+", choices=MODEL, default=MODEL, help="PEFT, Isotype and perhaps others: fewer take less time")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: the process's own time, for a machine that others use"
+    )
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", choices=MODEL, help=argparse.SUPPRESS)
+    parser.add_argument("--checkpointed", action="store_true", help=argparse.SUPPRESS)
     a = parser.parse_args()
-    torch.manual_seed(0)
-    results = {"shape": {k: v for k, v in vars(a).items() if k != "json"}, "linear": one_linear(a), "llama": llama(a)}
-    if a.json:
-        print(json.dumps(results, indent=1))
+    torch.set_num_threads(a.threads)
+    if a.only:
+        print(json.dumps(step_memory(a, a.only, a.checkpointed)))
         return
-    for part, values in results.items():
-        print(part, *(f"  {key:32s} {value}" for key, value in values.items()), sep="\n")
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "blocks": lambda: block_part(a),
+        "model": lambda: model_part(a, False),
+        "checkpointing": lambda: model_part(a, True),
+        "memory": lambda: memory_part(a),
+    }
+    found = {name: run() for name, run in parts.items() if a.part in (name, "all")}
+    settings = {k: v for k, v in vars(a).items() if k not in ("json", "only", "checkpointed", "part")}
+    if a.json:
+        print(json.dumps({"settings": settings, **found}, indent=1))
+        return
+    print("  ".join(f"{k} {v}" for k, v in settings.items()))
+    for part, values in found.items():
+        print(part)
+        show(values)
 
 
 if __name__ == "__main__":

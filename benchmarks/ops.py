@@ -3,7 +3,8 @@
     python benchmarks/ops.py --op linear_cross_entropy --tokens 2048 --hidden 2048 --vocabulary 32000 --head frozen
     python benchmarks/ops.py --op all --threads 2
 
-Peers: plain PyTorch, `F.linear_cross_entropy` where torch has it, `torch.compile`d PyTorch, and on a GPU Liger-Kernel where installed.
+Peers: plain PyTorch, the head and loss of transformers under accelerate, `F.linear_cross_entropy` where torch has it, `torch.compile`d
+PyTorch, and on a GPU Liger-Kernel where installed.
 Rounds alternate between the peers, so that another process's load falls on all of them; the ratio is of medians. On a CPU `--clock cpu`
 counts the process's own time, which a busy machine disturbs less than the wall clock.
 """
@@ -21,6 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isotype import ops
+from isotype.ops.cross_entropy.rule import LossRule
+from isotype.ops.linear_cross_entropy import eager
+from isotype.ops.linear_cross_entropy.chunks import extent
 
 Step = Callable[[], list[Tensor]]
 
@@ -38,8 +42,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--designs", action="store_true", help="also time the design of linear_cross_entropy that was not chosen")
     parser.add_argument("--compiled", action="store_true", help="also time torch.compile of the plain ops (slow to compile)")
     parser.add_argument("--memory", action="store_true", help="also measure each peer's peak memory, each in a process of its own")
+    parser.add_argument("--no-errors", action="store_true", help="leave out the gradient errors: fp64 takes minutes at a large vocabulary")
     parser.add_argument("--only", help="run one peer once and print its peak memory in MiB (what --memory starts)")
     return parser.parse_args()
 
@@ -59,9 +65,28 @@ def step(f: Callable[..., Tensor | tuple[Tensor, ...]], leaves: list[Tensor]) ->
     return run
 
 
-def accelerate_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """What transformers' loss does under accelerate: outputs made fp32, and fp32 again in the loss."""
-    return F.cross_entropy(logits.float().float(), targets)
+def plain_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), targets)
+
+
+def under_accelerate(o: argparse.Namespace, targets: Tensor) -> dict[str, Callable]:
+    """The end of a causal LM's forward as `Accelerator(mixed_precision=...)` wraps it, by their own functions.
+
+    Autocast, transformers' loss, then every narrow output made fp32: that copies the logits once more than the loss does.
+    """
+    try:
+        from accelerate.utils.operations import convert_outputs_to_fp32
+        from transformers.loss.loss_utils import ForCausalLMLoss
+    except ImportError:
+        return {}
+
+    def forward(x: Tensor, w: Tensor) -> dict[str, Tensor]:
+        with torch.autocast(o.device, DTYPES[o.dtype], enabled=o.dtype != "fp32"):
+            logits = capped(F.linear(x[None], w), o.softcap)
+            return {"loss": ForCausalLMLoss(logits, None, o.vocabulary, shift_labels=targets), "logits": logits}
+
+    wrapped = convert_outputs_to_fp32(forward)
+    return {"transformers under accelerate": lambda x, w: wrapped(x, w)["loss"]}
 
 
 def loss_inputs(o: argparse.Namespace, columns: int) -> tuple[Tensor, Tensor]:
@@ -75,7 +100,7 @@ def cross_entropy(o: argparse.Namespace) -> tuple[list[Tensor], dict[str, Callab
     x, targets = loss_inputs(o, o.vocabulary)
     peers: dict[str, Callable] = {
         "isotype": lambda x: ops.cross_entropy(x, targets, softcap=o.softcap),
-        "plain": lambda x: accelerate_loss(capped(x, o.softcap), targets),
+        "plain": lambda x: plain_loss(capped(x, o.softcap), targets),
     }
     return [x], peers, lambda x: F.cross_entropy(capped(x, o.softcap), targets)
 
@@ -89,13 +114,38 @@ def linear_cross_entropy(o: argparse.Namespace) -> tuple[list[Tensor], dict[str,
     w = torch.randn(o.vocabulary, o.hidden, device=o.device).mul_(2 / o.hidden**0.5).to(x.dtype).requires_grad_(o.head == "trainable")
     peers: dict[str, Callable] = {
         "isotype": lambda x, w: ops.linear_cross_entropy(x, w, targets, softcap=o.softcap),
-        "plain": lambda x, w: accelerate_loss(capped(F.linear(x, w), o.softcap), targets),
-    }
+        "plain": lambda x, w: plain_loss(capped(F.linear(x, w), o.softcap), targets),
+    } | under_accelerate(o, targets)
+    if o.designs:
+        peers["logsumexp in forward, blocked backward"] = lambda x, w: Blocked.apply(
+            x, w, targets, LossRule.of(-100, 0.0, None, o.softcap, 0.0)
+        )
     if hasattr(F, "linear_cross_entropy") and not o.softcap:
         peers["torch F.linear_cross_entropy"] = lambda x, w: F.linear_cross_entropy(x, w, targets)
     if o.device != "cpu":
         peers |= liger_head(o, targets)
     return [x, w], peers, lambda x, w: F.cross_entropy(capped(F.linear(x, w), o.softcap), targets)
+
+
+class Blocked(torch.autograd.Function):
+    """The other design of `linear_cross_entropy`, for any head: no gradient until backward, which computes the logits again."""
+
+    @staticmethod
+    def forward(ctx, x, w, targets, rule):
+        one = torch.ones((), device=x.device)
+        chunk = extent(x.shape[0], w.shape[0], x.element_size(), x.device, head=False)
+        made = eager.forward_with_gradients(x, w, None, targets, one, rule, chunk, False, False, False, False)
+        ctx.save_for_backward(x, w, targets, made.lse_T)
+        ctx.rule, ctx.items = rule, (targets != -100).sum()
+        return made.loss_T.sum() / ctx.items
+
+    @staticmethod
+    def backward(ctx, dloss):
+        x, w, targets, lse = ctx.saved_tensors
+        dloss_T = (dloss / ctx.items).expand_as(lse).contiguous()
+        want = ctx.needs_input_grad
+        dx, dw, _ = eager.backward_by_vocabulary(x, w, None, targets, lse, dloss_T, ctx.rule, want[0], want[1])
+        return dx.to(x.dtype), dw if want[1] else None, None, None
 
 
 def liger_head(o: argparse.Namespace, targets: Tensor) -> dict[str, Callable]:
@@ -162,6 +212,7 @@ OPS: dict[str, Callable] = {
     "rms_norm": rms_norm,
     "silu_mul": gated(lambda g, u: ops.silu_mul(g, u), F.silu),
     "gelu_mul": gated(lambda g, u: ops.gelu_mul(g, u), F.gelu),
+    "gelu_mul_tanh": gated(lambda g, u: ops.gelu_mul(g, u, approximate="tanh"), lambda g: F.gelu(g, approximate="tanh")),
     "rope": rope,
 }
 
@@ -231,6 +282,7 @@ def peak_memory(name: str, peer: str, o: argparse.Namespace) -> str:
     for key in ("tokens", "hidden", "vocabulary", "head", "softcap", "dtype", "device", "threads"):
         if getattr(o, key) is not None:
             command += [f"--{key}", str(getattr(o, key))]
+    command += ["--designs"] * o.designs
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else f"failed: {done.stderr.strip().splitlines()[-1]}"
 
@@ -276,9 +328,8 @@ def compare(name: str, o: argparse.Namespace) -> None:
     print(f"\n{name}  {' '.join(str(list(x.shape)) for x in leaves)} {o.dtype} {o.device}  floor {least * 1e3:.1f} ms")
     for peer, run in runs.items():
         median = statistics.median(times[peer])
-        line = (
-            f"  {peer:30s} {median * 1e3:9.1f} ms   isotype is {median / mine:5.2f}x as fast   gradient error {errors(leaves, run, truth)}"
-        )
+        line = f"  {peer:38s} {median * 1e3:9.1f} ms   isotype is {median / mine:5.2f}x as fast"
+        line += "" if o.no_errors else f"   gradient error {errors(leaves, run, truth)}"
         print(line + (f"   peak {peak_memory(name, peer, o)} MiB" if o.memory else ""))
 
 
@@ -292,7 +343,7 @@ def main() -> None:
         from isotype.ops.compiled import fallbacks
 
         for formula, why in fallbacks().items():
-            print(f"not compiled: {formula}: {why}")
+            print(f"plain PyTorch: {formula}: {why}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("ISOTYPE_CACHE", "none")  # a test that is about the cache names a folder of its own
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -48,3 +48,31 @@ def rows(count: int = 16, *, seed: int = 0, longest: int = 24) -> list[Row]:
         prompt = n // 3
         made.append(Row(ids, (-100,) * prompt + ids[prompt:], prompt))
     return made
+
+
+def quantised(model, *, compute: torch.dtype = torch.bfloat16, kind: str = "nf4", double: bool = True, storage: torch.dtype = torch.uint8):
+    """Every linear layer but the head as bitsandbytes' own, as transformers loads them: `kind` is nf4, fp4 or int8."""
+    import bitsandbytes
+
+    head = model.get_output_embeddings()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if not isinstance(child, torch.nn.Linear) or child is head:
+                continue
+            sizes = child.in_features, child.out_features, child.bias is not None
+            if kind == "int8":
+                layer = bitsandbytes.nn.Linear8bitLt(*sizes, has_fp16_weights=False)
+                layer.weight = bitsandbytes.nn.Int8Params(child.weight.data, requires_grad=False, has_fp16_weights=False)
+            else:
+                layer = bitsandbytes.nn.Linear4bit(
+                    *sizes, compute_dtype=compute, compress_statistics=double, quant_type=kind, quant_storage=storage
+                )
+                layer.weight = bitsandbytes.nn.Params4bit(
+                    child.weight.data, requires_grad=False, compress_statistics=double, quant_type=kind, quant_storage=storage
+                )
+            if child.bias is not None:
+                layer.bias = child.bias
+            setattr(parent, name, layer.to("cpu"))
+    model.requires_grad_(False)
+    setattr(model, "is_loaded_in_8bit" if kind == "int8" else "is_loaded_in_4bit", True)
+    return model

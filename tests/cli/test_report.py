@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,23 @@ def test_it_writes_the_page_and_says_where(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     ran = CliRunner().invoke(build_app(), ["report", str(tmp_path), "--out", str(out), "--json"])
     assert ran.exit_code == 0
-    assert json.loads(ran.stdout) == {"report": str(out)}
+    assert json.loads(ran.stdout) == {"report": str(out), "picture": str(tmp_path / "page.png")}
     assert "<svg" in out.read_text()
-    assert str(tmp_path / "report.html") in CliRunner().invoke(build_app(), ["report", str(tmp_path)]).stdout
+    said = CliRunner().invoke(build_app(), ["report", str(tmp_path)]).stdout
+    assert str(tmp_path / "report.html") in said
+    assert str(tmp_path / "report.png") in said
+
+
+def test_without_matplotlib_the_page_is_written_and_the_extra_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    monkeypatch.delitem(sys.modules, "isotype.report.picture", raising=False)
+    for module in [name for name in sys.modules if name.split(".")[0] == "matplotlib"] or ["matplotlib"]:
+        monkeypatch.setitem(sys.modules, module, None)
+    said = CliRunner().invoke(build_app(), ["report", str(tmp_path)], catch_exceptions=False).stdout
+    assert "not written: needs matplotlib" in said
+    assert "pip install 'isotype[train]'" in said
+    assert (tmp_path / "report.html").is_file()
+    assert not (tmp_path / "report.png").exists()
 
 
 def test_a_folder_without_a_run_is_a_usage_error(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_values_and_where_they_came_from(write):
         ("adapter:\n  dropout: 1", "run.yaml:2 adapter.dropout: expected a number of at least 0 and below 1, got 1"),
         ("model:\n  attention: fast", "run.yaml:2 model.attention: expected one of sdpa eager flash flex, got fast"),
         ("model:\n  revision: 1.0", "run.yaml:2 model.revision: expected text (or nothing), got 1.0; write it in quotes"),
-        ("data:\n  train: [1, 2]", "run.yaml:2 data.train: expected text or a list of text (or nothing), got [1, 2]"),
+        ("data:\n  train: [1, 2]", "run.yaml:2 data.train: expected text or a list of text or mappings (or nothing), got [1, 2]"),
         ("train:\n  steps: 1\n  steps: 2", "run.yaml:3 train.steps: given twice, first in line 2"),
         ("train:\n  steps: 1\ntrain:\n  seed: 2", "run.yaml:3 train: given twice, first in line 1"),
         ("train: 7", "run.yaml:1 train: expected keys below it, got 7"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +13,6 @@ from isotype.data.chat import chat_template
 from isotype.data.encode import Encoder, Tally
 from isotype.data.formats import Example
 from isotype.data.rows import IGNORED, Row
-from isotype.errors import UsageError
 
 FAMILIES = ("chatml", "thinking", "llama3", "gemma", "mistral")
 # Any text but the marks of templates, which a tokenizer reads as special tokens, and ▁, which stands for a space in two of the tokenizers.
@@ -117,23 +117,53 @@ def test_long_rows_are_cut_and_hopeless_ones_dropped(families: SimpleNamespace) 
 def test_windows_hold_the_whole_text_once(families: SimpleNamespace) -> None:
     tokenizer, text = families.of("llama3"), "The quick brown fox.\n" * 200
     encoder = Encoder(tokenizer, max_length=33, loss_on="assistant", template=None)
-    rows = list(encoder.windows(text, "x.txt", Tally()))
+    rows = list(encoder.windows(text.splitlines(keepends=True), "x.txt", Tally()))
     assert {row.input_ids[0] for row in rows} == {tokenizer.bos_token_id}
     assert all(len(row.input_ids) == 33 for row in rows[:-1])
     ids = [i for row in rows for i in row.input_ids[1:]]
     assert tokenizer.decode(ids) == text + tokenizer.eos_token
 
 
-def test_a_slow_tokenizer_is_refused() -> None:
-    class Slow:
-        is_fast = False
+class Slow:
+    """A tokenizer as those without `tokenizer.json` are: it cannot say where in the text a token lies."""
 
-    with pytest.raises(UsageError, match=r"tokenizer\.json"):
-        Encoder(Slow(), max_length=8, loss_on="all", template=None)
+    is_fast = False
+
+    def __init__(self, fast: Any) -> None:
+        self.fast = fast
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fast, name)
+
+    def __call__(self, text: Any, *, return_offsets_mapping: bool = False, **how: Any) -> Any:
+        assert not return_offsets_mapping
+        return self.fast(text, **how)
 
 
-def test_a_row_costs_eight_bytes_a_token(families: SimpleNamespace) -> None:
-    encoder = encoder_of(families, "chatml")
-    one, two = (row_of(encoder, chat("question " * 50, "a")) for _ in range(2))
-    assert max(one.input_ids) > 256, "larger than the integers that Python shares by itself"
-    assert all(a is b for a, b in zip(one.input_ids, two.input_ids))
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(turns=st.lists(words, min_size=2, max_size=6).filter(lambda t: len(t) % 2 == 0))
+def test_without_offsets_the_same_is_learnt(families: SimpleNamespace, family: str, turns: list[str]) -> None:
+    fast = encoder_of(families, family)
+    slow = Encoder(Slow(fast.tokenizer), max_length=4096, loss_on="assistant", template=fast.template)
+    expected, found = row_of(fast, chat(*turns)), row_of(slow, chat(*turns))
+    assert learnt(slow, found) == learnt(fast, expected)
+    assert found.input_ids[: found.prompt_length] == expected.input_ids[: expected.prompt_length]
+    assert fast.tokenizer.decode(found.input_ids) == fast.tokenizer.decode(expected.input_ids)
+
+
+def test_a_tokenizer_in_python_alone_works() -> None:
+    from transformers import ByT5Tokenizer
+
+    tokenizer = ByT5Tokenizer(extra_ids=0, additional_special_tokens=["<turn>"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}<turn>{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}<turn>assistant: {% endif %}"
+    )
+    assert not tokenizer.is_fast
+    encoder = Encoder(tokenizer, max_length=200, loss_on="assistant", template=chat_template(tokenizer, None))
+    tally = Tally()
+    ((_, row, _),) = list(encoder.rows([chat("how?", "so, ünd so", "why?", "thus")], tally))
+    assert learnt(encoder, row) == "so, ünd so</s>thus</s>"
+    assert tally.end_of_turn == {"</s>": 2}
+    assert list(row.input_ids) == encoder.ids(encoder.template.render(chat("how?", "so, ünd so", "why?", "thus").messages))

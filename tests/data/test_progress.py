@@ -26,3 +26,20 @@ def test_it_counts_on_a_terminal_when_work_is_long(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
     assert len(list(progress.watched(range(50), "reading x.jsonl"))) == 50
     assert "reading x.jsonl:" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_time_left_is_said_where_the_whole_is_known() -> None:
+    assert progress.progress("tokenising x", 3000, 10.0, 0.25) == "tokenising x: 3,000 rows, 300/s, 25%, 0:30 left"
+    assert progress.progress("tokenising x", 30, 3600.0, 0.5).endswith("50%, 1:00:00 left")
+    assert progress.progress("tokenising x", 3000, 10.0, None) == "tokenising x: 3,000 rows, 300/s"
+
+
+def test_a_log_gets_a_line_every_half_minute(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = iter(range(0, 10_000, 8))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
+    meter = progress.Meter(total=200)
+    for _ in progress.watched(range(20), "reading x.jsonl", meter):
+        meter.done += 10
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 5
+    assert said[0] == "reading x.jsonl: 4 rows, 0/s, 20%, 2:08 left"

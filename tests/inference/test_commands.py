@@ -46,8 +46,91 @@ def test_sample_is_greedy_by_default_and_drawn_with_a_seed(run, tmp_path):
     assert answers(*drawn, "--seed", 1) == answers(*drawn, "--seed", 1) != answers(*drawn, "--seed", 2)
 
 
+def test_prompts_from_the_command_line(run):
+    out = ask("sample", run, "How much is 1 plus 2?", "$x", "--tokens", 2, "--json")
+    assert [s["prompt"] for s in json.loads(out.splitlines()[-1])["samples"]] == ["How much is 1 plus 2?", "$x"]
+    with pytest.raises(UsageError, match="an empty prompt"):
+        ask("sample", run, " ")
+
+
 def test_chat_answers_what_is_piped_in(run):
-    assert ask("chat", run, "--tokens", 4, "--temperature", 0, text="How much is 1 plus 2?\n/clear\n/quit\n")
+    said = CliRunner().invoke(
+        build_app(), ["chat", str(run), "--tokens", "4", "--json"], input="one?\ntwo?\n/reset\n/foo\nthree?\n/quit\nfour?"
+    )
+    answers = [json.loads(line) for line in said.stdout.splitlines()]
+    assert [a["prompt"] for a in answers] == ["one?", "two?", "three?"]
+    assert "/foo: no such command" in said.stderr
+    assert ask("chat", run, "--tokens", 4, "--temperature", 0, text="How much is 1 plus 2?\n")
+
+
+def test_a_conversation_has_turns_until_it_is_reset_and_forgets_a_question_that_is_stopped(run, monkeypatch):
+    from isotype.inference.conversation import Conversation
+
+    loaded = load_run(run)
+    talk = Conversation(loaded, max_new_tokens=2, temperature=0.0, top_p=1.0, stream=False)
+    asked = []
+    generate = loaded.model.generate
+
+    def seen(**given):
+        asked.append(loaded.tokenizer.decode(given["input_ids"][0]))
+        return generate(**given)
+
+    monkeypatch.setattr(loaded.model, "generate", seen)
+    talk.say("one?")
+    talk.say("two?")
+    assert "one?" in asked[1]
+    assert len(talk.messages) == 4
+
+    def stopped(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loaded.model, "generate", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        talk.say("three?")
+    assert [m["content"] for m in talk.messages if m["role"] == "user"] == ["one?", "two?"]
+    talk.clear()
+    monkeypatch.setattr(loaded.model, "generate", seen)
+    talk.say("four?")
+    assert "one?" not in asked[-1]
+
+
+def test_a_mistyped_folder_is_told_what_it_nearly_is(run, tmp_path):
+    for command in (("chat",), ("sample",), ("eval", "--data", "x.jsonl"), ("merge",), ("diff", str(run))):
+        with pytest.raises(UsageError, match=r"no such folder[\s\S]*did you mean .*run\?"):
+            ask(command[0], *command[1:], tmp_path / "rnu")
+    with pytest.raises(UsageError, match="holds runs, but is none"):
+        ask("chat", tmp_path)
+
+
+def test_ls_of_a_run_whose_loss_was_lost_is_valid_json(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "resolved.yaml").write_text("model: {}\n")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": NaN}\n{"step": 2, "eval_loss": NaN}\n')
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    (found,) = json.loads(ask("ls", tmp_path, "--json"), parse_constant=refuse)["runs"]
+    assert (found["status"], found["step"], found["loss"], found["eval_loss"]) == ("stopped", 2, 2.5, None)
+    (tmp_path / "empty").mkdir()
+    assert "no runs here" in ask("ls", tmp_path / "empty")
+
+
+def test_a_run_leaves_what_its_report_shows_also_when_it_fails(configured, tmp_path):
+    from isotype.errors import RunError
+    from isotype.report.record import read_run
+
+    with pytest.raises(RunError, match="NF001"):
+        train(configured(train={"learning_rate": 1e30, "clip": 0.0}, run={"report": True}), skips={"PF003": "meant"})
+    record = read_run(tmp_path / "run")
+    assert record.status == "failed"
+    assert record.plan["total"] == 6
+    assert len(record.examples) >= 2
+    assert any(part["learnt"] for part in record.examples[0]["parts"])
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "The run failed." in page
+    assert "How much is" in page
 
 
 def test_a_run_that_is_not_finished_is_loaded_from_its_checkpoint(run):
@@ -100,5 +183,5 @@ def test_merging_small_adapters_into_bf16_reports_its_noise(run, tmp_path):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="not a run folder"):
+    with pytest.raises(UsageError, match="isotype ls"):
         load_run(tmp_path)

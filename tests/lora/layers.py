@@ -20,11 +20,13 @@ class OneLinear(nn.Module):
         return self.proj(x)
 
 
-def nf4_linear(*, bias: bool = True, compute: torch.dtype | None = torch.bfloat16, double: bool = True, out: int = OUT) -> nn.Module:
+def nf4_linear(
+    *, bias: bool = True, compute: torch.dtype | None = torch.bfloat16, double: bool = True, out: int = OUT, features: int = FEATURES
+) -> nn.Module:
     import bitsandbytes as bnb
 
     torch.manual_seed(5)
-    made = bnb.nn.Linear4bit(FEATURES, out, bias=bias, compute_dtype=compute, compress_statistics=double, quant_type="nf4")
+    made = bnb.nn.Linear4bit(features, out, bias=bias, compute_dtype=compute, compress_statistics=double, quant_type="nf4")
     return made.to("cpu")
 
 

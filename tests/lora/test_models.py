@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from isotype import optimize, restore
+from isotype.errors import UsageError
 from isotype.lora import fuse_lora
 
 from ..models import lora, tiny
@@ -60,6 +61,27 @@ def test_under_bf16_a_step_is_as_near_to_fp64_as_pefts(ids):
             grads = step(each, ids, autocast=True)[1]
             distances[name] += sum(float((g - exact[key]).norm() / exact[key].norm()) for key, g in grads.items())
     assert distances["fused"] <= 1.1 * distances["PEFT"]
+
+
+def test_the_branch_in_fp32_is_nearer_to_fp64(ids):
+    distances = {"compute": 0.0, "fp32": 0.0}
+    for seed in range(3):
+        model = trained("llama", seed=seed)
+        exact = step(copy.deepcopy(model).double(), ids)[1]
+        for branch in distances:
+            fused = copy.deepcopy(model)
+            optimize(fused, lora_branch=branch)
+            grads = step(fused, ids, autocast=True)[1]
+            distances[branch] += sum(float((g - exact[key]).norm() / exact[key].norm()) for key, g in grads.items())
+            # restored, nothing is left of it
+            restore(fused)
+            assert not any("isotype" in key for module in fused.modules() for key in vars(module))
+    assert distances["fp32"] < distances["compute"]
+
+
+def test_an_unknown_branch_is_refused():
+    with pytest.raises(UsageError, match="expected compute or fp32"):
+        optimize(trained("llama"), lora_branch="bf16")
 
 
 def test_generation_between_two_steps_changes_nothing(ids):

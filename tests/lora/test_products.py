@@ -14,9 +14,11 @@ def test_blocks_cover_every_row_once(rows, monkeypatch):
     assert covered == list(range(rows))
 
 
+@pytest.mark.parametrize("small", [0, 2**16])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_the_result_is_wide(dtype, monkeypatch):
+def test_the_result_is_wide(dtype, small, monkeypatch):
     monkeypatch.setattr(products, "BLOCK_ELEMENTS", 512)
+    monkeypatch.setattr(products, "SMALL_ELEMENTS", small)
     left, right = torch.randn(501, 7).to(dtype), torch.randn(501, 9).to(dtype)
     exact = left.double().t() @ right.double()
     got = product_fp32(left, right)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+from isotype import optimize, restore
 from isotype.lora import fuse_lora
-from isotype.lora.quantised import dequantised
+from isotype.lora.quantised import dequantised, forward_4bit
+from isotype.precision import PRESETS
+from isotype.precision.apply import apply_precision
 
+from ..models import lora, quantised, tiny
 from .layers import FEATURES, OUT, adapted, assert_same, inputs, layer_of, nf4_linear, results
 
 pytest.importorskip("bitsandbytes")
@@ -119,3 +126,106 @@ def test_a_repacked_weight_is_left_to_peft():
     _, fused = pair()
     layer_of(fused).base_layer.weight.quant_state.packing_format_for_cpu = True
     assert "repacked" in fuse_lora(fused)[0].reason
+
+
+class Widenings(TorchDispatchMode):
+    """Counts how often a 4-bit weight is widened: by its own operator, or inside a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "4bit" in str(function):
+            self.seen[(args[0] if "dequantize" in str(function) else args[1]).data_ptr()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def whole(targets="all-linear", **settings):
+    model = lora(quantised(tiny(**settings)), target_modules=targets)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    optimize(model, PRESETS["nf4-lora"])
+    apply_precision(model, PRESETS["nf4-lora"], device_type="cpu")
+    return model.train()
+
+
+def backward(model, *, reentrant=None):
+    ids = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(0))
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    model.zero_grad()
+    with Widenings() as counted:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    return counted.seen, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_weight_is_widened_once_a_use(targets, reentrant):
+    model = whole(targets)
+    seen, grads = backward(model, reentrant=reentrant)
+    packed = {p.data_ptr(): name for name, p in model.named_parameters() if hasattr(p, "quant_state")}
+    assert seen.keys() == packed.keys()
+    # forward and backward; of the first layer's inputs only some need a gradient
+    assert set(seen.values()) <= {1, 2}
+    assert all(count == 2 for pointer, count in seen.items() if ".layers.1." in packed[pointer])
+    expected = backward(whole(targets))[1]
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
+    assert not any(hasattr(p.quant_state, "_isotype_wide") for p in model.parameters() if hasattr(p, "quant_state"))
+
+
+def test_nothing_waits_for_a_backward_that_does_not_come():
+    packed = nf4_linear(bias=False)
+    x = inputs(torch.bfloat16).requires_grad_()
+    held = []
+
+    def product(value):
+        # the first product's output goes nowhere
+        forward_4bit(packed, value.detach())
+        held.append(getattr(packed.weight.quant_state, "_isotype_wide", None))
+        return forward_4bit(packed, value)
+
+    checkpoint(product, x, use_reentrant=False).sum().backward()
+    assert held[0] is None
+    assert held[1] is not None
+    assert not hasattr(packed.weight.quant_state, "_isotype_wide")
+
+
+@pytest.mark.parametrize("x", FLOATS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_without_adapter_gives_bitsandbytes_result(x, bias):
+    layer = nf4_linear(bias=bias)
+    layer.support_avx512bf16_for_cpu = False
+    if bias:
+        layer.bias.data = torch.randn(OUT)
+    mine, theirs = copy.deepcopy(layer), layer
+    results_ = []
+    for run in (lambda v: forward_4bit(mine, v), theirs):
+        leaf = inputs(x).requires_grad_()
+        y = run(leaf)
+        y.float().square().sum().backward()
+        results_.append((y.detach(), leaf.grad))
+    assert all(a.dtype == b.dtype for a, b in zip(*results_))
+    assert_same(*({"y": y, "x": g} for y, g in results_), relative=1e-2)
+    if bias:
+        assert mine.bias.dtype == torch.float32
+        assert theirs.bias.dtype == torch.bfloat16
+        assert mine.bias.grad is not None
+        assert mine.bias.grad.dtype == torch.float32
+
+
+def test_a_layer_without_adapter_is_not_repacked_by_an_evaluation():
+    model = whole(["q_proj"])
+    layer = model.get_base_model().model.layers[1].mlp.up_proj
+    assert "forward" in vars(layer)
+    layer.support_avx512bf16_for_cpu = True
+    before = layer.weight.data.clone()
+    with torch.no_grad():
+        model.eval()(input_ids=torch.arange(3, 12)[None])
+    assert torch.equal(layer.weight.data, before)
+    restore(model)
+    assert "forward" not in vars(layer)

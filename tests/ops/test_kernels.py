@@ -85,33 +85,45 @@ def test_kernels_compute_what_the_eager_path_does(op, shapes, dtype):
         assert error(mine, theirs) <= 4 * torch.finfo(mine.dtype if mine.dtype == dtype else torch.float32).eps
 
 
-ROW_OPS = {name: case for name, case in CASES.items() if "cross_entropy" not in name}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16], ids=["in place", "bf16 from wider"])
-@pytest.mark.parametrize("options", [{}, {**ALL, "logit_scale": 1.0}, ALL], ids=["plain", "no scale", "all"])
-@pytest.mark.parametrize("classes", [300, 40001])
-def test_loss_kernels_compile_for_every_dtype_and_target(options, classes, out_dtype):
+def on_the_loss_kernels(options, narrower=None):
     """The launching functions, which the library ops call: linear_cross_entropy narrows fp32 logits to the product's dtype."""
     rule = LossRule(**options)
 
-    def on_kernels(logits):
-        out = logits if out_dtype is None else torch.empty_like(logits, dtype=out_dtype)
+    def run(logits):
+        out = logits if narrower is None else torch.empty_like(logits, dtype=narrower)
         targets = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-        return kernels.loss_and_gradient(logits, targets, rule, out, 1.0)
+        return kernels.loss_and_gradient(logits, targets, rule, out, torch.ones(()))
 
-    compile_matrix(on_kernels, (torch.randn(3, classes),), targets=TARGETS, backward=False)
+    return run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("op", "shapes"), ROW_OPS.values(), ids=ROW_OPS)
-def test_kernels_compile_for_every_dtype_and_target(op, shapes):
-    def on_kernels(*inputs):
+def on_kernels(op):
+    def run(*inputs):
         with using("triton"):
             return op(*inputs)
 
-    compile_matrix(on_kernels, tuple(torch.randn(s, requires_grad=True) for s in shapes), targets=TARGETS)
+    return run
+
+
+# every kernel with every constexpr flag, and the loss in one block and in several
+COMPILED = {
+    "loss": (on_the_loss_kernels({}), [(3, 300)]),
+    "loss-all-many-blocks": (on_the_loss_kernels(ALL), [(3, 40001)]),
+    "loss-narrowed": (on_the_loss_kernels({**ALL, "logit_scale": 1.0}, torch.bfloat16), [(3, 300)]),
+} | {
+    name: (on_kernels(CASES[name][0]), CASES[name][1])
+    for name in ("rms_norm", "rms_norm-gemma", "silu_mul", "gelu_mul", "gelu_mul-tanh", "rope", "rope-partial-interleaved")
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("op", "shapes"), COMPILED.values(), ids=COMPILED)
+def test_kernels_compile_for_every_dtype_integer_class_and_target(op, shapes, target):
+    """The front end for the whole matrix, machine code for one signature a dtype; a note (spills, a latent combination) fails too."""
+    inputs = tuple(torch.randn(s, requires_grad=True) for s in shapes)
+    # one target at a time: the integers' classes (1, 0, 16, other) are varied on the first target only
+    compile_matrix(op, inputs, targets=[target], fail_on="note", binary=True)
 
 
 def test_a_row_of_nan_poison_is_overwritten(monkeypatch):

@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from isotype.errors import DtypeError, ShapeError
-from isotype.ops import add_rms_norm, compiled, gelu_mul, rms_norm, rope, silu_mul
+from isotype.ops import add_rms_norm, build, compiled, gelu_mul, rms_norm, rope, silu_mul
+from isotype.ops.backend import using
 from isotype.ops.gelu_mul.reference import gelu_mul_reference
 from isotype.ops.rms_norm.reference import rms_norm_reference
 from isotype.ops.rope.reference import rope_reference
+from isotype.ops.silu_mul import cpp as silu_cpp
 from isotype.ops.silu_mul.reference import silu_mul_reference
 from tests.ops.trials import keeps_its_dtypes
 
@@ -109,6 +111,11 @@ def test_gradcheck(case):
 
 
 @each
+def test_second_derivatives(case):
+    assert torch.autograd.gradgradcheck(case.op, tuple(make(case, 4)))
+
+
+@each
 def test_reference_is_the_plain_mathematics(case):
     inputs = make(case)
     torch.testing.assert_close(case.reference(*inputs), case.plain(*inputs))
@@ -184,7 +191,8 @@ def test_torch_func(case):
     torch.testing.assert_close(
         torch.func.jvp(loss(case.op), tuple(inputs), tangents), torch.func.jvp(loss(case.plain), tuple(inputs), tangents)
     )
-    torch.testing.assert_close(torch.func.vmap(case.op)(*(x[None] for x in inputs)), case.plain(*inputs)[None])
+    several = [torch.stack((x, -x, 2 * x)) for x in inputs]
+    torch.testing.assert_close(torch.func.vmap(case.op)(*several), torch.func.vmap(case.plain)(*several))
 
 
 @each
@@ -248,26 +256,77 @@ def test_rotation_keeps_the_norm_and_composes():
     torch.testing.assert_close(twice, rope(q, q, *(f(2 * torch.atan2(sin, cos)) for f in (torch.cos, torch.sin)))[0])
 
 
-@pytest.mark.slow
+# --- the C++ kernels, which every test above ran on fp32, bf16 and fp16 where there is a compiler, and plain PyTorch where there is none
+
+
+@each
+@pytest.mark.parametrize("rows", [7, 4160])
+def test_dtypes_without_a_compiler(case, rows):
+    inputs = [x.detach() for x in make(case, rows)]
+    with using("eager"):
+        keeps_its_dtypes(
+            case.op, case.plain, inputs, groups=case.groups, truth=case.reference, out_dtype=lambda own, cast: own[0], casts=(None,)
+        )
+
+
 @pytest.mark.skipif(compiled.cpu_compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("name", ["rms_norm", "silu_mul", "rope"])
-def test_compiled_formulas_equal_the_plain_ones(name, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_cpp_equals_plain_pytorch_on_rows_of_any_length_and_stride(name, dtype):
     case = CASES[name]
-    monkeypatch.setattr(compiled, "SMALLEST", 1)
-    mine, theirs = make(case, 64, torch.bfloat16), make(case, 64, torch.bfloat16)
-    y = case.op(*mine)
-    y.sum().backward()
-    monkeypatch.setattr(compiled, "SMALLEST", 2**60)
-    want = case.op(*theirs)
-    want.sum().backward()
-    assert not compiled.fallbacks()
-    torch.testing.assert_close([y, *(x.grad for x in mine)], [want, *(x.grad for x in theirs)])
+    torch.manual_seed(0)
+    # 16k elements is a block, and 100 is no multiple of a vector
+    shapes = [(2, 3, 40, 100), (2, 1, 40, 100)] if name.startswith("rope") else [(300, 100), case.shapes(300)[1][:-1] + (100,)]
+    results = []
+    for backend in ("cpp", "eager"):
+        torch.manual_seed(0)
+        wide = [torch.randn(*shape[:-1], 2 * shape[-1]).to(dtype) for shape in shapes]
+        leaves = [x[..., : x.shape[-1] // 2].detach().requires_grad_() for x in wide]
+        with using(backend):
+            y = case.op(*leaves)
+            y.backward(torch.randn(y.shape).to(y.dtype))
+        results.append([y, *(x.grad for x in leaves)])
+    torch.testing.assert_close(results[0], results[1])
 
 
-def test_without_a_compiler_the_plain_formula_runs_and_says_why(monkeypatch):
-    monkeypatch.setattr(compiled, "cpu_compiler", lambda: None)
-    monkeypatch.setattr(compiled, "SMALLEST", 1)
+@pytest.mark.skipif(compiled.cpu_compiler() is None, reason="no C++ compiler")
+def test_dispatch_modes_see_one_op_with_the_right_outputs():
+    """What observes or traces dtypes sees the kernels' results; a fake tensor gets the same shapes and dtypes without running them."""
+    x, w = torch.randn(4, 6, dtype=torch.bfloat16), torch.ones(6)
+    q, cos = torch.randn(1, 5, 2, 8).transpose(1, 2), torch.ones(1, 5, 4)
+    ops = torch.ops.isotype
+    for op, inputs in [
+        (ops.silu_mul_forward_cpp, (x, x)),
+        (ops.silu_mul_backward_cpp, (x, x, x)),
+        (ops.gelu_mul_forward_cpp, (x, x, True)),
+        (ops.gelu_mul_backward_cpp, (x, x, x, False)),
+        (ops.rms_norm_forward_cpp, (x, w, 1e-6, False, torch.float32)),
+        (ops.rms_norm_backward_cpp, (x, w, torch.ones(4, 1), x, True, True)),
+        (ops.rope_cpp, (q, cos, cos, False, True)),
+    ]:
+        torch.library.opcheck(op.default, inputs, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_the_weights_gradient_does_not_depend_on_the_threads():
+    x, w = torch.randn(4160, 48), torch.ones(48, requires_grad=True)
+    before, grads = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            grads.append(torch.autograd.grad(rms_norm(x, w).square().sum(), w)[0])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "why"), [(None, "no C++ compiler (g++ or clang++) was found"), ("/bin/false", "false failed after 0 s: exit code 1")]
+)
+def test_without_a_working_compiler_the_plain_formula_runs_and_says_why(monkeypatch, tmp_path, compiler, why):
+    monkeypatch.setattr(build, "cpu_compiler", lambda: compiler)
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
     monkeypatch.setattr(compiled, "_fallbacks", {})
+    monkeypatch.setattr(silu_cpp.KERNELS, "library", None)
     x = torch.randn(4, 4)
     torch.testing.assert_close(silu_mul(x, x), silu_mul_reference(x, x))
-    assert compiled.fallbacks() == {"silu_mul.forward_formula": "no C++ compiler (g++ or clang++) was found"}
+    assert compiled.fallbacks() == {"silu_mul": why}

@@ -6,8 +6,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 FAMILIES = [
-    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "cohere", "glm4",
-    "mixtral", "starcoder2",
+    "llama", "mistral", "qwen2", "qwen2.5", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "cohere",
+    "glm4", "mixtral", "starcoder2",
 ]  # fmt: skip
 VOCABULARY = 96
 
@@ -30,6 +30,9 @@ def tiny(family: str, *, tied: bool = False, dtype: torch.dtype = torch.float32,
         settings |= {"query_pre_attn_scalar": 8}
     if family == "cohere":
         settings |= {"logit_scale": 0.25}
+    if family == "qwen2.5":
+        # Qwen2's code; what its checkpoints set otherwise
+        family, more = "qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "use_sliding_window": False, **more}
     config = CONFIG_MAPPING[family](**{**settings, **more})
     model = AutoModelForCausalLM.from_config(config)
     # norm weights of exactly 1 (or 0) would hide a wrong form

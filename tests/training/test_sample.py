@@ -11,10 +11,10 @@ from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
 from isotype.training.batches import collate
+from isotype.training.checkpointing import Checkpointing, apply_checkpointing
 from isotype.training.evaluate import evaluate
 from isotype.training.optimizer import build_optimizer
 from isotype.training.sample import sample
-from isotype.training.setup import enable_checkpointing
 from isotype.training.step import Stepper
 
 
@@ -39,7 +39,7 @@ def quantised(folder):
 def trained(preset, folder, *, interludes, checkpointing=False):
     model = quantised(folder) if preset == "nf4-lora" else tiny()
     if checkpointing:
-        enable_checkpointing(model)
+        apply_checkpointing(model, Checkpointing("layers", (0, 1), 2))
     if preset.endswith("lora"):
         model = lora(model, lora_dropout=0.1)
     precision = PRESETS[preset]

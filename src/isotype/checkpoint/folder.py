@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..errors import RunError
 
 SEAL = "DONE"
+_OS_ERROR = re.compile(r"\(os error \d+\)")
 
 
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
@@ -32,14 +34,20 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
         aside.rename(target)
         _sync(target.parent)
         _remove(replaced)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise RunError(
-            f"could not write {target}: {error.strerror or error}", code="CK001", fix="free space or make it writable, then resume"
-        ) from error
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+        reason = refused(error)
+        if reason is None:
+            raise
+        raise RunError(f"could not write {target}: {reason}", code="CK001", fix="free space or make it writable, then resume") from error
+
+
+def refused(error: BaseException) -> str | None:
+    """What the operating system said when it would not write or read; None for errors of another kind."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{error.strerror or error}"
+    # safetensors and tokenizers are Rust: their I/O errors are no OSErrors and end in `(os error 28)`
+    return str(error) if isinstance(error, Exception) and _OS_ERROR.search(str(error)) else None
 
 
 def seal(folder: Path) -> None:
@@ -55,10 +63,13 @@ def seal(folder: Path) -> None:
     _sync(folder)
 
 
-def fault(folder: Path) -> str | None:
-    """Why a sealed folder cannot be trusted, or None when every file has its size and checksum."""
+def fault(folder: Path, needs: Sequence[str] = ()) -> str | None:
+    """Why a sealed folder cannot be trusted, or None when every file, those of `needs` among them, has its size and checksum."""
     try:
         sums = json.loads((folder / SEAL).read_text())["files"]
+        for name in needs:
+            if name not in sums:
+                return f"{SEAL} does not name {name}"
         for name, expected in sums.items():
             file = folder / name
             if not file.resolve().is_relative_to(folder.resolve()):
@@ -71,7 +82,7 @@ def fault(folder: Path) -> str | None:
                 return f"{name} is not what was written (its checksum differs)"
     except FileNotFoundError:
         return f"{SEAL} is missing: it was never finished"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{SEAL} cannot be read: {error}"
     return None
 
@@ -98,8 +109,12 @@ def write_text(target: Path, text: str) -> None:
     """Replaces a small file at once: a reader sees the old text or the new, never half."""
     aside = target.with_name(f".{target.name}.partial")
     try:
-        aside.write_text(text, encoding="utf-8")
-        _sync(aside)
+        # a new file: what lies there from a kill, or a link that a stranger put there, is not written through
+        aside.unlink(missing_ok=True)
+        with aside.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         aside.replace(target)
     except OSError as error:
         aside.unlink(missing_ok=True)

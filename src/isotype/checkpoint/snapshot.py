@@ -81,12 +81,17 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
-    """Puts back every state where its parameter is."""
+    """Puts back every state where its parameter is. Raises RunError CK003 for a state of another shape."""
     parameters = dict(model.named_parameters())
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
             parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
             p = parameters[parameter]
+            if key in ("exp_avg", "exp_avg_sq") and tensor.shape != p.shape:
+                raise RunError(
+                    f"the optimizer's {key} of {parameter} is {list(tensor.shape)} in the checkpoint and the parameter {list(p.shape)}",
+                    code="CK003", fix="resume with the configuration it was made with",
+                )  # fmt: skip
             optimizer.state[p][key] = tensor.to(p.device, copy=True)
     for name, values in plain.items():
         optimizer.state[parameters[name]].update(values)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .app import RUNS
+
+if TYPE_CHECKING:
+    from ..inference.conversation import Conversation
 
 
 def register(app: typer.Typer) -> None:
@@ -20,8 +24,11 @@ def chat(
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest answer in tokens.")] = 256,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.7,
     top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="The share of probability drawn from.")] = 0.9,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object a line for each answer; nothing is streamed.")] = False,
 ) -> None:
-    """Talk with a run, under its own precision and template. /clear forgets what was said, /quit or Ctrl-D ends.
+    """Talk with a run, under its own precision and template.
+
+    /reset forgets what was said, /quit or Ctrl-D ends; Ctrl-C stops an answer.
 
     Examples:
 
@@ -29,6 +36,10 @@ def chat(
 
         echo "What does os.path.join do?" | isotype chat quickstart/tune --temperature 0
     """
+    from ..training.folder import require_run
+
+    if not (run / "adapter_config.json").is_file():  # load_run takes a PEFT folder too
+        require_run(run)  # before the seconds that loading takes
     from ..training.run import quiet_libraries
 
     quiet_libraries()
@@ -36,19 +47,32 @@ def chat(
     from ..inference.loaded import load_run
 
     loaded = load_run(run)
-    conversation = Conversation(loaded, max_new_tokens=tokens, temperature=temperature, top_p=top_p)
-    prompt = "> " if sys.stdin.isatty() else ""
+    conversation = Conversation(loaded, max_new_tokens=tokens, temperature=temperature, top_p=top_p, stream=not json_output)
+    prompt = "> " if sys.stdin.isatty() and not json_output else ""
     if prompt:
-        print(f"{run} ({loaded.taken}). /clear forgets, /quit ends.")
+        print(f"{run} ({loaded.taken}). /reset forgets, /quit ends, Ctrl-C stops an answer.")
     while True:
         try:
             said = input(prompt).strip()
         except (EOFError, KeyboardInterrupt):
-            print()
+            if prompt:
+                print()
             return
         if said in ("/quit", "/exit"):
             return
-        if said == "/clear":
+        if said in ("/reset", "/clear"):
             conversation.clear()
+        elif said.startswith("/") and said[1:].isalpha():
+            print(f"{said}: no such command: /reset, /quit", file=sys.stderr)
         elif said:
-            conversation.say(said)
+            _answer(conversation, said, json_output=json_output)
+
+
+def _answer(conversation: Conversation, said: str, *, json_output: bool) -> None:
+    try:
+        answer = conversation.say(said)
+    except KeyboardInterrupt:
+        print("\n(stopped: this question is forgotten)", file=sys.stderr)
+        return
+    if json_output:
+        print(json.dumps({"prompt": said, "answer": answer}), flush=True)

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from ..errors import UsageError
 from .app import RUNS
 
 
@@ -29,18 +28,17 @@ def diff(
     """
     from ..config.compare import compare
     from ..config.load import load
+    from ..config.yaml_text import write_value
     from ..report.record import read_run
+    from ..training.folder import require_run
 
-    for run in (first, second):
-        if not (run / "resolved.yaml").is_file():
-            raise UsageError(f"{run}: no resolved.yaml there: not a run folder")
-    one, two = (load(run / "resolved.yaml", resolved=True).config for run in (first, second))
+    one, two = (load(require_run(run) / "resolved.yaml", resolved=True).config for run in (first, second))
     changes = [c for c in compare(one, two) if c.key != "run.folder"]
     records = [read_run(run) for run in (first, second)]
     results = [
         {
-            "loss": r.curve("loss")[-1][1] if r.curve("loss") else None,
-            "eval_loss": min((v for _, v in r.curve("eval_loss")), default=None),
+            "loss": r.last("loss"),
+            "eval_loss": r.best("eval_loss"),
             "steps": int(r.curve("loss")[-1][0]) if r.curve("loss") else 0,
             "trained_seconds": r.result.get("trained_seconds"),
         }
@@ -51,11 +49,14 @@ def diff(
         print(json.dumps({"settings": settings, "results": {str(first): results[0], str(second): results[1]}}))
         return
     width = max([len(c.key) for c in changes] + [len("trained_seconds")]) + 2
-    print(f"{'':{width}}{first!s:>24}  {second!s:>24}")
-    for c in changes:
-        print(f"{c.key:{width}}{c.old!s:>24}  {c.new!s:>24}")
-    for key in results[0]:
-        print(f"{key:{width}}" + "  ".join(f"{_shown(r[key]):>24}" for r in results))
+    rows = [(c.key, write_value(c.old), write_value(c.new)) for c in changes]
+    rows += [(key, _shown(results[0][key]), _shown(results[1][key])) for key in results[0]]
+    column = max(len(text) for text in (str(first), str(second), *(value for _, *values in rows for value in values)))
+    print(f"{'':{width}}{first!s:>{column}}  {second!s:>{column}}")
+    for key, one_value, two_value in rows:
+        print(f"{key:{width}}{one_value:>{column}}  {two_value:>{column}}".rstrip())
+    if not changes:
+        print("every setting is the same")
 
 
 def _shown(value: object) -> str:

@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The run's folder, finished or not.")],
-    data: Annotated[str, typer.Option("--data", help="A file of the kinds that data.train takes, or stdlib.")],
+    data: Annotated[str, typer.Option("--data", help="What data.train takes: a file, folder, glob, hf:NAME or stdlib.")],
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", min=1, help="Rows in one pass; the result does not depend on it.")
     ] = None,
@@ -30,7 +30,7 @@ def evaluate(
 
         isotype eval runs/qwen --data held_out.jsonl
     """
-    from ..training.run import quiet_libraries
+    from ..training.quiet import quiet_libraries
 
     quiet_libraries()
     from ..config.schema import DataSection
@@ -39,7 +39,8 @@ def evaluate(
     from ..training.evaluate import evaluate as measure
 
     loaded = load_run(run)
-    section = DataSection(**{**loaded.config.data.model_dump(), "train": data, "eval": None, "eval_split": 0.0, "limit": None})
+    other = {"train": data, "eval": None, "eval_split": 0.0, "limit": None, "format": "auto", "packing": False, "stream": False}
+    section = DataSection(**{**loaded.config.data.model_dump(), **other})
     rows = load_data(section, loaded.tokenizer, seed=loaded.config.train.seed).train
     size = batch_size or loaded.config.train.eval_batch_size or loaded.config.train.batch_size
     found = measure(

@@ -29,7 +29,7 @@ def ls(
         isotype ls quickstart --json
     """
     if not folder.is_dir():
-        raise UsageError(f"{folder}: no such folder", fix="isotype ls FOLDER")
+        raise UsageError(f"{folder}: " + ("not a folder" if folder.exists() else "no such folder"), fix="isotype ls FOLDER, where runs are")
     runs = [
         _row(path.parent)
         for path in sorted([*folder.glob("resolved.yaml"), *folder.glob("*/resolved.yaml"), *folder.glob("*/*/resolved.yaml")])
@@ -38,7 +38,7 @@ def ls(
         print(json.dumps({"runs": runs}))
         return
     if not runs:
-        print(f"{folder}: no runs")
+        print(f"{folder}: no runs here, nor two levels below")
         return
     from rich.console import Console
     from rich.table import Table
@@ -56,14 +56,14 @@ def _row(folder: Path) -> dict[str, Any]:
     from ..report.record import read_run
 
     record = read_run(folder)
-    losses, evaluations = record.curve("loss"), record.curve("eval_loss")
+    losses = record.curve("loss")
     data = record.setting("data", "train")
     return {
         "folder": str(folder),
-        "status": str(record.result.get("status", "running or stopped")),
+        "status": record.status,
         "step": int(losses[-1][0]) if losses else 0,
-        "loss": losses[-1][1] if losses else None,
-        "eval_loss": min((value for _, value in evaluations), default=None),
+        "loss": record.last("loss"),
+        "eval_loss": record.best("eval_loss"),
         "precision": str(record.precision.get("precision", "")),
         "model": Path(str(record.setting("model", "name") or "built")).name,
         "data": ", ".join(Path(str(d)).name for d in (data if isinstance(data, list) else [data])),

@@ -17,12 +17,12 @@ def register(app: typer.Typer) -> None:
 
 
 def merge(
-    run: Annotated[Path, typer.Argument(help="The run's folder.")],
+    run: Annotated[Path, typer.Argument(help="The run's folder, or a PEFT adapter's.")],
     out: Annotated[Path | None, typer.Option("--out", help="Where the model goes; RUN/merged by default.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="fp32, bf16 or fp16; what the run declares for models by default.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Merge a run's adapter into its base, as an ordinary Hugging Face folder that other engines load.
+    """Merge an adapter into its base, as an ordinary Hugging Face folder that other engines load.
 
     A 4-bit base is dequantised; the sum is taken in fp32 and cast once. Says how much of the adapter's effect the cast drowned, and
     compares the merged model's loss with the adapter's.
@@ -32,10 +32,12 @@ def merge(
         isotype merge runs/qwen
 
         isotype merge runs/qwen --dtype fp32 --out merged
+
+        isotype merge someones-adapter --out merged      # a PEFT folder; its adapter_config.json names the base
     """
     from ..dtypes import parse
     from ..errors import UsageError
-    from ..training.run import quiet_libraries
+    from ..training.quiet import quiet_libraries
 
     if dtype is not None:
         try:

@@ -18,7 +18,8 @@ def register(app: typer.Typer) -> None:
 
 def sample(
     run: Annotated[Path, typer.Argument(help="The run's folder, finished or not.")],
-    prompts: Annotated[Path | None, typer.Option("--prompts", help="A prompt a line; the run's own prompts by default.")] = None,
+    prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="Prompts; the run's own by default.")] = None,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help="A file with a prompt a line.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest answer in tokens.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[
@@ -31,18 +32,20 @@ def sample(
 
     Examples:
 
+        isotype sample runs/qwen "What is a bf16?"
+
         isotype sample runs/qwen --prompts questions.txt
 
         isotype sample runs/qwen --prompts questions.txt --temperature 0.7 --top-p 0.9 --seed 3 --json
     """
-    texts: list[str] = []
+    texts: list[str] = [text for text in prompt or [] if text.strip()]
+    if prompt and len(texts) < len(prompt):
+        raise UsageError("an empty prompt: give it some text, or none for the run's own prompts")
     if prompts is not None:
         from ..data.read import existing_file, read_text
 
-        texts = [line for line in read_text(existing_file(str(prompts)), str(prompts)).splitlines() if line.strip()]
-        if not texts:
-            raise UsageError(f"{prompts}: no prompt in it: give one a line")
-    from ..training.run import quiet_libraries
+        texts += [line for line in read_text(existing_file(str(prompts)), str(prompts)).splitlines() if line.strip()]
+    from ..training.quiet import quiet_libraries
 
     quiet_libraries()
     import torch

@@ -41,7 +41,7 @@ Examples:
 
     isotype plan --model Qwen/Qwen2.5-0.5B --data chats.jsonl --preset qlora
 
-    isotype plan run.yaml train.batch_size=16 train.gradient_checkpointing=true
+    isotype plan run.yaml train.batch_size=16 train.gradient_checkpointing=layers
 """
 
 Settings = Annotated[
@@ -50,12 +50,14 @@ Settings = Annotated[
 ]
 Model = Annotated[str | None, typer.Option("--model", help="Folder or hub id of the model (model.name).", show_default=False)]
 Data = Annotated[
-    list[str] | None, typer.Option("--data", help="Training file, or stdlib (data.train); may be repeated.", show_default=False)
+    list[str] | None,
+    typer.Option("--data", help="Training file, folder, glob, hf:NAME or stdlib (data.train); may be repeated.", show_default=False),
 ]
 Out = Annotated[str | None, typer.Option("--out", help="Run folder (run.folder).", show_default=False)]
 Preset = Annotated[
     str | None, typer.Option("--preset", help="lora, qlora, full, full-bf16, or a precision (precision.preset).", show_default=False)
 ]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Tokenise anew and keep nothing of it (data.cache=none).")]
 Steps = Annotated[int | None, typer.Option("--steps", help="Optimizer steps (train.steps).", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, progress on stderr.")]
 
@@ -74,13 +76,14 @@ def train(
         list[str] | None,
         typer.Option("--skip", metavar="CODE=REASON", help="Leave a check of the preflight out; may be repeated.", show_default=False),
     ] = None,
+    no_cache: NoCache = False,
     why: Annotated[str | None, typer.Option("--why", help="The reason of every --skip without one.", show_default=False)] = None,
     json_output: Json = False,
 ) -> None:
     from ..training.preflight.codes import parse_skips
 
     skips = parse_skips(skip or [], why)
-    loaded = _loaded(settings, model=model, data=data, out=out, preset=preset, steps=steps, resume=resume, consent=yes)
+    loaded = _loaded(settings, model=model, data=data, out=out, preset=preset, steps=steps, resume=resume, consent=yes, no_cache=no_cache)
     if dry_run:
         if skips:
             raise UsageError("--skip has no effect with --dry-run: a plan runs no preflight")
@@ -98,9 +101,10 @@ def plan(
     out: Out = None,
     preset: Preset = None,
     steps: Steps = None,
+    no_cache: NoCache = False,
     json_output: Json = False,
 ) -> None:
-    _print_plan(_loaded(settings, model=model, data=data, out=out, preset=preset, steps=steps), json_output)
+    _print_plan(_loaded(settings, model=model, data=data, out=out, preset=preset, steps=steps, no_cache=no_cache), json_output)
 
 
 def _loaded(
@@ -113,8 +117,10 @@ def _loaded(
     steps: int | None,
     resume: Path | None = None,
     consent: bool = False,
+    no_cache: bool = False,
 ) -> LoadedConfig:
     from ..config.load import load
+    from ..training.folder import require_run
 
     arguments = list(settings or [])
     file = Path(arguments.pop(0)) if arguments and "=" not in arguments[0] else None
@@ -123,6 +129,7 @@ def _loaded(
         "data.train": data[0] if data and len(data) == 1 else data or None,
         "run.folder": out,
         "train.steps": steps,
+        "data.cache": "none" if no_cache else None,
     }
     if consent and resume is None:
         raise UsageError("--yes has no effect without --resume")
@@ -131,9 +138,7 @@ def _loaded(
             raise UsageError(f"{file}: --resume takes the run's own configuration", fix="give changes as section.key=value")
         if out is not None:
             raise UsageError("--out: a resumed run stays in its folder", fix="leave --out away, or start a new run")
-        file = resume / "resolved.yaml"
-        if not file.is_file():
-            raise UsageError(f"--resume {resume}: no resolved.yaml there: not a run folder, or stopped before it began")
+        file = require_run(resume) / "resolved.yaml"
     loaded = load(file, arguments, flags, preset=preset, consent=consent, resolved=resume is not None)
     _refuse_incomplete(loaded)
     return loaded
@@ -141,15 +146,19 @@ def _loaded(
 
 def _refuse_incomplete(loaded: LoadedConfig) -> None:
     """What no run can do without, said before anything heavy is imported."""
+    from ..config.sources import check_data
+    from ..training.trackers.available import missing as missing_trackers
+
     config = loaded.config
     where = f"{loaded.path} " if loaded.path else ""
-    missing = []
+    missing = missing_trackers(config.run.trackers)
     if config.model.name is None and (config.model.init == "pretrained" or config.model.config is None):
         missing.append(f"{where}model.name: missing: --model FOLDER, or model.name in a file (isotype init writes one)")
     if config.data.train is None:
         missing.append(f"{where}data.train: missing: --data FILE, or --data stdlib for the built-in questions and answers")
     if missing:
         raise UsageError("\n".join(missing))
+    check_data(config, loaded.sources)
 
 
 def _print_plan(loaded: LoadedConfig, json_output: bool) -> None:

@@ -12,6 +12,7 @@ from .yaml_text import write_value
 # Keys that leave the steps already done valid. Everything else would make the result one that no single configuration describes.
 MAY_CHANGE = {
     "model.device": "the same run elsewhere; not bit for bit",
+    "data.cache": "where tokenised rows are kept, not what they are",
     "train.steps": "the schedule is stretched from here on",
     "train.epochs": "the schedule is stretched from here on",
     "train.learning_rate": "from here on",
@@ -21,6 +22,7 @@ MAY_CHANGE = {
     "train.min_learning_rate": "from here on",
     "train.clip": "from here on",
     "train.gradient_checkpointing": "the same numbers in other memory",
+    "train.checkpointed_layers": "the same numbers in other memory",
     "train.deterministic": "from here on",
     "train.eval_every": "when to look, not what is learnt",
     "train.eval_batch_size": "the evaluation loss does not depend on it",
@@ -34,6 +36,7 @@ MAY_CHANGE = {
     "run.sample_tokens": "what to sample; training does not see it",
     "run.observe_every": "when to look",
     "run.report": "what is written",
+    "run.trackers": "what is written",
 }
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from .schema import RunConfig
 
+_PLURAL = {"string": "text", "object": "mappings"}
+
 
 @cache
 def keys() -> dict[str, dict[str, Any]]:
@@ -53,7 +55,11 @@ def _words(schema: dict[str, Any]) -> str:
     if kind in ("integer", "number"):
         return _number("a whole number" if kind == "integer" else "a number", schema)
     if kind == "array":
-        return "a list of text" if schema.get("items", {}).get("type") == "string" else "a list"
+        items = schema.get("items", {})
+        inner = [option.get("type") for option in items.get("anyOf", [items])]
+        return "a list of " + " or ".join(_PLURAL[kind] for kind in inner) if all(kind in _PLURAL for kind in inner) else "a list"
+    if "pattern" in schema:
+        return f"text such as {schema['examples'][0]!r}"
     return {"string": "text", "boolean": "true or false", "object": "a mapping"}.get(str(kind), "a value")
 
 

@@ -33,6 +33,7 @@ class LoadedConfig:
     text     the file as given, with the command line's settings as comments below
     path     the file, or None
     consent  `--yes`: changes on resume that make it another run are accepted
+    given    the keys that this command line set itself
     """
 
     config: RunConfig
@@ -40,6 +41,7 @@ class LoadedConfig:
     text: str
     path: Path | None = None
     consent: bool = False
+    given: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -91,11 +93,12 @@ def load(
     for override in overrides:
         _from_override(settings, override)
     config = _checked(settings)
+    said_now = frozenset(key for key, source in settings.sources.items() if source == COMMAND_LINE)
     sources = {key: settings.sources.get(key, DEFAULT) for key in keys()}
     if resolved:
         sources = {key: _source_in_comment(source, text, str(path)) for key, source in sources.items()}
     said = [*([f"--preset {preset}"] if preset else []), *[f"{key}={write_value(value)}" for key, value in given.items()], *overrides]
-    return LoadedConfig(config, sources, _with_command_line(text, said), path, consent)
+    return LoadedConfig(config, sources, _with_command_line(text, said), path, consent, said_now)
 
 
 def _source_in_comment(source: str, text: str, name: str) -> str:

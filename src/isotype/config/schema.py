@@ -13,6 +13,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
+EveryKth = Annotated[str, Field(pattern=r"^every [1-9][0-9]*$", examples=["every 2"])]
 
 
 class Section(BaseModel):
@@ -34,6 +35,10 @@ class ModelSection(Section):
     """Attention implementation. `flash` needs a GPU and the flash-attn package."""
     optimize: bool = True
     """Place Isotype's own ops (norms, rotary, gated MLP, head with loss) where they reproduce the model's; the manifest says where."""
+    lora_branch: Literal["compute", "fp32"] = "compute"
+    """With `optimize`: dtype of a LoRA adapter's own two small products. `fp32` is slower, and loses less where `compute` is narrower."""
+    allow_unquantised: bool = False
+    """Train on a 4-bit base of which more than 10% stays unquantised: stacked experts, which bitsandbytes leaves as they are."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Only for sources you trust."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -41,16 +46,21 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    train: str | list[str] | None = None
-    """Training data: a file, several, or `stdlib` (question and answer pairs made from Python's own docstrings)."""
-    eval: str | list[str] | None = None
-    """Evaluation data; without it `eval_split` of the training rows are held out."""
+    train: str | list[str | dict[str, Any]] | None = None
+    """Training data: a file, folder, glob, `hf:NAME` (a dataset of the hub) or `stdlib` (made from Python's own docstrings); or a list of
+    these, each perhaps a mapping with `name`, `weight`, `format`, `columns`, `limit`, `subset`, `split`, `revision`."""
+    eval: str | list[str | dict[str, Any]] | None = None
+    """Evaluation data, named as in `train`; without it `eval_split` of the training rows are held out."""
     eval_split: Fraction = 0.05
     """Share of the training rows held out when `eval` is not given; 0 for none."""
-    format: Literal["auto", "messages", "prompt_completion", "text"] = "auto"
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
     """What a row holds; `auto` looks at the keys and says what it saw."""
+    columns: dict[str, str] | None = None
+    """What the data calls a key: `{prompt: question, completion: answer}` reads `question` as the prompt."""
     max_length: PositiveInt = 1024
     """Longest row in tokens; longer ones are cut at the end and counted."""
+    packing: bool = False
+    """Put several rows into one of `max_length` tokens, each seeing only itself: no padding, the same loss. Training rows only."""
     loss_on: Literal["assistant", "all"] = "assistant"
     """`assistant`: loss on answers and their end-of-turn token only. Plain text is always learnt whole."""
     chat_template: str | None = None
@@ -59,6 +69,12 @@ class DataSection(Section):
     """Use only the first rows: for a trial."""
     shuffle: bool = True
     """Shuffle the rows of every epoch, from `train.seed`."""
+    stream: bool = False
+    """Tokenise while training instead of before: for data that no disk holds. Needs `train.steps`."""
+    shuffle_buffer: PositiveInt = 4096
+    """With `stream`: rows read, tokenised and shuffled at a time."""
+    cache: str = "auto"
+    """Where tokenised rows are kept for the next run: a folder, `none`, or `auto`, the user's cache folder for sources of 1 MB and more."""
 
 
 class AdapterSection(Section):
@@ -140,8 +156,11 @@ class TrainSection(Section):
     """AdamW's epsilon."""
     clip: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest gradient norm; 0 for no clipping."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in backward: less memory, about a third more time."""
+    gradient_checkpointing: Literal["auto", "none", "layers", "layers+offload"] = "auto"
+    """`layers` recomputes layers in backward: less memory, up to a third more time, the same numbers. `layers+offload` also moves what is
+    kept of them to host memory (GPU only). `auto`: none where the memory plan fits, else the fewest layers, then all with offload."""
+    checkpointed_layers: Literal["all"] | PositiveInt | EveryKth | list[Annotated[int, Field(ge=0)]] = "all"
+    """Which layers: `all`, a number (the first ones, which save most), `every 2`, or a list of positions from 0."""
     seed: int = 0
     """Of weights, data order, dropout and sampling."""
     deterministic: bool = False
@@ -172,7 +191,9 @@ class RunSection(Section):
     observe_every: PositiveInt = 100
     """Steps between looks at every dtype (step 1 is always looked at)."""
     report: bool = True
-    """Write report.html."""
+    """Write report.html and report.png."""
+    trackers: list[Literal["tensorboard", "wandb"]] = []
+    """Where the metrics go besides metrics.jsonl; each needs its extra (`pip install 'isotype[wandb]'`). wandb is offline without a key."""
 
 
 class RunConfig(Section):

@@ -19,6 +19,7 @@ _ESSENTIAL = {  # what `init` leaves uncommented, since a run needs or nearly al
     "model.name", "data.train", "data.max_length", "adapter.kind", "adapter.r", "adapter.alpha", "precision.preset",
     "train.epochs", "train.batch_size", "train.accumulate", "train.learning_rate", "run.folder",
 }  # fmt: skip
+_RESOLVED = {"precision.preset", "train.gradient_checkpointing", "train.checkpointed_layers"}  # those that can be `auto`
 _ABOUT = {
     "model": "What is fine-tuned.",
     "data": "What it learns from.",
@@ -34,14 +35,14 @@ def resolved_yaml(loaded: LoadedConfig, reasons: Mapping[str, str], values: Mapp
 
     reasons  `precision.grads` -> why it has its value
     values   what the run made of keys left open (`precision.base` -> bf16). They are written as comments, since a role given by hand and
-             a role that follows from the preset are checked differently; `precision.preset` itself is written as it was resolved.
+             a role that follows from the preset are checked differently; what replaces an `auto` is written as it was resolved.
     """
     values = values or {}
 
     def line(key: str, value: Any) -> str:
         source = loaded.sources.get(key, DEFAULT)
         name, reason = key.partition(".")[2], reasons.get(key)
-        if key == "precision.preset" and key in values:
+        if key in _RESOLVED and key in values:
             return _commented(f"  {name}: {write_value(values[key])}", reason or source)
         if value is None and key in values:
             return _commented(f"  # {name}: {write_value(values[key])}", reason or source)

@@ -17,6 +17,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
 MAX_DEPTH = 32
+MAX_VALUES = 10_000  # in one key: anchors let ten lines stand for billions
 
 
 class YamlError(ValueError):
@@ -77,19 +78,24 @@ def _key(node: Node) -> str:
     return value if isinstance(value, str) else str(value)
 
 
-def _value(node: Node, depth: int = 0) -> Any:
+def _value(node: Node, depth: int = 0, made: list[int] | None = None) -> Any:
+    """The value of a node. `made`: how many values the key has so far."""
     line = node.start_mark.line + 1
+    made = [0] if made is None else made
+    made[0] += 1
     if depth > MAX_DEPTH:
         raise YamlError("nested too deep, or an anchor that contains itself", line)
+    if made[0] > MAX_VALUES:
+        raise YamlError(f"more than {MAX_VALUES:,} values in one key, by anchors or by hand", line)
     if isinstance(node, SequenceNode):
-        return [_value(child, depth + 1) for child in node.value]
+        return [_value(child, depth + 1, made) for child in node.value]
     if isinstance(node, MappingNode):
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = str(_value(key_node, depth + 1))
+            key = str(_value(key_node, depth + 1, made))
             if key in mapping:
                 raise YamlError(f"{key} is given twice", key_node.start_mark.line + 1)
-            mapping[key] = _value(value_node, depth + 1)
+            mapping[key] = _value(value_node, depth + 1, made)
         return mapping
     try:
         value = YAML(typ="safe", pure=True).constructor.construct_object(node, deep=True)

@@ -75,7 +75,7 @@ class ChatTemplate:
         messages = list(example.messages or ())
         found = []
         for i, message in enumerate(messages):
-            if message["role"] == "assistant":
+            if message["role"] == "assistant" and i >= example.learn_from:
                 found.append(self._span(messages, i, example, rendered))
         return found
 
@@ -87,7 +87,8 @@ class ChatTemplate:
         if opens and rendered.startswith(ending) and len(ending) > len(opening):
             return Span(len(opening), len(ending), closed=True)
         # The template renders this turn differently with the turns around it: find its words by changing them.
-        other = self.render([*messages[:i], {**messages[i], "content": _SENTINEL}, *messages[i + 1 :]], tools=tools, place=place)
+        changed = {key: value for key, value in messages[i].items() if key != "tool_calls"} | {"content": _SENTINEL}
+        other = self.render([*messages[:i], changed, *messages[i + 1 :]], tools=tools, place=place)
         start = _agreeing(rendered, other)
         end = max(start, len(rendered) - _agreeing(rendered[::-1], other[::-1]))
         if end <= start:

@@ -21,7 +21,6 @@ from .rows import IGNORED, Row
 
 BATCH = 256  # texts handed to the tokenizer at once
 Offsets = Sequence[tuple[int, int]]  # of each token, in characters
-_PIECE = 1 << 16  # characters of a plain text tokenised at once, cut at line ends
 
 
 @dataclass
@@ -39,6 +38,24 @@ class Tally:
         self.dropped[reason] += 1
         self.first_dropped.setdefault(reason, place)
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "dropped": dict(self.dropped), "first_dropped": self.first_dropped, "end_of_turn": dict(self.end_of_turn),
+            "borders": self.borders, "special_in_content": self.special_in_content,
+        }  # fmt: skip
+
+    @classmethod
+    def sum(cls, counted: Iterable[dict[str, Any]]) -> Tally:
+        """Several sides, as `as_json` gave them, as one."""
+        total = cls()
+        for one in counted:
+            total.dropped.update(one["dropped"])
+            total.first_dropped = one["first_dropped"] | total.first_dropped
+            total.end_of_turn.update(one["end_of_turn"])
+            total.borders += one["borders"]
+            total.special_in_content += one["special_in_content"]
+        return total
+
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
@@ -55,18 +72,13 @@ class Encoder:
     """Turns examples into rows with one tokenizer, one template and one length."""
 
     def __init__(self, tokenizer: Any, *, max_length: int, loss_on: str, template: ChatTemplate | None) -> None:
-        if not getattr(tokenizer, "is_fast", False):
-            raise UsageError(
-                "the tokenizer has no fast version (tokenizer.json), which the labels need: convert it with AutoTokenizer and save it"
-            )
+        self.has_offsets = bool(getattr(tokenizer, "is_fast", False))
         self.tokenizer, self.max_length, self.loss_on, self.template = tokenizer, max_length, loss_on, template
         bare = tokenizer("a", add_special_tokens=False).input_ids
         whole = tokenizer("a").input_ids
         self.before: list[int] = next((whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), [])
         self.after: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
-        # One Python integer per token id, shared by all rows: a row costs 8 bytes a token and not 36.
-        self._shared = list(range(max([len(tokenizer), *self.special]) + 1))
         if max_length < len(self.before) + 2:
             raise UsageError(f"data.max_length is {max_length}: a row needs at least {len(self.before) + 2} tokens to teach anything")
 
@@ -79,10 +91,10 @@ class Encoder:
         examples = iter(examples)
         while batch := list(islice(examples, BATCH)):
             rendered = [self.render(example, tally) for example in batch]
-            encoded = self.tokenizer([r.text for r in rendered], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            encoded = self._encoded([r.text for r in rendered], [self._edges(r) for r in rendered])
             before = [r.text[: span.start] for r in rendered for span in r.spans]
             prompts = iter(self.tokenizer(before, add_special_tokens=False, verbose=False)["input_ids"])
-            for source, r, ids, offsets in zip(batch, rendered, encoded["input_ids"], encoded["offset_mapping"]):
+            for source, r, (ids, offsets) in zip(batch, rendered, encoded):
                 row = self._row(r, ids, offsets, list(islice(prompts, len(r.spans))), tally)
                 if row is not None:
                     yield source, *row
@@ -92,7 +104,7 @@ class Encoder:
         messages = as_messages(example) if self.template is not None else None
         if messages is not None:
             assert self.template is not None
-            chat = Example(example.place, messages=messages, tools=example.tools)
+            chat = Example(example.place, messages=messages, tools=example.tools, learn_from=example.learn_from)
             text = self.template.render(messages, tools=example.tools, place=example.place)
             if tally is not None:
                 tally.special_in_content += any(s in str(m.get("content")) for m in messages for s in self.special.values() if len(s) > 2)
@@ -104,18 +116,59 @@ class Encoder:
         start = 0 if self.loss_on == "all" else len(example.prompt)
         return Rendered(example.place, text, [Span(start, len(text), closed=True)], literal=True)
 
-    def windows(self, text: str, place: str, tally: Tally) -> Iterator[Row]:
-        """A plain text cut into rows of `max_length`, each with the tokenizer's beginning; the end-of-text token closes the last."""
-        ids = [i for piece in _pieces(text) for i in self.ids(piece)]
-        ids += self.after
+    def windows(self, pieces: Iterable[str], place: str, tally: Tally) -> Iterator[Row]:
+        """A plain text cut into rows of `max_length`, each with the tokenizer's beginning; the end-of-text token closes the last.
+
+        pieces  the text, cut at line ends; no more than one and a row of tokens are held
+        """
         body = self.max_length - len(self.before)
-        for start in range(0, len(ids), body):
-            row_ids = self._tuple(self.before + ids[start : start + body])
-            row = Row(row_ids, row_ids, 0)
+        held: list[int] = []
+        for piece in pieces:
+            held += self.ids(piece)
+            start = 0
+            # a full row waits for the token behind it: the last one takes the end-of-text token
+            while len(held) - start > body:
+                yield self._window(held[start : start + body])
+                start += body
+            del held[:start]
+        held += self.after
+        for start in range(0, len(held), body):
+            row = self._window(held[start : start + body])
             if row.supervised:
                 yield row
             else:
                 tally.drop("one token alone at the end of a text teaches nothing", place)
+
+    def _window(self, ids: list[int]) -> Row:
+        row_ids = tuple(self.before + ids)
+        return Row(row_ids, row_ids, 0)
+
+    def _edges(self, r: Rendered) -> list[int]:
+        """Where a row's parts begin and end, in characters: all that a tokenizer without offsets has to find."""
+        return sorted({at for span in r.spans for at in (span.start, span.end)} - {0, len(r.text)})
+
+    def _encoded(self, texts: list[str], edges: list[list[int]]) -> list[tuple[list[int], Offsets]]:
+        """Tokens and their places. Without offsets, every token of a part between two edges gets the part's place."""
+        if not self.has_offsets:
+            return [self._in_parts(text, at) for text, at in zip(texts, edges)]
+        found = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return list(zip(found["input_ids"], found["offset_mapping"]))
+
+    def _in_parts(self, text: str, edges: list[int]) -> tuple[list[int], Offsets]:
+        """A part's tokens are those by which the text up to its end is longer; where that changes earlier ones, it is tokenised alone."""
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        begin = start = kept = 0  # characters and tokens up to which earlier parts are settled
+        for edge in [*edges, len(text)]:
+            grown = self.ids(text[begin:edge])
+            if ids[kept:] != grown[: len(ids) - kept]:
+                begin, kept = start, len(ids)
+                grown = self.ids(text[begin:edge])
+            new = grown[len(ids) - kept :]
+            ids += new
+            offsets += [(start, edge)] * len(new)
+            start = edge
+        return ids, offsets
 
     def _row(self, r: Rendered, ids: list[int], offsets: Offsets, prompts: Iterable[list[int]], tally: Tally) -> tuple[Row, bool] | None:
         ids, offsets = self._apart(r, ids, offsets, prompts, tally)
@@ -134,9 +187,8 @@ class Encoder:
         if not any(learnt[1:]):
             tally.drop(f"no answer left within data.max_length {self.max_length}" if cut else "no token to learn", r.place)
             return None
-        shared = self._tuple(ids)
-        labels = shared if all(learnt) else tuple(i if on else IGNORED for i, on in zip(shared, learnt))
-        return Row(shared, labels, learnt.index(True)), cut
+        labels = tuple(i if on else IGNORED for i, on in zip(ids, learnt))
+        return Row(tuple(ids), labels, learnt.index(True)), cut
 
     def _tokens(self, r: Rendered, ids: list[int], offsets: Offsets, span: Span, tally: Tally, *, whole: bool) -> tuple[int, int]:
         """The tokens of a span, from the first to its end-of-turn token; white space the template writes after that is not learnt."""
@@ -146,13 +198,18 @@ class Encoder:
             return first, last
         closing = last - 1 if span.closed else last
         step = -1 if span.closed else 1
-        while first <= closing < len(ids) and ids[closing] not in self.special and not r.text[slice(*offsets[closing])].strip():
+        while (
+            first <= closing < len(ids) and ids[closing] not in self.special and not self._text(r, ids[closing], offsets[closing]).strip()
+        ):
             closing += step
         if first <= closing < len(ids) and ids[closing] in self.special:
             tally.end_of_turn[self.special[ids[closing]]] += 1
             return first, closing + 1
         tally.end_of_turn["none"] += 1
         return first, last
+
+    def _text(self, r: Rendered, token: int, place: tuple[int, int]) -> str:
+        return r.text[slice(*place)] if self.has_offsets else self.tokenizer.decode([token])
 
     def _apart(
         self, r: Rendered, ids: list[int], offsets: Offsets, prompts: Iterable[list[int]], tally: Tally
@@ -171,8 +228,11 @@ class Encoder:
                 continue
             tally.borders += 1
             sides = [r.text[cut_at : span.start], r.text[span.start :]]
-            encoded = self.tokenizer(sides, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            (left, right), (left_at, right_at) = encoded["input_ids"], encoded["offset_mapping"]
+            places = [
+                [at - begin for at in self._edges(r) if begin < at < end]
+                for begin, end in ((cut_at, span.start), (span.start, len(r.text)))
+            ]
+            (left, left_at), (right, right_at) = self._encoded(sides, places)
             ids = ids[:kept] + left + right
             offsets = (
                 list(offsets[:kept])
@@ -182,10 +242,6 @@ class Encoder:
             cut_at, kept = span.start, kept + len(left)
         return ids, offsets
 
-    def _tuple(self, ids: Sequence[int]) -> tuple[int, ...]:
-        shared = self._shared
-        return tuple(shared[i] if i < len(shared) else i for i in ids)
-
 
 def as_messages(example: Example) -> tuple[Message, ...] | None:
     """An example as a conversation: messages as they are, prompt and completion as a question and its answer; None for text."""
@@ -194,12 +250,3 @@ def as_messages(example: Example) -> tuple[Message, ...] | None:
     if example.completion is None:
         return None
     return ({"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.completion})
-
-
-def _pieces(text: str) -> Iterator[str]:
-    start = 0
-    while start < len(text):
-        end = text.find("\n", start + _PIECE) + 1
-        end = end if end > 0 else len(text)
-        yield text[start:end]
-        start = end

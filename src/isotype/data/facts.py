@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from .chat import ChatTemplate
+import numpy as np
+
 from .encode import Encoder, Tally, as_messages
 from .formats import Example
-from .rows import IGNORED, Row
+from .rows import IGNORED
+from .tokens import TokenRows
 
-_COMPARED = 64  # rows whose labels are compared with the template's own mask
+_BARS = 16  # of the histogram of lengths, at most
+COMPARED = 64  # rows of a source whose labels are compared with the template's own mask
 
 
-def side_facts(rows: Sequence[Row], tally: Tally, files: list[dict[str, Any]], *, truncated: int) -> dict[str, Any]:
+def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts of one side, training or evaluation."""
-    lengths = sorted(len(row.input_ids) for row in rows)
-    distinct = len({row.input_ids for row in rows})
+    lengths = np.sort(rows.lengths).tolist()
+    digests = rows.column("digest")
     return {
         "files": files,
         "rows": len(rows),
         "tokens": sum(lengths),
-        "supervised_tokens": sum(row.supervised for row in rows),
-        "truncated": truncated,
+        "supervised_tokens": int(rows.column("supervised").sum()),
+        "truncated": int(rows.column("cut").sum()),
         "dropped": [{"why": why, "rows": n, "first": tally.first_dropped[why]} for why, n in tally.dropped.most_common()],
-        "duplicates": len(rows) - distinct,
+        "duplicates": len(digests) - len(np.unique(digests)),
         "lengths": {
             "shortest": lengths[0] if lengths else 0,
             "median": lengths[len(lengths) // 2] if lengths else 0,
@@ -37,57 +41,56 @@ def side_facts(rows: Sequence[Row], tally: Tally, files: list[dict[str, Any]], *
 
 
 def histogram(lengths: Sequence[int]) -> list[dict[str, int]]:
-    """Rows by length, in powers of two: `up_to` is inclusive."""
-    count = Counter(max(8, 1 << (n - 1).bit_length()) for n in lengths)
-    if not count:
+    """Rows by length in bars of one width, a power of two that makes at most `_BARS` of them: `up_to` is inclusive."""
+    if not lengths:
         return []
-    bounds, bound = [], min(count)
-    while bound <= max(count):
-        bounds.append(bound)
-        bound *= 2
-    return [{"up_to": bound, "rows": count[bound]} for bound in bounds]
+    width = 1 << max(0, math.ceil(max(lengths) / _BARS) - 1).bit_length()
+    first, last = (min(lengths) - 1) // width, (max(lengths) - 1) // width
+    count = Counter((n - 1) // width for n in lengths)
+    return [{"up_to": (bar + 1) * width, "rows": count[bar]} for bar in range(first, last + 1)]
 
 
-def token_facts(encoder: Encoder, rows: Sequence[Row], tallies: Sequence[Tally]) -> dict[str, Any]:
+def token_facts(encoder: Encoder, sides: Sequence[TokenRows], tallies: Sequence[Tally]) -> dict[str, Any]:
     """Which special tokens frame a row, as seen in the rows."""
     tokenizer = encoder.tokenizer
     end_of_turn: Counter[str] = sum((t.end_of_turn for t in tallies), Counter())
-    bos = tokenizer.bos_token_id
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    first = Counter(begin for side in sides for begin in side.first_tokens(2)) if bos is not None else Counter()
     return {
-        "eos": {"token": tokenizer.eos_token, "id": tokenizer.eos_token_id},
+        "eos": {"token": tokenizer.eos_token, "id": eos},
         "pad": {"token": tokenizer.pad_token, "id": tokenizer.pad_token_id, "same_as_eos": _same(tokenizer)},
         "bos": {
             "token": tokenizer.bos_token,
             "id": bos,
-            "rows_beginning_with_it": sum(bos is not None and row.input_ids[0] == bos for row in rows),
-            "rows_beginning_with_two": sum(bos is not None and row.input_ids[:2] == (bos, bos) for row in rows),
+            "rows_beginning_with_it": sum(n for begin, n in first.items() if begin[0] == bos),
+            "rows_beginning_with_two": first[bos, bos],
         },
         "answers_tokenised_apart": sum(t.borders for t in tallies),
         "end_of_turn": dict(end_of_turn.most_common()),
-        "rows_ending_in_eos": sum(tokenizer.eos_token_id is not None and row.labels[-1] == tokenizer.eos_token_id for row in rows),
+        "rows_ending_in_eos": sum(side.count_ending_in(eos) for side in sides) if eos is not None else 0,
     }
 
 
-def template_facts(encoder: Encoder, examples: Sequence[Example]) -> dict[str, Any] | None:
-    """The chat template: whose, and whether its own mask, where it has one, says the same as the derived labels."""
+def template_facts(encoder: Encoder) -> dict[str, Any] | None:
+    """The chat template: whose, and whether it says itself what is learnt."""
     template = encoder.template
     if template is None:
         return None
-    facts: dict[str, Any] = {"source": template.source, "has_generation_block": template.has_generation_block}
-    if template.has_generation_block and encoder.loss_on == "assistant":
-        facts["own_mask"] = compare_with_own_mask(encoder, template, examples)
-    return facts
+    return {"source": template.source, "has_generation_block": template.has_generation_block}
 
 
-def compare_with_own_mask(encoder: Encoder, template: ChatTemplate, examples: Sequence[Example]) -> dict[str, Any]:
-    """The derived labels against the template's `{% generation %}` mask, on the first chats that are not cut."""
+def compare_with_own_mask(encoder: Encoder, examples: Sequence[Example]) -> dict[str, Any] | None:
+    """The derived labels against the template's `{% generation %}` mask, on chats that are not cut; None where there is no such mask."""
+    template = encoder.template
+    if template is None or not template.has_generation_block or encoder.loss_on != "assistant":
+        return None
     compared = equal = 0
     only_own: Counter[str] = Counter()
     only_derived: Counter[str] = Counter()
-    for example in examples[:_COMPARED]:
+    for example in examples:
         messages = as_messages(example)
         _, row, _ = next(encoder.rows([example], Tally()), (None, None, False))
-        if messages is None or row is None:
+        if messages is None or row is None or example.learn_from:
             continue
         own = encoder.tokenizer.apply_chat_template(
             list(messages),
@@ -105,12 +108,34 @@ def compare_with_own_mask(encoder: Encoder, template: ChatTemplate, examples: Se
         for token, mine, theirs in zip(row.input_ids, derived, own["assistant_masks"]):
             if mine != bool(theirs):
                 (only_derived if mine else only_own)[encoder.tokenizer.decode([token])] += 1
-    return {
-        "rows_compared": compared,
-        "rows_equal": equal,
+    return {"rows_compared": compared, "rows_equal": equal, "only_derived": dict(only_derived), "only_own": dict(only_own)}
+
+
+def add_own_masks(facts: dict[str, Any] | None, compared: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Template facts with the comparisons of all sources as one."""
+    found = [one for one in compared if one]
+    if facts is None or not found:
+        return facts
+    only_derived: Counter[str] = sum((Counter(one["only_derived"]) for one in found), Counter())
+    only_own: Counter[str] = sum((Counter(one["only_own"]) for one in found), Counter())
+    own = {
+        "rows_compared": sum(one["rows_compared"] for one in found),
+        "rows_equal": sum(one["rows_equal"] for one in found),
         "learnt_only_by_the_derived_labels": dict(only_derived.most_common(5)),
         "learnt_only_by_the_template": dict(only_own.most_common(5)),
     }
+    return facts | {"own_mask": own}
+
+
+def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
+    """A line a source: what it was read as, why, and how many rows it has."""
+    lines = []
+    for name, side in (("training", facts["train"]), ("evaluation", facts["eval"])):
+        for file in side["files"]:
+            rows = f"{file['rows']:,} rows" if "rows" in file else "a stream"
+            several = f"{file['files']} files, " if "files" in file else ""
+            lines.append(f"{file['path']} ({name}): {several}{rows}, {file['format']}: {file['why']}")
+    return lines if len(lines) <= most else [*lines[: most - 1], f"and {len(lines) - most + 1} more: data.json"]
 
 
 def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> list[str]:
@@ -132,6 +157,14 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
         said.append(f"only {train['rows']} rows: none is held out for evaluation")
     if facts["duplicates_between"]:
         said.append(f"{facts['duplicates_between']} evaluation rows are also training rows: the evaluation loss is too good")
+    for one in facts.get("mix") or []:
+        said.append(f"{one['path']}: {one['share']:.1%} of the training rows; each of its rows comes {one['passes']:.3g} times an epoch")
+    if packing := facts.get("packing"):
+        said.append(
+            f"{packing['rows']:,} rows packed into {packing['packed_rows']:,} of {packing['length']} tokens, {packing['filled']:.1%} full"
+        )
+    for name, side in (("training", train), ("evaluation", evaluation)):
+        said += [f"{file['path']}: {name} tokens {file['cache']}" for file in side["files"] if "cache" in file]
     if train["duplicates"]:
         said.append(f"{train['duplicates']} training rows repeat another row exactly")
     if template and template["source"] == "default":

@@ -1,6 +1,7 @@
-"""What a row holds: messages, prompt and completion, or text. Detection from the first row, checks of every row.
+"""What a row holds: messages, ShareGPT, Alpaca, prompt and completion, or text. Detection from the first row, checks of every row.
 
-A format is recognised by its keys; keys beside them (`id`, `source`) are counted and named in the facts, never silently used.
+A format is recognised by its keys; keys beside them (`id`, `source`) are counted and named in the facts, never silently used. Whatever
+the format, a checked row is an `Example`: a conversation, a pair, or a text.
 """
 
 from __future__ import annotations
@@ -11,19 +12,34 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import UsageError
+from .conversations import Message, chat_messages, kind, parsed_json, sharegpt_messages, tool_list
 from .read import Record
 
-FormatName = Literal["messages", "prompt_completion", "text"]
-Message = dict[str, Any]
+FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+Columns = Mapping[str, str] | None
 
-KEYS: dict[FormatName, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "prompt_completion": ("prompt", "completion"),
-    "text": ("text",),
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """The keys that a row must have, and those that it may."""
+
+    keys: tuple[str, ...]
+    beside: tuple[str, ...] = ()
+
+
+FORMATS: dict[FormatName, Format] = {
+    "messages": Format(("messages",), ("tools",)),
+    "sharegpt": Format(("conversations",), ("tools", "system")),
+    "alpaca": Format(("instruction", "output"), ("input", "system", "history")),
+    "prompt_completion": Format(("prompt", "completion"), ("tools",)),
+    "text": Format(("text",)),
 }
-_BESIDE_MESSAGES = ("tools",)  # handed to the chat template
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_OTHER_NAMES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "ai": "assistant", "chatbot": "assistant"}
+# keys of data made for other trainings, or whose meaning a person has to say
+_PREFERENCES = ("chosen", "rejected")
+_PAIRS = (
+    ("question", "answer"), ("question", "response"), ("query", "response"), ("query", "answer"), ("instruction", "response"),
+    ("input", "output"), ("prompt", "response"), ("prompt", "answer"), ("source", "target"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,76 +52,146 @@ class Example:
     prompt: str = ""
     completion: str | None = None
     text: str | None = None
+    learn_from: int = 0
+    """Of `messages`: answers before this one are a prompt."""
 
 
-def detect(record: Record, asked: FormatName | Literal["auto"]) -> tuple[FormatName, str]:
+def detect(record: Record, asked: FormatName | Literal["auto"], columns: Columns = None) -> tuple[FormatName, str]:
     """The format of a file from its first row, and why."""
-    row = _object(record)
+    row = renamed(record, columns)
     if asked != "auto":
         _require(row, asked, record.place)
         return asked, f"data.format is {asked}"
-    found = [name for name, keys in KEYS.items() if all(key in row for key in keys)]
+    found = [name for name, form in FORMATS.items() if all(key in row for key in form.keys)]
+    preferences = [key for key in _PREFERENCES if key in row]
+    if len(preferences) == 2 or (preferences and not found):
+        raise UsageError(
+            f"{record.place}: the row has {' and '.join(preferences)}: preference pairs, and a run learns one answer a row",
+            fix="to learn the chosen answers: data.columns: {completion: chosen}, or {messages: chosen} where it is a conversation",
+        )
+    if found and isinstance(row.get("label"), bool):
+        raise UsageError(
+            f"{record.place}: the row has a label that is true or false: answers wanted and unwanted, and a run learns every answer",
+            fix=f"keep the wanted rows only, and set data.format: {found[0]}",
+        )
     if len(found) > 1:
-        names = " and ".join(", ".join(KEYS[name]) for name in found)
+        names = " and ".join(", ".join(FORMATS[name].keys) for name in found)
         raise UsageError(f"{record.place}: the row has {names}: set data.format to {' or '.join(found)}")
     if not found:
         raise UsageError(f"{record.place}: {_unknown(row)}")
-    return found[0], f"the first row ({record.place}) has the {'keys' if len(KEYS[found[0]]) > 1 else 'key'} {' and '.join(KEYS[found[0]])}"
+    keys = FORMATS[found[0]].keys
+    return found[0], f"the first row ({record.place}) has the {'keys' if len(keys) > 1 else 'key'} {' and '.join(keys)}"
 
 
-def example(record: Record, name: FormatName, *, needs_answer: bool) -> Example:
+def renamed(record: Record, columns: Columns) -> dict[str, Any]:
+    """The row as an object, its keys as `data.columns` names them. A key that is taken over hides one of the same name."""
+    if not isinstance(record.value, dict):
+        raise UsageError(f"{record.place}: a row must be an object with keys, got {kind(record.value)}")
+    if not columns:
+        return record.value
+    row = {key: value for key, value in record.value.items() if key not in columns.values() and key not in columns}
+    for ours, theirs in columns.items():
+        if not any(ours in form.keys + form.beside for form in FORMATS.values()):
+            known = sorted({key for form in FORMATS.values() for key in form.keys + form.beside})
+            raise UsageError(f"data.columns.{ours}: unknown key: one of {', '.join(known)}")
+        if theirs not in record.value:
+            raise UsageError(f"{record.place}: no key {theirs!r}{_suggestion(theirs, record.value)} (data.columns.{ours})")
+        row[ours] = record.value[theirs]
+    return row
+
+
+def example(record: Record, name: FormatName, *, needs_answer: bool, columns: Columns = None) -> Example:
     """Checks one row. `needs_answer`: the loss is on answers only, so a row without one is an error."""
-    row, place = _object(record), record.place
+    row, place = renamed(record, columns), record.place
     _require(row, name, place)
     if name == "text":
         return Example(place, text=_text(row["text"], "text", place))
+    if name == "alpaca":
+        return Example(place, messages=_alpaca(row, place))
     if name == "prompt_completion":
-        prompt = _text(row["prompt"], "prompt", place, may_be_empty=True)
-        completion = _text(row["completion"], "completion", place, may_be_empty=True)
-        if not completion.strip():
-            raise UsageError(f"{place}: completion is empty: the row has no target")
-        return Example(place, prompt=prompt, completion=completion)
-    messages = row["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise UsageError(f"{place}: messages must be a list of {{role, content}}, got {_kind(messages)}")
-    checked = tuple(_message(m, i, place) for i, m in enumerate(messages))
-    if needs_answer and not any(m["role"] == "assistant" for m in checked):
-        raise UsageError(f"{place}: messages has no assistant turn: the row has no target")
-    return Example(place, messages=checked, tools=row.get("tools"))
+        return _pair(row, place)
+    if name == "sharegpt":
+        messages = sharegpt_messages(row["conversations"], place, system=row.get("system"))
+    else:
+        messages = chat_messages(row["messages"], "messages", place)
+    if needs_answer and not any(m["role"] == "assistant" for m in messages):
+        key = "messages" if name == "messages" else "conversations"
+        raise UsageError(f"{place}: {key} has no assistant turn: the row has no target")
+    return Example(place, messages=messages, tools=tool_list(row.get("tools"), place))
 
 
-def ignored_keys(row: Mapping[str, Any], name: FormatName) -> list[str]:
+def ignored_keys(row: Mapping[str, Any], name: FormatName, columns: Columns = None) -> list[str]:
     """Keys of a row that nothing reads."""
-    used = KEYS[name] + (_BESIDE_MESSAGES if name == "messages" else ())
+    used = set(FORMATS[name].keys + FORMATS[name].beside) - set(columns or ()) | set((columns or {}).values())
     return [key for key in row if key not in used]
 
 
-def _object(record: Record) -> dict[str, Any]:
-    if not isinstance(record.value, dict):
-        raise UsageError(f"{record.place}: a row must be an object with keys, got {_kind(record.value)}")
-    return record.value
+def _pair(row: Mapping[str, Any], place: str) -> Example:
+    """Prompt and completion as texts, or both as messages, of which only the completion's are learnt."""
+    prompt, completion = (parsed_json(row[key]) for key in ("prompt", "completion"))
+    if isinstance(prompt, list) or isinstance(completion, list):
+        if not (isinstance(prompt, list) and isinstance(completion, list)):
+            raise UsageError(f"{place}: prompt and completion must both be text, or both lists of messages")
+        before, after = chat_messages(prompt, "prompt", place, may_be_empty=True), chat_messages(completion, "completion", place)
+        if not any(m["role"] == "assistant" for m in after):
+            raise UsageError(f"{place}: completion has no assistant turn: the row has no target")
+        return Example(place, messages=before + after, tools=tool_list(row.get("tools"), place), learn_from=len(before))
+    prompt = _text(row["prompt"], "prompt", place, may_be_empty=True)
+    completion = _text(row["completion"], "completion", place, may_be_empty=True)
+    if not completion.strip():
+        raise UsageError(f"{place}: completion is empty: the row has no target")
+    if row.get("tools"):
+        raise UsageError(f"{place}: tools need messages: write prompt and completion as lists of messages")
+    return Example(place, prompt=prompt, completion=completion)
+
+
+def _alpaca(row: Mapping[str, Any], place: str) -> tuple[Message, ...]:
+    instruction = _text(row["instruction"], "instruction", place, may_be_empty=True)
+    given = _text(row.get("input") or "", "input", place, may_be_empty=True)
+    asked = "\n\n".join(part for part in (instruction, given) if part.strip())
+    if not asked:
+        raise UsageError(f"{place}: instruction and input are both empty")
+    output = _text(row["output"], "output", place, may_be_empty=True)
+    if not output.strip():
+        raise UsageError(f"{place}: output is empty: the row has no target")
+    messages: list[Message] = []
+    if row.get("system"):
+        messages.append({"role": "system", "content": _text(row["system"], "system", place)})
+    history = parsed_json(row.get("history")) or []
+    if not isinstance(history, list) or not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in history):
+        raise UsageError(f"{place}: history must be a list of [question, answer]")
+    for i, (question, answer) in enumerate(history):
+        messages.append({"role": "user", "content": _text(question, f"history[{i}][0]", place)})
+        messages.append({"role": "assistant", "content": _text(answer, f"history[{i}][1]", place)})
+    return (*messages, {"role": "user", "content": asked}, {"role": "assistant", "content": output})
 
 
 def _require(row: Mapping[str, Any], name: FormatName, place: str) -> None:
-    missing = [key for key in KEYS[name] if key not in row]
+    missing = [key for key in FORMATS[name].keys if key not in row]
     if not missing:
         return
-    other = next((n for n, keys in KEYS.items() if n != name and all(key in row for key in keys)), None)
+    other = next((n for n, form in FORMATS.items() if n != name and all(key in row for key in form.keys)), None)
     if other:
         raise UsageError(f"{place}: the row is {other}, but the file is read as {name}: one file holds one format")
     raise UsageError(f"{place}: no key {missing[0]!r}{_suggestion(missing[0], row)} (the file is read as {name})")
 
 
 def _unknown(row: Mapping[str, Any]) -> str:
-    for keys in KEYS.values():
-        for key in keys:
-            if close := difflib.get_close_matches(key, [k for k in row if k not in ("prompt", "completion")], n=1, cutoff=0.75):
+    for ours, theirs in _PAIRS:
+        if ours in row and theirs in row:
+            names = ", ".join(f"{a}: {b}" for a, b in (("prompt", ours), ("completion", theirs)) if a != b)
+            return f"the row has {ours} and {theirs}; if these are question and answer: data.columns: {{{names}}}"
+    known = {key for form in FORMATS.values() for key in form.keys}
+    for form in FORMATS.values():
+        for key in form.keys:
+            if close := difflib.get_close_matches(key, [k for k in row if k not in known], n=1, cutoff=0.75):
                 return f"{close[0]}: unknown key, did you mean {key}?"
-    for key, missing in (("prompt", "completion"), ("completion", "prompt")):
-        if key in row:
-            return f"the row has {key} but no {missing}"
+    for form in FORMATS.values():
+        for key, missing in zip(form.keys, form.keys[::-1]):
+            if key in row and missing not in row:
+                return f"the row has {key} but no {missing}"
     shown = ", ".join(list(row)[:6]) or "none"
-    return f"no known format in the keys ({shown}): use messages, or prompt and completion, or text"
+    return f"no known format in the keys ({shown}): use messages, or prompt and completion, or text, or name them in data.columns"
 
 
 def _suggestion(key: str, row: Mapping[str, Any]) -> str:
@@ -113,37 +199,9 @@ def _suggestion(key: str, row: Mapping[str, Any]) -> str:
     return f", but {close[0]!r}: did you mean {key}?" if close else ""
 
 
-def _message(message: Any, index: int, place: str) -> Message:
-    where = f"{place}: messages[{index}]"
-    if not isinstance(message, dict):
-        raise UsageError(f"{where} must be an object with role and content, got {_kind(message)}")
-    if "role" not in message:
-        if "from" in message and "value" in message:
-            raise UsageError(f"{where} has from and value: rename them to role and content (human is user, gpt is assistant)")
-        raise UsageError(f"{where} has no role{_suggestion('role', message)}")
-    role = message["role"]
-    if role not in ROLES:
-        meant = _OTHER_NAMES.get(str(role).lower()) or next(iter(difflib.get_close_matches(str(role).lower(), ROLES, n=1)), None)
-        raise UsageError(f"{where}.role: unknown role {role!r}" + (f", did you mean {meant}?" if meant else f": use {', '.join(ROLES)}"))
-    content = message.get("content")
-    if role == "assistant" and message.get("tool_calls"):
-        return {**message, "content": content or ""}
-    if "content" not in message:
-        raise UsageError(f"{where} has no content{_suggestion('content', message)}")
-    _text(content, f"messages[{index}].content", place, may_be_empty=role != "assistant")
-    return message
-
-
 def _text(value: Any, key: str, place: str, *, may_be_empty: bool = False) -> str:
     if not isinstance(value, str):
-        raise UsageError(f"{place}: {key} must be text, got {_kind(value)}")
+        raise UsageError(f"{place}: {key} must be text, got {kind(value)}")
     if not may_be_empty and not value.strip():
-        raise UsageError(f"{place}: {key} is empty" + (": the row has no target" if key.startswith("messages") else ""))
+        raise UsageError(f"{place}: {key} is empty")
     return value
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    names = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
-    return ("an empty list" if value == [] else None) or names.get(type(value), type(value).__name__)

@@ -1,199 +1,235 @@
 """`load_data`: the data section of a run, from names to rows of tokens, prompts and facts.
 
-A source is a file or `stdlib`. JSON files give examples; plain text files give windows. Evaluation rows are the given files, or held out
-of the training rows by content, so that a row and its copy are never on both sides.
+Sources are read row by row and tokenised into flat arrays (`tokens`), on disk where they are large (`cache`). Evaluation rows are the
+given sources, or held out of the training rows by content, so that a row and its copy are never on both sides.
 """
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from ..config.schema import DataSection
+from ..config.sources import source_specs
 from ..errors import UsageError
+from .cache import SMALLEST, Cache, cache_folder, entry_key, tokenizer_fingerprint
 from .chat import chat_template
 from .encode import Encoder, Tally
-from .facts import notes, side_facts, template_facts, token_facts
-from .formats import Example, detect, example, ignored_keys
-from .progress import watched
+from .facts import COMPARED, add_own_masks, compare_with_own_mask, notes, side_facts, template_facts, token_facts
+from .formats import Example
+from .pack import pack
+from .progress import Meter, watched
 from .prompts import SAMPLES, prompt_of_text, prompts_of
-from .read import JSON_ENDINGS, existing_file, read_records, read_text, sha256
-from .rows import LoadedData, Row, SamplePrompt
+from .rows import LoadedData, Row, SamplePrompt, Share
+from .sources import Source, source
+from .split import held_out
+from .tokens import TokenBlock, TokenRows, TokenWriter
 
-STDLIB = "stdlib"
 _FEW = 10  # rows below which nothing is held out
-
-
-@dataclass
-class Source:
-    """One file, read: its examples (JSON) or its text, and what is known about it."""
-
-    name: str
-    examples: list[Example] = field(default_factory=list)
-    text: str | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Side:
-    """Rows of training or evaluation, where each came from (None for a window of plain text), and whether it was cut."""
-
-    rows: list[Row] = field(default_factory=list)
-    examples: list[Example | None] = field(default_factory=list)
-    cut: list[bool] = field(default_factory=list)
-    tally: Tally = field(default_factory=Tally)
-
-    def add(self, row: Row, kept: Example | None, cut: bool) -> None:
-        self.rows.append(row)
-        self.examples.append(kept)
-        self.cut.append(cut)
 
 
 def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
     """Reads, checks, tokenises and splits the data of a run.
 
     data       the data section
-    tokenizer  the model's, with a fast version
+    tokenizer  the model's
     seed       of the held-out share
     ->         rows, prompts, facts
     Raises     UsageError naming file, line and key
     """
     if data.train is None:
-        raise UsageError("data.train is not set: give a file (.jsonl, .json, .txt) or stdlib")
-    sources = [read_source(name, data) for name in _names(data.train, "data.train")]
-    eval_sources = [read_source(name, data) for name in _names(data.eval, "data.eval")] if data.eval is not None else []
-    everything = sources + eval_sources
-    chats = [e for s in everything for e in s.examples if e.messages is not None]
-    pairs = any(e.completion is not None for s in everything for e in s.examples)
-    # Prompt/completion rows are chats too where the tokenizer or the user brings a template: that is how such a model is asked later.
-    wanted = bool(chats) or (pairs and (data.chat_template is not None or bool(tokenizer.chat_template)))
+        raise UsageError("data.train is not set: give a file (.jsonl, .csv, .parquet, .txt, ...), a folder, hf:NAME or stdlib")
+    answers = data.loss_on == "assistant"
+    sources = [source(spec, needs_answer=answers, streaming=data.stream) for spec in source_specs(data, "train")]
+    eval_sources = [source(spec, needs_answer=answers) for spec in source_specs(data, "eval")]
+    encoder = encoder_for(data, tokenizer, sources + eval_sources)
+    if data.stream:
+        from .stream import load_stream
+
+        evaluation = _tokenised(eval_sources, encoder, data)
+        return load_stream(data, sources, eval_sources, evaluation, encoder, seed=seed)
+
+    train = _limited(_tokenised(sources, encoder, data), data.limit)
+    was_held_out = not eval_sources
+    if was_held_out:
+        train, evaluation = _hold_out(train, data.eval_split, seed)
+    else:
+        evaluation = _limited(_tokenised(eval_sources, encoder, data), data.limit)
+    tallies = [Tally.sum(block.facts["tally"] for block in side.blocks) for side in (train, evaluation if eval_sources else TokenRows([]))]
+    if not len(train):
+        why = "; ".join(tallies[0].dropped) or "no rows"
+        raise UsageError(f"{', '.join(s.name for s in sources)}: no training row is left: {why}")
+
+    shares = _shares(sources, train)
+    packed = pack(train, data.max_length) if data.packing else None
+    facts: dict[str, Any] = {
+        "train": side_facts(train, tallies[0], _files(sources, train)),
+        "eval": side_facts(evaluation, tallies[1], _files(eval_sources, evaluation)) | {"held_out": was_held_out},
+        "duplicates_between": int(np.isin(evaluation.column("digest"), train.column("digest")).sum()),
+        "max_length": data.max_length,
+        "loss_on": data.loss_on,
+        "eval_split": data.eval_split if was_held_out else None,
+        "template": add_own_masks(template_facts(encoder), [block.facts["own_mask"] for block in train.blocks]),
+        "tokens": token_facts(encoder, [train, evaluation], tallies),
+        "packing": packed.facts() if packed else None,
+        "mix": _mix_facts(sources, train, shares),
+    }
+    said = [note for s in sources + eval_sources for note in s.notes]
+    facts["notes"] = said + notes(facts, encoder, tallies)
+    shown, of = (evaluation, eval_sources or sources) if len(evaluation) else (train, sources)
+    rows: Sequence[Row] = train
+    if packed:
+        rows, shares = packed, packed.shares(shares)
+    return LoadedData(rows, evaluation, _prompts(shown, of, encoder), encoder.template.text if encoder.template else None, facts, shares)
+
+
+def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source]) -> Encoder:
+    """The encoder that these sources need. Prompt/completion rows are chats too where the tokenizer or the user brings a template:
+    that is how such a model is asked later."""
+    formats = {form for s in sources for form in s.formats}
+    pairs_in_template = "prompt_completion" in formats and (data.chat_template is not None or bool(tokenizer.chat_template))
+    wanted = bool(formats & {"messages", "sharegpt", "alpaca"}) or pairs_in_template
     if data.chat_template is not None and not wanted:
         raise UsageError("data.chat_template has no effect: no row is a chat")
     template = chat_template(tokenizer, data.chat_template) if wanted else None
-    encoder = Encoder(tokenizer, max_length=data.max_length, loss_on=data.loss_on, template=template)
-
-    train = _encode(sources, encoder, data.limit)
-    held_out = not eval_sources
-    evaluation = _hold_out(train, data.eval_split, seed) if held_out else _encode(eval_sources, encoder, data.limit)
-    if not train.rows:
-        why = "; ".join(train.tally.dropped) or "no rows"
-        raise UsageError(f"{_shown(data.train)}: no training row is left: {why}")
-
-    keys = {row.input_ids for row in train.rows}
-    facts: dict[str, Any] = {
-        "train": side_facts(train.rows, train.tally, [s.facts for s in sources], truncated=sum(train.cut)),
-        "eval": side_facts(evaluation.rows, evaluation.tally, [s.facts for s in eval_sources], truncated=sum(evaluation.cut))
-        | {"held_out": held_out},
-        "duplicates_between": sum(row.input_ids in keys for row in evaluation.rows),
-        "max_length": data.max_length,
-        "loss_on": data.loss_on,
-        "eval_split": data.eval_split if held_out else None,
-        "template": template_facts(encoder, [e for s in sources for e in s.examples if e.completion is not None or e.messages is not None]),
-        "tokens": token_facts(encoder, [*train.rows, *evaluation.rows], [train.tally, evaluation.tally]),
-    }
-    facts["notes"] = notes(facts, encoder, [train.tally, evaluation.tally])
-    shown = evaluation if evaluation.rows else train
-    return LoadedData(train.rows, evaluation.rows, _prompts(shown, encoder), template.text if template else None, facts)
+    return Encoder(tokenizer, max_length=data.max_length, loss_on=data.loss_on, template=template)
 
 
-def read_source(name: str, data: DataSection) -> Source:
-    """One entry of data.train or data.eval, read and checked but not tokenised."""
-    if name == STDLIB:
-        return _stdlib(data)
-    path = existing_file(name)
-    known = {"path": name, "bytes": path.stat().st_size, "sha256": sha256(path)}
-    if path.suffix.lower() not in JSON_ENDINGS:
-        if data.format not in ("auto", "text"):
-            raise UsageError(f"{name}: data.format is {data.format}, but a {path.suffix} file is plain text: use .jsonl")
-        text = read_text(path, name)
-        why = f"the ending {path.suffix}: plain text, cut into windows of data.max_length"
-        return Source(name, text=text, facts=known | {"format": "text", "why": why, "characters": len(text)})
-    return _json_source(path, name, data, known)
-
-
-def _json_source(path: Path, name: str, data: DataSection, known: dict[str, Any]) -> Source:
-    source = Source(name)
-    ignored: Counter[str] = Counter()
-    form = why = None
-    for record in watched(read_records(path, name, data.limit), f"reading {name}"):
-        if form is None:
-            form, why = detect(record, data.format)
-        source.examples.append(example(record, form, needs_answer=data.loss_on == "assistant"))
-        ignored.update(ignored_keys(record.value, form))
-    source.facts = known | {"format": form, "why": why, "rows": len(source.examples), "ignored_keys": dict(ignored)}
-    return source
-
-
-def _stdlib(data: DataSection) -> Source:
-    from .stdlib import stdlib_pairs
-
-    if data.format not in ("auto", "messages"):
-        raise UsageError(f"data.format is {data.format}, but stdlib holds messages: leave it at auto")
-    pairs = stdlib_pairs()[: data.limit]
-    examples = [
-        Example(f"stdlib:{pair.name}", messages=({"role": "user", "content": pair.question}, {"role": "assistant", "content": pair.answer}))
-        for pair in pairs
-    ]
-    why = "question and answer pairs from the docstrings of the Python that runs this"
-    return Source(STDLIB, examples, facts={"path": STDLIB, "format": "messages", "why": why, "rows": len(examples)})
-
-
-def _encode(sources: list[Source], encoder: Encoder, limit: int | None) -> Side:
-    side = Side()
-    for source in sources:
-        if source.text is not None:
-            windows = list(encoder.windows(source.text, source.name, side.tally))[:limit]
-            source.facts["rows"] = len(windows)
-            for window in windows:
-                side.add(window, None, False)
+def _tokenised(sources: Sequence[Source], encoder: Encoder, data: DataSection) -> TokenRows:
+    """The rows of sources, from the cache where it has them."""
+    folder = cache_folder(data.cache)
+    fingerprint = ""
+    blocks = []
+    for one in sources:
+        if folder is None or (data.cache == "auto" and one.bytes < SMALLEST):
+            blocks.append(_fresh(one, encoder))
             continue
-        for kept, row, cut in watched(encoder.rows(source.examples, side.tally), f"tokenising {source.name}"):
-            side.add(row, kept, cut)
-    if limit is not None:
-        del side.rows[limit:], side.examples[limit:], side.cut[limit:]
-    return side
+        fingerprint = fingerprint or tokenizer_fingerprint(encoder.tokenizer)
+        blocks.append(_cached(one, encoder, Cache(folder), _key(one, encoder, fingerprint)))
+    return TokenRows(blocks)
 
 
-def _hold_out(train: Side, share: float, seed: int) -> Side:
-    """Moves about `share` of the rows out of `train`, every copy of a row with it."""
-    evaluation = Side()
-    if share == 0.0 or len(train.rows) < _FEW:
-        return evaluation
-    copies = Counter(row.input_ids for row in train.rows)
-    distinct = list(copies)
-    random.Random(seed).shuffle(distinct)
-    wanted, count = max(1, round(len(train.rows) * share)), 0
-    held: set[tuple[int, ...]] = set()
-    for key in distinct:
-        if count >= wanted or len(held) == len(distinct) - 1:
-            break
-        held.add(key)
-        count += copies[key]
-    everything = list(zip(train.rows, train.examples, train.cut))
-    train.rows, train.examples, train.cut = [], [], []
-    for row, kept, cut in everything:
-        (evaluation if row.input_ids in held else train).add(row, kept, cut)
-    return evaluation
+def _key(one: Source, encoder: Encoder, fingerprint: str) -> str:
+    """Everything that shapes the rows of a source. Split and packing come after, and are not part of it."""
+    template = encoder.template
+    spec = one.spec
+    return entry_key(
+        {
+            "content": one.identity(), "formats": one.forms and [form for form, _ in one.forms], "columns": dict(spec.columns or {}),
+            "limit": spec.limit, "name": one.name, "tokenizer": fingerprint, "template": template and (template.source, template.text),
+            "max_length": encoder.max_length, "loss_on": encoder.loss_on, "needs_answer": one.needs_answer,
+        }
+    )  # fmt: skip
 
 
-def _prompts(side: Side, encoder: Encoder) -> list[SamplePrompt]:
-    found: list[SamplePrompt] = []
-    for row, kept in zip(side.rows[:SAMPLES], side.examples):
-        found += [prompt_of_text(row.input_ids, encoder)] if kept is None else prompts_of([kept], encoder)
+def _cached(one: Source, encoder: Encoder, cache: Cache, key: str) -> TokenBlock:
+    block, wrong = cache.load(key)
+    if wrong:
+        one.notes.append(f"a damaged cache entry was made again: {wrong}")
+    if block is not None:
+        block.facts["cache"] = f"from {cache.path(key)}"
+        return block
+    try:
+        with cache.writing(key) as writer:
+            facts = encode_source(one, encoder, writer)
+            block = cache.store(key, writer, facts)
+    except OSError as error:
+        one.notes.append(f"the cache {cache.folder} cannot be written ({error.strerror or error}): rows are held in memory")
+        return _fresh(one, encoder)
+    block.facts["cache"] = f"kept in {cache.path(key)}"
+    return block
+
+
+def _fresh(one: Source, encoder: Encoder) -> TokenBlock:
+    writer = TokenWriter()
+    return writer.block(encode_source(one, encoder, writer))
+
+
+def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[str, Any]:
+    """Reads a source to its end and writes its rows; returns what was counted on the way."""
+    tally = Tally()
+    compared: list[Example] = []
+    waiting: deque[Example] = deque()  # handed to the encoder, which drops some and keeps the order
+    meter = Meter(one.bytes)
+    one.ignored.clear()
+
+    def handed() -> Iterator[Example]:
+        for found in one.examples(meter=meter):
+            waiting.append(found)
+            if len(compared) < COMPARED and found.text is None:
+                compared.append(found)
+            yield found
+
+    read = 0
+    for found, row, cut in watched(encoder.rows(handed(), tally), f"tokenising {one.name}", meter):
+        while waiting.popleft() is not found:
+            read += 1
+        writer.add(row, example=read, cut=cut)
+        read += 1
+    read += len(waiting)
+    left = one.spec.limit
+    for name, pieces in one.texts(meter):
+        for window in watched(islice(encoder.windows(pieces, name, tally), left), f"tokenising {name}", meter):
+            writer.add(window, example=-1, cut=False)
+    own_mask = compare_with_own_mask(encoder, compared)
+    return {"tally": tally.as_json(), "read": read, "ignored_keys": dict(one.ignored), "own_mask": own_mask}
+
+
+def _limited(rows: TokenRows, limit: int | None) -> TokenRows:
+    return rows if limit is None else rows[:limit]
+
+
+def _hold_out(rows: TokenRows, share: float, seed: int) -> tuple[TokenRows, TokenRows]:
+    if share == 0.0 or len(rows) < _FEW:
+        return rows, rows.select(np.zeros(len(rows), bool))
+    held = held_out(rows.column("digest"), share, seed)
+    return rows.select(~held), rows.select(held)
+
+
+def _shares(sources: Sequence[Source], train: TokenRows) -> list[Share]:
+    if not any(s.spec.weight for s in sources):
+        return []
+    shares = [Share(len(train.of_block(i)), s.spec.weight or 1.0) for i, s in enumerate(sources)]
+    empty = [s.name for s, share in zip(sources, shares) if not share.rows]
+    if empty:
+        raise UsageError(f"{empty[0]}: no training row is left of it, so that its weight cannot be kept")
+    return shares
+
+
+def _files(sources: Sequence[Source], rows: TokenRows) -> list[dict[str, Any]]:
+    """Sources as data.json has them: what was found, what it held, and whether it was tokenised now."""
+    found = []
+    for i, (one, block) in enumerate(zip(sources, rows.blocks)):
+        facts = {key: block.facts[key] for key in ("ignored_keys", "cache") if key in block.facts}
+        if not one.formats <= {"text"} or block.facts["read"]:
+            read = {"rows": block.facts["read"]}
+        else:
+            read = {"rows": len(block)}
+        found.append(one.facts() | read | facts | {"kept": len(rows.of_block(i))})
     return found
 
 
-def _names(given: str | list[str], key: str) -> list[str]:
-    names = [given] if isinstance(given, str) else list(given)
-    if not names or not all(name.strip() for name in names):
-        raise UsageError(f"{key}: give at least one file, or stdlib")
-    if repeated := [name for name, n in Counter(names).items() if n > 1]:
-        raise UsageError(f"{key}: {repeated[0]} is named twice")
-    return names
+def _mix_facts(sources: Sequence[Source], train: TokenRows, shares: Sequence[Share]) -> list[dict[str, Any]] | None:
+    """Of weighted sources: the share of the rows, and how often a row of theirs comes in an epoch."""
+    total = sum(share.weight for share in shares)
+    return [
+        {"path": one.name, "weight": share.weight, "share": share.weight / total, "passes": share.weight / total * len(train) / share.rows}
+        for one, share in zip(sources, shares)
+    ] or None  # fmt: skip
 
 
-def _shown(given: str | list[str]) -> str:
-    return given if isinstance(given, str) else ", ".join(given)
+def _prompts(rows: TokenRows, sources: Sequence[Source], encoder: Encoder) -> list[SamplePrompt]:
+    """Prompts of the first rows; a chat's is read again from its source, a text's is the beginning of its tokens."""
+    found: list[SamplePrompt] = []
+    for i in range(min(SAMPLES, len(rows))):
+        block, row = rows.place(i)
+        number = int(rows.blocks[block].example[row])
+        if number < 0:
+            found.append(prompt_of_text(rows[i].input_ids, encoder))
+        else:
+            found += prompts_of(list(islice(sources[block].examples(skip=number), 1)), encoder)
+    return found

@@ -17,6 +17,8 @@ class Row:
     labels: tuple[int, ...]
     prompt_length: int
     """Tokens before the first learnt one."""
+    documents: tuple[int, ...] = ()
+    """Of a packed row: the tokens of each document in it, one after the other. Their first labels are never learnt."""
 
     @property
     def supervised(self) -> int:
@@ -37,12 +39,66 @@ class SamplePrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """Training rows that come from one source: `rows` of them, one source after the other, and how often relative to the others."""
+
+    rows: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedData:
     """Everything a run needs from its data."""
 
     train: Sequence[Row]
+    """With `stream`: the first rows only, for what is checked before the start."""
     eval: Sequence[Row]
     prompts: Sequence[SamplePrompt]
     chat_template: str | None
     """The template the rows were rendered with: what a run saves in its tokenizer. None when no row is a chat."""
     facts: dict[str, Any] = field(repr=False)
+    shares: Sequence[Share] = ()
+    """Of weighted sources; none where every row comes once an epoch."""
+    stream: Any = None
+    """With `data.stream`: a `RowFeed` of the training rows."""
+
+    @property
+    def documents(self) -> Sequence[Row]:
+        """The training rows before packing."""
+        return getattr(self.train, "rows", self.train)
+
+    def longest(self, count: int) -> list[Row]:
+        """The rows of the largest batch that training could ever see."""
+        lengths = row_lengths(self.train)
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])[:count]
+        found = [self.train[i] for i in order]
+        return [_stretched(row, self.facts["max_length"]) for row in found] if self.stream is not None else found
+
+
+def row_lengths(rows: Sequence[Row]) -> Sequence[int]:
+    """Tokens of each row, without making the rows where their storage knows."""
+    known = getattr(rows, "lengths", None)
+    return [len(row.input_ids) for row in rows] if known is None else known
+
+
+def row_supervised(rows: Sequence[Row]) -> Sequence[int]:
+    """Tokens of each row that give a loss, as `row_lengths`."""
+    column = getattr(rows, "column", None)
+    return [row.supervised for row in rows] if column is None else column("supervised").tolist()
+
+
+def tokens_used(rows: Sequence[Row], *, learnt: bool = False) -> set[int]:
+    """Every token of the rows, or every one that is learnt; rows in flat arrays know it without being made."""
+    known = getattr(rows, "tokens_used", None)
+    if known is not None:
+        return known(learnt=learnt)
+    return {i for row in rows for i in (row.labels if learnt else row.input_ids)} - {IGNORED}
+
+
+def _stretched(row: Row, length: int) -> Row:
+    """A row of a stream, repeated to the longest that may come."""
+    times = -(-length // len(row.input_ids))
+    if times == 1:
+        return row
+    documents = (length,) if row.documents else ()
+    return Row((row.input_ids * times)[:length], (row.labels * times)[:length], row.prompt_length, documents)

@@ -13,8 +13,8 @@ from .loaded import LoadedRun
 class Conversation:
     """Remembers what was said. A run whose tokenizer has no template continues the text it is given."""
 
-    def __init__(self, run: LoadedRun, *, max_new_tokens: int, temperature: float, top_p: float) -> None:
-        self.run = run
+    def __init__(self, run: LoadedRun, *, max_new_tokens: int, temperature: float, top_p: float, stream: bool = True) -> None:
+        self.run, self.stream = run, stream
         self.config = generation_config(run.model, run.tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
         self.messages: list[dict[str, str]] = []
 
@@ -22,16 +22,16 @@ class Conversation:
         self.messages.clear()
 
     def say(self, text: str) -> str:
-        """Streams the answer to stdout and returns it."""
+        """Answers, streaming to stdout. An answer that is interrupted leaves the conversation as it was."""
         tokenizer, model = self.run.tokenizer, self.run.model
+        asked = [*self.messages, {"role": "user", "content": text}]
         if tokenizer.chat_template:
-            self.messages.append({"role": "user", "content": text})
-            text = tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
         ids = torch.tensor([tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]], device=self.run.device)
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if self.stream else None
         with torch.no_grad(), generating(model):
             out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=self.config, streamer=streamer)
         answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
         if tokenizer.chat_template:
-            self.messages.append({"role": "assistant", "content": answer})
+            self.messages = [*asked, {"role": "assistant", "content": answer}]
         return answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +15,15 @@ from ..checkpoint.snapshot import restore_model
 from ..checkpoint.store import CheckpointStore
 from ..config.load import load
 from ..config.schema import ModelSection, RunConfig
+from ..dtypes import name as name_of
 from ..errors import UsageError
 from ..hardware import detect
 from ..precision.precision import Precision
-from ..training.folder import RESOLVED, RunFolder
-from ..training.model import Source, load_tokenizer
+from ..precision.quantised_base import of_config
+from ..training.folder import RESOLVED, RunFolder, require_run
+from ..training.model import Source, load_architecture, load_tokenizer
 from ..training.setup import build_model, resolve_precision
+from ..training.strangers import refuse_code_of
 from ..training.verify import load_result
 
 if TYPE_CHECKING:
@@ -41,11 +45,16 @@ class LoadedRun:
 
 
 def load_run(folder: Path) -> LoadedRun:
-    """Raises  UsageError when the folder is no run, or has neither a result nor a whole checkpoint yet."""
+    """A run, or a PEFT adapter's folder from anywhere.
+
+    Raises  UsageError when the folder is neither, or the run has neither a result nor a whole checkpoint yet
+    """
     run = RunFolder(folder)
-    if not run.is_run:
-        raise UsageError(f"{folder}: no {RESOLVED} there: not a run folder")
+    if not run.is_run and (folder / "adapter_config.json").is_file():
+        return load_adapter(folder)
+    require_run(folder)
     loaded = load(folder / RESOLVED, resolved=True)
+    refuse_code_of(loaded, folder)
     config = loaded.config
     hardware = detect(config.model.device)
     device = torch.device("cpu" if hardware.kind == "cpu" else "cuda")
@@ -59,11 +68,50 @@ def load_run(folder: Path) -> LoadedRun:
     store = CheckpointStore(run.checkpoints)
     step, passed = store.newest_whole()
     if step is None:
-        raise UsageError(f"{folder}: neither a result nor a whole checkpoint yet" + "".join(f"; {reason}" for reason in passed))
+        raise UsageError(
+            f"{folder}: neither a result nor a whole checkpoint yet" + "".join(f"; {reason}" for reason in passed),
+            fix=f"isotype train --resume {folder}",
+        )
     tokenizer = load_tokenizer(config.model)
     model, _ = build_model(config, precision, source, tokenizer, device)
     restore_model(model, store.load(step).tensors)
     return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, f"checkpoint step_{step}")
+
+
+def load_adapter(folder: Path) -> LoadedRun:
+    """An adapter on the base that its own file names, under the precision that lies beside it, else in the dtype of the base's file."""
+    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    name = settings.get("base_model_name_or_path")
+    if not name:
+        raise UsageError(f"{folder / 'adapter_config.json'}: base_model_name_or_path is missing: which model is this an adapter of?")
+    config = RunConfig(model=ModelSection(name=name, revision=settings.get("revision")))
+    source = Source(name, settings.get("revision"))
+    hardware = detect(config.model.device)
+    device = torch.device("cpu" if hardware.kind == "cpu" else "cuda")
+    precision = _precision_beside(folder) or _precision_of(source)
+    own = (folder / "tokenizer_config.json").is_file()
+    tokenizer = load_tokenizer(ModelSection(name=str(folder) if own else name))
+    model = load_result(folder, source, precision, config=config.model, device=device)
+    return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, "adapter")
+
+
+def _precision_beside(folder: Path) -> Precision | None:
+    file = folder / "precision.json"
+    if not file.is_file():
+        return None
+    try:
+        return Precision.parse(json.loads(file.read_text(encoding="utf-8"))["precision"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{file}: not as isotype writes it: {error}", fix="remove it: the base's own dtype is taken then") from None
+
+
+def _precision_of(source: Source) -> Precision:
+    architecture = load_architecture(ModelSection(name=source.name, revision=source.revision), None)
+    found = of_config(architecture)
+    if found is not None:
+        return Precision.preset("nf4-lora")
+    word = name_of(architecture.dtype) if getattr(architecture, "dtype", None) is not None else "fp32"
+    return Precision(base=word, compute=word, generate=word, save=word)
 
 
 def _source(config: RunConfig, run: RunFolder) -> Source:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..checkpoint.folder import write_folder
 from ..config.schema import DataSection
 from ..data.load import load_data
+from ..data.rows import Row
 from ..dtypes import to_torch
 from ..errors import RunError, UsageError
 from ..precision.apply import is_quantised
@@ -52,8 +54,8 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
     def fill(folder: Path) -> None:
         config = AutoConfig.from_pretrained(run.source.name, revision=run.source.revision, trust_remote_code=run.source.trust_remote_code)
         with torch.device("meta"):
-            plain = AutoModelForCausalLM.from_config(config, trust_remote_code=run.source.trust_remote_code)
-        plain.config.dtype = to_torch(dtype)
+            # in the dtype that is saved: config.json takes it from the model, and dtype="auto" from there
+            plain = AutoModelForCausalLM.from_config(config, dtype=to_torch(dtype), trust_remote_code=run.source.trust_remote_code)
         if hasattr(plain.config, "quantization_config"):
             del plain.config.quantization_config
         plain.save_pretrained(folder, state_dict=state)
@@ -75,6 +77,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
 def merged_state(model: nn.Module, dtype: torch.dtype) -> tuple[dict[str, Tensor], float, int]:
     """The plain model's state dict, the merge noise, and how many weights were merged. Sums in fp32 whatever the base is kept in."""
     inner = model.get_base_model()  # type: ignore[operator]
+    _refuse_unmergeable(inner)
     state: dict[str, Tensor] = {}
     effect = error = 0.0
     count = 0
@@ -86,14 +89,42 @@ def merged_state(model: nn.Module, dtype: torch.dtype) -> tuple[dict[str, Tensor
         value = dequantised(parameter)
         layer = layers.get(plain.rpartition(".")[0])
         if layer is not None and plain.endswith(".weight"):
-            delta: Tensor = sum((layer.get_delta_weight(a).float() for a in layer.active_adapters if a in layer.lora_A), torch.zeros(()))
-            exact = value + delta
-            value = exact.to(dtype)
+            exact = merged_weight(layer, value)
+            delta, value = exact - value, exact.to(dtype)
             effect += float(delta.double().square().sum())
             error += float((value.double() - exact.double()).square().sum())
             count += 1
         state[plain] = value.to(dtype).contiguous().cpu()
     return state, (error / effect) ** 0.5 if effect else 0.0, count
+
+
+def merged_weight(layer: Any, weight: Tensor) -> Tensor:
+    """The base's weight with every active adapter in it: fp32, as `weight`."""
+    merged = weight
+    for adapter in layer.active_adapters:
+        if adapter in layer.lora_variant:  # DoRA scales the sum, row by row
+            merged = layer.lora_variant[adapter].merge_safe(layer, adapter, merged)
+        elif adapter in layer.lora_A or adapter in layer.lora_embedding_A:
+            merged = merged + layer.get_delta_weight(adapter).float()
+    return merged
+
+
+def _refuse_unmergeable(model: nn.Module) -> None:
+    """Raises  UsageError for adapters that are not a change of one weight."""
+    from peft.tuners import lora
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    known = (lora.Linear, lora.Embedding, lora.Conv2d, getattr(lora, "Linear4bit", lora.Linear))
+    for name, layer in model.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        several = len(layer.active_adapters) > 1 and any(a in getattr(layer, "lora_variant", ()) for a in layer.active_adapters)
+        biased = any(getattr(layer, "lora_bias", {}).values())
+        if type(layer) not in known or several or biased:
+            what = "several adapters, one with DoRA" if several else "a bias of its own (lora_bias)" if biased else type(layer).__name__
+            raise UsageError(
+                f"{name}: {what}: isotype merges LoRA, rsLoRA and DoRA of one weight", fix="PEFT's own model.merge_and_unload()"
+            )
 
 
 def dequantised(parameter: Tensor) -> Tensor:
@@ -114,9 +145,19 @@ def _plain_name(name: str) -> str | None:
 
 def _rows(run: LoadedRun) -> list:
     data = run.config.data
+    if data.train is None:
+        return _any_rows(run)
     section = DataSection(**{**data.model_dump(), "limit": min(data.limit or 64, 64)})
     loaded = load_data(section, run.tokenizer, seed=run.config.train.seed)
     return list(check_rows(loaded.eval or loaded.train))
+
+
+def _any_rows(run: LoadedRun) -> list:
+    """Tokens drawn at random: for an adapter that came without data they compare two models as well as text does."""
+    generator = torch.Generator().manual_seed(0)
+    most = run.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    drawn = torch.randint(0, most, (16, 32), generator=generator).tolist()
+    return [Row(tuple(ids), tuple(ids), 0) for ids in drawn]
 
 
 def _loss(model: nn.Module, run: LoadedRun, rows: list) -> float:

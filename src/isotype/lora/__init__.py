@@ -1,15 +1,21 @@
 """Fused LoRA over PEFT's own layers: `fuse_lora(model)` attaches it, `unfuse_lora(model)` takes it off.
 
-attach     which layers are plain, the fused forward on each instance, the manifest
-linear     the op: base product, adapter branch, and every gradient
+plain      which layers are such that fused code computes what PEFT's does
+attach     the fused forward on each instance, the manifest
+call       what one call computes with, looked up then
 dtypes     what a call computes in, decided once
+linear     the op: base product, adapter branch, and every gradient
+quantised  4-bit weights: widened once a use, and a linear layer over them
 group      several projections of one input in one product
 siblings   how the first of them hands the others their outputs
+mlp        a gated MLP in one function
+gated      whether an MLP's layers can be that
 products   fp32 sums of narrow operands
 matrix     the 81 cells, beside PEFT's: `python -m isotype.lora.matrix`
 """
 
 from .attach import LoraPlacement, fuse_lora, unfuse_lora
 from .linear import lora_linear
+from .quantised import forward_4bit, is_4bit
 
-__all__ = ["LoraPlacement", "fuse_lora", "lora_linear", "unfuse_lora"]
+__all__ = ["LoraPlacement", "forward_4bit", "fuse_lora", "is_4bit", "lora_linear", "unfuse_lora"]

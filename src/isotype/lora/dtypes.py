@@ -23,10 +23,20 @@ class LoraDtypes(NamedTuple):
     wide: bool
 
 
-def decide(x: Tensor, weight_dtype: torch.dtype, adapter_dtype: torch.dtype, *, quantised: bool, branch_fp32: bool = False) -> LoraDtypes:
+def decide(
+    x: Tensor,
+    weight_dtype: torch.dtype,
+    adapter_dtype: torch.dtype | None,
+    *,
+    quantised: bool,
+    branch_fp32: bool = False,
+    x_dtype: torch.dtype | None = None,
+) -> LoraDtypes:
     """The dtypes of one call.
 
     weight_dtype   a dense weight's own dtype; for a quantised weight the layer's compute dtype
+    adapter_dtype  None without an adapter
+    x_dtype        decides for an input of this dtype where x stands for one not yet computed
     branch_fp32    asks for the adapter branch in fp32 wherever `compute` is narrower
 
     A dense product follows autocast; a quantised one computes in its layer's dtype and answers in its input's, as bitsandbytes does.
@@ -34,19 +44,19 @@ def decide(x: Tensor, weight_dtype: torch.dtype, adapter_dtype: torch.dtype, *, 
 
     Raises  DtypeError DT001 where autocast is off and a dense weight and its input differ: plain `nn.Linear` refuses those too
     """
-    cast = autocast_dtype(x)
+    cast, x_dtype = autocast_dtype(x), x_dtype or x.dtype
     if quantised:
-        compute, out = weight_dtype, x.dtype
-    elif cast is not None and torch.float64 not in (x.dtype, weight_dtype):
+        compute, out = weight_dtype, x_dtype
+    elif cast is not None and torch.float64 not in (x_dtype, weight_dtype):
         compute = out = cast
-    elif x.dtype == weight_dtype:
-        compute = out = x.dtype
+    elif x_dtype == weight_dtype:
+        compute = out = x_dtype
     else:
         raise DtypeError(
-            f"LoRA linear got an input in {name(x.dtype)} and a weight in {name(weight_dtype)} with autocast off, declared one dtype",
+            f"LoRA linear got an input in {name(x_dtype)} and a weight in {name(weight_dtype)} with autocast off, declared one dtype",
             code="DT001",
             fix=f"x.to({weight_dtype}), or run under torch.autocast({x.device.type!r}, dtype=...)",
         )
     peft_branch = adapter_dtype if cast is None else cast
     narrow = compute in (torch.bfloat16, torch.float16)
-    return LoraDtypes(compute, out, narrow and (branch_fp32 or peft_branch != compute))
+    return LoraDtypes(compute, out, adapter_dtype is not None and narrow and (branch_fp32 or peft_branch != compute))

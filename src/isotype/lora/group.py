@@ -1,12 +1,14 @@
 """Several LoRA linears of one input (Q, K and V; gate and up) in one autograd function: x meets every A in one product.
 
-Saved for backward: x once, x Aᵀ of all projections together, the weights, A and B as cast down. The input's gradient is one sum.
+Saved for backward: x once, x Aᵀ of all projections together, the weights, A and B as cast down, and a byte an element for each dropout.
+The input's gradient is one sum. The pieces are functions of their own because the gated MLP (`mlp`) puts them together otherwise.
 
 T tokens, K in features, O out features of a projection, R ranks of all projections together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,108 +16,214 @@ from torch import Tensor
 
 from ..ops.autocast import autocast_off
 from .dtypes import LoraDtypes
-from .linear import base_product, base_weight
-from .products import gradient_product
+from .linear import base_product, base_weight, kept
+from .products import gradient_product, scaled_product
 
 
 class Projection(NamedTuple):
-    """One member's tensors: weight [O K] or packed, bias [O] or None, a [r K], b [O r], and the state of a 4-bit weight."""
+    """One member: weight [O K] or packed with the state of a 4-bit weight, bias [O] or None, a [r K] and b [O r] or None without adapter.
+
+    scale   of the branch, the dropout's 1 / (1 - p) included
+    keep    bool[T K]: what the dropout before A keeps; None where there is none
+    """
 
     weight: Tensor
     bias: Tensor | None
-    a: Tensor
-    b: Tensor
+    a: Tensor | None
+    b: Tensor | None
     quant_state: Any
+    scale: float = 1.0
+    keep: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What autograd is told of, TENSORS of them; the first four are what a result depends on."""
+        return self.weight, self.bias, self.a, self.b, self.keep
+
+
+TENSORS = 5
+
+
+class Multiplied(NamedTuple):
+    """What the projections of one input gave, and what backward needs of it."""
+
+    ys: list[Tensor]
+    xa_TR: Tensor
+    a_RK: Tensor
+    bs: list[Tensor | None]
+
+
+def parts(bs: Sequence[Tensor | None]) -> list[slice]:
+    """The columns of x Aᵀ that belong to each projection: none without an adapter."""
+    ends = [0]
+    for b in bs:
+        ends.append(ends[-1] + (0 if b is None else b.shape[1]))
+    return [slice(ends[i], ends[i + 1]) for i in range(len(bs))]
+
+
+def multiply(x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]) -> Multiplied:
+    """Every projection of x, in x's dtype."""
+    weights, biases, a_masters, b_masters, keeps = (flat[i::TENSORS] for i in range(TENSORS))
+    a_narrow = [a.to(x_TK.dtype) for a in a_masters if a is not None]
+    bs = [None if b is None else b.to(x_TK.dtype) for b in b_masters]
+    slices = parts(bs)
+    if not a_narrow:
+        a_RK = x_TK.new_empty(0, x_TK.shape[1])
+        xa_TR = x_TK[:, :0]
+    else:
+        a_RK = a_narrow[0] if len(a_narrow) == 1 else torch.cat(a_narrow)
+        if all(keep is None for keep in keeps):
+            xa_TR = x_TK @ a_RK.t()
+        else:
+            xa_TR = torch.cat([kept(x_TK, keep) @ a_RK[part].t() for keep, part in zip(keeps, slices)], 1)
+    ys = []
+    for weight, bias, b, state, part, scale in zip(weights, biases, bs, states, slices, scales):
+        assert weight is not None
+        y_TO = base_product(x_TK, weight, bias, state)
+        if b is not None:
+            y_TO.addmm_(xa_TR[:, part], b.t(), alpha=scale)  # isotype: ignore[LT001] the caller has switched autocast off
+        ys.append(y_TO)
+    return Multiplied(ys, xa_TR, a_RK, bs)
+
+
+def branch_gradient(dys: Sequence[Tensor | None], bs: Sequence[Tensor | None], scales: Sequence[float], like_TR: Tensor) -> Tensor:
+    """Of x Aᵀ, scaled: scale dy B, zero where an output was not used."""
+    if like_TR.shape[1] == 0:
+        return like_TR
+    columns = [
+        scaled_product(dy, b, scale) if dy is not None else b.new_zeros(like_TR.shape[0], b.shape[1])
+        for dy, b, scale in zip(dys, bs, scales)
+        if b is not None
+    ]
+    return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
+
+
+def input_gradient(
+    dxa_TR: Tensor,
+    a_RK: Tensor,
+    dys: Sequence[Tensor | None],
+    weights: Sequence[Tensor],
+    states: Sequence[Any],
+    keeps: Sequence[Tensor | None],
+    slices: Sequence[slice],
+    dtype: torch.dtype,
+) -> Tensor:
+    """The branches' share and every dy W in one sum, in `dtype`. One weight is dequantised at a time.
+
+    The small share is rounded to the products' dtype; each large product is summed onto it inside itself.
+    """
+    share_TK = None
+    if all(keep is None for keep in keeps):
+        share_TK = dxa_TR @ a_RK if a_RK.shape[0] else None
+    else:
+        for keep, part in zip(keeps, slices):
+            if part.stop > part.start:
+                one_TK = kept(dxa_TR[:, part] @ a_RK[part], keep)
+                share_TK = one_TK if share_TK is None else share_TK.add_(one_TK)
+    dx_TK = None if share_TK is None else share_TK.to(dtype)
+    for dy, weight, state in zip(dys, weights, states):
+        if dy is not None:
+            w_OK = base_weight(weight, state, dxa_TR.dtype)
+            if dx_TK is None:
+                dx_TK = (dy @ w_OK).to(dtype)
+            elif dtype == dy.dtype:
+                dx_TK.addmm_(dy, w_OK)
+            else:
+                dx_TK.add_(dy @ w_OK)
+    assert dx_TK is not None
+    return dx_TK
+
+
+def tensor_gradients(
+    x_TK: Tensor | None,
+    xa_TR: Tensor,
+    dxa_TR: Tensor,
+    dys: Sequence[Tensor | None],
+    wide_dys: Sequence[Tensor | None],
+    scales: Sequence[float],
+    keeps: Sequence[Tensor | None],
+    slices: Sequence[slice],
+    needs: Sequence[bool],
+    dtypes: Sequence[torch.dtype | None],
+) -> list[Tensor | None]:
+    """Of every tensor that `multiply` was given, in its dtype; x is needed where a weight or an A has one.
+
+    dys       in the products' dtype
+    wide_dys  as they came, for the biases
+    """
+    grads: list[Tensor | None] = [None] * len(needs)
+    for i, (dy, wide_dy) in enumerate(zip(dys, wide_dys)):
+        weight, bias, _, b, _ = range(TENSORS * i, TENSORS * (i + 1))
+        if dy is None or wide_dy is None:
+            continue
+        if needs[weight]:
+            assert x_TK is not None
+            grads[weight] = (dy.t() @ x_TK).to(dtypes[weight])
+        if needs[bias]:
+            grads[bias] = wide_dy.sum(0, dtype=torch.promote_types(torch.float32, wide_dy.dtype)).to(dtypes[bias])
+        if needs[b]:
+            grads[b] = gradient_product(dy, xa_TR[:, slices[i]], scales[i], dtypes[b])  # type: ignore[arg-type]
+    wanted = [i for i, dy in enumerate(dys) if dy is not None and needs[TENSORS * i + 2]]
+    if wanted:
+        assert x_TK is not None
+        widest = torch.promote_types(torch.float32, x_TK.dtype)
+        together = gradient_product(dxa_TR, x_TK, 1.0, widest) if all(keep is None for keep in keeps) else None
+        for i in wanted:
+            if together is not None:
+                da = together[slices[i]]
+            else:
+                da = gradient_product(dxa_TR[:, slices[i]], kept(x_TK, keeps[i]), 1.0, widest)
+            grads[TENSORS * i + 2] = da.to(dtypes[TENSORS * i + 2])
+    return grads
+
+
+def wants_input(needs: Sequence[bool]) -> bool:
+    """Whether backward reads the projections' input: for a weight's or an A's gradient."""
+    return any(needs[0::TENSORS]) or any(needs[2::TENSORS])
 
 
 class LoraGroup(torch.autograd.Function):
-    """`lora_group` with its dtypes decided; tensors come flat, four a projection."""
+    """`lora_group` with its dtypes decided; tensors come flat, TENSORS a projection."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float, quant_states: tuple[Any, ...], dtypes: LoraDtypes, *flat: Tensor | None) -> Any:
-        weights, biases, a_masters, b_masters = (flat[i::4] for i in range(4))
+    def forward(
+        ctx: Any, x: Tensor, scales: tuple[float, ...], states: tuple[Any, ...], dtypes: LoraDtypes, *flat: Tensor | None
+    ) -> tuple[Tensor, ...]:
         x_TK = x.reshape(-1, x.shape[-1])
         with autocast_off(x):
             x_TK = x_TK.to(dtypes.compute)
-            a_RK = torch.cat([a.to(dtypes.compute) for a in a_masters])  # type: ignore[union-attr]
-            bs = [b.to(dtypes.compute) for b in b_masters]  # type: ignore[union-attr]
-            xa_TR = x_TK @ a_RK.t()
-            ys = []
-            for weight, bias, b, state, part in zip(weights, biases, bs, quant_states, parts(bs)):
-                assert weight is not None
-                y_TO = base_product(x_TK, weight, bias, state).addmm_(xa_TR[:, part], b.t(), alpha=scale)
-                ys.append(y_TO.to(dtypes.out).view(*x.shape[:-1], y_TO.shape[-1]))
-        ctx.save_for_backward(x_TK, a_RK, xa_TR, *bs, *weights)
-        ctx.scale, ctx.quant_states, ctx.dtypes, ctx.x_shape, ctx.x_dtype = scale, quant_states, dtypes, x.shape, x.dtype
+            made = multiply(x_TK, flat, scales, states)
+            ys = tuple(y.to(dtypes.out).view(*x.shape[:-1], y.shape[-1]) for y in made.ys)
+        saved_x = x_TK if wants_input(ctx.needs_input_grad[4:]) else None
+        ctx.save_for_backward(saved_x, made.xa_TR, made.a_RK, *made.bs, *flat[0::TENSORS], *flat[4::TENSORS])
+        ctx.scales, ctx.states, ctx.dtypes, ctx.x_shape, ctx.x_dtype = scales, states, dtypes, x.shape, x.dtype
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
         # an output nobody used has no gradient, and costs no product
         ctx.set_materialize_grads(False)
-        return tuple(ys)
+        return ys
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        n, scale, compute = len(dys), ctx.scale, ctx.dtypes.compute
-        x_TK, a_RK, xa_TR, *rest = ctx.saved_tensors
-        bs, weights = rest[:n], rest[n:]
-        needs = ctx.needs_input_grad[4:]
-        grads: list[Tensor | None] = [None] * len(needs)
-        used = [i for i in range(n) if dys[i] is not None]
-        if not used:
-            return None, None, None, None, *grads
+        n, needs = len(dys), ctx.needs_input_grad[4:]
+        x_TK, xa_TR, a_RK, *rest = ctx.saved_tensors
+        bs, weights, keeps = rest[:n], rest[n : 2 * n], rest[2 * n :]
+        if all(dy is None for dy in dys):
+            return (None,) * (4 + len(needs))
         slices = parts(bs)
-        with autocast_off(x_TK):
-            dxa_TR = torch.zeros_like(xa_TR)
-            narrow: dict[int, Tensor] = {}
-            for i in used:
-                dy = dys[i]
-                assert dy is not None
-                dy_TO = dy.reshape(-1, dy.shape[-1])
-                narrow[i] = dy_TO.to(compute)
-                dxa_TR[:, slices[i]] = narrow[i] @ bs[i]
-                if needs[4 * i]:
-                    grads[4 * i] = (narrow[i].t() @ x_TK).to(ctx.leaf_dtypes[4 * i])
-                if needs[4 * i + 1]:
-                    grads[4 * i + 1] = dy_TO.sum(0, dtype=torch.promote_types(torch.float32, dy_TO.dtype)).to(ctx.leaf_dtypes[4 * i + 1])
-                if needs[4 * i + 3]:
-                    grads[4 * i + 3] = gradient_product(narrow[i], xa_TR[:, slices[i]], scale, ctx.leaf_dtypes[4 * i + 3])
-            wanted = [i for i in used if needs[4 * i + 2]]
-            if wanted:
-                widest = torch.float32 if compute != torch.float64 else compute
-                da_RK = gradient_product(dxa_TR, x_TK, scale, widest)
-                for i in wanted:
-                    grads[4 * i + 2] = da_RK[slices[i]].to(ctx.leaf_dtypes[4 * i + 2])
+        with autocast_off(xa_TR):
+            came = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
+            narrow = [None if dy is None else dy.to(ctx.dtypes.compute) for dy in came]
+            dxa_TR = branch_gradient(narrow, bs, ctx.scales, xa_TR)
+            grads = tensor_gradients(x_TK, xa_TR, dxa_TR, narrow, came, ctx.scales, keeps, slices, needs, ctx.leaf_dtypes)
             dx = None
             if ctx.needs_input_grad[0]:
-                products = ((narrow[i], base_weight(weights[i], ctx.quant_states[i], compute)) for i in used)
-                dx = _input_gradient(dxa_TR @ a_RK, scale, products, ctx.x_dtype).view(ctx.x_shape)
+                dx = input_gradient(dxa_TR, a_RK, narrow, weights, ctx.states, keeps, slices, ctx.x_dtype).view(ctx.x_shape)
         return dx, None, None, None, *grads
 
 
-def parts(bs: list[Tensor]) -> list[slice]:
-    """The columns of x Aᵀ that belong to each projection."""
-    ends = [0]
-    for b in bs:
-        ends.append(ends[-1] + b.shape[1])
-    return [slice(ends[i], ends[i + 1]) for i in range(len(bs))]
-
-
-def _input_gradient(share_TK: Tensor, scale: float, products: Any, dtype: torch.dtype) -> Tensor:
-    """scale * share + the products' sum in `dtype`; `share` is overwritten. One weight is dequantised at a time."""
-    if dtype == share_TK.dtype:
-        factor = scale
-        for dy_TO, w_OK in products:
-            share_TK.addmm_(dy_TO, w_OK, beta=factor)
-            factor = 1.0
-        return share_TK
-    dx_TK = share_TK.to(dtype).mul_(scale)
-    for dy_TO, w_OK in products:
-        dx_TK.add_(dy_TO @ w_OK)
-    return dx_TK
-
-
-def lora_group(x: Tensor, projections: list[Projection], scale: float, dtypes: LoraDtypes) -> tuple[Tensor, ...]:
-    """What `lora_linear` gives for each projection, without dropout, for one scale and one decision of dtypes (no wide branch)."""
+def lora_group(x: Tensor, projections: Sequence[Projection], dtypes: LoraDtypes) -> tuple[Tensor, ...]:
+    """What `lora_linear` gives for each projection, for one decision of dtypes (no wide branch)."""
     assert not dtypes.wide
-    flat = [t for p in projections for t in p[:4]]
-    return LoraGroup.apply(x, scale, tuple(p.quant_state for p in projections), dtypes, *flat)
+    flat = [t for p in projections for t in p.tensors]
+    return LoraGroup.apply(x, tuple(p.scale for p in projections), tuple(p.quant_state for p in projections), dtypes, *flat)

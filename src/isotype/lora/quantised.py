@@ -1,4 +1,7 @@
-"""A bitsandbytes 4-bit weight: its product without a copy of the weight, and the copy that backward needs.
+"""A bitsandbytes 4-bit weight: its product, the copy that backward needs, and a linear layer over both.
+
+A weight is widened once a use: for forward's product, and for backward's. Under gradient checkpointing the recompute's copy is kept for
+the backward that follows it, and goes with it: three copies become two, for one layer's weights held wide while that layer is worked on.
 
 T tokens, K in features, O out features.
 """
@@ -8,27 +11,136 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.autocast import autocast_off
+
+_KEPT = "_isotype_wide"
+
+
+class Kept:
+    """A widened weight that waits for `uses` backward products."""
+
+    def __init__(self, wide: Tensor, packed: Tensor) -> None:
+        self.wide, self.version, self.uses = wide, packed._version, 0
+
+    def fits(self, packed: Tensor, dtype: torch.dtype) -> bool:
+        return self.wide.dtype == dtype and self.version == packed._version and self.wide.device == packed.device
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 def product_4bit(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None) -> Tensor:
-    """x @ Wᵀ + bias by bitsandbytes' own kernels, in x's dtype."""
+    """x @ Wᵀ + bias in x's dtype: by bitsandbytes' own kernels, and in a recompute with a copy that backward will use too."""
+    if recomputing():
+        return F.linear(x_TK, _kept_copy(packed, state, x_TK.dtype), bias)
     import bitsandbytes
 
     return bitsandbytes.matmul_4bit(x_TK, packed, quant_state=state, bias=bias)
 
 
 def dequantised(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    """W in `dtype`, as the forward product used it.
-
-    `bitsandbytes.functional.dequantize_4bit` answers in the dtype at quantisation time, which rounds a fp32 product's weight to bf16.
+    """W in `dtype`, as the forward product used it; a copy that a recompute has left is taken.
 
     packed  uint8[...]
     ->      dtype[O K]
     """
+    kept: Kept | None = getattr(state, _KEPT, None)
+    if kept is None or not kept.fits(packed, dtype):
+        return widened(packed, state, dtype)
+    kept.uses -= 1
+    if kept.uses <= 0:
+        delattr(state, _KEPT)
+    return kept.wide
+
+
+def widened(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
+    """W in `dtype`, computed. `bitsandbytes.functional.dequantize_4bit` answers in the dtype at quantisation time, which rounds a fp32
+    product's weight to bf16."""
     ops = torch.ops.bitsandbytes
     absmax = state.absmax
     if state.nested:
         inner = state.state2
         absmax = ops.dequantize_blockwise.default(absmax, inner.absmax, inner.code, inner.blocksize, torch.float32) + state.offset
     return ops.dequantize_4bit.default(packed.view(-1, 1), absmax, state.blocksize, state.quant_type, list(state.shape), dtype)
+
+
+def recomputing() -> bool:
+    """Whether a forward runs inside a backward: then it is a checkpoint's, and its backward follows."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _kept_copy(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
+    kept: Kept | None = getattr(state, _KEPT, None)
+    if kept is None or not kept.fits(packed, dtype):
+        kept = Kept(widened(packed, state, dtype), packed)
+        setattr(state, _KEPT, kept)
+
+        def drop() -> None:
+            # an output that nobody used has no backward
+            if getattr(state, _KEPT, None) is kept:
+                delattr(state, _KEPT)
+
+        torch.autograd.Variable._execution_engine.queue_callback(drop)  # type: ignore[attr-defined]
+    kept.uses += 1
+    return kept.wide
+
+
+class Linear4bit(torch.autograd.Function):
+    """x Wᵀ + bias for a frozen 4-bit W; saves nothing but the packed weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, state: Any) -> Tensor:
+        ctx.save_for_backward(packed if ctx.needs_input_grad[0] else None)
+        ctx.state, ctx.bias_dtype = state, None if bias is None else bias.dtype
+        with autocast_off(x):
+            return product_4bit(x, packed, state, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (packed,) = ctx.saved_tensors
+        dx = dbias = None
+        with autocast_off(dy):
+            if packed is not None:
+                dx = dy @ dequantised(packed, ctx.state, dy.dtype)
+            if ctx.needs_input_grad[2]:
+                wide = torch.promote_types(torch.float32, dy.dtype)
+                dbias = dy.flatten(0, -2).sum(0, dtype=wide).to(ctx.bias_dtype)
+        return dx, None, dbias, None
+
+
+def forward_4bit(self: Any, x: Tensor) -> Tensor:
+    """In place of the forward of bitsandbytes' 4-bit layer, with its result. That one repacks the weight on a CPU's first forward without
+    gradients and never unpacks it, rewrites a bias to the compute dtype, and widens the weight once more in backward."""
+    state = getattr(self.weight, "quant_state", None)
+    if state_reason(self) is not None:
+        return type(self).forward(self, x)
+    if not self.compute_type_is_set:
+        # bitsandbytes' layer takes the first input's dtype for good where none was given
+        self.set_compute_type(x)
+        self.compute_type_is_set = True
+    return Linear4bit.apply(x.to(self.compute_dtype or x.dtype), self.weight, self.bias, state).to(x.dtype)
+
+
+def is_4bit(module: nn.Module) -> bool:
+    """Whether this is bitsandbytes' own 4-bit layer; exact types, since a subclass may compute something else."""
+    kind = type(module)
+    return kind.__name__ in ("Linear4bit", "LinearNF4", "LinearFP4") and kind.__module__.startswith("bitsandbytes.")
+
+
+def state_reason(base: Any) -> str | None:
+    """Why this 4-bit layer's weight, as it is now, has no product here; or None."""
+    state = getattr(base.weight, "quant_state", None)
+    if state is None:
+        return "the weight is not quantised yet"
+    if getattr(state, "packing_format_for_cpu", False):
+        return "bitsandbytes has repacked the weight for inference on a CPU"
+    if tuple(state.shape) != (base.out_features, base.in_features):
+        return "the weight was quantised transposed"
+    return None

@@ -1,8 +1,12 @@
-"""Which of an op's paths runs: Triton kernels on a GPU, blocks of plain PyTorch elsewhere, or the reference under torch.func."""
+"""Which of an op's paths runs: Triton kernels on a GPU, C++ ones on a CPU, else plain PyTorch, or the reference.
+
+The reference is plain PyTorch, differentiable to any order: it runs under torch.func, and in a backward whose result is to be
+differentiated again (create_graph=True).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -10,6 +14,11 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .compiled import DTYPES, CppKernels
+
+BACKENDS = ("triton", "cpp", "eager")
 
 _forced: ContextVar[str | None] = ContextVar("isotype_ops_backend", default=None)
 
@@ -21,9 +30,9 @@ def has_triton() -> bool:
 
 @contextmanager
 def using(backend: str) -> Iterator[None]:
-    """Within this block every op takes its "triton" or "eager" path, whatever the device: for tests and comparisons."""
-    if backend not in ("triton", "eager"):
-        raise ValueError(f"backend {backend!r}: expected triton or eager")
+    """Within this block every op takes its "triton", "cpp" or "eager" path, whatever the device: for tests and comparisons."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r}: expected {', '.join(BACKENDS)}")
     token = _forced.set(backend)
     try:
         yield
@@ -41,9 +50,33 @@ def triton_runs(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and has_triton()
 
 
+def cpp_runs(kernels: CppKernels, *tensors: Tensor) -> bool:
+    """Whether the op's C++ kernels run on these tensors: not for fp64, not in a graph, and only where a compiler built them."""
+    if torch.compiler.is_compiling() or _forced.get() not in (None, "cpp"):
+        return False
+    if isinstance(tensors[0], FakeTensor) and tensors[0].device.type != "cpu":
+        # a plan for another device: its kernels make the results that these make, and nothing on the way
+        return _forced.get() == "cpp" and all(t.dtype in DTYPES for t in tensors)
+    return kernels.take(*tensors)
+
+
 def reference_runs() -> bool:
     """Whether a torch.func transform or forward-mode AD is active: those differentiate the reference, which is plain PyTorch."""
     if torch.compiler.is_compiling():
         return False
     # autograd.Function has no jvp and no vmap rule here; plain ops have both, of every order
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def differentiated_again() -> bool:
+    """In a backward: whether its result may itself be differentiated."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def reference_gradients(reference: Callable[..., Tensor], inputs: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:
+    """The gradients of `reference(*inputs)` with their graph; None for an input that wants none."""
+    # views, so that the derivative is by this call's inputs alone, whatever else they went into
+    aliases = [x.view_as(x) for x in inputs]
+    wanted = [x for x in aliases if x.requires_grad]
+    grads = iter(torch.autograd.grad(reference(*aliases), wanted, dy, create_graph=True))
+    return [next(grads) if x.requires_grad else None for x in aliases]

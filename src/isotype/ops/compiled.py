@@ -1,75 +1,80 @@
-"""Formulas that a C++ compiler fuses on a CPU: compiled when first needed, plain PyTorch where that fails, and never silent about which.
+"""An op's C++ kernels on a CPU: built when first needed, plain PyTorch where that fails, and never silent about which.
 
-A row-wise formula in plain PyTorch reads and writes memory at every step, wide; compiled, it reads and writes each tensor once, narrow.
+A row-wise formula in plain PyTorch reads and writes memory at every step, wide; fused, it reads and writes each tensor once, narrow.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable
-from functools import cache
-from types import FunctionType
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Below this many elements a call's own cost is larger than what fusing saves, and compiling (seconds) would not pay: decoding, tests.
-SMALLEST = 2**17
+from .build import BuildError, cpu_compiler, library
+
+__all__ = ["CppKernels", "as_rows", "cpu_compiler", "fallbacks", "missing"]
+
+# the kernels' numbers for their dtypes: fp64 has none, and runs as plain PyTorch
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _fallbacks: dict[str, str] = {}
 
 
-@cache
-def cpu_compiler() -> str | None:
-    """The C++ compiler that torch.compile would call, or None."""
-    return shutil.which(os.environ.get("CXX", "")) or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
-
-
 def fallbacks() -> dict[str, str]:
-    """Formula -> why it runs as plain PyTorch on this CPU: a line each in the manifest."""
+    """Op -> why it runs as plain PyTorch on this CPU: a line each in the manifest."""
     return dict(_fallbacks)
 
 
-class Fused:
-    """`Fused(formula)(*tensors, **constants)`: the formula, compiled once for each set of dtypes, ranks and constants."""
+class CppKernels:
+    """The functions of `kernels.cpp` beside the module `file`; each is declared as a string of its arguments' kinds.
 
-    def __init__(self, formula: Callable[..., Any]) -> None:
-        self.formula, self.name = formula, f"{formula.__module__.split('.')[-2]}.{formula.__name__}"
-        self.made: dict[Any, Callable[..., Any]] = {}
+    p  a tensor, or None for a null pointer     d  a dtype     i  an int     f  a float
+    Every function takes the number of threads last, which is torch's.
+    """
 
-    def __call__(self, *tensors: Tensor | None, **constants: Any) -> Any:
-        first = next(t for t in tensors if t is not None)
-        # inside someone else's graph the formula fuses with its neighbours; compiled fp64 has nothing to win
-        if torch.compiler.is_compiling() or first.device.type != "cpu" or first.numel() < SMALLEST or first.dtype == torch.float64:
-            return self.formula(*tensors, **constants)
-        if self.name in _fallbacks or not self.usable():
-            return self.formula(*tensors, **constants)
-        key = (
-            tuple(None if t is None else (t.dtype, t.dim(), t.is_contiguous()) for t in tensors),
-            tuple(sorted(constants.items(), key=str)),
-        )
-        if key not in self.made:
-            self.made[key] = self.compiled(constants)
-        try:
-            # detached, so that one compilation serves leaves and activations
-            return self.made[key](*(None if t is None else t.detach() for t in tensors))
-        except Exception as error:
-            # whatever the compiler raised, the formula is right without it
-            _fallbacks[self.name] = f"torch.compile failed: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
-            return self.formula(*tensors, **constants)
+    def __init__(self, file: str, **functions: str) -> None:
+        self.source = Path(file).parent / "kernels.cpp"
+        self.op = self.source.parent.name
+        self.functions = functions
+        self.library: ctypes.CDLL | None = None
 
-    def usable(self) -> bool:
-        if cpu_compiler() is None:
-            _fallbacks[self.name] = "no C++ compiler (g++ or clang++) was found"
-            return False
-        return True
+    def take(self, *tensors: Tensor) -> bool:
+        """Whether these tensors can go in: on a CPU, of dtypes they know, and a compiler has built them."""
+        return all(t.device.type == "cpu" and t.dtype in DTYPES for t in tensors) and self.loaded()
 
-    def compiled(self, constants: dict[str, Any]) -> Callable[..., Any]:
-        plain = self.formula
-        assert isinstance(plain, FunctionType)
-        # a copy of the code object: Dynamo counts recompilations by code object, and each key is compiled on purpose
-        copy = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
-        copy.__kwdefaults__ = {**(plain.__kwdefaults__ or {}), **constants}
-        return torch.compile(copy, fullgraph=True, dynamic=True)
+    def loaded(self) -> bool:
+        if self.library is None and self.op not in _fallbacks:
+            try:
+                self.library = library(self.source)
+            except (BuildError, OSError) as error:
+                _fallbacks[self.op] = str(error)
+                return False
+            kinds = {"p": ctypes.c_void_p, "d": ctypes.c_int64, "i": ctypes.c_int64, "f": ctypes.c_float}
+            for name, arguments in self.functions.items():
+                function = getattr(self.library, name)
+                function.argtypes, function.restype = [*(kinds[kind] for kind in arguments), ctypes.c_int], None
+        return self.library is not None
+
+    def __call__(self, name: str, *arguments: Any) -> None:
+        plain = [a.data_ptr() if isinstance(a, Tensor) else DTYPES[a] if isinstance(a, torch.dtype) else a for a in arguments]
+        getattr(self.library, name)(*plain, torch.get_num_threads())
+
+
+def missing(*ops: str) -> str:
+    """Why an op of these has no C++ kernels on this machine, or "". Builds, side by side, what was never built on it: 2 to 5 s."""
+    kernels: list[CppKernels] = [import_module(f"{__package__}.{op}.cpp").KERNELS for op in ops]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(CppKernels.loaded, kernels))
+    return next((_fallbacks[op] for op in ops if op in _fallbacks), "")
+
+
+def as_rows(*tensors: Tensor) -> list[Tensor]:
+    """Tensors of one shape as [rows, columns] whose columns are adjacent: one long row where all are contiguous."""
+    if all(t.is_contiguous() for t in tensors):
+        return [t.view(1, -1) for t in tensors]
+    flat = [t.reshape(-1, t.shape[-1]) for t in tensors]
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in flat]

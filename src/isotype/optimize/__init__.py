@@ -3,6 +3,8 @@
 manifest   what was replaced, where, and why something was left alone
 norms, gated, rotary, head   one kind of place each: how it is recognised by structure, probed, and replaced on the instance
 deferred   logits not yet computed
+generation `model.generate` in the middle of training
+base       what the manifest says of the weights that were there
 place      the walk over a model
 """
 

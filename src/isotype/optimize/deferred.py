@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..errors import IsotypeError
-from ..ops import linear_cross_entropy
+from ..ops import cross_entropy, linear_cross_entropy
 from ..ops.autocast import autocast_dtype, autocast_off, product_dtype
 
 # Where a training step turned deferred logits into real ones: place -> times
@@ -59,16 +59,13 @@ class Recipe:
             x = x if self.pre == 1.0 else x * self.pre
             return (x if self.post is None else self.post * torch.tanh(x)).to(self.dtype)
 
-    def loss(self, targets: Tensor, ignore_index: int, reduction: str, label_smoothing: float) -> Tensor:
+    def loss(self, targets: Tensor, **options: Any) -> Tensor:
+        """`options` are `cross_entropy`'s, but for a scale and a softcap, which are the recipe's."""
         self.check()
         # post tanh(pre x) is the op's softcap tanh(scale x / softcap)
         scale, cap = (self.pre, None) if self.post is None else (self.pre * self.post, self.post)
         with _as_then(self):
-            loss = linear_cross_entropy(
-                self.hidden, self.weight, targets, bias=self.bias, ignore_index=ignore_index, reduction=reduction,  # type: ignore[arg-type]
-                label_smoothing=label_smoothing, logit_scale=scale, softcap=cap,
-            )  # fmt: skip
-        return loss.to(self.dtype)
+            return linear_cross_entropy(self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap, **options)
 
 
 def _as_then(recipe: Recipe) -> torch.autocast:
@@ -207,7 +204,19 @@ def _cross_entropy(
     plain = weight is None and size_average is None and reduce is None and isinstance(target, Tensor)
     if not plain or input.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64 or input.computed is not None:
         return None
-    return input.recipe.loss(target, ignore_index, reduction, label_smoothing)
+    loss: Tensor = input.recipe.loss(target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    return loss.to(input.dtype)
+
+
+def _own_cross_entropy(
+    logits: DeferredLogits, targets: Tensor, *, logit_scale: float | None = None, softcap: float | None = None, **options: Any
+) -> Tensor | None:
+    """`isotype.ops.cross_entropy`, whose z_loss and num_items PyTorch's has not; its scale and softcap come after the recipe's."""
+    r = logits.recipe
+    if logits.computed is not None or (r.post is not None and (logit_scale is not None or softcap is not None)):
+        return None
+    r = r if logit_scale is None else r.scaled(logit_scale)
+    return (r if softcap is None else replace(r, pre=r.pre / softcap, post=softcap)).loss(targets, **options)
 
 
 def _requires_grad(x: DeferredLogits) -> bool:
@@ -217,6 +226,7 @@ def _requires_grad(x: DeferredLogits) -> bool:
 
 _RULES: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
+    cross_entropy: _own_cross_entropy,
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _times),
     **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _divided),
     **dict.fromkeys((Tensor.tanh, torch.tanh), _tanh),

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .deferred import defer
-from .instances import put, taken
+from .instances import KERNEL_LIBRARIES, foreign, library_of, put, settings_of, taken
+from .manifest import Manifest
 
 _forwards = threading.local()
+
+BYPASSED = "TRL's fused head computes the loss from the head's weight, and never calls the head: its logits are not deferred"
+
+
+@dataclass
+class HeadSettings:
+    """manifest  told when another library's loss passes the head by"""
+
+    manifest: Manifest
 
 
 def head_forward(self: nn.Module, hidden: Tensor) -> Tensor:
@@ -29,8 +42,18 @@ def has_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook of the causal LM: its forward has labels, so the logits will go into a loss."""
+    if kwargs.get("fused_lm_head"):
+        _passed_by(model)
     if has_labels(model, args, kwargs):
         _forwards.depth = getattr(_forwards, "depth", 0) + 1
+
+
+def _passed_by(model: nn.Module) -> None:
+    """Says once that TRL's loss is the one that runs: a setting without effect is never silent."""
+    settings: HeadSettings = settings_of(model.get_output_embeddings())  # type: ignore[operator]
+    if BYPASSED not in settings.manifest.notes:
+        settings.manifest.notes.append(BYPASSED)
+        warnings.warn(f"isotype.optimize: {BYPASSED}", stacklevel=3)
 
 
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -49,7 +72,7 @@ def deferring() -> Iterator[None]:
         _forwards.depth -= 1
 
 
-def place(model: nn.Module) -> tuple[nn.Module | None, str | None, str]:
+def place(model: nn.Module, manifest: Manifest) -> tuple[nn.Module | None, str | None, str]:
     """(head, op, why) for one causal LM."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None:
@@ -59,10 +82,13 @@ def place(model: nn.Module) -> tuple[nn.Module | None, str | None, str]:
     reason = taken(head)
     if reason is not None:
         return head, None, reason
-    if "forward" in model.__dict__:
-        # TRL's own fused head replaces the model's forward and never calls the head
-        return head, None, "the model's forward was replaced by another library, which may have a loss of its own"
-    put(head, head_forward, "deferred logits")
+    # a fused loss of TRL's or Liger's replaces the model's forward, on the instance or on its class, and never calls the head
+    other = foreign(model)
+    if other is not None:
+        return head, None, f"the model: {other}, which may have a loss of its own"
+    if library_of(F.cross_entropy) in KERNEL_LIBRARIES:
+        return head, None, f"torch's cross_entropy was replaced by {library_of(F.cross_entropy)}"
+    put(head, head_forward, HeadSettings(manifest))
     model.register_forward_pre_hook(before_forward, with_kwargs=True)
     model.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
     return head, "linear_cross_entropy", "deferred logits"

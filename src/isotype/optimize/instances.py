@@ -6,6 +6,7 @@ The method is bound to the module and looks its weights and children up when it 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -14,15 +15,35 @@ import torch
 from torch import Tensor, nn
 
 _MARK = "_isotype_settings"
+# Libraries whose own kernels a model may already run: by import name
+KERNEL_LIBRARIES = ("liger_kernel", "unsloth", "unsloth_zoo", "cut_cross_entropy")
+
+
+def library_of(function: Any) -> str:
+    """The package in which a function or class was written; below decorators where that is a library of kernels."""
+    layer, found = getattr(function, "__func__", function), []
+    while layer is not None:
+        # functools.wraps copies __module__: the globals tell where the wrapper itself is from
+        module = getattr(layer, "__globals__", {}).get("__name__") or getattr(layer, "__module__", None) or "another library"
+        found.append(str(module).split(".")[0])
+        layer = None if inspect.isclass(layer) else getattr(layer, "__wrapped__", None)
+    return next((package for package in found if package in KERNEL_LIBRARIES), found[0])
+
+
+def foreign(module: nn.Module) -> str | None:
+    """Why another library's kernels already run here (its class, or a forward that it put on the class or the instance), or None."""
+    own = library_of(type(module))
+    if own in KERNEL_LIBRARIES:
+        return f"it is {own}'s {type(module).__name__}"
+    if "forward" in module.__dict__:
+        return f"its forward was already replaced by {library_of(module.__dict__['forward'])}"
+    written = library_of(type(module).forward)
+    return f"its class's forward was replaced by {written}" if written in KERNEL_LIBRARIES else None
 
 
 def taken(module: nn.Module) -> str | None:
     """Why this instance's forward may not be replaced, or None."""
-    if _MARK in module.__dict__:
-        return "already optimized"
-    if "forward" in module.__dict__:
-        return "its forward was already replaced by another library"
-    return None
+    return "already optimized" if _MARK in module.__dict__ else foreign(module)
 
 
 def put(module: nn.Module, forward: Callable[..., Any], settings: Any) -> None:

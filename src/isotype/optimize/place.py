@@ -9,10 +9,11 @@ from torch import nn
 
 from ..dtypes import to_torch
 from ..errors import UsageError
-from ..lora import fuse_lora, unfuse_lora
-from ..ops.compiled import cpu_compiler
-from . import gated, head, norms, rotary
-from .instances import take_back, taken
+from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
+from ..ops.compiled import missing
+from . import gated, generation, head, norms, rotary
+from .base import base_notes
+from .instances import KERNEL_LIBRARIES, foreign, library_of, put, take_back, taken
 from .manifest import Entry, Manifest
 
 
@@ -28,43 +29,59 @@ def causal_lms(model: nn.Module) -> list[nn.Module]:
     return list(by_head.values()) or models[:1]
 
 
-def optimize(model: nn.Module, precision: Any = None) -> Manifest:
+def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None = None, lora_branch: str = "compute") -> Manifest:
     """Places the ops in a causal LM of transformers, by structure and after a probe, on instances only.
 
     model      a causal LM, or a PEFT model of one
     precision  a Precision: norms then give their output in its compute dtype; without one, in their input's
+    device_type  where it will run, for a model that is not there yet; by default where its parameters are
+    lora_branch  "fp32" computes the adapters' own products in fp32 beside narrower base products
     ->         the Manifest: print it
     Norms run `rms_norm`, rotary functions `rope`, gated MLPs `silu_mul` or `gelu_mul`, the head with its loss `linear_cross_entropy`,
-    and LoRA layers `lora_linear`.
-    Raises  UsageError for something that is no module
+    LoRA layers `lora_linear`, gated MLPs of them `lora_mlp`, and 4-bit layers `linear_4bit`. `model.generate` may be called in a trainer's
+    callback: see `generation`.
+    Raises  UsageError for something that is no module, and for an unknown lora_branch
     """
+    if lora_branch not in ("compute", "fp32"):
+        raise UsageError(f"lora_branch is {lora_branch!r}: expected compute or fp32")
     if not isinstance(model, nn.Module):
         raise UsageError(f"optimize() takes a model, not a {type(model).__name__}")
     word = getattr(precision, "compute", precision)
     out_dtype: torch.dtype | None = to_torch(word) if word is not None else None
     manifest = Manifest(f"norms give {word}" if word else "")
-    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
-    if on_cpu and cpu_compiler() is None:
-        # without a compiler these ops are formulas of plain PyTorch: no faster than the model's own
-        manifest.notes.append("no C++ compiler (g++ or clang++) was found: norms, rotary and gated MLPs are left to the model on this CPU")
-    elementwise = not (on_cpu and cpu_compiler() is None)
+    on_cpu = device_type == "cpu" if device_type else all(p.device.type == "cpu" for p in model.parameters())
+    why_not = missing("rms_norm", "rope", "silu_mul", "gelu_mul", "cross_entropy") if on_cpu else ""
+    if why_not:
+        # without their C++ kernels these ops are formulas of plain PyTorch: no faster than the model's own
+        but = " but for norms, whose output is declared" if out_dtype else ""
+        manifest.notes.append(f"{why_not}: norms, rotary and gated MLPs are left to the model on this CPU{but}")
+    # first, because a gated MLP asks whether its layers are fused
+    adapters = [Entry("lora", line.module, line.kind, line.op, line.reason) for line in fuse_lora(model, branch_fp32=lora_branch == "fp32")]
     kind = rotary.table_kind(model)
     for name, module in model.named_modules():
-        if elementwise:
+        if is_4bit(module):
+            _four_bit(name, module, manifest)
+        if not why_not or (out_dtype is not None and norms.is_candidate(module)):
             _row_ops(name, module, manifest, kind, out_dtype)
         if name and hasattr(module, "num_experts") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
             manifest.add("experts", name, module, None, "its experts are one stacked parameter: no op for those")
     for lm in causal_lms(model):
         place_of = next(name for name, module in model.named_modules() if module is lm)
-        found, op, why = head.place(lm)
+        found, op, why = head.place(lm, manifest)
         manifest.add("head", place_of, found if found is not None else lm, op, why)
-    manifest.entries += [Entry("lora", line.module, line.kind, line.op, line.reason) for line in fuse_lora(model)]
+        reason = generation.place(lm)
+        manifest.add("generate", place_of, lm, None if reason else "generate", reason or "leaves no trace in a trainer's loop")
+    manifest.entries += adapters
+    manifest.notes += base_notes(model, precision)
     if not manifest.entries:
         manifest.notes.append("nothing in this model was recognised")
     return manifest
 
 
 def _row_ops(name: str, module: nn.Module, manifest: Manifest, kind: bool | str, out_dtype: torch.dtype | None) -> None:
+    if library_of(type(module)) in KERNEL_LIBRARIES:
+        manifest.add("foreign", name, module, None, str(foreign(module)))
+        return
     for part, fits in (("norm", norms.is_candidate), ("gated mlp", gated.is_candidate), ("rotary", rotary.is_candidate)):
         if not fits(module):
             continue
@@ -80,10 +97,19 @@ def _row_ops(name: str, module: nn.Module, manifest: Manifest, kind: bool | str,
         return
 
 
+def _four_bit(name: str, module: nn.Module, manifest: Manifest) -> None:
+    reason = taken(module)
+    if reason is None:
+        put(module, forward_4bit, "linear_4bit")
+    why = "for when the adapter's op does not run" if name.endswith(".base_layer") else ""
+    manifest.add("4-bit", name, module, None if reason else "linear_4bit", reason or why)
+
+
 def restore(model: nn.Module) -> int:
     """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of places."""
     undone = unfuse_lora(model)
     for module in model.modules():
         undone += take_back(module)
         head.remove_hooks(module)
+        undone += generation.take_back(module)
     return undone

@@ -1,11 +1,15 @@
 """Rotary embedding: a function of the model's module, reached by rebuilding the instance's forward over private globals.
 
+It is known by its form, `f(q, k, cos, sin, ...)`, whatever its name, and then by a probe. One that is only named like a rotation is left
+alone, with a line in the manifest.
+
 The globals are a copy of the module's own in which that one name is a function that calls `rope`. They live in a module registered in
 `sys.modules`, where Dynamo looks a function's globals up by name.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from types import FunctionType, ModuleType
@@ -15,16 +19,30 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import rope
-from .instances import put, same
+from .instances import KERNEL_LIBRARIES, library_of, put, same
 
-_NAME = "apply_rotary_pos_emb"
 # the original function -> (interleaved pairs, tables that repeat each value), or why it cannot be replaced
 _known: dict[Any, tuple[bool, bool] | str] = {}
 
 
+def rotary_name(module: nn.Module) -> str | None:
+    """The global name under which the module's forward calls a rotation, or something named like one; the first has precedence."""
+    forward = inspect.unwrap(type(module).forward)
+    if not isinstance(forward, FunctionType):
+        return None
+    called = [n for n in forward.__code__.co_names if isinstance(forward.__globals__.get(n), FunctionType)]
+    formed = [n for n in called if has_the_form(forward.__globals__[n])]
+    return next(iter(formed or [n for n in called if "rotary" in n or "rope" in n.split("_")]), None)
+
+
+def has_the_form(function: Callable[..., Any]) -> bool:
+    """Whether it is `f(q, k, cos, sin, ...)`: two tensors, then the tables."""
+    names = list(inspect.signature(function).parameters)
+    return len(names) >= 4 and names[2:4] == ["cos", "sin"]
+
+
 def is_candidate(module: nn.Module) -> bool:
-    forward = type(module).forward
-    return isinstance(forward, FunctionType) and _NAME in forward.__code__.co_names and _NAME in forward.__globals__
+    return rotary_name(module) is not None
 
 
 def tables(positions: int, pairs: int, repeated: bool) -> tuple[Tensor, Tensor]:
@@ -104,15 +122,15 @@ def replacement(original: Callable[..., Any], interleaved: bool, repeated: bool)
     return apply_rotary_pos_emb
 
 
-def private_forward(forward: FunctionType, interleaved: bool, repeated: bool) -> FunctionType:
-    """`forward` over globals in which the rotary function is ours."""
-    name = f"isotype.optimize.private.{forward.__module__}.{'interleaved' if interleaved else 'half'}"
+def private_forward(forward: FunctionType, called: str, interleaved: bool, repeated: bool) -> FunctionType:
+    """`forward` over globals in which the rotary function, `called` there, is ours."""
+    name = f"isotype.optimize.private.{forward.__module__}.{called}.{'interleaved' if interleaved else 'half'}"
     module = sys.modules.get(name)
     if module is None:
-        module = ModuleType(name, f"Globals of {forward.__module__} with rope in place of {_NAME}.")
+        module = ModuleType(name, f"Globals of {forward.__module__} with rope in place of {called}.")
         # __builtins__ comes along with the copy: Dynamo needs it
         module.__dict__.update({k: v for k, v in forward.__globals__.items() if k not in ("__name__", "__loader__", "__spec__")})
-        module.__dict__[_NAME] = replacement(forward.__globals__[_NAME], interleaved, repeated)
+        module.__dict__[called] = replacement(forward.__globals__[called], interleaved, repeated)
         sys.modules[name] = module
     made = FunctionType(forward.__code__, module.__dict__, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__, made.__doc__, made.__annotations__ = forward.__kwdefaults__, forward.__doc__, forward.__annotations__
@@ -122,16 +140,22 @@ def private_forward(forward: FunctionType, interleaved: bool, repeated: bool) ->
 
 def place(module: nn.Module, kind: bool | str) -> tuple[str | None, str]:
     """(op, why)."""
+    called, forward = rotary_name(module), type(module).forward
+    assert called is not None
+    original = inspect.unwrap(forward).__globals__[called]
+    if library_of(original) in KERNEL_LIBRARIES:
+        return None, f"{called} was already replaced by {library_of(original)}"
+    if not has_the_form(original):
+        return None, f"{called}({', '.join(inspect.signature(original).parameters)}) is not of the form (q, k, cos, sin)"
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return None, "its forward is decorated: rebuilt over other globals it would lose the decorator"
     if isinstance(kind, str):
         return None, kind
-    forward = type(module).forward
-    assert isinstance(forward, FunctionType)
-    original = forward.__globals__[_NAME]
     key = original, kind
     if key not in _known:
         _known[key] = recognise(original, kind)
     found = _known[key]
     if isinstance(found, str):
         return None, found
-    put(module, private_forward(forward, *found), found)
+    put(module, private_forward(forward, called, *found), found)
     return "rope", "interleaved pairs" if found[0] else ""

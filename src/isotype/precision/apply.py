@@ -85,6 +85,9 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str)
             module.register_forward_hook(_Narrow(to_torch(precision.compute)))
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = False
+        if hasattr(module, "compute_type_is_set"):
+            # a 4-bit layer has a dtype of its own for products: the library's default, the file's, or the first input's
+            module.compute_dtype, module.compute_type_is_set = to_torch(precision.compute), True
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # bitsandbytes repacks the weight in place on the first forward without gradients, and later gradients are wrong
             module.support_avx512bf16_for_cpu = False

@@ -1,168 +1,101 @@
-"""Line charts and bars as inline SVG. Colours are CSS variables, so that one drawing serves light and dark pages."""
+"""Plots as inline SVG. Colours are CSS variables, so that one drawing serves light and dark pages.
+
+There is no script: a chart is overlaid with invisible columns, and the one under the pointer shows its values.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from html import escape
-from typing import Literal
 
 from markupsafe import Markup
 
-Point = tuple[float, float]
-MOST_POINTS = 600  # of one line: more than a page has pixels for
+from .plots import Guide, Plot, Point, Series, thinned
+
+COLUMNS = 48  # places of a chart that show their values under the pointer
 
 
-@dataclass(frozen=True)
-class Series:
-    """A named line. `faint`: the raw values behind a smoothed line; `dots`: few values, each with its own mark."""
-
-    name: str
-    points: Sequence[Point]
-    look: Literal["line", "faint", "dots"] = "line"
-    colour: int = 1
-
-
-@dataclass(frozen=True)
-class Guide:
-    """A horizontal line at a value that means something."""
-
-    value: float
-    label: str
-
-
-def line_chart(
-    series: Sequence[Series],
-    *,
-    label: str,
-    written: Callable[[float], str],
-    guides: Sequence[Guide] = (),
-    from_zero: bool = False,
-    width: int = 460,
-    height: int = 190,
-) -> Markup:
-    """An SVG of the series over steps; `written` writes a value on the axis. Empty when nothing finite is there."""
-    finite = [p for s in series for p in s.points if math.isfinite(p[1])]
+def line_chart(plot: Plot, *, width: int = 460, height: int = 190) -> Markup:
+    """Empty when nothing finite is there."""
+    finite = plot.finite
     if not finite:
         return Markup("")
-    low, high = min(y for _, y in finite), max(y for _, y in finite)
-    # A guide far above the curve would flatten it: it is drawn only where it is in reach.
-    shown = [g for g in guides if math.isfinite(g.value) and g.value <= high * 3 + 1e-12]
-    low, high = min([low, *(g.value for g in shown)]), max([high, *(g.value for g in shown)])
-    ticks = nice_ticks(0.0 if from_zero else low, high)
-    frame = _Frame(width, height, min(x for x, _ in finite), max(x for x, _ in finite), ticks[0], ticks[-1], written, ticks)
-    parts = [*frame.grid(), *(p for s in series for p in frame.series(s)), *(frame.guide(g) for g in shown), *frame.labels(series, shown)]
-    return _svg(parts, width, height, label)
+    shown, ticks = plot.bounds
+    frame = _Frame(plot, width, height, min(x for x, _ in finite), max(x for x, _ in finite), ticks)
+    parts = [*frame.grid(), *(p for s in plot.series for p in frame.series(s)), *(frame.guide(g) for g in shown)]
+    return _svg([*parts, *frame.labels(shown), *frame.columns()], width, height, plot.described())
 
 
-def bar_chart(bars: Sequence[tuple[str, int]], *, label: str, width: int = 460, height: int = 170) -> Markup:
-    """Vertical bars with their counts above and their names below."""
-    if not bars or not any(count for _, count in bars):
+def length_chart(bars: Sequence[tuple[int, int]], *, label: str, width: int = 460, height: int = 170) -> Markup:
+    """Rows by length: a bar for each (longest, rows), its edge named where there is room."""
+    if not any(rows for _, rows in bars):
         return Markup("")
-    top, bottom, step, most = 22, height - 24, width / len(bars), max(count for _, count in bars)
+    top, bottom, step, most = 20, height - 24, width / len(bars), max(rows for _, rows in bars)
+    every = math.ceil(len(bars) / 8)
     parts = []
-    for i, (name, count) in enumerate(bars):
-        size = (bottom - top) * count / most
-        w = min(step * 0.76, 64.0)
-        x = (i + 0.5) * step - w / 2
-        parts.append(f'<rect class="bar" x="{x:.1f}" y="{bottom - size:.1f}" width="{w:.1f}" height="{max(size, 1.0):.1f}" rx="3"/>')
+    for i, (edge, rows) in enumerate(bars):
+        size = (bottom - top) * rows / most
+        x, w = (i + 0.1) * step, step * 0.8
+        below = f"{bars[i - 1][0] + 1:,} to" if i else "up to"
+        hint = f"<title>{rows:,} rows of {below} {edge:,} tokens</title>"
+        bar = f'<rect class="bar" x="{x:.1f}" y="{bottom - size:.1f}" width="{w:.1f}" height="{size:.1f}" rx="2"/>' if rows else ""
+        hit = f'<rect class="hit" x="{i * step:.1f}" y="0" width="{step:.1f}" height="{height}"/>'
+        parts.append(f'<g class="column">{hint}{hit}{bar}</g>')
         middle = x + w / 2
-        parts.append(f'<text class="value" x="{middle:.1f}" y="{bottom - size - 6:.1f}" text-anchor="middle">{count:,}</text>')
-        parts.append(f'<text class="tick" x="{middle:.1f}" y="{height - 7}" text-anchor="middle">{escape(name)}</text>')
+        if rows and (len(bars) <= 8 or rows == most):
+            parts.append(f'<text class="value" x="{middle:.1f}" y="{bottom - size - 6:.1f}" text-anchor="middle">{rows:,}</text>')
+        if i % every == every - 1 or len(bars) <= 8:
+            parts.append(f'<text class="tick" x="{middle:.1f}" y="{height - 7}" text-anchor="middle">≤{edge:,}</text>')
     parts.append(f'<line class="axis" x1="0" x2="{width}" y1="{bottom}" y2="{bottom}"/>')
-    return _svg(parts, width, height, label)
+    return _svg(parts, width, height, f"{label}: " + ", ".join(f"{rows:,} up to {edge:,} tokens" for edge, rows in bars if rows))
 
 
-def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round values that enclose [low, high]."""
-    if high <= low:
-        pad = abs(low) * 0.1 or 1.0
-        low, high = (0.0 if low >= 0 else low - pad), high + pad
-    step = (high - low) / about
-    magnitude = 10.0 ** math.floor(math.log10(step))
-    step = magnitude * next(m for m in (1, 2, 2.5, 5, 10) if m * magnitude >= step * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [step * k for k in range(first, last + 1)]
-
-
-def smoothed(points: Sequence[Point], share: float = 0.04) -> list[Point]:
-    """A moving average over `share` of the points; values that are not finite break it and stay."""
-    span = max(1, int(len(points) * share / 2))
-    result: list[Point] = []
-    for i, (x, y) in enumerate(points):
-        near = [v for _, v in points[max(0, i - span) : i + span + 1] if math.isfinite(v)]
-        result.append((x, sum(near) / len(near) if near and math.isfinite(y) else math.nan))
-    return result
-
-
-def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most about `most` points: of every bucket its smallest and largest, so that no peak is lost."""
-    if len(points) <= most:
-        return list(points)
-    size = math.ceil(len(points) / (most // 2))
-    result: list[Point] = []
-    for start in range(0, len(points), size):
-        bucket = points[start : start + size]
-        finite = [p for p in bucket if math.isfinite(p[1])]
-        if len(finite) < len(bucket):
-            result.append(next(p for p in bucket if not math.isfinite(p[1])))
-        if finite:
-            result += sorted({min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])})
-    return sorted(result, key=lambda p: p[0])
-
-
-@dataclass(frozen=True)
 class _Frame:
     """The plot area and its scales."""
 
-    width: int
-    height: int
-    x0: float
-    x1: float
-    y0: float
-    y1: float
-    written: Callable[[float], str]
-    ticks: Sequence[float]
+    left, right, top, bottom = 52, 58, 14, 24
 
-    left, right, top, bottom = 52, 58, 10, 24
+    def __init__(self, plot: Plot, width: int, height: int, first: float, last: float, ticks: Sequence[float]) -> None:
+        self.plot, self.written, self.width, self.height, self.ticks = plot, plot.written, width, height, ticks
+        self.x0, self.x1, self.y0, self.y1 = first, last, ticks[0], ticks[-1]
+        self.end, self.base = width - self.right, height - self.bottom
 
     def x(self, value: float) -> float:
-        span = self.width - self.left - self.right
+        span = self.end - self.left
         return self.left + (span * (value - self.x0) / (self.x1 - self.x0) if self.x1 > self.x0 else span / 2)
 
     def y(self, value: float) -> float:
-        return self.height - self.bottom - (self.height - self.top - self.bottom) * (value - self.y0) / (self.y1 - self.y0)
+        return self.base - (self.base - self.top) * (value - self.y0) / (self.y1 - self.y0)
 
     def grid(self) -> list[str]:
-        end, base = self.width - self.right, self.height - self.bottom
         parts = []
         for tick in self.ticks:
             y = self.y(tick)
-            parts.append(f'<line class="grid" x1="{self.left}" x2="{end}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(f'<line class="grid" x1="{self.left}" x2="{self.end}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text class="tick" x="{self.left - 7}" y="{y + 3.5:.1f}" text-anchor="end">{escape(self.written(tick))}</text>')
-        inside = [t for t in nice_ticks(self.x0, self.x1) if self.x0 <= t <= self.x1 and t == int(t)] or [self.x0]
-        for tick in inside:
-            parts.append(f'<text class="tick" x="{self.x(tick):.1f}" y="{base + 15}" text-anchor="middle">{tick:,.0f}</text>')
-        parts.append(f'<line class="axis" x1="{self.left}" x2="{end}" y1="{base}" y2="{base}"/>')
+        for tick in self.plot.steps:
+            parts.append(f'<text class="tick" x="{self.x(tick):.1f}" y="{self.base + 15}" text-anchor="middle">{tick:,.0f}</text>')
+        parts.append(f'<text class="tick" x="{self.end + 8}" y="{self.base + 15}">step</text>')
+        parts.append(f'<line class="axis" x1="{self.left}" x2="{self.end}" y1="{self.base}" y2="{self.base}"/>')
         return parts
 
     def guide(self, guide: Guide) -> str:
         y = self.y(guide.value)
-        return f'<line class="guide" x1="{self.left}" x2="{self.width - self.right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        return f'<line class="guide" x1="{self.left}" x2="{self.end}" y1="{y:.1f}" y2="{y:.1f}"/>'
 
-    def labels(self, series: Sequence[Series], guides: Sequence[Guide]) -> list[str]:
+    def labels(self, guides: Sequence[Guide]) -> list[str]:
         """Last values and guides at the right edge, moved apart where they would overlap."""
         wanted = [(self.y(g.value), "guide-label", g.label) for g in guides]
-        for one in series:
+        for one in self.plot.series:
             finite = [y for _, y in one.points if math.isfinite(y)]
             if finite and one.look != "faint":
-                wanted.append((self.y(finite[-1]), "value", self.written(finite[-1])))
+                wanted.append((self.y(finite[-1]), f"value c{one.colour}", self.written(finite[-1])))
         placed: list[str] = []
         lowest = -math.inf
         for y, look, text in sorted(wanted):
             lowest = max(y, lowest + 13)
-            placed.append(f'<text class="{look}" x="{self.width - self.right + 8}" y="{lowest + 3.5:.1f}">{escape(text)}</text>')
+            placed.append(f'<text class="{look}" x="{self.end + 8}" y="{lowest + 3.5:.1f}">{escape(text)}</text>')
         return placed
 
     def series(self, series: Series) -> list[str]:
@@ -172,12 +105,34 @@ class _Frame:
             return []
         parts = [f'<path class="{series.look} c{series.colour}" d="{self._path(points)}"/>']
         if series.look == "dots" or len(finite) == 1:
-            for x, y in finite:
-                title = f"<title>{escape(series.name)} at step {x:,.0f}: {escape(self.written(y))}</title>"
-                parts.append(f'<circle class="dot c{series.colour}" cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="4">{title}</circle>')
+            parts += [f'<circle class="dot c{series.colour}" cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="4"/>' for x, y in finite]
         for x in [x for x, y in points if not math.isfinite(y)]:
             mark = f"<title>{escape(series.name)} is not finite at step {x:,.0f}</title>"
-            parts.append(f'<circle class="lost" cx="{self.x(min(max(x, self.x0), self.x1)):.1f}" cy="{self.top + 4}" r="4">{mark}</circle>')
+            parts.append(f'<circle class="lost" cx="{self.x(min(max(x, self.x0), self.x1)):.1f}" cy="{self.top}" r="4">{mark}</circle>')
+        return parts
+
+    def columns(self) -> list[str]:
+        """Invisible columns; under the pointer each shows a line and the values at its step."""
+        values = [{x: y for x, y in s.points if math.isfinite(y)} for s in self.plot.series]
+        steps = sorted({x for found in values for x in found})
+        kept = {x for s, found in zip(self.plot.series, values) if s.look == "dots" for x in found} if len(steps) > COLUMNS else set(steps)
+        kept |= set(steps[:: max(1, len(steps) // COLUMNS)]) | {steps[-1]}
+        if len(kept) > 3 * COLUMNS:
+            kept = set(sorted(kept)[:: len(kept) // COLUMNS])
+        parts = []
+        places = [(self.x(step), step) for step in sorted(kept)]
+        for i, (x, step) in enumerate(places):
+            start = (places[i - 1][0] + x) / 2 if i else self.left
+            stop = (x + places[i + 1][0]) / 2 if i + 1 < len(places) else self.end
+            said = [f"step {step:,.0f}"]
+            for one, found in zip(self.plot.series, values):
+                if step in found:
+                    name, _, how = one.name.partition(", ")
+                    said.append(f"{'smoothed' if how.startswith('smoothed') else name} {self.written(found[step])}")
+            hit = f'<rect class="hit" x="{start:.1f}" y="0" width="{max(stop - start, 0.1):.1f}" height="{self.height}"/>'
+            line = f'<line class="at" x1="{x:.1f}" x2="{x:.1f}" y1="{self.top}" y2="{self.base}"/>'
+            text = f'<text class="said" x="{self.end}" y="9" text-anchor="end">{escape("   ".join(said))}</text>'
+            parts.append(f'<g class="column">{hit}{line}{text}</g>')
         return parts
 
     def _path(self, points: Sequence[Point]) -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..training.folder import is_held
 
-FILES = ("resolved.yaml", "metrics.jsonl", "precision.json", "data.json", "env.json", "result.json", "config.yaml")
+FILES = ("resolved.yaml", "metrics.jsonl", "precision.json", "data.json", "env.json", "result.json", "preflight.json", "config.yaml")
 
 
 @dataclass
@@ -23,6 +24,10 @@ class RunRecord:
     data: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     result: dict[str, Any] = field(default_factory=dict)
+    preflight: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    examples: list[dict[str, Any]] = field(default_factory=list)
+    running: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     settings_text: str = ""
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -37,6 +42,19 @@ class RunRecord:
                 found.append((step, number))
         return found
 
+    def last(self, key: str) -> float | None:
+        """The last value of a metric, None where there is none that is finite."""
+        return next((v for _, v in reversed(self.curve(key)) if math.isfinite(v)), None)
+
+    def best(self, key: str) -> float | None:
+        return min((v for _, v in self.curve(key) if math.isfinite(v)), default=None)
+
+    @property
+    def status(self) -> str:
+        """done, running, failed, interrupted, or stopped: neither held by a process nor at an end that it wrote."""
+        said = self.result.get("status")
+        return str(said) if said is not None else "running" if self.running else "stopped"
+
     def setting(self, section: str, key: str) -> Any:
         part = self.settings.get(section)
         return part.get(key) if isinstance(part, dict) else None
@@ -49,10 +67,14 @@ def read_run(folder: Path) -> RunRecord:
     if not any((folder / name).is_file() for name in FILES):
         raise UsageError(f"{folder}: not a run folder: it has none of {', '.join(FILES[:4])}")
     record = RunRecord(folder)
-    for attribute, name in (("precision", "precision"), ("data", "data"), ("environment", "env"), ("result", "result")):
+    for attribute, name in (("environment", "env"), *((same, same) for same in ("precision", "data", "result", "preflight", "plan"))):
         value = _json(folder / f"{name}.json", record)
         if isinstance(value, dict):
             setattr(record, attribute, value)
+    shown = _json(folder / "examples.json", record)
+    rows = shown.get("examples") if isinstance(shown, dict) else None
+    record.examples = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    record.running = is_held(folder)
     record.metrics = _metrics(folder / "metrics.jsonl", record)
     _settings(folder / "resolved.yaml", record)
     for path in folder.glob("samples/step_*.json"):
@@ -61,6 +83,20 @@ def read_run(folder: Path) -> RunRecord:
             record.samples.append(value)
     record.samples.sort(key=lambda sample: sample["step"])
     return record
+
+
+def list_of(value: Any) -> list[Any]:
+    """What a run's file holds where a list belongs; nothing where it holds something else."""
+    return value if isinstance(value, list) else []
+
+
+def dict_of(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def rows_of(value: Any, *keys: str) -> list[dict[str, str]]:
+    """The mappings in a list, each with these keys and no others, as text; empty where one is missing."""
+    return [{key: str(one[key]) if one.get(key) is not None else "" for key in keys} for one in list_of(value) if isinstance(one, dict)]
 
 
 def _number(value: Any) -> float | None:
@@ -74,6 +110,9 @@ def _number(value: Any) -> float | None:
 
 def _text(path: Path, record: RunRecord) -> str | None:
     try:
+        if path.exists() and not path.is_file():  # reading a pipe would wait forever
+            record.damaged.append(f"{path.name}: not a file")
+            return None
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None

@@ -12,6 +12,8 @@ def plain(value: float) -> str:
     size = abs(value)
     if size == 0:
         return "0"
+    if size >= 1e7:
+        return f"{value:.2g}"
     if size >= 1000:
         return f"{value:,.0f}"
     if size < 1e-3:
@@ -32,6 +34,8 @@ def bytes_written(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.1f} s"
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,46 +1,66 @@
-"""Writes report.html: whole or not at all."""
+"""Writes report.html and report.png: each whole or not at all."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UsageError
 from .page import page
-from .record import read_run
+from .record import RunRecord, read_run
 
-REPORT = "report.html"
+REPORT, PICTURE = "report.html", "report.png"
 
 
-def write_report(run_folder: Path, out: Path | None = None) -> Path:
-    """Makes the page from the files in `run_folder` and returns its path, `run_folder/report.html` or `out`.
+@dataclass(frozen=True)
+class Written:
+    """Where the page and the picture are; `why_no_picture` says what it would need."""
 
-    Raises UsageError when the folder holds no run or the page cannot be written.
+    page: Path
+    picture: Path | None
+    why_no_picture: str | None = None
+
+
+def write_report(run_folder: Path, out: Path | None = None) -> Written:
+    """Makes both from the files in `run_folder`: report.html there, or `out`, and the picture beside it.
+
+    Raises UsageError when the folder holds no run or a file cannot be written.
     """
-    text = render(run_folder)
+    record = read_run(run_folder)
     target = out or run_folder / REPORT
+    _write(target, render(record).encode("utf-8"))
     try:
-        handle, aside = tempfile.mkstemp(dir=target.parent, prefix=".report-", suffix=".html")
-    except OSError as error:
-        raise UsageError(f"{target}: cannot be written: {error.strerror}") from None
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(aside, 0o644)
-        os.replace(aside, target)
-    except OSError as error:
-        raise UsageError(f"{target}: cannot be written: {error.strerror}") from None
-    finally:
-        Path(aside).unlink(missing_ok=True)
-    return target
+        from .picture import picture
+    except ModuleNotFoundError as error:
+        return Written(target, None, f"needs {error.name}: pip install 'isotype[train]'")
+    drawn = target.with_suffix(".png")
+    _write(drawn, picture(record))
+    return Written(target, drawn)
 
 
-def render(run_folder: Path) -> str:
+def render(record: RunRecord) -> str:
     """The page as text. Everything a run wrote is escaped; the page's own policy allows no script and no network."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
         loader=PackageLoader("isotype.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.get_template("report.html.jinja").render(page(read_run(run_folder)))
+    return environment.get_template("report.html.jinja").render(page(record)).lstrip()
+
+
+def _write(target: Path, content: bytes) -> None:
+    try:
+        handle, aside = tempfile.mkstemp(dir=target.parent, prefix=".report-", suffix=target.suffix)
+    except OSError as error:
+        raise UsageError(f"{target}: cannot be written: {error.strerror}") from None
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(aside, 0o644)
+        os.replace(aside, target)
+    except OSError as error:
+        raise UsageError(f"{target}: cannot be written: {error.strerror}") from None
+    finally:
+        Path(aside).unlink(missing_ok=True)

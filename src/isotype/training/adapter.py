@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..config.schema import AdapterSection
+from ..config.schema import AdapterSection, RunConfig
 from ..dtypes import to_torch
 from ..errors import UsageError
 from ..precision.precision import Precision
@@ -20,19 +20,11 @@ if TYPE_CHECKING:
 
 def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, seed: int) -> PeftModel:
     """A PeftModel over `model` with one trainable adapter, new or continued from `start_from`."""
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
     if section.start_from is not None:
-        if not (Path(section.start_from) / "adapter_config.json").is_file():
-            raise UsageError(f"adapter.start_from: {section.start_from} has no adapter_config.json: not a PEFT folder")
-        try:
-            return PeftModel.from_pretrained(model, section.start_from, is_trainable=True)
-        except (RuntimeError, ValueError) as error:
-            raise UsageError(
-                f"adapter.start_from: {section.start_from} does not fit this model: {str(error).splitlines()[0]}",
-                fix="take the base model it was trained on (base_model_name_or_path in its adapter_config.json)",
-            ) from error
+        return load_adapter(model, Path(section.start_from), what="adapter.start_from")
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=section.r,
@@ -51,6 +43,68 @@ def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, seed: int
         ) from error
 
 
+def check_branch(config: RunConfig, precision: Precision) -> None:
+    """Raises  UsageError for a `model.lora_branch: fp32` that would have no effect, before anything is loaded."""
+    if config.model.lora_branch == "compute":
+        return
+    why = None
+    if config.adapter.kind == "none":
+        why = "adapter.kind: none, which trains no adapter"
+    elif not config.model.optimize:
+        why = "model.optimize: false, which leaves the adapter to PEFT"
+    elif precision.compute == "fp32":
+        why = "precision.compute: fp32, which the adapter has already"
+    if why:
+        raise UsageError(f"model.lora_branch: fp32 has no effect with {why}", fix="model.lora_branch: compute")
+
+
+def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter") -> PeftModel:
+    """A saved PEFT adapter on `model`, trainable. Safetensors only: a pickle from a stranger is not opened.
+
+    Raises  UsageError when it is damaged, of another kind, or for another model; PEFT leaves weights out that find no place
+    """
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    where, weights = f"{what}: {folder}", folder / "adapter_model.safetensors"
+    if not (folder / "adapter_config.json").is_file():
+        raise UsageError(f"{where} has no adapter_config.json: not a PEFT folder")
+    if not weights.is_file():
+        pickled = (folder / "adapter_model.bin").is_file()
+        raise UsageError(
+            f"{where} has no adapter_model.safetensors" + (": adapter_model.bin is a pickle, which can run code" if pickled else ""),
+            fix="convert it where you trust it: PeftModel.from_pretrained(...).save_pretrained(FOLDER)" if pickled else None,
+        )
+    again = "get the adapter again from where it came"
+    try:
+        with safe_open(weights, framework="pt") as file:
+            saved = set(file.keys())
+        settings = PeftConfig.from_pretrained(str(folder))
+    except Exception as error:  # a config.json of any shape is read here
+        raise UsageError(f"{where} cannot be read: {type(error).__name__}: {_first_line(error)}", fix=again) from error
+    base = settings.base_model_name_or_path
+    fix = f"take the base model it was trained on ({base})" if base else "take the base model it was trained on"
+    try:
+        # low_cpu_mem_usage would leave what the file lacks on the meta device
+        loaded = PeftModel.from_pretrained(model, str(folder), config=settings, is_trainable=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{where} does not fit this model: {_first_line(error)}", fix=fix) from error
+    own = set(get_peft_model_state_dict(loaded))
+    if saved != own:
+        name = sorted(saved ^ own)[0]
+        how = f"{name} is only in the {'adapter' if name in saved else 'model'}"
+        raise UsageError(f"{where} does not fit this model: {how} ({len(saved ^ own)} such)", fix=fix)
+    return loaded
+
+
+def _first_line(error: BaseException) -> str:
+    """What it said; torch's list of shapes begins in its second line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[1 if len(lines) > 1 and lines[0].endswith(":") else 0] if lines else type(error).__name__
+
+
 def save_adapter(model: PeftModel, folder: Path, precision: Precision) -> None:
     """A plain PEFT folder in `save_adapter`'s dtype, and `precision.json`, since adapter files carry no precision metadata."""
     dtype = to_torch(precision.save_adapter)
@@ -61,11 +115,11 @@ def save_adapter(model: PeftModel, folder: Path, precision: Precision) -> None:
 
 
 def trainable_share(model: nn.Module) -> tuple[int, int]:
-    """(trainable elements, all elements); a 4-bit byte counts as the two elements it holds."""
+    """(trainable elements, all elements); a packed 4-bit weight counts as what it stands for."""
     trainable = total = 0
     for parameter in model.parameters():
-        packed = type(parameter).__name__ == "Params4bit" and parameter.dtype == torch.uint8
-        n = parameter.numel() * (2 if packed else 1)
+        state = getattr(parameter, "quant_state", None)
+        n = parameter.numel() if state is None else state.shape.numel()
         total += n
         trainable += n if parameter.requires_grad else 0
     return trainable, total

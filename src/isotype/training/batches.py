@@ -2,46 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..data.rows import IGNORED, Row
+from ..data.rows import IGNORED, LoadedData, Row, Share
 
 MULTIPLE = 8  # rows are padded to it: half-precision products prefer aligned sizes
 
 
 @dataclass(frozen=True)
 class Batch:
-    """input_ids, attention_mask, labels  int[B T]; tokens: real ones; supervised: those that a causal loss counts."""
+    """What a model is given, and what a causal loss counts.
+
+    input_ids, labels  int[B T]
+    attention_mask     int[B T]  1 for real tokens; None where rows are packed
+    tokens             real ones
+    supervised         those that a causal loss counts
+    position_ids       int[B T]  of packed rows, beginning at 0 in each document: transformers keeps documents apart by them
+    """
 
     input_ids: Tensor
-    attention_mask: Tensor
+    attention_mask: Tensor | None
     labels: Tensor
     tokens: int
     supervised: int
+    position_ids: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        ids, mask, labels = (t.to(device, non_blocking=True) for t in (self.input_ids, self.attention_mask, self.labels))
-        return Batch(ids, mask, labels, self.tokens, self.supervised)
+        ids, mask, labels, positions = (
+            None if t is None else t.to(device, non_blocking=True)
+            for t in (self.input_ids, self.attention_mask, self.labels, self.position_ids)
+        )
+        return Batch(ids, mask, labels, self.tokens, self.supervised, positions)  # type: ignore[arg-type]  # the first is never None
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What a causal model's forward takes. No cache: with one, transformers would not look at the positions."""
+        apart = {"attention_mask": self.attention_mask} if self.position_ids is None else {"position_ids": self.position_ids}
+        return {"input_ids": self.input_ids, **apart, "use_cache": False}
+
+    def as_one_row(self) -> Batch:
+        """Packed rows one after the other, as varlen attention takes them. The first label of each is masked already."""
+        assert self.position_ids is not None, "only packed rows may lie in one"
+        ids, labels, positions = (t.reshape(1, -1) for t in (self.input_ids, self.labels, self.position_ids))
+        return Batch(ids, None, labels, self.tokens, self.supervised, positions)
 
 
 def collate(rows: Sequence[Row], *, pad_id: int) -> Batch:
-    """Pads on the right to the longest row, rounded up to a multiple of 8; padding is masked and never supervised."""
+    """Pads on the right to the longest row, rounded up to a multiple of 8; padding is never supervised.
+
+    Rows of one document each get a mask. Where one is packed, all get positions instead, and padding is a document of its own.
+    """
     longest = max(len(row.input_ids) for row in rows)
     longest += -longest % MULTIPLE
     input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.long)
     labels = torch.full((len(rows), longest), IGNORED, dtype=torch.long)
     mask = torch.zeros((len(rows), longest), dtype=torch.long)
+    packed = any(row.documents for row in rows)
+    positions = torch.empty_like(mask) if packed else None
     for i, row in enumerate(rows):
         n = len(row.input_ids)
         input_ids[i, :n] = torch.tensor(row.input_ids, dtype=torch.long)
         labels[i, :n] = torch.tensor(row.labels, dtype=torch.long)
         mask[i, :n] = 1
+        if positions is not None:
+            labels[i, 0] = IGNORED
+            parts = [*(row.documents or (n,)), longest - n]
+            positions[i] = torch.cat([torch.arange(part) for part in parts])
     # the first label of a row predicts nothing: the loss looks at labels[1:]
-    return Batch(input_ids, mask, labels, int(mask.sum()), int((labels[:, 1:] != IGNORED).sum()))
+    supervised = int((labels[:, 1:] != IGNORED).sum())
+    return Batch(input_ids, None if packed else mask, labels, int(mask.sum()), supervised, positions)
 
 
 def epoch_order(rows: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
@@ -52,11 +86,59 @@ def epoch_order(rows: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]
     return torch.randperm(rows, generator=generator).tolist()
 
 
-class RowStream:
-    """Rows without end, epoch after epoch. `position` (rows handed out so far) is its whole state."""
+def mixed_order(shares: Sequence[Share], *, seed: int, epoch: int, shuffle: bool) -> list[int]:
+    """The order of one epoch of weighted sources: as many rows as there are, so many from each as its weight says.
 
-    def __init__(self, rows: Sequence[Row], *, seed: int, shuffle: bool, position: int = 0) -> None:
-        self.rows, self.seed, self.shuffle, self.position = rows, seed, shuffle, position
+    A source goes through its own rows, shuffled anew each time, from where the last epoch left it. Which source comes when is drawn, or,
+    without shuffling, spread evenly.
+    """
+    quotas = _quotas(shares)
+    queues = []
+    offset = 0
+    for k, (share, quota) in enumerate(zip(shares, quotas)):
+        begin = epoch * quota
+        passes = {
+            n: epoch_order(share.rows, seed=seed * 1009 + k + 1, epoch=n, shuffle=shuffle)
+            for n in range(begin // share.rows, (begin + quota - 1) // share.rows + 1)
+        }
+        queues.append(iter([offset + passes[at // share.rows][at % share.rows] for at in range(begin, begin + quota)]))
+        offset += share.rows
+    if shuffle:
+        turns = [k for k, quota in enumerate(quotas) for _ in range(quota)]
+        turns = [turns[i] for i in epoch_order(len(turns), seed=seed, epoch=epoch, shuffle=True)]
+    else:
+        turns = [k for _, k in sorted(((i + 0.5) / quota, k) for k, quota in enumerate(quotas) for i in range(quota))]
+    return [next(queues[k]) for k in turns]
+
+
+def _quotas(shares: Sequence[Share]) -> list[int]:
+    """Rows of each source in an epoch, in all as many as there are; what is left by rounding down goes to the largest remainders."""
+    rows, weight = sum(s.rows for s in shares), sum(s.weight for s in shares)
+    exact = [rows * s.weight / weight for s in shares]
+    quotas = [int(q) for q in exact]
+    for k in sorted(range(len(shares)), key=lambda k: quotas[k] - exact[k])[: rows - sum(quotas)]:
+        quotas[k] += 1
+    return quotas
+
+
+class RowFeed(Protocol):
+    """Training rows without end. `state` is all that makes it go on as if never stopped."""
+
+    def take(self, count: int) -> list[Row]: ...
+
+    @property
+    def epochs(self) -> float: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class RowStream:
+    """Rows that are all there, epoch after epoch. `position` (rows handed out so far) is its whole state."""
+
+    def __init__(self, rows: Sequence[Row], *, seed: int, shuffle: bool, position: int = 0, shares: Sequence[Share] = ()) -> None:
+        self.rows, self.seed, self.shuffle, self.position, self.shares = rows, seed, shuffle, position, shares
         self._epoch, self._order = -1, list[int]()
 
     def take(self, count: int) -> list[Row]:
@@ -64,11 +146,32 @@ class RowStream:
         for _ in range(count):
             epoch, index = divmod(self.position, len(self.rows))
             if epoch != self._epoch:
-                self._epoch, self._order = epoch, epoch_order(len(self.rows), seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+                self._epoch, self._order = epoch, self._order_of(epoch)
             taken.append(self.rows[self._order[index]])
             self.position += 1
         return taken
 
+    def _order_of(self, epoch: int) -> list[int]:
+        if self.shares:
+            return mixed_order(self.shares, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+        return epoch_order(len(self.rows), seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+
     @property
     def epochs(self) -> float:
         return self.position / len(self.rows)
+
+    def state(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        position = int(state["position"])
+        if position < 0:
+            raise ValueError(f"position {position} of the data")
+        self.position = position
+
+
+def row_feed(data: LoadedData, *, seed: int, shuffle: bool) -> RowFeed:
+    """The training rows of a run in the order it sees them."""
+    if data.stream is not None:
+        return data.stream
+    return RowStream(data.train, seed=seed, shuffle=shuffle, shares=data.shares)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..data.rows import Row
+from ..data.rows import Row, row_lengths
 from .batches import collate
 from .loss import batch_loss_sum
 
@@ -39,11 +39,12 @@ def evaluate(
     model: nn.Module, rows: Sequence[Row], *, batch_size: int, pad_id: int, device: torch.device, loss_dtype: str = "fp32"
 ) -> Evaluation:
     """Rows are taken by length, so that little is padding; sums are kept in fp64."""
-    by_length = sorted(rows, key=lambda row: len(row.input_ids))
+    lengths = row_lengths(rows)
+    by_length = sorted(range(len(rows)), key=lambda i: lengths[i])
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     with evaluation_mode(model):
         for start in range(0, len(by_length), batch_size):
-            batch = collate(by_length[start : start + batch_size], pad_id=pad_id).to(device)
+            batch = collate([rows[i] for i in by_length[start : start + batch_size]], pad_id=pad_id).to(device)
             total += batch_loss_sum(model, batch, dtype=loss_dtype).double().cpu()
             tokens += batch.supervised
     return Evaluation(float(total) / max(1, tokens), tokens)

@@ -77,6 +77,9 @@ def _take_best(loop: Loop) -> int:
     """With early stopping the best weights are the result; returns their step."""
     best = loop.store.best
     if best is not None and best != loop.progress.step:
+        if (reason := loop.store.fault(best)) is not None:
+            loop.console.say(f"warning   the best checkpoint, step_{best}, is damaged ({reason}): the result is the last step's weights")
+            return loop.progress.step
         restore_model(loop.model, loop.store.load(best).tensors)
         loop.console.say(f"taking the weights of step {best}, the best evaluation")
         return best

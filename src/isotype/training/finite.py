@@ -11,6 +11,7 @@ from ..errors import RunError
 from ..precision.apply import inner_model
 from ..precision.observe import floating_tensors
 from .batches import Batch
+from .loss import takes_one_row
 
 
 def first_non_finite_module(model: nn.Module, batch: Batch) -> str | None:
@@ -29,7 +30,7 @@ def first_non_finite_module(model: nn.Module, batch: Batch) -> str | None:
     hooks = [m.register_forward_hook(hook(n or type(inner).__name__)) for n, m in inner.named_modules()]
     try:
         with torch.no_grad():
-            model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+            model(**(batch.as_one_row() if batch.position_ids is not None and takes_one_row(model) else batch).inputs)
     finally:
         for h in hooks:
             h.remove()
@@ -38,6 +39,15 @@ def first_non_finite_module(model: nn.Module, batch: Batch) -> str | None:
 
 def non_finite_parameters(model: nn.Module) -> list[str]:
     return [n for n, p in model.named_parameters() if p.is_floating_point() and not bool(p.isfinite().all())]
+
+
+def first_non_finite_trained(model: nn.Module) -> str | None:
+    """The first trained parameter that is not finite; waits for the device once."""
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        return None
+    finite = torch.stack([p.detach().isfinite().all() for p in trained.values()]).tolist()
+    return next((name for name, good in zip(trained, finite) if not good), None)
 
 
 def non_finite_gradients(model: nn.Module, gradient: Callable[[nn.Parameter], Tensor | None]) -> list[str]:

@@ -7,12 +7,15 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folder import write_text
 from ..config.schema import RunConfig
+from ..config.sources import first_name
 from ..errors import UsageError
+from .strangers import refuse_foreign_entries
 
 RESOLVED = "resolved.yaml"
 
@@ -22,8 +25,7 @@ def name_of(config: RunConfig) -> str:
     model = config.model.name or str(
         (config.model.config or {}).get("model_type", "model") if isinstance(config.model.config, dict) else "model"
     )
-    data = config.data.train if isinstance(config.data.train, str) else (config.data.train or ["data"])[0]
-    parts = [Path(model).name, Path(data).stem, time.strftime("%Y%m%d-%H%M%S")]
+    parts = [Path(model).name, Path(first_name(config.data.train)).stem, time.strftime("%Y%m%d-%H%M%S")]
     return "-".join("".join(c if c.isalnum() or c in "._" else "-" for c in part) for part in parts)
 
 
@@ -50,17 +52,57 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Holds the folder for this process. Raises UsageError when another run has it or it cannot be written."""
+        """Holds the folder for this process. Raises UsageError when another run has it, it cannot be written, or links lead out of it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            refuse_foreign_entries(self.path)
             lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise UsageError(f"run.folder: {self.path}: {error.strerror}", fix="give a folder that can be written: --out FOLDER") from None
+        except UsageError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            said = getattr(error, "strerror", None) or error
+            raise UsageError(
+                f"run.folder: {str(self.path)[:200]!r}: {said}", fix="give a folder that can be written: --out FOLDER"
+            ) from None
         try:
             _lock(lock, self.path)
             yield
         finally:
             os.close(lock)  # which also lets the lock go, as a kill does
+
+
+def require_run(path: Path) -> Path:
+    """The folder, if it holds a run. Raises  UsageError naming a run beside it that is spelt nearly so."""
+    if (path / RESOLVED).is_file():
+        return path
+    beside = [p.parent.name for p in path.parent.glob(f"*/{RESOLVED}")] if path.parent.is_dir() else []
+    inside = sorted(p.parent for p in path.glob(f"*/{RESOLVED}")) if path.is_dir() else []
+    near = get_close_matches(path.name, beside, n=1)
+    if not path.exists():
+        what = "no such folder"
+    elif inside:
+        what = f"holds runs, but is none: {', '.join(str(run) for run in inside[:4])}"
+    else:
+        what = f"no {RESOLVED} there: not a run folder, or a run that stopped before its first step"
+    fix = f"did you mean {path.parent / near[0]}?" if near else f"isotype ls {path.parent if path.parent.is_dir() else '.'} lists the runs"
+    raise UsageError(f"{path}: {what}", fix=None if inside else fix)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process trains in this folder now. The look itself takes the lock for some microseconds."""
+    try:
+        import fcntl
+
+        handle = os.open(path / ".lock", os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name is not waited for
+    except (ImportError, OSError):
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
 
 
 def _lock(handle: int, path: Path) -> None:

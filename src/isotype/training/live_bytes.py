@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,19 +14,24 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """While active, `now` is what the tensors made within it hold, `peak` the most they held.
 
-    Storages are counted once however many views they have. Scratch space inside an operator is not seen.
+    device_type  only tensors there are counted
+    scratch      operator -> what it takes besides its results, from its arguments; other operators are taken to need nothing
+    Storages are counted once however many views they have.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cpu", scratch: Mapping[Any, Callable[..., int]] | None = None) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self.device_type, self.scratch = device_type, scratch or {}
         self._alive: dict[int, int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == self.device_type:
                 self._count(leaf)
+        if function in self.scratch:
+            self.peak = max(self.peak, self.now + self.scratch[function](*args, **(kwargs or {})))
         return result
 
     def _count(self, tensor: torch.Tensor) -> None:

@@ -28,17 +28,20 @@ from ..data.rows import Row, SamplePrompt
 from ..errors import RunError
 from ..precision.observe import Observer
 from ..precision.resolve import Resolved
-from .batches import Batch, RowStream, collate
+from .batches import Batch, RowFeed, collate
 from .console import Pace, RunConsole
 from .evaluate import evaluate
+from .finite import first_non_finite_trained
 from .flops import StepFlops
 from .folder import RunFolder
 from .interrupt import Interrupt
+from .loss_scale import LossScale
 from .memory import peak_memory
 from .metrics import Metrics
 from .sample import sample
 from .schedule import learning_rate
 from .step import Stepper
+from .trackers.trackers import Trackers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,6 +58,16 @@ class Progress:
     without_gain: int = 0
     trained_seconds: float = 0.0
     tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises  TypeError for what no run writes: the values come from a file."""
+        for name in ("step", "position", "without_gain", "tokens"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
+                raise TypeError(f"progress.{name} is {getattr(self, name)!r}")
+        if not isinstance(self.best_loss, float) or not isinstance(self.trained_seconds, float | int):
+            raise TypeError(f"progress.best_loss is {self.best_loss!r}, progress.trained_seconds {self.trained_seconds!r}")
+        if self.best_step is not None and type(self.best_step) is not int:
+            raise TypeError(f"progress.best_step is {self.best_step!r}")
 
 
 @dataclass
@@ -88,7 +101,7 @@ class Loop:
     tokenizer: PreTrainedTokenizerBase
     stepper: Stepper
     observer: Observer
-    stream: RowStream
+    stream: RowFeed
     eval_rows: Sequence[Row]
     prompts: Sequence[SamplePrompt]
     plan: Plan
@@ -98,8 +111,10 @@ class Loop:
     device: torch.device
     flops: StepFlops
     peak_flops: float | None
+    trackers: Trackers = field(default_factory=Trackers)
     progress: Progress = field(default_factory=Progress)
     observed: list[dict[str, Any]] = field(default_factory=list)
+    saved_step: int | None = None
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.folder.metrics)
@@ -119,7 +134,7 @@ class Loop:
                     saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
                 )
             except RunError as error:
-                raise self._with_last_good(error) from error
+                raise self.with_last_good(error) from error
             if interrupt.asked and step < self.plan.total:
                 self.console.settle()
                 self.save()
@@ -143,7 +158,8 @@ class Loop:
         else:
             result, promotions = self.stepper(batches, step=step, learning_rate=rate, watch_changes=logging), None
         seconds = self.pace.lap()
-        self.progress.step, self.progress.position = step, self.stream.position
+        self.progress.step = step
+        self.progress.position += sum(len(batch.input_ids) for batch in batches)
         self.progress.trained_seconds += seconds
         self.progress.tokens += result.tokens
         if not logging:
@@ -168,7 +184,7 @@ class Loop:
             "overflow": result.overflow or None,
             "loss_scale": self.stepper.loss_scale.scale if self.stepper.loss_scale else None,
         }
-        self.metrics.write(**row)
+        self._write(row)
         self.console.progress(step, self.plan.total, row | {"grad_norm": result.gradient_norm}, self.pace.eta(self.plan.total - step))
 
     def _observed_step(self, batches: list[Batch], step: int, rate: float) -> tuple[Any, int]:
@@ -206,6 +222,10 @@ class Loop:
             },
         )
 
+    def _write(self, row: dict[str, Any]) -> None:
+        self.metrics.write(**row)
+        self.trackers.row(row)
+
     def _between(self, *, evaluating: bool, sampling: bool, saving: bool) -> bool:
         """Evaluation, samples and checkpoint after a step; True when it is time to stop early."""
         best = stop = False
@@ -237,7 +257,7 @@ class Loop:
             progress.best_loss, progress.best_step, progress.without_gain = result.loss, progress.step, 0
         else:
             progress.without_gain += 1
-        self.metrics.write(step=progress.step, event="evaluation", eval_loss=result.loss, eval_tokens=result.tokens)
+        self._write({"step": progress.step, "event": "evaluation", "eval_loss": result.loss, "eval_tokens": result.tokens})
         self.console.settle()
         self.console.say(
             f"step {progress.step}/{self.plan.total}  evaluation loss {result.loss:.4f}{' (best)' if best and progress.step else ''}"
@@ -252,36 +272,55 @@ class Loop:
         self.folder.samples.mkdir(exist_ok=True)
         step = self.progress.step
         self.folder.write_json(f"samples/step_{step}.json", {"step": step, "samples": [s.as_json() for s in samples]})
+        self.trackers.samples(step, samples)
         self.console.settle()
         self.console.samples(step, samples)
 
     def save(self, *, best: bool = False) -> None:
-        if self.store.path(self.progress.step).is_dir() and not best:
+        """Raises  RunError NF001 rather than make a bad state the newest checkpoint; CK001 when the disk refuses."""
+        if self.saved_step == self.progress.step and not best:
             return
+        if bad := first_non_finite_trained(self.model):
+            raise RunError(
+                f"step {self.progress.step}: parameter {bad} is not finite after the update: not saved", code="NF001",
+                fix="lower train.learning_rate, or set train.clip, and resume",
+            )  # fmt: skip
+        self.metrics.sync()
         random_tensors, random_json = random_state()
         optimizer, plain = optimizer_tensors(self.model, self.stepper.optimizer)
         state = {
             "progress": asdict(self.progress),
+            "stream": self.stream.state(),
             "random": random_json,
             "optimizer": plain,
             "loss_scale": asdict(self.stepper.loss_scale) if self.stepper.loss_scale else None,
             "precision": str(self.resolved.precision),
         }
         self.store.save(Checkpoint(self.progress.step, {**trainable_tensors(self.model), **optimizer, **random_tensors}, state), best=best)
+        self.saved_step = self.progress.step
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Puts everything back as it was after `checkpoint.step`."""
         state = checkpoint.state
         restore_model(self.model, checkpoint.tensors)
-        restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
-        restore_random_state(checkpoint.tensors, state["random"])
-        self.progress = Progress(**state["progress"])
-        self.stream.position = self.progress.position
-        if self.stepper.loss_scale and state["loss_scale"]:
-            self.stepper.loss_scale.scale, self.stepper.loss_scale.quiet = state["loss_scale"]["scale"], state["loss_scale"]["quiet"]
+        try:
+            restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
+            restore_random_state(checkpoint.tensors, state["random"])
+            self.progress = Progress(**state["progress"])
+            self.stream.restore(state["stream"])
+            if self.stepper.loss_scale and state["loss_scale"]:
+                self.stepper.loss_scale = LossScale(float(state["loss_scale"]["scale"]), int(state["loss_scale"]["quiet"]))
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+            where = self.store.path(checkpoint.step)
+            raise RunError(
+                f"checkpoint {where}: whole, but not a state of this run: {type(error).__name__}: {error}", code="CK002",
+                fix=f"remove {where} and resume: the one before is taken",
+            ) from error  # fmt: skip
+        self.saved_step = checkpoint.step
         self.metrics.cut_after(checkpoint.step)
 
-    def _with_last_good(self, error: RunError) -> RunError:
+    def with_last_good(self, error: RunError) -> RunError:
+        """The error, and where the run can go on from."""
         step, _ = self.store.newest_whole()
         good = f"last good checkpoint: {self.store.path(step)}" if step is not None else "there is no checkpoint yet"
         return RunError(f"{error.message}\n  saved     {good}", code=error.code, fix=error.fix)

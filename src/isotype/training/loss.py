@@ -19,8 +19,15 @@ def batch_loss_sum(model: nn.Module, batch: Batch, *, dtype: str = "fp32") -> Te
     An optimized head hands out deferred logits here, so the logits are never held. Only fp32 losses do that: the fused loss is fp32 inside.
     """
     with deferring() if dtype == "fp32" else nullcontext():
-        logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        if batch.position_ids is not None and takes_one_row(model):
+            batch = batch.as_one_row()
+        logits = model(**batch.inputs).logits
         return token_loss_sum(logits, batch.labels, dtype=dtype)
+
+
+def takes_one_row(model: nn.Module) -> bool:
+    """Whether packed rows must lie in one row to be kept apart: FlashAttention's varlen path looks at positions of a single row only."""
+    return "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
 
 
 def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor, *, dtype: str = "fp32") -> Tensor:
@@ -33,4 +40,5 @@ def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor, *, dtype: str = "fp32"
     """
     # the labels move, not the logits: those would be copied, and deferred ones made real
     targets_N = F.pad(labels_BT[:, 1:], (0, 1), value=IGNORED).flatten()
-    return F.cross_entropy(logits_BTV.flatten(0, 1).to(to_torch(dtype)), targets_N, ignore_index=IGNORED, reduction="sum")
+    logits_NV = logits_BTV.reshape(-1, logits_BTV.shape[-1])  # deferred logits stay deferred through a reshape
+    return F.cross_entropy(logits_NV.to(to_torch(dtype)), targets_N, ignore_index=IGNORED, reduction="sum")

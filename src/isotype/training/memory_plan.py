@@ -9,7 +9,7 @@ blocks, as glibc does, sits above it.
 from __future__ import annotations
 
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..config.schema import RunConfig, TrainSection
 from ..dtypes import to_torch
 from ..errors import UsageError
+from ..ops.backend import using
+from ..ops.linear_cross_entropy.scratch import scratch as head_scratch
+from ..optimize import optimize
 from ..precision.accumulate import GradientAccumulator
-from ..precision.apply import apply_precision
+from ..precision.apply import apply_precision, generating
 from ..precision.precision import Precision
+from ..precision.quantised_base import of_config
 from .adapter import attach_adapter
 from .batches import MULTIPLE, Batch
+from .checkpointing import Checkpointing, apply_checkpointing
+from .evaluate import evaluation_mode
 from .live_bytes import LiveBytes
+from .loss import batch_loss_sum
+from .model import require_bitsandbytes
 from .optimizer import build_optimizer
+from .pauses import Pauses
+from .quantised_outline import quantise_outline, scales_of, scratch, take_scales
 from .step import Stepper
 
 if TYPE_CHECKING:
@@ -34,8 +44,6 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig
 
-# nf4 with double quantisation: half a byte an element, a byte for every 64, 4 bytes for every 256 of those. Source: Dettmers et al. 2023
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 BLOCK_8BIT, SMALLEST_8BIT = 256, 4096  # bitsandbytes: 8-bit states have a scale every 256 elements, and small tensors keep fp32 states
 
 
@@ -46,6 +54,7 @@ class MemoryPlan:
     activations   alive at the end of a forward pass: saved for backward, and the logits
     working       what the loss and backward add to that at their worst
     update        what the optimizer step adds to what is held
+    evaluation    what an evaluation adds; `sampling` a generated answer with its cache, None where that could not be simulated
     not_simulated why activations, working and update are unknown, or None
     """
 
@@ -56,6 +65,8 @@ class MemoryPlan:
     activations: int = 0
     working: int = 0
     update: int = 0
+    evaluation: int = 0
+    sampling: int | None = 0
     peak: int = 0
     rows: int = 0
     length: int = 0
@@ -98,27 +109,45 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
         )
         base.config.use_cache = False
         total = sum(p.numel() for p in base.parameters())
-        if config.train.gradient_checkpointing:
-            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if precision.base == "nf4" and not every_weight:
-            _quantise(base, to_torch(precision.compute))
+            require_bitsandbytes()
+            before = of_config(architecture)
+            quantise_outline(base, to_torch(precision.compute), double=before is None or bool(before.double))
         model: nn.Module = base if every_weight else _with_adapter(base, config)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if config.model.optimize:
+        _give_angles(base)
+        optimize(model, precision, device_type=device_type, lora_branch=config.model.lora_branch)
     apply_precision(model, precision, device_type=device_type)
     model.train()
     return Outline(model, trainable, total + (0 if every_weight else trainable))
 
 
-def plan_memory(made: Outline, train: TrainSection, precision: Precision, *, length: int, device_type: str = "cpu") -> MemoryPlan:
-    """What one optimizer step on `train.batch_size` rows of `length` tokens takes.
+def plan_memory(
+    made: Outline,
+    train: TrainSection,
+    precision: Precision,
+    *,
+    length: int,
+    checkpointing: Checkpointing,
+    device_type: str = "cpu",
+    packing: bool = False,
+    pauses: Pauses | None = None,
+) -> MemoryPlan:
+    """What one optimizer step on `train.batch_size` rows of `length` tokens takes; the same outline may be planned again otherwise.
 
-    made    from `outline`; its parameters become fake ones here, so it serves once
-    length  tokens of the longest row
+    made     from `outline`; its parameters become fake ones here
+    length   tokens of the longest row
+    packing  rows are packed: attention gets a mask of every document instead of the causal one it makes itself
+    pauses   the evaluations and samples between steps
     """
     length += -length % MULTIPLE
     held = _held(made.model, train, precision)
+    apply_checkpointing(made.model, checkpointing)
     try:
-        return _simulated(made.model, train, precision, length=length, device_type=device_type, held=held)
+        return _simulated(
+            made.model, train, precision, length=length, device_type=device_type, held=held, packing=packing, pauses=pauses or Pauses()
+        )
     except UsageError:
         raise
     except Exception as error:
@@ -132,7 +161,7 @@ def _held(model: nn.Module, train: TrainSection, precision: Precision) -> Memory
     trained = [p for p in parameters if p.requires_grad]
     elements = sum(p.numel() for p in trained)
     return MemoryPlan(
-        frozen=sum(_bytes(p) for p in parameters if not p.requires_grad),
+        frozen=sum(_bytes(t) for p in parameters if not p.requires_grad for t in (p, *scales_of(p))),
         trained=sum(_bytes(p) for p in trained),
         gradients=elements * to_torch(precision.grads).itemsize,
         optimizer=sum(optimizer_bytes(p.numel(), train, precision) for p in trained),
@@ -151,17 +180,28 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _simulated(
-    model: nn.Module, train: TrainSection, precision: Precision, *, length: int, device_type: str, held: MemoryPlan
+    model: nn.Module,
+    train: TrainSection,
+    precision: Precision,
+    *,
+    length: int,
+    device_type: str,
+    held: MemoryPlan,
+    packing: bool,
+    pauses: Pauses,
 ) -> MemoryPlan:
-    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live, _quiet():
+    live = LiveBytes(device_type, {**scratch(), **head_scratch()})
+    # on a CPU without a compiler the ops are plain PyTorch, and take more; elsewhere there are kernels
+    kernels = nullcontext() if device_type == "cpu" else using("cpp")
+    with FakeTensorMode(allow_non_fake_inputs=True), live, _quiet(), kernels:
         _make_fake(model, torch.device(device_type))
         accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
         plain = train.model_copy(update={"optimizer": "adamw"}) if train.optimizer == "adamw8bit" else train
         optimizer = build_optimizer(model, plain, precision, accumulator.gradient)
         stepper = Stepper(model, optimizer, accumulator, precision, train)
-        batch = _batch(train.batch_size, length, torch.device(device_type))
+        batch = _batch(train.batch_size, length, torch.device(device_type), packing=packing)
         after_forward: list[int] = []
-        model.register_forward_hook(lambda *_: after_forward.append(live.now))
+        counting = model.register_forward_hook(lambda *_: after_forward.append(live.now))
 
         # the first step makes the optimizer's states, so the second is the one that counts
         stepper.accumulate([batch])
@@ -184,15 +224,48 @@ def _simulated(
         if not states:
             optimizer.step()
         peak, update = max(peak_step, live.peak), live.peak - before_update
+        counting.remove()
+        accumulator.zero()
+        evaluation = _evaluation(model, live, pauses, precision, torch.device(device_type), packing=packing)
+        sampling = _sampling(model, live, pauses.sample_length, torch.device(device_type))
+        between = live.now + max(evaluation, sampling or 0)
+        accumulator.close()
     return replace(
         held,
         activations=max(0, forward_end - before - gradients),
         working=max(0, peak_step - forward_end),
         update=update,
-        peak=peak,
+        evaluation=evaluation,
+        sampling=sampling,
+        peak=max(peak, between),
         rows=train.batch_size,
         length=length,
     )
+
+
+def _evaluation(model: nn.Module, live: LiveBytes, pauses: Pauses, precision: Precision, device: torch.device, *, packing: bool) -> int:
+    if not pauses.eval_rows:
+        return 0
+    live.restart_peak()
+    before, length = live.now, pauses.eval_length + -pauses.eval_length % MULTIPLE
+    with evaluation_mode(model):
+        batch_loss_sum(model, _batch(pauses.eval_rows, length, device, packing=packing), dtype=precision.loss)
+    return live.peak - before
+
+
+def _sampling(model: Any, live: LiveBytes, length: int, device: torch.device) -> int | None:
+    """The pass over a prompt as long as it will be with its answer: at its end the cache is as large as it gets."""
+    if not length:
+        return 0
+    live.restart_peak()
+    before, ids = live.now, torch.empty(1, length, dtype=torch.long, device=device)
+    try:
+        with evaluation_mode(model), generating(model):
+            kept = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+            del kept
+    except Exception:  # a model without a cache, or one whose cache looks at values; the step's plan stands
+        return None
+    return live.peak - before
 
 
 def _make_fake(model: nn.Module, device: torch.device) -> None:
@@ -204,15 +277,17 @@ def _make_fake(model: nn.Module, device: torch.device) -> None:
                 if id(parameter) not in memo:
                     data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                     memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                    take_scales(memo[id(parameter)], parameter, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
                 module._parameters[name] = memo[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
 
 
-def _batch(rows: int, length: int, device: torch.device) -> Batch:
+def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Batch:
     ids_BT, mask_BT, labels_BT = (torch.empty(rows, length, dtype=torch.long, device=device) for _ in range(3))
-    return Batch(ids_BT, mask_BT, labels_BT, rows * length, rows * (length - 1))
+    mask, positions = (None, mask_BT) if packing else (mask_BT, None)
+    return Batch(ids_BT, mask, labels_BT, rows * length, rows * (length - 1), positions)
 
 
 def _with_adapter(base: Any, config: RunConfig) -> nn.Module:
@@ -226,39 +301,12 @@ def _with_adapter(base: Any, config: RunConfig) -> nn.Module:
         raise UsageError(f"adapter.start_from: {config.adapter.start_from}: {str(error).splitlines()[0]}") from None
 
 
-class _Nf4Weight(nn.Linear):
-    """Stands for bitsandbytes' Linear4bit: holds its bytes, and widens the weight for each product as it does."""
-
-    def __init__(self, linear: nn.Linear, compute: torch.dtype) -> None:
-        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta", dtype=compute)
-        packed = torch.empty(int(linear.weight.numel() * NF4_BYTES), dtype=torch.uint8, device="meta")
-        self.weight = nn.Parameter(packed, requires_grad=False)
-        self.compute = compute
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = _Nf4Product.apply(x.to(self.compute), self.weight, self.out_features)
-        return out if self.bias is None else out + self.bias
-
-
-class _Nf4Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, out_features: int) -> Tensor:
-        ctx.save_for_backward(packed)
-        ctx.shape, ctx.dtype = (out_features, x.shape[-1]), x.dtype
-        return x @ torch.empty(ctx.shape, dtype=x.dtype, device=x.device).t()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (packed,) = ctx.saved_tensors
-        return dy.to(ctx.dtype) @ torch.empty(ctx.shape, dtype=ctx.dtype, device=packed.device), None, None
-
-
-def _quantise(model: Any, compute: torch.dtype) -> None:
-    head = model.get_output_embeddings()
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and child is not head:
-                setattr(parent, name, _Nf4Weight(child, compute))
+def _give_angles(model: nn.Module) -> None:
+    """`optimize` runs the rotary module to see how its tables repeat: its frequencies need values, any that differ."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name.endswith("inv_freq"):
+                module._buffers[name] = torch.linspace(1.0, 0.1, buffer.numel()).view(buffer.shape)
 
 
 @contextmanager

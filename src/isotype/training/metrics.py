@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ class Metrics:
         with self.file.open("a", encoding="utf-8") as f:
             f.write(json.dumps({k: v for k, v in facts.items() if v is not None}) + "\n")
 
+    def sync(self) -> None:
+        """Onto the disk: a checkpoint must not outlive the lines before it when the power goes."""
+        if self.file.is_file():
+            with self.file.open("rb") as f:
+                os.fsync(f.fileno())
+
     def read(self) -> list[dict[str, Any]]:
         if not self.file.is_file():
             return []
@@ -34,5 +41,5 @@ class Metrics:
 
     def cut_after(self, step: int) -> None:
         """Forgets what happened after `step`: it will happen again."""
-        kept = [row for row in self.read() if row.get("step", 0) <= step]
+        kept = [row for row in self.read() if isinstance(row.get("step"), int) and row["step"] <= step]
         write_text(self.file, "".join(json.dumps(row) + "\n" for row in kept))

@@ -17,6 +17,7 @@ from ..config.schema import ModelSection
 from ..dtypes import to_torch
 from ..errors import UsageError
 from ..precision.precision import Precision
+from ..precision.quantised_base import check_base, of_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,9 +68,10 @@ def base_source(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, fo
     return Source(str(folder))
 
 
-def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase | None) -> PretrainedConfig:
     """The configuration of the model that a run would load or build, without its weights."""
     if section.init == "random":
+        assert tokenizer is not None, "a random model takes its vocabulary from the tokenizer"
         return _random_config(section, tokenizer)
     assert section.name is not None, "the command line asks for a model before anything is loaded"
     with _explained(section.name, "model"):
@@ -81,9 +83,12 @@ def load_base(source: Source, precision: Precision, *, attention: str, device: t
     if attention in ("flash", "flex") and device.type == "cpu":
         raise UsageError(f"model.attention: {attention} trains on a GPU only, and this run is on the CPU", fix="model.attention: sdpa")
     dtype = precision.trainable if trainable else precision.unquantised
+    # transformers would load it as it came, whatever is asked for
+    quantised_before = bool(base_notes(source, precision))
     options: dict[str, Any] = {"attn_implementation": ATTENTION[attention], "dtype": to_torch(dtype)}
     if precision.base == "nf4" and not trainable:
-        options["quantization_config"] = _nf4(precision)
+        if not quantised_before:
+            options["quantization_config"] = _nf4(precision)
         options["device_map"] = {"": device}
     with _explained(source.name, "model"):
         model, loaded = AutoModelForCausalLM.from_pretrained(
@@ -100,6 +105,13 @@ def load_base(source: Source, precision: Precision, *, attention: str, device: t
     return model
 
 
+def base_notes(source: Source, precision: Precision) -> list[str]:
+    """What to say of a base that was quantised before it was saved. Raises UsageError for one that the precision does not declare."""
+    with _explained(source.name, "model"):
+        architecture = AutoConfig.from_pretrained(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
+    return check_base(of_config(architecture), precision, source.name)
+
+
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises  UsageError when the tokenizer knows more tokens than the model has embeddings for."""
     rows = model.get_input_embeddings().weight.shape[0]
@@ -111,11 +123,16 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         )
 
 
-def _nf4(precision: Precision) -> Any:
+def require_bitsandbytes() -> None:
+    """Raises  UsageError with the command that installs it."""
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
         raise UsageError("precision.base: nf4 needs bitsandbytes", fix="pip install 'isotype[quant]'") from None
+
+
+def _nf4(precision: Precision) -> Any:
+    require_bitsandbytes()
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(
@@ -157,9 +174,9 @@ def _explained(name: str, what: str) -> Iterator[None]:
     """Turns what transformers and the hub raise into one line with a fix; the original stays attached."""
     try:
         yield
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, UsageError):
-            raise
+    except (UsageError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # files of strangers: a list where an object belongs surfaces as TypeError, AttributeError, anything
         raise _explain(name, what, error) from error
 
 
@@ -179,7 +196,9 @@ def _explain(name: str, what: str, error: BaseException) -> UsageError:
             return UsageError(
                 f"{what} {name}: no config.json there ({kept or 'an empty folder'})", fix="give the folder of a saved Hugging Face model"
             )
-        return UsageError(f"{what} {name}: {_first_line(error)}")
+        return _damaged(name, what, error)
+    if "custom code" in text:
+        return _damaged(name, what, error)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         return UsageError(f"{what} {name}: no such folder")
     if "GatedRepoError" in kinds or "gated" in text.lower():
@@ -203,6 +222,36 @@ def _explain(name: str, what: str, error: BaseException) -> UsageError:
             f"{what} {name}: not in the local cache, and the hub cannot be reached", fix="check the network, or give a local folder"
         )
     return UsageError(f"{what} {name}: {_first_line(error)}")
+
+
+_AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
+
+
+def _damaged(name: str, what: str, error: BaseException) -> UsageError:
+    """A folder that is there and does not load: which of its files, and what to do."""
+    text = str(error)
+    if "custom code" in text:
+        return UsageError(f"{what} {name}: it brings its own code, which is not run", fix="if you trust it: model.trust_remote_code: true")
+    if type(error).__name__ == "UnpicklingError":
+        return UsageError(
+            f"{what} {name}: its weights are a pickle with more in it than tensors: not opened", fix="a copy with model.safetensors"
+        )
+    if "ignore_mismatched_sizes" in text:
+        return UsageError(f"{what} {name}: config.json and the weights do not have the same sizes", fix=_AGAIN)
+    if "Error no file named" in text:
+        return UsageError(f"{what} {name}: it has no weights (model.safetensors)", fix=_AGAIN)
+    if "backend tokenizer" in text:
+        there = ", ".join(sorted(p.name for p in Path(name).iterdir())[:6])
+        return UsageError(f"{what} {name}: it has no tokenizer.json ({there})", fix="model.tokenizer: the folder that has it")
+    said = _first_line(error)
+    said = (
+        said
+        if isinstance(error, OSError | ValueError | RuntimeError | SafetensorError | ImportError)
+        else f"{type(error).__name__}: {said}"
+    )
+    if isinstance(error, SafetensorError):
+        said = f"its weights are damaged: {said}"
+    return UsageError(f"{what} {name}: {said}", fix=_AGAIN)
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..config.load import LoadedConfig
 from ..config.schema import RunConfig
+from ..data.facts import source_lines
 from ..data.load import load_data
-from ..data.rows import Row
+from ..data.prompts import prompts_from
+from ..data.rows import LoadedData, row_lengths
 from ..hardware import Hardware, detect
+from ..precision.quantised_base import check_base, check_share, of_config
 from ..precision.resolve import Resolved
+from .adapter import check_branch
+from .auto_checkpointing import auto_checkpointing
+from .checkpointing import AUTO, NONE, Checkpointing, as_configured, check_settings, checkpointable
 from .loop import Plan as Schedule
-from .memory import peak_memory
+from .memory import peak_memory, shown
 from .memory_plan import MemoryPlan, outline, plan_memory
 from .model import check_vocabulary, load_architecture, load_tokenizer
+from .pauses import Pauses
+from .quiet import quiet_libraries
 from .schedule import learning_rate, warmup_steps
 from .setup import resolve_precision
-
-GiB, MiB = 1 << 30, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +41,7 @@ class Plan:
     data: dict[str, Any]
     schedule: dict[str, Any]
     memory: MemoryPlan
+    checkpointing: Checkpointing
     process: int = 0
     notes: Sequence[str] = field(default=())
 
@@ -56,6 +62,7 @@ class Plan:
             "parameters": {"architecture": self.architecture, "trainable": self.trainable, "total": self.total},
             "data": self.data,
             "schedule": self.schedule,
+            "checkpointing": {**self.checkpointing.as_settings(), "of": self.checkpointing.of, "reason": self.checkpointing.reason},
             "memory": {**self.memory.as_json(), "process": self.process, "peak_with_process": self.peak, "fits": self.fits},
             "notes": list(self.notes),
         }
@@ -69,29 +76,41 @@ class Plan:
             *[f"  {role:<10}{value:<{role_width}}  {reason}" for role, value, reason in self.resolved.rows()],
             f"model       {self.config.model.name or 'model.config'} ({self.architecture}): {self.total:,} parameters, "
             f"{self.trainable:,} trained ({self.trainable / self.total:.2%})",
-            f"data        {d['train_rows']:,} training rows, {d['train_tokens']:,} tokens, longest {d['longest']}; "
-            f"{d['eval_rows']:,} evaluation rows",
-            *[f"  {note}" for note in d["notes"]],
+            self._data_line(),
+            *[f"  {line}" for line in [*d["sources"], *d["notes"]]],
             f"schedule    {s['steps']:,} steps of {s['rows_per_step']} rows ({s['epochs']:.3g} epochs), learning rate "
             f"{s['learning_rate']:g} {s['shape']}, {s['warmup']} steps of warm-up, ends at {s['last_learning_rate']:.2g}",
             f"  evaluation every {s['eval_every']}, checkpoint every {s['save_every']}, samples every {s['sample_every']} steps"
             if s["eval_every"]
             else f"  no evaluation, checkpoint every {s['save_every']}, samples every {s['sample_every']} steps",
+            f"recompute   {self.checkpointing}",
             *self._memory_lines(),
             *[f"warning     {f.code} {f.message}; {f.fix}" for f in self.resolved.warnings],
             *[f"note        {note}" for note in self.notes],
         ]
         return "\n".join(lines)
 
+    def _data_line(self) -> str:
+        d = self.data
+        rows = f"{d['train_rows']:,} training rows"
+        if d["stream"]:
+            rows = f"a stream, begun with {d['train_rows']:,} rows"
+        elif d["packed_from"]:
+            rows += f" packed from {d['packed_from']:,}"
+        return f"data        {rows}, {d['train_tokens']:,} tokens, longest {d['longest']}; {d['eval_rows']:,} evaluation rows"
+
     def _memory_lines(self) -> list[str]:
         m = self.memory
         parts = [
             ("frozen weights", m.frozen), ("trained weights", m.trained), ("gradients", m.gradients), ("optimizer", m.optimizer),
             (f"activations of {m.rows} x {m.length} tokens", m.activations), ("loss and backward", m.working), ("update", m.update),
+            ("evaluation", m.evaluation), ("a sample", m.sampling or 0),
             ("this process, without a model", self.process),
         ]  # fmt: skip
         has = f" of {shown(self.hardware.memory)}" if self.hardware.memory else ""
-        kept = " (glibc keeps freed blocks: the resident size was 1.2 to 1.7 times this in tests)" if self.hardware.kind == "cpu" else ""
+        # above half of what there is, `train` makes malloc give freed blocks back
+        plenty = self.hardware.kind == "cpu" and self.peak <= self.hardware.memory // 2
+        kept = " (and what the C library keeps of freed memory, since there is plenty)" if plenty else ""
         lines = [f"memory      {shown(self.peak)}{has} at the peak{kept}"]
         lines += [f"  {name:<34}{shown(size):>10}" for name, size in parts if size]
         if m.not_simulated:
@@ -102,22 +121,49 @@ class Plan:
 def plan(loaded: LoadedConfig) -> Plan:
     """Works out everything that can be known before the weights are loaded. Raises UsageError as `train` would."""
     config = loaded.config
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its advice on import is no part of a plan
+    quiet_libraries()
     hardware = detect(config.model.device)
     device_type = "cpu" if hardware.kind == "cpu" else "cuda"
+    check_settings(config.train, device_type=device_type)
     resolved = resolve_precision(config, loaded.sources, hardware)
+    check_branch(config, resolved.precision)
     tokenizer = load_tokenizer(config.model)
     data = load_data(config.data, tokenizer, seed=config.train.seed)
     architecture = load_architecture(config.model, tokenizer)
+    notes = check_base(of_config(architecture), resolved.precision, config.model.name or "model.config")
     made = outline(architecture, config, resolved.precision, device_type=device_type)
     check_vocabulary(_inner(made.model), tokenizer)
-    longest = max(len(row.input_ids) for row in data.train)
+    if resolved.precision.base == "nf4":
+        notes += check_share(_inner(made.model), consent=config.model.allow_unquantised, kept_in=resolved.precision.unquantised)
+    longest = len(data.longest(1)[0].input_ids)
     process = 0
     if device_type == "cpu":
         import torch
 
         process = peak_memory(torch.device("cpu"))
-    memory = plan_memory(made, config.train, resolved.precision, length=longest, device_type=device_type)
+
+    prompts = prompts_from(config.run.samples, tokenizer, chat_template=data.chat_template) if config.run.samples else data.prompts
+    pauses = Pauses.of(config, data, prompts)
+
+    def simulate(checkpointing: Checkpointing) -> MemoryPlan:
+        return plan_memory(
+            made,
+            config.train,
+            resolved.precision,
+            length=longest,
+            checkpointing=checkpointing,
+            device_type=device_type,
+            packing=config.data.packing,
+            pauses=pauses,
+        )
+
+    if config.train.gradient_checkpointing == AUTO:
+        checkpointing, memory = auto_checkpointing(
+            simulate, layers=len(checkpointable(made.model)), has=hardware.memory, besides=process, device_type=device_type
+        )
+    else:
+        checkpointing = as_configured(made.model, config.train)
+        memory = simulate(checkpointing)
     found = Plan(
         config=config,
         hardware=hardware,
@@ -125,15 +171,25 @@ def plan(loaded: LoadedConfig) -> Plan:
         architecture=str(getattr(architecture, "model_type", "model")),
         trainable=made.trainable,
         total=made.total,
-        data=_data(data.train, data.eval, data.facts),
+        data=_data(data),
         schedule=_schedule(config, rows=len(data.train), eval_rows=len(data.eval)),
         memory=memory,
+        checkpointing=checkpointing,
         process=process,
+        notes=tuple(notes),
     )
     if found.fits is False:
-        checkpointing = "" if config.train.gradient_checkpointing else "train.gradient_checkpointing=true, "
-        advice = f"{checkpointing}a smaller train.batch_size with more train.accumulate, or --preset qlora"
-        found = Plan(**{**found.__dict__, "notes": (f"this will not fit into {shown(hardware.memory)}: {advice}",)})
+        recompute = "train.gradient_checkpointing=layers, " if checkpointing.kind == NONE else ""
+        advice = f"{recompute}a smaller train.batch_size with more train.accumulate, or --preset qlora"
+        found = Plan(
+            **{
+                **found.__dict__,
+                "notes": (
+                    *notes,
+                    f"this will not fit into {shown(hardware.memory)}: {advice}",
+                ),
+            }
+        )
     return found
 
 
@@ -141,14 +197,18 @@ def _inner(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _data(train: Sequence[Row], evaluation: Sequence[Row], facts: dict[str, Any]) -> dict[str, Any]:
+def _data(data: LoadedData) -> dict[str, Any]:
+    """Counts of the training rows as the run sees them: packed ones, and of a stream the first."""
     return {
-        "train_rows": len(train),
-        "eval_rows": len(evaluation),
-        "train_tokens": sum(len(row.input_ids) for row in train),
-        "supervised_tokens": sum(row.supervised for row in train),
-        "longest": max(len(row.input_ids) for row in train),
-        "notes": list(facts.get("notes", [])),
+        "train_rows": len(data.train),
+        "eval_rows": len(data.eval),
+        "train_tokens": int(sum(row_lengths(data.train))),
+        "supervised_tokens": data.facts["train"]["supervised_tokens"],
+        "longest": len(data.longest(1)[0].input_ids),
+        "stream": data.stream is not None,
+        "packed_from": data.facts["packing"]["rows"] if data.facts.get("packing") else None,
+        "sources": source_lines(data.facts),
+        "notes": list(data.facts["notes"]),
     }
 
 
@@ -168,8 +228,3 @@ def _schedule(config: RunConfig, *, rows: int, eval_rows: int) -> dict[str, Any]
         "save_every": when.save_every,
         "sample_every": when.sample_every,
     }
-
-
-def shown(size: int) -> str:
-    """Bytes for people: `1.4 GiB`, `83 MiB`."""
-    return f"{size / GiB:.2f} GiB" if size >= GiB else f"{size / MiB:.1f} MiB" if size < 100 * MiB else f"{size / MiB:.0f} MiB"

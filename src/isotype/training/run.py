@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import logging
-import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..checkpoint.folder import refused
 from ..checkpoint.store import CheckpointStore
 from ..config.compare import compare
 from ..config.load import LoadedConfig, load
+from ..config.schema import RunConfig
 from ..config.write import resolved_yaml
+from ..data.examples import examples
+from ..data.facts import source_lines
+from ..data.rows import LoadedData
 from ..environment import environment
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
 from ..hardware import detect, measured_matmul_peak
 from ..precision.observe import Observer
 from .adapter import trainable_share
-from .batches import RowStream
+from .batches import row_feed
 from .console import RunConsole, duration, size
 from .finish import finish
 from .flops import step_flops
 from .folder import RESOLVED, RunFolder, name_of
 from .interrupt import Interrupt
 from .loop import Loop, Plan
+from .memory import returns_freed_blocks
 from .preflight.check import RECORD, preflight
 from .preflight.subject import Subject
+from .quiet import quiet_libraries
 from .setup import Prepared, prepare, resolve_precision
+from .strangers import refuse_code_of
+from .trackers.available import refuse_missing
+from .trackers.trackers import start
 
 INTERRUPTED = 130
 
@@ -39,9 +49,12 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool
 
     skips  checks of the preflight to leave out, code to reason
     """
+    refuse_missing(loaded.config.run.trackers)
     folder = RunFolder(resume or Path(loaded.config.run.folder.replace("{name}", name_of(loaded.config))))
     if resume is not None and not folder.is_run:
         raise UsageError(f"--resume {resume}: no {RESOLVED} there: not a run folder")
+    if resume is not None:
+        refuse_code_of(loaded, resume)
     with folder.held(), Interrupt() as interrupt, RunConsole(json_output=json_output) as console:
         if resume is None and folder.is_run:
             raise UsageError(
@@ -54,21 +67,42 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool
         except torch.OutOfMemoryError as error:
             raise RunError(
                 f"out of memory: {str(error).splitlines()[0]}",
-                fix="a smaller train.batch_size with more train.accumulate gives the same result; train.gradient_checkpointing: true",
+                fix="a smaller train.batch_size with more train.accumulate gives the same result; train.gradient_checkpointing: layers",
             ) from error
         except PreflightError:
             # nothing was started: the folder holds only the record, and the same command may be given again
             if json_output:
                 print(json.dumps({"status": "refused", "folder": str(folder.path), "preflight": folder.read_json(RECORD)}))
             raise
-        except IsotypeError as error:
+        except Exception as error:
             console.settle()
+            told = refused_by_disk(error, folder)
             if folder.is_run:
-                folder.write_json("result.json", {"status": "failed", "error": str(error), "folder": str(folder.path)})
-            raise
+                with contextlib.suppress(RunError):  # on a full disk the error itself matters more than its record
+                    folder.write_json("result.json", {"status": "failed", "error": str(told), "folder": str(folder.path)})
+                _report_of_unfinished(loaded.config, folder, console)
+            if told is error:
+                raise
+            raise told from error
     if json_output:
         print(json.dumps(result))
     return status
+
+
+def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:
+    """CK001 with the last good checkpoint for what the system refused in the run's folder, a usage error elsewhere; others as they are."""
+    reason = None if isinstance(error, IsotypeError) else refused(error)
+    if reason is None:
+        return error
+    name = str(error.filename) if isinstance(error, OSError) and error.filename else ""
+    if name and not Path(name).absolute().is_relative_to(folder.path.absolute()):
+        return UsageError(f"{name[:200]}: {reason}")
+    step, _ = CheckpointStore(folder.checkpoints).newest_whole()
+    good = f"last good checkpoint: {folder.checkpoints / f'step_{step}'}" if step is not None else "there is no checkpoint yet"
+    if not folder.path.is_dir():
+        return RunError(f"{folder.path}: the run's folder is gone", code="CK001", fix="start the run again")
+    message = f"{name}: {reason}" if name else reason
+    return RunError(f"{message}\n  saved     {good}", code="CK001", fix="free space or make it writable, then resume")
 
 
 def _run(
@@ -79,25 +113,57 @@ def _run(
     prepared = prepare(config, loaded.sources, folder)
     loop = _loop(config, prepared, folder, console)
     checked = preflight(Subject(config=config, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=resuming), skips)
-    _write_start(loaded, prepared, folder, resuming=resuming)
+    _write_start(loaded, prepared, loop.plan, folder, resuming=resuming)
     console.header([*header_rows(config, prepared, loop.plan, folder), *checked.header_rows()])
     if resuming:
         _restore(loop, console)
+    loop.trackers = trackers = start(config.run.trackers, folder.path, config.model_dump(), console.say)
+    status = 1
+    try:
+        status, result = _to_the_end(loop, prepared, config, folder, console, interrupt)
+    finally:
+        trackers.close(status)
+    return status, result
+
+
+def _to_the_end(
+    loop: Loop, prepared: Prepared, config: RunConfig, folder: RunFolder, console: RunConsole, interrupt: Interrupt
+) -> tuple[int, dict[str, Any]]:
+    """Trains, and leaves the result or, interrupted, what is needed to go on."""
     finished = loop.run(interrupt)
     if not finished:
         step = loop.progress.step
         result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
         folder.write_json("result.json", result)
         console.say(f"interrupted: saved at step {step}. Go on with: isotype train --resume {folder.path}")
+        _report_of_unfinished(config, folder, console)
         return INTERRUPTED, result
-    result = finish(loop, prepared)
+    try:
+        result = finish(loop, prepared)
+    except RunError as error:
+        raise loop.with_last_good(error) from error
     folder.write_json("result.json", result)
     if config.run.report:
         from ..report import write_report
 
-        result["report"] = str(write_report(folder.path))
+        try:
+            result["report"] = str(write_report(folder.path).page)
+        except (IsotypeError, OSError) as error:  # the run is done and checked: a report can be made again at any time
+            console.say(f"warning   no report: {error}; isotype report {folder.path} makes it")
     _say_result(result, console)
     return 0, result
+
+
+def _report_of_unfinished(config: RunConfig, folder: RunFolder, console: RunConsole) -> None:
+    """The page of what there is; a disk that is full or read-only must not hide why the run ended."""
+    if not config.run.report:
+        return
+    from ..report import write_report
+
+    try:
+        console.say(f"report    {write_report(folder.path).page}")
+    except (IsotypeError, OSError) as error:
+        console.say(f"report    not written: {error}")
 
 
 def _loop(config: Any, prepared: Prepared, folder: RunFolder, console: RunConsole) -> Loop:
@@ -109,7 +175,7 @@ def _loop(config: Any, prepared: Prepared, folder: RunFolder, console: RunConsol
         tokenizer=prepared.tokenizer,
         stepper=prepared.stepper,
         observer=Observer(prepared.model, precision),
-        stream=RowStream(data.train, seed=config.train.seed, shuffle=config.data.shuffle),
+        stream=row_feed(data, seed=config.train.seed, shuffle=config.data.shuffle),
         eval_rows=data.eval,
         prompts=prepared.prompts,
         plan=Plan.of(config, rows=len(data.train), eval_rows=len(data.eval)),
@@ -122,18 +188,26 @@ def _loop(config: Any, prepared: Prepared, folder: RunFolder, console: RunConsol
     )
 
 
-def _write_start(loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, *, resuming: bool) -> None:
+def _write_start(loaded: LoadedConfig, prepared: Prepared, plan: Plan, folder: RunFolder, *, resuming: bool) -> None:
     """What the run is, before its first step; `resolved.yaml` last, since its presence makes the folder a run."""
+    (folder.path / "result.json").unlink(missing_ok=True)  # of the part that a resumed run goes on from
     if not resuming:
         folder.metrics.unlink(missing_ok=True)
         folder.write_text("config.yaml", loaded.text)  # as given at first; a resumed run reads resolved.yaml
     folder.write_json("env.json", environment())
     folder.write_json("manifest.json", prepared.manifest.to_dict())
     folder.write_json("data.json", prepared.data.facts)
+    folder.write_json("examples.json", {"examples": examples(prepared.data.train, prepared.tokenizer)})
+    trainable, total = trainable_share(prepared.model)
+    folder.write_json("plan.json", {**asdict(plan), "parameters": total, "trained": trainable})
     reasons = {f"precision.{role}": reason for role, reason in prepared.resolved.reasons.items()}
     reasons["precision.preset"] = prepared.resolved.why_preset
     values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
     values["precision.preset"] = prepared.resolved.preset
+    if loaded.config.train.gradient_checkpointing == "auto":
+        settings = prepared.checkpointing.as_settings()
+        values |= settings
+        reasons |= dict.fromkeys(settings, prepared.checkpointing.reason)
     folder.write_text(RESOLVED, resolved_yaml(loaded, reasons, values))
 
 
@@ -156,10 +230,12 @@ def _restore(loop: Loop, console: RunConsole) -> None:
     for reason in passed:
         console.say(f"resume    {reason}: passed over")
     if step is None:
+        loop.store.tidy(None)
         loop.metrics.cut_after(-1)
         console.say("resume    no whole checkpoint: starting from the beginning")
         return
     loop.restore(loop.store.load(step))
+    loop.store.tidy(loop.progress.best_step)
     console.say(f"resume    from step {step}")
 
 
@@ -176,12 +252,14 @@ def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) 
         ("model", f"{prepared.source.name}  {total:,} parameters, {trainable:,} trained ({trainable / total:.2%}, {how})"),
         ("precision", f"{p}  ({resolved.why_preset})"),
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
-        ("data", f"{len(prepared.data.train):,} training rows, {len(prepared.data.eval):,} evaluation rows"),
-        *[("", note) for note in facts.get("notes", [])],
+        ("data", data_line(prepared.data)),
+        *[("", line) for line in [*source_lines(facts), *facts["notes"]]],
         *[("ops" if i == 0 else "", line) for i, line in enumerate(prepared.manifest.lines())],
+        ("recompute", str(prepared.checkpointing)),
         (
             "memory",
-            f"weights {size(weights)} of {size(hardware.memory)}; isotype plan estimates the peak, each step shows the measured one",
+            f"weights {size(weights)} of {size(hardware.memory)}; isotype plan estimates the peak, each step shows the measured one"
+            + ("; freed memory is given back at once, since it may become scarce" if returns_freed_blocks() else ""),
         ),
         (
             "schedule",
@@ -189,6 +267,15 @@ def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) 
         ),
     ]
     return [*rows, *[("warning", f"{f.code} {f.message}; {f.fix}") for f in resolved.warnings]]
+
+
+def data_line(data: LoadedData) -> str:
+    rows = f"{len(data.train):,} training rows"
+    if data.stream is not None:
+        rows = "a stream of training rows"
+    elif packing := data.facts.get("packing"):
+        rows = f"{packing['rows']:,} training rows in {len(data.train):,} packed ones"
+    return f"{rows}, {len(data.eval):,} evaluation rows"
 
 
 def _say_result(result: dict[str, Any], console: RunConsole) -> None:
@@ -205,15 +292,3 @@ def _say_result(result: dict[str, Any], console: RunConsole) -> None:
     )
     if "report" in result:
         console.say(f"report    {result['report']}")
-
-
-def quiet_libraries() -> None:
-    """Their progress bars and advice would tear the live line; their errors still reach the user."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    for library in ("peft", "bitsandbytes"):
-        logging.getLogger(library).setLevel(logging.ERROR)
-    for module in ("transformers", "peft", "torch"):
-        warnings.filterwarnings("ignore", category=FutureWarning, module=module)

@@ -17,18 +17,26 @@ from ..data.prompts import prompts_from
 from ..data.rows import LoadedData, SamplePrompt
 from ..hardware import Hardware, detect
 from ..optimize import Manifest, optimize
+from ..optimize.base import base_notes as manifest_notes
 from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import apply_precision
 from ..precision.precision import Precision
+from ..precision.quantised_base import check_share
 from ..precision.resolve import Resolved, resolve
-from .adapter import attach_adapter
+from .adapter import attach_adapter, check_branch
+from .auto_checkpointing import auto_checkpointing
+from .checkpointing import AUTO, NONE, Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable
 from .folder import RunFolder
-from .model import Source, base_source, check_vocabulary, load_base, load_tokenizer
+from .memory import memory_there, other_memory, return_freed_blocks, shown
+from .memory_bound import most_bytes
+from .memory_plan import MemoryPlan, outline, plan_memory
+from .model import Source, base_notes, base_source, check_vocabulary, load_architecture, load_base, load_tokenizer
 from .optimizer import build_optimizer
+from .pauses import Pauses
 from .step import Stepper
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -45,6 +53,7 @@ class Prepared:
     model: nn.Module
     manifest: Manifest
     stepper: Stepper
+    checkpointing: Checkpointing
 
 
 def resolve_precision(config: RunConfig, sources: Mapping[str, str], hardware: Hardware) -> Resolved:
@@ -62,7 +71,9 @@ def prepare(config: RunConfig, sources: Mapping[str, str], folder: RunFolder) ->
     """Cheap things first, so that a mistake costs seconds: precision, tokenizer, data, and only then the model."""
     hardware = detect(config.model.device)
     device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
+    check_settings(config.train, device_type=device.type)
     resolved = resolve_precision(config, sources, hardware)
+    check_branch(config, resolved.precision)
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
     tokenizer = load_tokenizer(config.model)
     data = load_data(config.data, tokenizer, seed=config.train.seed)
@@ -71,12 +82,16 @@ def prepare(config: RunConfig, sources: Mapping[str, str], folder: RunFolder) ->
     prompts = prompts_from(config.run.samples, tokenizer, chat_template=data.chat_template) if config.run.samples else list(data.prompts)
     source = base_source(config.model, tokenizer, folder=folder.base, seed=config.train.seed, dtype=_base_dtype(config, resolved.precision))
     model, manifest = build_model(config, resolved.precision, source, tokenizer, device)
+    checkpointing = choose_checkpointing(
+        config, resolved.precision, hardware, model, tokenizer, data, device, Pauses.of(config, data, prompts)
+    )
+    apply_checkpointing(model, checkpointing)
     accumulator = GradientAccumulator(model.parameters(), dtype=resolved.precision.grads, reduce=resolved.precision.reduce)
     optimizer = build_optimizer(model, config.train, resolved.precision, accumulator.gradient)
     # building drew from the generators by a path that a resumed run may not take again
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
     stepper = Stepper(model, optimizer, accumulator, resolved.precision, config.train)
-    return Prepared(hardware, device, resolved, tokenizer, data, prompts, source, model, manifest, stepper)
+    return Prepared(hardware, device, resolved, tokenizer, data, prompts, source, model, manifest, stepper, checkpointing)
 
 
 def build_model(
@@ -85,23 +100,55 @@ def build_model(
     """The model as it will be trained: loaded, with its adapter and Isotype's ops, under its precision; and what ran in whose place."""
     every_weight = config.adapter.kind == "none"
     base = load_base(source, precision, attention=config.model.attention, device=device, trainable=every_weight)
+    notes = base_notes(source, precision)
+    if precision.base == "nf4":
+        check_share(base.requires_grad_(False), consent=config.model.allow_unquantised, kept_in=precision.unquantised)
     check_vocabulary(base, tokenizer)
     base.config.use_cache = False
-    if config.train.gradient_checkpointing:
-        enable_checkpointing(base)
     model: nn.Module = base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed)
     # before the precision, which wraps the forward that the ops look at
-    manifest = optimize(model, precision) if config.model.optimize else Manifest(notes=["model.optimize: false"])
+    manifest = (
+        optimize(model, precision, lora_branch=config.model.lora_branch)
+        if config.model.optimize
+        else Manifest(notes=["model.optimize: false", *manifest_notes(model, precision)])
+    )
+    manifest.notes += notes
     apply_precision(model, precision, device_type=device.type)
     return model, manifest
 
 
-def enable_checkpointing(base: PreTrainedModel) -> None:
-    """Recomputes each layer in backward, without re-entrance. The method's name changed in transformers 5.2x."""
-    if hasattr(base, "activation_checkpointing_enable"):
-        base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    else:
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def choose_checkpointing(
+    config: RunConfig, precision: Precision, hardware: Hardware, model: nn.Module, tokenizer: PreTrainedTokenizerBase, data: LoadedData,
+    device: torch.device, pauses: Pauses,
+) -> Checkpointing:  # fmt: skip
+    """As configured; `auto` plans the step on the longest rows, unless a bound on it is far below the memory there is."""
+    train = config.train
+    has, besides = memory_there(hardware.memory, device), other_memory(model, device)
+    length = len(data.longest(1)[0].input_ids)
+    most = most_bytes(model, train, precision, length=length) + besides
+    near = most > has // 2
+    if near and has and device.type == "cpu":
+        return_freed_blocks()  # else the process would grow past the plan
+    if train.gradient_checkpointing != AUTO:
+        return as_configured(model, train)
+    if not near:
+        return Checkpointing(NONE, reason=f"auto: the step cannot take more than {shown(most)} of {shown(has)}")
+    made = outline(load_architecture(config.model, tokenizer), config, precision, device_type=device.type)
+
+    def simulate(checkpointing: Checkpointing) -> MemoryPlan:
+        return plan_memory(
+            made,
+            train,
+            precision,
+            length=length,
+            checkpointing=checkpointing,
+            device_type=device.type,
+            packing=config.data.packing,
+            pauses=pauses,
+        )
+
+    found, _ = auto_checkpointing(simulate, layers=len(checkpointable(model)), has=has, besides=besides, device_type=device.type)
+    return found
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:

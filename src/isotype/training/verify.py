@@ -16,6 +16,7 @@ from ..errors import RunError
 from ..optimize import optimize
 from ..precision.apply import apply_precision
 from ..precision.precision import Precision
+from .adapter import load_adapter
 from .evaluate import evaluate
 from .model import Source, load_base
 
@@ -28,14 +29,12 @@ ROWS = 16  # enough that a wrong adapter cannot hide, few enough for a CPU
 def load_result(folder: Path, source: Source, precision: Precision, *, config: ModelSection, device: torch.device) -> nn.Module:
     """The saved adapter on a freshly loaded base, or the saved model, under the run's precision."""
     if (folder / "adapter_config.json").is_file():
-        from peft import PeftModel
-
         base = load_base(source, precision, attention=config.attention, device=device, trainable=False)
-        model: nn.Module = PeftModel.from_pretrained(base, str(folder), is_trainable=True)
+        model: nn.Module = load_adapter(base, folder)
     else:
         model = load_base(Source(str(folder)), precision, attention=config.attention, device=device, trainable=True)
     if config.optimize:
-        optimize(model, precision)
+        optimize(model, precision, lora_branch=config.lora_branch)
     apply_precision(model, precision, device_type=device.type)
     return model
 

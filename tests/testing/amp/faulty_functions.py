@@ -159,6 +159,57 @@ class SumsChunksOutOfPlace(SumsChunksInLowPrecision):
         return d @ w, dw
 
 
+class SumsColumnsInLowPrecision(Function):
+    """The mean of squares of a row, eight columns at a time, in the row's dtype."""
+
+    @staticmethod
+    def forward(ctx, x):
+        total = torch.zeros_like(x[..., :1])
+        for i in range(0, x.shape[-1], 8):
+            total = total + x[..., i : i + 8].square().sum(-1, keepdim=True)  # HERE
+        ctx.save_for_backward(x, total)
+        return (x.float() / total.float().sqrt()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, d):
+        x = ctx.saved_tensors[0].float()
+        scale = x.square().sum(-1, keepdim=True).rsqrt()
+        d_fp32 = d.float()
+        return (scale * (d_fp32 - x * scale.square() * (d_fp32 * x).sum(-1, keepdim=True))).to(d.dtype)
+
+
+class WritesTheWeightInItsLoop(Function):
+    """The weight's gradient is written by the loop over rows alone, and left as found where there are none."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, d):  # HERE
+        x, w = ctx.saved_tensors
+        dw = torch.empty(w.shape, dtype=torch.float32)
+        for i in range(len(x)):
+            dw = dw.mul_(i > 0).nan_to_num_() + (d[i].float() * x[i].float())
+        return (d * w).to(x.dtype), dw.to(w.dtype)
+
+
+class ForgetsTheTail(Function):
+    """Whole blocks of three rows are written, the last incomplete one is not."""
+
+    @staticmethod
+    def forward(ctx, x):  # HERE
+        out = torch.empty_like(x)
+        for i in range(0, len(x) - 2, 3):
+            out[i : i + 3] = x[i : i + 3] * 2
+        return out
+
+    @staticmethod
+    def backward(ctx, d):
+        return d * 2
+
+
 def running_mean(x):
     total = torch.zeros_like(x[0])
     for row in x:
@@ -344,6 +395,7 @@ FAULTY = {
     "cancellation": (RoundsBeforeSubtracting, ((drawn(6, 5) * 0.1 + 9 * F.one_hot(labels, 5)).detach().bfloat16(), labels), "AC006"),
     "chunks": (SumsChunksInLowPrecision, (drawn(16, 8), drawn(6, 8)), "AC007"),
     "chunks out of place": (SumsChunksOutOfPlace, (drawn(16, 8), drawn(6, 8)), "AC007"),
+    "columns": (SumsColumnsInLowPrecision, (drawn(4, 16),), "AC007"),
     "plain running sum": (running_mean, (drawn(8, 5),), "AC007"),
     "gradient overwritten": (lambda x, w: WritesIntoTheGradient.apply(x, w, 1e-6), (drawn(4, 8), drawn(8)), "AC008"),
     "gradient viewed": (ViewsTheGradient, (drawn(4, 8), drawn(6, 8)), "AC009"),
@@ -355,4 +407,6 @@ FAULTY = {
     "gradient ignored": (IgnoresTheGradient, (drawn(4, 8),), "AC015"),
     "layout": (AssumesContiguous, (drawn(4, 8),), "AC016"),
     "kept buffer": (KeepsItsBuffer, (drawn(4, 8),), "AC017"),
+    "no rows": (WritesTheWeightInItsLoop, (drawn(4, 8), drawn(8)), "AC019"),
+    "unwritten tail": (ForgetsTheTail, (drawn(4, 8),), "AC021"),
 }

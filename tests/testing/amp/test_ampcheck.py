@@ -78,6 +78,15 @@ def test_what_cannot_be_called_is_a_usage_error():
         ampcheck(3, drawn(2))
 
 
+def test_a_wrong_second_derivative_is_a_note_and_a_refused_one_nothing():
+    inputs = (drawn(4, 8), drawn(8))
+    (finding,) = ampcheck(rms_norm, inputs).findings
+    assert (finding.code, finding.severity) == ("AC020", Severity.NOTE)
+    assert "RMSNorm.backward" in finding.message
+    assert page("AC020")
+    assert not ampcheck(SiluMul, (drawn(4, 8), drawn(4, 8, seed=1))).findings
+
+
 def test_several_samples():
     report = ampcheck(SiluMul, [(drawn(4, 8), drawn(4, 8, seed=1)), (drawn(2, 3, 8), drawn(2, 3, 8, seed=1))])
     assert report.tried == 32

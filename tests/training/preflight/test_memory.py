@@ -7,16 +7,24 @@ from dataclasses import replace
 import pytest
 
 from isotype.finding import Severity
+from isotype.training.checkpointing import Checkpointing
+from isotype.training.memory import other_memory
+from isotype.training.memory_bound import most_bytes
 from isotype.training.memory_plan import outline, plan_memory
 from isotype.training.model import load_architecture
 from isotype.training.preflight import memory
-from isotype.training.preflight.memory import most_bytes, other_memory, out_of_memory
+from isotype.training.preflight.memory import out_of_memory
 
 
 def planned(one):
     config, prepared = one.config, one.prepared
     made = outline(load_architecture(config.model, prepared.tokenizer), config, prepared.resolved.precision, device_type="cpu")
-    return plan_memory(made, config.train, prepared.resolved.precision, length=len(one.longest_rows[0].input_ids), device_type="cpu")
+    length = len(one.longest_rows[0].input_ids)
+    return plan_memory(made, config.train, prepared.resolved.precision, length=length, checkpointing=Checkpointing("none"))
+
+
+def besides(one):
+    return other_memory(one.prepared.model, one.prepared.device)
 
 
 def with_memory(one, size):
@@ -29,7 +37,8 @@ def with_memory(one, size):
                                       {"model": {"attention": "eager"}}])  # fmt: skip
 def test_the_bound_is_above_the_plan(subject, settings):
     one = subject(**settings)
-    assert most_bytes(one) >= planned(one).peak
+    length = len(one.longest_rows[0].input_ids)
+    assert most_bytes(one.prepared.model, one.config.train, one.prepared.resolved.precision, length=length) >= planned(one).peak
 
 
 def test_what_is_far_from_the_limit_is_not_simulated(subject, monkeypatch):
@@ -39,7 +48,7 @@ def test_what_is_far_from_the_limit_is_not_simulated(subject, monkeypatch):
 
 def test_too_little_memory_and_almost_too_little(subject):
     one = subject(train={"batch_size": 16})
-    needs = planned(one).peak + other_memory(one)
+    needs = planned(one).peak + besides(one)
     for share, severities in ((2.0, []), (1.25, []), (1.0, [Severity.WARNING]), (0.8, [Severity.ERROR])):
         assert [f.severity for f in out_of_memory(with_memory(one, needs * share))] == severities, share
     (finding,) = out_of_memory(with_memory(one, needs / 2))

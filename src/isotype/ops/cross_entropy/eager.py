@@ -118,7 +118,7 @@ def cross_entropy_backward(
     return zero_ignored_(out_TV, targets_T, rule)
 
 
-def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: float) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
     """(loss, logsumexp), and in `out_TV` the logits' gradient for an upstream gradient of `dloss` in every row: one exp for both.
 
     out_TV   may be `logits_TV` itself when the caller owns it; its dtype may be narrower
@@ -126,7 +126,7 @@ def loss_and_gradient(logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_
     work = work_buffer(logits_TV)
     loss_T = work.new_empty(logits_TV.shape[0])
     lse_T = torch.empty_like(loss_T)
-    dloss_T = torch.full_like(loss_T, dloss).masked_fill_(targets_T == rule.ignore_index, 0.0)
+    dloss_T = dloss.to(work.dtype).expand_as(loss_T).masked_fill(targets_T == rule.ignore_index, 0.0)
     for rows in blocks(logits_TV.shape[0], logits_TV.shape[1], logits_TV.device):
         p = widen_(work[: rows.stop - rows.start], logits_TV[rows], rule)
         loss_T[rows], lse_T[rows], total = exp_rows_(p, targets_T[rows], rule)

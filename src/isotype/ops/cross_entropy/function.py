@@ -6,38 +6,47 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..autocast import autocast_off, wide
-from ..backend import reference_runs, triton_runs
-from . import eager
-from .reference import cross_entropy_reference
-from .rule import LossRule, Reduction, check_reduction, check_targets, reduce
+from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
+from ..library import library_op
+from . import cpp, eager
+from .arguments import checked_rule
+from .reference import cross_entropy_reference, row_losses
+from .rule import LossRule, Reduction, reduce
+
+# a LossRule's values, as a library op takes them
+RULE = "int ignore_index, float smoothing, float scale, float softcap, float z_loss"
 
 
 def paths(x: Tensor) -> Any:
-    """The module that computes: kernels on a GPU, blocks elsewhere."""
+    """The module that computes: Triton kernels on a GPU, C++ ones on a CPU, blocks of plain PyTorch elsewhere."""
     if triton_runs(x):
         from . import kernels
 
         return kernels
-    return eager
+    return cpp if cpp_runs(cpp.KERNELS, x) else eager
 
 
-@torch.library.custom_op("isotype::cross_entropy_forward", mutates_args=())
-def _forward(
-    logits_TV: Tensor, targets_T: Tensor, ignore_index: int, smoothing: float, scale: float, softcap: float, z_loss: float
-) -> tuple[Tensor, Tensor]:
-    rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
-    return paths(logits_TV).cross_entropy_forward(logits_TV, targets_T, rule)
-
-
-@_forward.register_fake
-def _(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     loss_T = logits_TV.new_empty(logits_TV.shape[0], dtype=wide(logits_TV.dtype))
     return loss_T, torch.empty_like(loss_T)
 
 
-@torch.library.custom_op("isotype::cross_entropy_backward", mutates_args=())
+@library_op(f"cross_entropy_forward(Tensor logits, Tensor targets, {RULE}) -> (Tensor, Tensor)", fake=_fake_forward)
+def _forward(
+    logits_TV: Tensor, targets_T: Tensor, ignore_index: int, smoothing: float, scale: float, softcap: float, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
+    return paths(logits_TV).cross_entropy_forward(logits_TV, targets_T, rule)
+
+
+def _fake_backward(logits_TV: Tensor, *_: object) -> Tensor:
+    return torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
+
+
+@library_op(f"cross_entropy_backward(Tensor logits, Tensor targets, Tensor lse, Tensor dloss, {RULE}) -> Tensor", fake=_fake_backward)
 def _backward(
     logits_TV: Tensor,
     targets_T: Tensor,
@@ -49,14 +58,9 @@ def _backward(
     softcap: float,
     z_loss: float,
 ) -> Tensor:
-    rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
+    rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
     out_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
     return paths(logits_TV).cross_entropy_backward(logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1])
-
-
-@_backward.register_fake
-def _(logits_TV: Tensor, *_: object) -> Tensor:
-    return torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -75,9 +79,12 @@ class CrossEntropy(torch.autograd.Function):
         return loss_T
 
     @staticmethod
-    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, dloss_T: Tensor) -> tuple[Tensor | None, ...]:
         logits_TV, targets_T, lse_T = ctx.saved_tensors
         with autocast_off(logits_TV):
+            if differentiated_again():
+                rule = LossRule.from_values(*ctx.rule)
+                return *reference_gradients(lambda logits: row_losses(logits, targets_T, rule), (logits_TV,), dloss_T), None, None
             return _backward(logits_TV, targets_T, lse_T, dloss_T, *ctx.rule), None, None
 
 
@@ -103,14 +110,21 @@ def cross_entropy(
     mean divides by the rows that are not ignored, or by num_items where given (a gradient-accumulation window's count).
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
     """
-    check_reduction(reduction, num_items)
-    rule = LossRule.of(ignore_index, label_smoothing, logit_scale, softcap, z_loss)
+    if type(logits) is not Tensor and has_torch_function_unary(logits):
+        # a tensor that stands for logits (deferred ones) may know a way of its own
+        return handle_torch_function(
+            cross_entropy, (logits,), logits, targets, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+            logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items,
+        )  # fmt: skip
+    rule = checked_rule(
+        tuple(logits.shape[:-1]), targets, logits.shape[-1], reduction, num_items, ignore_index=ignore_index,
+        label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss,
+    )  # fmt: skip
     if reference_runs():
         return cross_entropy_reference(
             logits, targets, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
             logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items,
         )  # fmt: skip
-    check_targets(tuple(logits.shape), targets, logits.shape[-1], ignore_index)
     targets_T = targets.reshape(-1)
     with autocast_off(logits):
         loss_T = CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets_T, rule.values)

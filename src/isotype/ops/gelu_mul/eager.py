@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..autocast import wide
-from ..compiled import Fused
 
 _ROOT = math.sqrt(2 / math.pi)
 _CUBE = 0.044715
@@ -25,17 +24,18 @@ def value_and_slope(g: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     return g * half, half + g * torch.exp(-0.5 * g * g) * (1 / math.sqrt(2 * math.pi))
 
 
-def forward_formula(gate: Tensor, up: Tensor, *, tanh: bool) -> Tensor:
+def gelu_mul_forward(gate: Tensor, up: Tensor, *, tanh: bool) -> Tensor:
     g = gate.to(wide(gate.dtype))
     return (F.gelu(g, approximate="tanh" if tanh else "none") * up.to(g.dtype)).to(gate.dtype)
 
 
-def backward_formula(gate: Tensor, up: Tensor, dy: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor]:
+def gelu_mul_backward(gate: Tensor, up: Tensor, dy: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor]:
     g = gate.to(wide(gate.dtype))
     d = dy.to(g.dtype)
     y, slope = value_and_slope(g, tanh)
     return (d * up.to(g.dtype) * slope).to(gate.dtype), (d * y).to(up.dtype)
 
 
-gelu_mul_forward = Fused(forward_formula)
-gelu_mul_backward = Fused(backward_formula)
+def gelu_mul_gradients(gate: Tensor, up: Tensor, dy: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward, and the product again."""
+    return *gelu_mul_backward(gate, up, dy, tanh=tanh), gelu_mul_forward(gate, up, tanh=tanh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,18 +10,19 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ..autocast import autocast_off
-from ..backend import reference_runs, triton_runs
+from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
 from ..pair import check_pair
-from . import eager
+from . import cpp, eager
 from .reference import gelu_mul_reference
 
 
-def _paths(x: Tensor) -> Any:
+def paths(x: Tensor) -> Any:
+    """The module whose functions run on `x`."""
     if triton_runs(x):
         from . import kernels
 
         return kernels
-    return eager
+    return cpp if cpp_runs(cpp.KERNELS, x) else eager
 
 
 class GeluMul(torch.autograd.Function):
@@ -31,14 +33,16 @@ class GeluMul(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.tanh = tanh
         with autocast_off(gate):
-            return _paths(gate).gelu_mul_forward(gate, up, tanh=tanh)
+            return paths(gate).gelu_mul_forward(gate, up, tanh=tanh)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
+        if differentiated_again():
+            reference = partial(gelu_mul_reference, approximate="tanh" if ctx.tanh else "none")
+            return *reference_gradients(reference, (gate, up), dy), None
         with autocast_off(gate):
-            return *_paths(gate).gelu_mul_backward(gate, up, dy, tanh=ctx.tanh), None
+            return *paths(gate).gelu_mul_backward(gate, up, dy, tanh=ctx.tanh), None
 
 
 def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:

@@ -58,3 +58,7 @@ def gelu_mul_backward(gate: Tensor, up: Tensor, dy: Tensor, *, tanh: bool) -> tu
     if dy.numel():
         gelu_mul_backward_kernel[(triton.cdiv(dy.numel(), BLOCK),)](gate, up, dy, dgate, dup, dy.numel(), TANH=tanh, BLOCK=BLOCK)
     return dgate, dup
+
+
+def gelu_mul_gradients(gate: Tensor, up: Tensor, dy: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return *gelu_mul_backward(gate, up, dy, tanh=tanh), gelu_mul_forward(gate, up, tanh=tanh)

@@ -1,7 +1,7 @@
 """The two ways to a gradient without tokens x vocabulary logits. T tokens, N tokens not ignored, H hidden, V vocabulary.
 
 `forward_with_gradients`   chunks of rows; logits are overwritten by their gradient at once, and the head's is accumulated in fp32:
-                           three products for a trainable head, two for a frozen one. For an upstream gradient of 1 in every row.
+                           three products for a trainable head, two for a frozen one. For one upstream gradient in every row.
 `backward_by_vocabulary`   blocks of the vocabulary, from the logsumexp that forward kept: one product more, no fp32 V x H accumulator, any
                            upstream gradient a row. For a trainable head with reduction="none".
 """
@@ -17,7 +17,7 @@ from ..autocast import wide
 from ..cross_entropy import eager as rows_eager
 from ..cross_entropy.rule import LossRule
 from .chunks import extent
-from .products import gradient_scale, operand_dtype, product, result_dtype
+from .products import gradient_factors, operand_dtype, product, product_over_classes, result_dtype
 
 
 class Forward(NamedTuple):
@@ -60,20 +60,19 @@ def like(
     )
 
 
-def accumulate_(dweight_VH: Tensor, dlogits_NV: Tensor, x_NH: Tensor, scale: float, first: bool) -> None:
-    """dweight += dlogits^T x, in blocks of the vocabulary so that the product's own result stays small."""
+def accumulate_(dweight_VH: Tensor, dlogits_NV: Tensor, x_NH: Tensor, back: Tensor | None, first: bool) -> None:
+    """dweight += dlogits^T x (times `back`), in blocks of the vocabulary so that the product's own result stays small."""
     result = result_dtype(x_NH.dtype, x_NH.device)
-    if first and dweight_VH.dtype == result and scale == 1.0:
+    if first and dweight_VH.dtype == result and back is None:
         product(dlogits_NV.t(), x_NH, dweight_VH)
         return
-    size = extent(dweight_VH.shape[0], x_NH.shape[1], 4 * 4, x_NH.device)
+    size = extent(dweight_VH.shape[0], x_NH.shape[1], 4 * 4, x_NH.device, head=True)
     for start in range(0, dweight_VH.shape[0], size):
         part = dweight_VH[start : start + size]
         partial = product(dlogits_NV[:, start : start + size].t(), x_NH, torch.empty_like(part, dtype=result))
-        if first:
-            torch.div(partial, scale, out=part) if scale != 1.0 else part.copy_(partial)
-        else:
-            part.add_(partial, alpha=1.0 / scale)
+        if back is not None:
+            partial = partial.to(back.dtype).mul_(back)
+        part.copy_(partial) if first else part.add_(partial)
 
 
 def forward_with_gradients(
@@ -81,6 +80,7 @@ def forward_with_gradients(
     weight_VH: Tensor,
     bias_V: Tensor | None,
     targets_T: Tensor,
+    upstream: Tensor,
     rule: LossRule,
     chunk: int,
     want_dhidden: bool,
@@ -88,7 +88,7 @@ def forward_with_gradients(
     want_dbias: bool,
     want_statistics: bool,
 ) -> Forward:
-    """Losses a row, and the gradients asked for, as if every row's upstream gradient were 1. Ignored rows are not computed."""
+    """Losses a row, and the gradients asked for as if every row's upstream gradient were `upstream`. Ignored rows are not computed."""
     # here, not at the top: function.py, which imports this module, owns the choice of path
     from ..cross_entropy.function import paths
 
@@ -102,7 +102,7 @@ def forward_with_gradients(
     logits = torch.empty(count, classes, dtype=result_dtype(operand, device), device=device)
     wants_gradient = want_dhidden or want_dweight or want_dbias
     dlogits = logits if logits.dtype == operand else torch.empty(count if wants_gradient else 0, classes, dtype=operand, device=device)
-    scale = gradient_scale(operand)
+    into, back = gradient_factors(operand, upstream)
     compute = paths(logits)
     for start in range(0, kept_N.numel(), chunk):
         rows: slice | Tensor = slice(start, min(start + chunk, targets_T.numel())) if whole else kept_N[start : start + chunk]
@@ -118,17 +118,18 @@ def forward_with_gradients(
         if not wants_gradient:
             continue
         g_NV = dlogits[: x_NH.shape[0]]
-        out.loss_T[rows], out.lse_T[rows] = compute.loss_and_gradient(z_NV, targets_N, rule, g_NV, scale)
+        out.loss_T[rows], out.lse_T[rows] = compute.loss_and_gradient(z_NV, targets_N, rule, g_NV, into)
         if want_dbias:
-            out.dbias_V.add_(g_NV.sum(0, dtype=out.dbias_V.dtype), alpha=1.0 / scale)
+            dbias_V = g_NV.sum(0, dtype=out.dbias_V.dtype)
+            out.dbias_V.add_(dbias_V if back is None else dbias_V * back)
         if want_dhidden:
-            if isinstance(rows, slice) and scale == 1.0 and out.dhidden_TH.dtype == result_dtype(operand, device):
-                product(g_NV, weight_VH, out.dhidden_TH[rows])
+            if isinstance(rows, slice) and back is None and out.dhidden_TH.dtype == result_dtype(operand, device):
+                product_over_classes(g_NV, weight_VH, out.dhidden_TH[rows])
             else:
-                dx_NH = product(g_NV, weight_VH, torch.empty_like(x_NH, dtype=result_dtype(operand, device)))
-                out.dhidden_TH[rows] = (dx_NH if scale == 1.0 else dx_NH / scale).to(out.dhidden_TH.dtype)
+                dx_NH = product_over_classes(g_NV, weight_VH, torch.empty_like(x_NH, dtype=result_dtype(operand, device)))
+                out.dhidden_TH[rows] = (dx_NH if back is None else dx_NH * back).to(out.dhidden_TH.dtype)
         if want_dweight:
-            accumulate_(out.dweight_VH, g_NV, x_NH, scale, first=start == 0)
+            accumulate_(out.dweight_VH, g_NV, x_NH, back, first=start == 0)
     return out
 
 
@@ -141,23 +142,23 @@ def backward_by_vocabulary(
     dloss_T: Tensor,
     rule: LossRule,
     want_dhidden: bool,
+    want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias for any upstream gradient a row, in fp32 or the product's dtype."""
+    """Gradients of hidden, weight and bias for any upstream gradient a row, in fp32 or the product's dtype; empty where not wanted."""
     from ..cross_entropy.function import paths
 
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
     result, fp32 = result_dtype(operand, device), wide(hidden_TH.dtype)
     kept_N = (targets_T != rule.ignore_index).nonzero().squeeze(-1)
     x_NH, targets_N, lse_N = hidden_TH[kept_N].to(operand), targets_T[kept_N], lse_T[kept_N]
-    # the rows' gradients are brought to 1 and back, so that a narrow dlogits neither flushes nor overflows whatever the loss scale
     dloss_N = dloss_T[kept_N].to(fp32)
+    # the largest row's upstream gradient is what a narrow dlogits must be kept in range of
     unit = dloss_N.abs().amax().clamp_min(torch.finfo(fp32).tiny) if dloss_N.numel() else dloss_N.new_ones(())
-    scale = gradient_scale(operand)
-    dloss_N = dloss_N / unit * scale
-    back = unit / scale
-    classes, size = weight_VH.shape[0], extent(weight_VH.shape[0], x_NH.shape[0], result.itemsize, device)
+    into, back = gradient_factors(operand, unit)
+    dloss_N = dloss_N if back is None else dloss_N / unit * into
+    classes, size = weight_VH.shape[0], extent(weight_VH.shape[0], x_NH.shape[0], result.itemsize, device, head=True)
     dx_NH = torch.zeros(x_NH.shape, dtype=fp32, device=device)
-    dweight_VH = torch.empty(weight_VH.shape, dtype=kept_dtype(hidden_TH.dtype, device), device=device)
+    dweight_VH = torch.empty(weight_VH.shape if want_dweight else (0,), dtype=kept_dtype(hidden_TH.dtype, device), device=device)
     dbias_V = torch.zeros(classes if bias_V is not None else 0, dtype=fp32, device=device)
     for start in range(0, classes, size):
         block = slice(start, min(start + size, classes))
@@ -167,14 +168,15 @@ def backward_by_vocabulary(
             z.add_(bias_V[block].to(z.dtype))
         g = z if result == operand else torch.empty(z.shape, dtype=operand, device=device)
         paths(z).cross_entropy_backward(z, targets_N, lse_N, dloss_N, rule, g, classes, start)
-        dweight_VH[block] = (product(g.t(), x_NH, torch.empty(w.shape, dtype=result, device=device)).to(fp32) * back).to(dweight_VH.dtype)
+        if want_dweight:
+            accumulate_(dweight_VH[block], g, x_NH, back, first=True)
         if bias_V is not None:
-            dbias_V[block] = g.sum(0, dtype=fp32) * back
+            dbias_V[block] = g.sum(0, dtype=fp32) * (1.0 if back is None else back)
         if want_dhidden:
-            dx_NH += product(g, w, torch.empty(x_NH.shape, dtype=result, device=device))
+            dx_NH += product_over_classes(g, w, torch.empty(x_NH.shape, dtype=result, device=device))
     dhidden_TH = torch.zeros(hidden_TH.shape if want_dhidden else (0,), dtype=fp32, device=device)
     if want_dhidden:
-        dhidden_TH[kept_N] = dx_NH * back
+        dhidden_TH[kept_N] = dx_NH if back is None else dx_NH.mul_(back)
     return dhidden_TH, dweight_VH, dbias_V
 
 

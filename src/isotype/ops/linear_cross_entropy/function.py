@@ -9,8 +9,11 @@ from torch import Tensor
 
 from ...errors import ShapeError, UsageError
 from ..autocast import autocast_off, product_dtype, wide
-from ..backend import reference_runs
-from ..cross_entropy.rule import LossRule, Reduction, check_reduction, check_targets, reduce
+from ..backend import differentiated_again, reference_runs
+from ..cross_entropy.arguments import checked_rule
+from ..cross_entropy.function import RULE
+from ..cross_entropy.rule import LossRule, Reduction
+from ..library import library_op
 from . import eager
 from .chunks import extent
 from .products import operand_dtype, result_dtype
@@ -30,12 +33,23 @@ class TokenStatistics(NamedTuple):
     top1: Tensor
 
 
-@torch.library.custom_op("isotype::linear_cross_entropy_forward", mutates_args=())
+def _fake_forward(hidden_TH, weight_VH, bias_V, targets_T, upstream, ignore_index, smoothing, scale, softcap, z_loss, chunk, *want):  # type: ignore[no-untyped-def]
+    want_dhidden, want_dweight, want_dbias, want_statistics = want
+    return tuple(eager.like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk))
+
+
+@library_op(
+    f"linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor upstream, {RULE}, int chunk, "
+    "bool want_dhidden, bool want_dweight, bool want_dbias, bool want_statistics) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_forward,
+)
 def _forward(
     hidden_TH: Tensor,
     weight_VH: Tensor,
     bias_V: Tensor | None,
     targets_T: Tensor,
+    upstream: Tensor,
     ignore_index: int,
     smoothing: float,
     scale: float,
@@ -47,20 +61,27 @@ def _forward(
     want_dbias: bool,
     want_statistics: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
+    rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
     made = eager.forward_with_gradients(
-        hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, want_dhidden, want_dweight, want_dbias, want_statistics
+        hidden_TH, weight_VH, bias_V, targets_T, upstream, rule, chunk, want_dhidden, want_dweight, want_dbias, want_statistics
     )
     return tuple(made)  # type: ignore[return-value]
 
 
-@_forward.register_fake
-def _(hidden_TH, weight_VH, bias_V, targets_T, ignore_index, smoothing, scale, softcap, z_loss, chunk, *want):  # type: ignore[no-untyped-def]
-    want_dhidden, want_dweight, want_dbias, want_statistics = want
-    return tuple(eager.like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk))
+def _fake_backward(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, *rest):  # type: ignore[no-untyped-def]
+    fp32 = wide(hidden_TH.dtype)
+    return (
+        hidden_TH.new_empty(hidden_TH.shape if rest[-2] else (0,), dtype=fp32),
+        weight_VH.new_empty(weight_VH.shape if rest[-1] else (0,), dtype=eager.kept_dtype(hidden_TH.dtype, hidden_TH.device)),
+        weight_VH.new_empty(weight_VH.shape[0] if bias_V is not None else 0, dtype=fp32),
+    )
 
 
-@torch.library.custom_op("isotype::linear_cross_entropy_backward", mutates_args=())
+@library_op(
+    f"linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor lse, Tensor dloss, {RULE}, "
+    "bool want_dhidden, bool want_dweight) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_backward,
+)
 def _backward(
     hidden_TH: Tensor,
     weight_VH: Tensor,
@@ -74,26 +95,19 @@ def _backward(
     softcap: float,
     z_loss: float,
     want_dhidden: bool,
+    want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rule = LossRule(ignore_index=ignore_index, label_smoothing=smoothing, logit_scale=scale, softcap=softcap, z_loss=z_loss)
-    return eager.backward_by_vocabulary(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, rule, want_dhidden)
-
-
-@_backward.register_fake
-def _(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, *rest):  # type: ignore[no-untyped-def]
-    fp32 = wide(hidden_TH.dtype)
-    return (
-        hidden_TH.new_empty(hidden_TH.shape if rest[-1] else (0,), dtype=fp32),
-        weight_VH.new_empty(weight_VH.shape, dtype=eager.kept_dtype(hidden_TH.dtype, hidden_TH.device)),
-        weight_VH.new_empty(weight_VH.shape[0] if bias_V is not None else 0, dtype=fp32),
-    )
+    rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
+    return eager.backward_by_vocabulary(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, rule, want_dhidden, want_dweight)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The summed loss, or the losses a row; decides the product's dtype once and switches autocast off.
+    """The mean over `items`, the sum, or the losses a row (no items); decides the product's dtype once and switches autocast off.
 
     Row gradients of hidden are linear in the row's upstream gradient, and the head's in a scalar one: both are made in forward for an
     upstream gradient of 1, while the logits exist, and scaled in backward. Nothing is blind to a loss scale, a second backward is right.
+    1 / items is in them before they are narrowed, also for a sum, which callers divide by what they count: a backward that has then only
+    1 or a power of two left to multiply by rounds nothing a second time.
     Only a trainable head with a loss a row has to wait for backward.
     """
 
@@ -104,15 +118,16 @@ class LinearCrossEntropy(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_T: Tensor,
+        items: Tensor | None,
+        mean: bool,
         rule: tuple[int, float, float, float, float],
         dtype: torch.dtype,
         chunk: int,
         want: tuple[bool, bool, bool],
-        scalar: bool,
         statistics: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         head = want[1] or want[2]
-        ctx.later = head and not scalar
+        ctx.later = head and items is None
         now = (False, False, False) if ctx.later else want
         with autocast_off(hidden_TH):
             made = eager.Forward(
@@ -121,40 +136,45 @@ class LinearCrossEntropy(torch.autograd.Function):
                     weight_VH.to(dtype),
                     None if bias_V is None else bias_V.to(dtype),
                     targets_T,
+                    hidden_TH.new_ones((), dtype=wide(dtype)) if items is None else items.reciprocal(),
                     *rule,
                     chunk,
                     *now,
                     statistics,
                 )
             )
-            loss = made.loss_T.sum() if scalar else made.loss_T
+            loss = made.loss_T if items is None else made.loss_T.sum() / items if mean else made.loss_T.sum()
         ctx.rule, ctx.dtype, ctx.want = rule, dtype, want
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         if ctx.later:
             ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, made.lse_T)
         else:
-            ctx.save_for_backward(made.dhidden_TH, made.dweight_VH, made.dbias_V)
+            ctx.save_for_backward(made.dhidden_TH, made.dweight_VH, made.dbias_V, None if mean else items)
         extra = made.log_prob_T, made.entropy_T, made.top1_T
         ctx.mark_non_differentiable(*extra)
         return loss, *extra
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        if differentiated_again():
+            raise UsageError(
+                "linear_cross_entropy has no second derivative (create_graph=True): what it keeps are gradients, not logits",
+                fix="cross_entropy(F.linear(hidden, weight), targets), or torch.func.hessian of this op, which use all logits at once",
+            )
         with autocast_off(dloss):
             if ctx.later:
                 hidden_TH, weight_VH, bias_V, targets_T, lse_T = ctx.saved_tensors
                 bias = None if bias_V is None else bias_V.to(ctx.dtype)
                 made = _backward(
-                    hidden_TH.to(ctx.dtype), weight_VH.to(ctx.dtype), bias, targets_T, lse_T, dloss.contiguous(), *ctx.rule, ctx.want[0]
+                    hidden_TH.to(ctx.dtype), weight_VH.to(ctx.dtype), bias, targets_T, lse_T, dloss.contiguous(), *ctx.rule, *ctx.want[:2]
                 )
                 grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
             else:
-                factor = dloss if dloss.dim() == 0 else dloss.unsqueeze(-1)
-                grads = [
-                    eager.scaled(grad, factor, dtype) if wanted else None
-                    for grad, dtype, wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.want)
-                ]
-        return *grads, None, None, None, None, None, None, None
+                *made, items = ctx.saved_tensors
+                factor = dloss if items is None else dloss * items
+                factor = factor if factor.dim() == 0 else factor.unsqueeze(-1)
+                grads = [eager.scaled(grad, factor, dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
+        return *grads, None, None, None, None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -185,34 +205,46 @@ def linear_cross_entropy(
     chunk is the number of rows whose logits exist at once; by default it follows from V and a budget of bytes, never from free memory.
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
     """
-    check_reduction(reduction, num_items)
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[-1]:
         raise ShapeError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)}: expected [*n H] and [V H]", code="SH001")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ShapeError(f"bias {list(bias.shape)}: expected [{weight.shape[0]}]", code="SH001")
     if chunk is not None and chunk < 1:
         raise UsageError(f"chunk is {chunk}: expected 1 row or more")
-    rule = LossRule.of(ignore_index, label_smoothing, logit_scale, softcap, z_loss)
-    if reference_runs() and not statistics:
+    rule = checked_rule(
+        tuple(hidden.shape[:-1]), targets, weight.shape[0], reduction, num_items, ignore_index=ignore_index,
+        label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss,
+    )  # fmt: skip
+    if reference_runs():
+        if statistics:
+            raise UsageError("statistics=True is not available under torch.func or forward-mode AD", fix="call without it there")
         return linear_cross_entropy_reference(
             hidden, weight, targets, bias=bias, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
             logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items,
         )  # fmt: skip
-    check_targets(tuple(hidden.shape), targets, weight.shape[0], ignore_index)
     dtype = product_dtype(hidden, weight)
-    if chunk is None:
-        held = result_dtype(operand_dtype(dtype, hidden.device), hidden.device)
-        chunk = extent(targets.numel(), weight.shape[0], held.itemsize, hidden.device)
     hidden_TH, targets_T = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     on = torch.is_grad_enabled()
     want = (on and hidden.requires_grad, on and weight.requires_grad, on and bias is not None and bias.requires_grad)
+    if chunk is None:
+        held = result_dtype(operand_dtype(dtype, hidden.device), hidden.device)
+        chunk = extent(targets.numel(), weight.shape[0], held.itemsize, hidden.device, head=want[1])
     with autocast_off(hidden):
+        items = None if reduction == "none" else counted_items(targets_T, reduction, num_items, ignore_index, wide(dtype))
         loss, *seen = LinearCrossEntropy.apply(
-            hidden_TH, weight, bias, targets_T, rule.values, dtype, chunk, want, reduction != "none", statistics
+            hidden_TH, weight, bias, targets_T, items, reduction == "mean", rule.values, dtype, chunk, want, statistics
         )
-        if reduction == "none":
-            loss = loss.reshape(targets.shape)
-        elif reduction == "mean":
-            # the sum is one value, so reduce() only divides
-            loss = reduce(loss.unsqueeze(0), targets_T, "mean", num_items, ignore_index)
+        loss = loss.reshape(targets.shape) if reduction == "none" else loss
     return (loss, TokenStatistics(*(s.reshape(targets.shape) for s in seen))) if statistics else loss
+
+
+def counted_items(
+    targets_T: Tensor, reduction: str, num_items: int | float | Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
+    """What the mean is divided by, and what a sum probably will be, as a scalar tensor where the targets are."""
+    if isinstance(num_items, Tensor):
+        return num_items.detach().to(targets_T.device, dtype).reshape(())
+    if num_items is not None:
+        return torch.full((), num_items, dtype=dtype, device=targets_T.device)
+    counted = (targets_T != ignore_index).sum().to(dtype)
+    return counted if reduction == "mean" else counted.clamp_min(1.0)

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from ..autocast import wide
-from ..compiled import Fused
 
 
-def forward_formula(x_TH: Tensor, weight_H: Tensor, *, eps: float, unit_offset: bool, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rms_norm_forward(x_TH: Tensor, weight_H: Tensor, *, eps: float, unit_offset: bool, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(y, 1 / rms), the second fp32[T 1]."""
     x = x_TH.to(wide(x_TH.dtype, weight_H.dtype))
     w = weight_H.to(x.dtype) + 1.0 if unit_offset else weight_H.to(x.dtype)
@@ -30,13 +29,8 @@ def dweight_formula(x_TH: Tensor, weight_H: Tensor, scale_T1: Tensor, dy_TH: Ten
     return (dy_TH.to(scale_T1.dtype) * (x_TH.to(scale_T1.dtype) * scale_T1)).sum(0).to(weight_H.dtype)
 
 
-rms_norm_forward = Fused(forward_formula)
-rms_norm_dx = Fused(dx_formula)
-rms_norm_dweight = Fused(dweight_formula)
-
-
 def rms_norm_backward(
     x_TH: Tensor, weight_H: Tensor, scale_T1: Tensor, dy_TH: Tensor, *, unit_offset: bool, want_dweight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    dx_TH = rms_norm_dx(x_TH, weight_H, scale_T1, dy_TH, unit_offset=unit_offset)
-    return dx_TH, rms_norm_dweight(x_TH, weight_H, scale_T1, dy_TH) if want_dweight else None
+    dx_TH = dx_formula(x_TH, weight_H, scale_T1, dy_TH, unit_offset=unit_offset)
+    return dx_TH, dweight_formula(x_TH, weight_H, scale_T1, dy_TH) if want_dweight else None

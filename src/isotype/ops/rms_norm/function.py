@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,17 +10,17 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ..autocast import autocast_off
-from ..backend import reference_runs, triton_runs
-from . import eager
+from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
+from . import cpp, eager
 from .reference import rms_norm_reference
 
 
-def _paths(x: Tensor, weight: Tensor) -> Any:
+def _paths(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Any:
     if triton_runs(x) and weight.dtype != torch.float64:
         from . import kernels
 
         return kernels
-    return eager
+    return cpp if out_dtype != torch.float64 and cpp_runs(cpp.KERNELS, x, weight) else eager
 
 
 class RmsNorm(torch.autograd.Function):
@@ -28,17 +29,21 @@ class RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype) -> Tensor:
         with autocast_off(x_TH):
-            y_TH, scale_T1 = _paths(x_TH, weight_H).rms_norm_forward(x_TH, weight_H, eps=eps, unit_offset=unit_offset, out_dtype=out_dtype)
+            y_TH, scale_T1 = _paths(x_TH, weight_H, out_dtype).rms_norm_forward(
+                x_TH, weight_H, eps=eps, unit_offset=unit_offset, out_dtype=out_dtype
+            )
         ctx.save_for_backward(x_TH, weight_H, scale_T1)
-        ctx.unit_offset = unit_offset
+        ctx.eps, ctx.unit_offset, ctx.out_dtype = eps, unit_offset, out_dtype
         return y_TH
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
         x_TH, weight_H, scale_T1 = ctx.saved_tensors
+        if differentiated_again():
+            reference = partial(rms_norm_reference, eps=ctx.eps, unit_offset=ctx.unit_offset, out_dtype=ctx.out_dtype)
+            return *reference_gradients(reference, (x_TH, weight_H), dy_TH), None, None, None
         with autocast_off(x_TH):
-            dx_TH, dweight_H = _paths(x_TH, weight_H).rms_norm_backward(
+            dx_TH, dweight_H = _paths(x_TH, weight_H, dy_TH.dtype).rms_norm_backward(
                 x_TH, weight_H, scale_T1, dy_TH, unit_offset=ctx.unit_offset, want_dweight=ctx.needs_input_grad[1]
             )
         return dx_TH, dweight_H, None, None, None

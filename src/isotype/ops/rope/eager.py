@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..compiled import Fused
 from .reference import rotate_reference
 
 
-def rotate_formula(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, interleaved: bool, back: bool) -> Tensor:
+def rotate(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, interleaved: bool, back: bool) -> Tensor:
     return rotate_reference(x_BNSD, cos_BSR, -sin_BSR if back else sin_BSR, interleaved)
-
-
-rotate = Fused(rotate_formula)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ..autocast import autocast_off
-from ..backend import reference_runs, triton_runs
-from . import eager
+from ..backend import cpp_runs, differentiated_again, reference_runs, triton_runs
+from . import cpp, eager
 from .reference import rope_reference
 
 
@@ -19,25 +19,27 @@ def _paths(x: Tensor) -> Any:
         from . import kernels
 
         return kernels
-    return eager
+    return cpp if cpp_runs(cpp.KERNELS, x) else eager
 
 
 class Rotate(torch.autograd.Function):
-    """Saves the tables alone: the backward of a rotation is the rotation back."""
+    """Saves the tables alone: the backward of a rotation is the rotation back, and so on to any order."""
 
     @staticmethod
-    def forward(ctx: Any, x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool) -> Tensor:
+    def forward(ctx: Any, x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> Tensor:
         ctx.save_for_backward(cos_BSR, sin_BSR)
-        ctx.interleaved = interleaved
-        with autocast_off(x_BNSD):
-            return _paths(x_BNSD).rotate(x_BNSD, cos_BSR, sin_BSR, interleaved=interleaved, back=False)
+        ctx.interleaved, ctx.back = interleaved, back
+        return rotated(x_BNSD, cos_BSR, sin_BSR, interleaved, back)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy_BNSD: Tensor) -> tuple[Tensor, None, None, None]:
-        cos_BSR, sin_BSR = ctx.saved_tensors
-        with autocast_off(dy_BNSD):
-            return _paths(dy_BNSD).rotate(dy_BNSD, cos_BSR, sin_BSR, interleaved=ctx.interleaved, back=True), None, None, None
+    def backward(ctx: Any, dy_BNSD: Tensor) -> tuple[Tensor | None, ...]:
+        rotation: Any = Rotate.apply if differentiated_again() else rotated
+        return rotation(dy_BNSD, *ctx.saved_tensors, ctx.interleaved, not ctx.back), None, None, None, None
+
+
+def rotated(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> Tensor:
+    with autocast_off(x_BNSD):
+        return _paths(x_BNSD).rotate(x_BNSD, cos_BSR, sin_BSR, interleaved=interleaved, back=back)
 
 
 def rope(
@@ -64,4 +66,4 @@ def rope(
             raise ShapeError(f"{name} has {x.shape[-1]} dimensions where {cos.shape[-1]} pairs need {2 * cos.shape[-1]}", code="SH001")
     if reference_runs():
         return rope_reference(q, k, cos, sin, interleaved=interleaved)
-    return Rotate.apply(q, cos, sin, interleaved), Rotate.apply(k, cos, sin, interleaved)
+    return Rotate.apply(q, cos, sin, interleaved, False), Rotate.apply(k, cos, sin, interleaved, False)

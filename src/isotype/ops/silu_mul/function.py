@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 from ..autocast import autocast_off
-from ..backend import reference_runs, triton_runs
+from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
 from ..pair import check_pair
-from . import eager
+from . import cpp, eager
 from .reference import silu_mul_reference
 
 
-def _paths(x: Tensor) -> Any:
+def paths(x: Tensor) -> Any:
+    """The module whose functions run on `x`."""
     if triton_runs(x):
         from . import kernels
 
         return kernels
-    return eager
+    return cpp if cpp_runs(cpp.KERNELS, x) else eager
 
 
 class SiluMul(torch.autograd.Function):
@@ -29,14 +30,15 @@ class SiluMul(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         with autocast_off(gate):
-            return _paths(gate).silu_mul_forward(gate, up)
+            return paths(gate).silu_mul_forward(gate, up)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
+        if differentiated_again():
+            return tuple(reference_gradients(silu_mul_reference, (gate, up), dy))
         with autocast_off(gate):
-            return _paths(gate).silu_mul_backward(gate, up, dy)
+            return paths(gate).silu_mul_backward(gate, up, dy)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:

@@ -43,3 +43,7 @@ def silu_mul_backward(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Ten
     if dy.numel():
         silu_mul_backward_kernel[(triton.cdiv(dy.numel(), BLOCK),)](gate, up, dy, dgate, dup, dy.numel(), BLOCK=BLOCK)
     return dgate, dup
+
+
+def silu_mul_gradients(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return *silu_mul_backward(gate, up, dy), silu_mul_forward(gate, up)

@@ -3,6 +3,6 @@
 samples, settings, subjects   what is run: inputs, dtype combinations, the function itself
 attempt, watch                running it once and seeing what really passed through
 exact, twin                   the truth at fp64, and the same forward as plain, differentiable PyTorch
-raising, dtype_rules, numerics, aliasing, relations, contracts   the rules: outcomes in, findings out
+raising, dtype_rules, numerics, aliasing, relations, edges, contracts   the rules: outcomes in, findings out
 check, report                 the whole, and what it says
 """

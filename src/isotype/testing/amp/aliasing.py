@@ -74,7 +74,7 @@ def _overwritten_inputs(subject: Subject, baseline: Outcome) -> list[Fault]:
 
 
 def _written_gradient(subject: Subject, baseline: Outcome) -> list[Fault]:
-    fresh = [incoming_gradient(t, i) for i, t in enumerate(t for t in baseline.outputs if t.requires_grad)]
+    fresh = [incoming_gradient(t, i) for i, t in enumerate(baseline.outputs) if t.requires_grad]
     if all(same(given, clean) for given, clean in zip(baseline.grad_outputs, fresh)):
         return []
     place = _place(subject, baseline, "backward")

@@ -127,7 +127,8 @@ def attempt(
         outcome.values = [t.detach().clone() for t in outcome.outputs]
         outcome.functions = function_classes([t for t in outcome.outputs if t.requires_grad])
         differentiable = [t for t in outcome.outputs if t.requires_grad]
-        outcome.grad_outputs = [(gradient or incoming_gradient)(t, i) for i, t in enumerate(differentiable)]
+        # numbered among all outputs: freezing an input must not hand another output's gradient to the rest
+        outcome.grad_outputs = [(gradient or incoming_gradient)(t, i) for i, t in enumerate(outcome.outputs) if t.requires_grad]
         outcome.grad_outputs = [g * grad_scale if grad_scale != 1.0 else g for g in outcome.grad_outputs]
         wanted_grads = {n: t for n, t in outcome.tensors.items() if t.requires_grad}
         if forward_only or not differentiable or not wanted_grads:

@@ -17,7 +17,8 @@ from .aliasing import aliasing_faults
 from .attempt import Outcome, attempt
 from .contracts import contract_faults
 from .dtype_rules import Fault, gradient_faults, output_faults
-from .inexact import inexact, long_sums
+from .edges import edge_faults, unwritten_memory
+from .inexact import COLUMNS, ROWS, inexact, long_sums
 from .numerics import Numerics
 from .places import failure_of
 from .relations import relation_faults, state_faults, wrapped_faults
@@ -112,6 +113,10 @@ class _Check:
         for setting, outcome in failures:
             self._judge_failure(setting, outcome)
         base = next(iter(ran))
+        unwritten = unwritten_memory(self.numerics, base, ran[base])
+        self._note(unwritten, base)
+        if unwritten:
+            return  # whatever else differs, differs because of it
         if not self._stable(base):
             self.skipped.append("numerics: two runs with different seeds differ, so results of different dtypes cannot be compared")
         else:
@@ -159,12 +164,15 @@ class _Check:
             return  # the longer run would say the same again
         # as built when that is low, else all of it low, else fp32 under autocast
         low = [s for s in judged if s.lowest(self.sample) in LOW]
-        for setting in [s for s in low if s.autocast is None][:1] + [s for s in low if s.autocast is not None][:1]:
-            faults, why = long_sums(self.numerics, setting, hand_written=hand_written)
-            self._note(faults, setting)
-            self.skipped += [why] if why else []
-            if faults:
-                break
+        lowest = [s for s in low if s.autocast is None][:1] + [s for s in low if s.autocast is not None][:1]
+        # plain code's own sums over columns are PyTorch's, which keep fp32
+        for axis in (ROWS, COLUMNS) if self.plain is not None or hand_written else (ROWS,):
+            for setting in lowest:
+                faults, why = long_sums(self.numerics, setting, axis, hand_written=hand_written)
+                self._note(faults, setting)
+                self.skipped += [why] if why else []
+                if faults:
+                    return
 
     def _under_other_circumstances(self, ran: dict[Setting, Outcome]) -> None:
         # rounding differences between two orders of addition are smallest in fp32
@@ -172,6 +180,7 @@ class _Check:
         self._note(aliasing_faults(self.numerics, base, ran[base]), base)
         stable = self._stable(base)
         self._note(relation_faults(self.numerics, base, ran[base], stable=stable), base)
+        self._note(edge_faults(self.numerics, base, ran[base]) if stable else [], base)
         amp = next((s for s in ran if s.autocast is not None and not s.inside), None)
         for setting in [base, *([amp] if amp is not None else [])]:
             wraps = ("non-reentrant", "reentrant", *self.compilers)

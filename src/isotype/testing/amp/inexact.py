@@ -1,10 +1,14 @@
-"""AC006, AC007 as findings: what `numerics` measured, said with the line that lost the precision."""
+"""AC006, AC007 as findings: what `numerics` measured, said with the line that lost the precision.
+
+A sum is long over the rows (a weight's gradient) or over the columns of a row (a norm's mean of squares, a softmax's total): both grow.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +19,7 @@ from .attempt import Outcome, attempt
 from .dtype_rules import Fault
 from .locate import Culprit, locate, running_sums
 from .numerics import Excess, Numerics, percent
-from .samples import Sample, lengthened
+from .samples import Sample, lengthened, widened
 from .settings import Setting
 from .subjects import Subject
 
@@ -25,8 +29,28 @@ BUDGET, RUNS = (
     3.0,
     6,
 )  # processor seconds (a busy machine must not find less) for the long runs of one setting, and how many exact runs they are worth
-LARGEST = 8_000_000  # numbers in the lengthened inputs
 MANY = 16  # additions into one low-precision tensor
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A direction in which a sample can grow: its word, how, its present extent, and how many numbers are too many."""
+
+    word: str
+    grow: Callable[[Sample, int], Sample | None]
+    extent: Callable[[Sample], int]
+    largest: int
+
+
+def _rows(sample: Sample) -> int:
+    return next((sample.tensor(s).shape[0] for s in sample.slots if sample.tensor(s).dim()), 1)
+
+
+def _columns(sample: Sample) -> int:
+    return next((sample.tensor(s).shape[-1] for s in sample.slots if sample.tensor(s).dim()), 1)
+
+
+ROWS, COLUMNS = Axis("rows", lengthened, _rows, 8_000_000), Axis("columns", widened, _columns, 1_000_000)
 
 
 def inexact(outcome: Outcome, setting: Setting, numerics: Numerics) -> list[Fault]:
@@ -38,59 +62,58 @@ def inexact(outcome: Outcome, setting: Setting, numerics: Numerics) -> list[Faul
     return [_finding("AC006", worst, outcome, setting, numerics.subject, numerics.sample)]
 
 
-def long_sums(numerics: Numerics, setting: Setting, *, hand_written: bool) -> tuple[list[Fault], str | None]:
-    """AC007: what only shows at thousands of rows; and why it could not be looked at, if so.
+def long_sums(numerics: Numerics, setting: Setting, axis: Axis, *, hand_written: bool) -> tuple[list[Fault], str | None]:
+    """AC007: what only shows at thousands of rows or columns; and why it could not be looked at, if so.
 
     Plain code without a reference is its own yardstick: of it, only running sums that can be seen at work are reported.
     """
     subject, sample = numerics.subject, numerics.sample
     judged = hand_written or numerics.plain is not None
     short = attempt(subject, sample, setting)
-    some = lengthened(sample, SOME)
-    if not short.ran or some is None:
+    some = axis.grow(sample, SOME)
+    if not short.ran or some is None or (axis is COLUMNS and _numbers(some) > axis.largest):
         return [], None
-    if not judged and not _sums_grow(subject, sample, lengthened(sample, SOME // 4) or some, setting):
+    if not judged and not _sums_grow(subject, sample, axis.grow(sample, SOME // 4) or some, setting):
         return [], None
     longer = attempt(subject, some, setting)
     if not longer.ran:
-        return [], f"long reductions: the function refuses its inputs lengthened to {_rows(some)} rows"
+        # a function may well have a fixed width: nothing to say of that
+        return [], f"long reductions: the function refuses its inputs lengthened to {_rows(some)} rows" if axis is ROWS else None
     # a result of rows times rows (weights that look like rows, attention) costs too much at thousands
-    square = _results(longer) * _rows(sample) > 1.5 * _results(short) * _rows(some)
-    affordable = SOME if square else _affordable_rows(numerics, setting)
-    grown = lengthened(sample, max(SOME, min(LONG, affordable, LARGEST * SOME // max(1, _numbers(some))))) or some
+    square = _results(longer) * axis.extent(sample) > 1.5 * _results(short) * axis.extent(some)
+    affordable = SOME if square else _affordable(numerics, setting, axis)
+    grown = axis.grow(sample, max(SOME, min(LONG, affordable, axis.largest * SOME // max(1, _numbers(some))))) or some
     outcome = attempt(subject, grown, setting)
     if not outcome.ran:
-        return [], f"long reductions: the function refuses its inputs lengthened to {_rows(grown)} rows"
-    before, long = numerics.measure(short, setting), numerics.on(grown)
+        return [], f"long reductions: the function refuses its inputs lengthened to {axis.extent(grown)} {axis.word}"
+    # wider rows make larger products, whose own rounding plain PyTorch shares: only what is worse than that is a sum's
+    before, long = numerics.measure(short, setting), numerics.on(grown, inside_fp32=numerics.inside_fp32 and axis is ROWS)
     measured = long.measure(outcome, setting)
     excesses = [e for e in measured.excesses if e.result not in {x.result for x in before.excesses}] if judged else []
     unit = torch.finfo(setting.lowest(sample)).eps / 2
     if not numerics.sighted:
         excesses = [e for e in excesses if e.error > GROWTH * max(before.errors.get(e.result, 0.0), unit)]
     if not excesses:
-        excesses = _growing(subject, sample, grown, setting, before.errors, measured.errors, unit)
+        excesses = _growing(subject, sample, grown, setting, before.errors, measured.errors, unit, axis)
     if not excesses:
         return [], None
     worst = max(excesses, key=lambda e: e.error / max(e.excused, 1e-30))
-    key, finding = _finding("AC007", worst, outcome, setting, subject, grown)
-    rows = f"relative error {percent(before.errors.get(worst.result, 0.0))} as given, {percent(worst.error)} at {_rows(grown)} rows"
-    return [(key, replace(finding, details=(("length", rows), *finding.details)))], None
+    key, finding = _finding("AC007", worst, outcome, setting, subject, grown, axis)
+    short_error, long_error = percent(before.errors.get(worst.result, 0.0)), percent(worst.error)
+    length = f"relative error {short_error} as given, {long_error} at {axis.extent(grown)} {axis.word}"
+    return [(key, replace(finding, details=(("length", length), *finding.details)))], None
 
 
-def _affordable_rows(numerics: Numerics, setting: Setting) -> int:
-    """How many rows fit the budget, going by what two exact runs took: some functions take four times as long for twice the rows."""
+def _affordable(numerics: Numerics, setting: Setting, axis: Axis) -> int:
+    """How many rows or columns fit the budget, going by what two exact runs took: twice the rows may take four times as long."""
     taken = []
-    for rows in (SOME // 4, SOME):
-        sample = lengthened(numerics.sample, rows) or numerics.sample
+    for extent in (SOME // 4, SOME):
+        sample = axis.grow(numerics.sample, extent) or numerics.sample
         started = time.process_time()
         numerics.on(sample).truth(setting)
         taken.append(max(1e-4, time.process_time() - started))
     power = min(2.0, max(1.0, math.log(taken[1] / taken[0], 4)))
     return int(SOME * (BUDGET / (RUNS * taken[1])) ** (1 / power))
-
-
-def _rows(sample: Sample) -> int:
-    return next((sample.tensor(s).shape[0] for s in sample.slots if sample.tensor(s).dim()), 1)
 
 
 def _results(outcome: Outcome) -> int:
@@ -108,7 +131,14 @@ def _sums_grow(subject: Subject, sample: Sample, grown: Sample, setting: Setting
 
 
 def _growing(
-    subject: Subject, sample: Sample, grown: Sample, setting: Setting, short: dict[str, float], long: dict[str, float], unit: float
+    subject: Subject,
+    sample: Sample,
+    grown: Sample,
+    setting: Setting,
+    short: dict[str, float],
+    long: dict[str, float],
+    unit: float,
+    axis: Axis,
 ) -> list[Excess]:
     """Low-precision running sums seen at work: more additions into one low-precision tensor with more rows, and a larger error."""
     worse = [n for n, error in long.items() if error > 2 * unit and error > GROWTH * max(short.get(n, 0.0), unit / 2)]
@@ -116,10 +146,10 @@ def _growing(
         return []
     if not _sums_grow(subject, sample, grown, setting):
         return []
-    return [Excess(n, long[n], GROWTH * max(short.get(n, 0.0), unit), "the same function on fewer rows") for n in worse]
+    return [Excess(n, long[n], GROWTH * max(short.get(n, 0.0), unit), f"the same function on fewer {axis.word}") for n in worse]
 
 
-def _finding(code: str, excess: Excess, outcome: Outcome, setting: Setting, subject: Subject, sample: Sample) -> Fault:
+def _finding(code: str, excess: Excess, outcome: Outcome, setting: Setting, subject: Subject, sample: Sample, axis: Axis = ROWS) -> Fault:
     culprit = locate(subject, sample, setting, long_sum=code == "AC007")
     stage = "backward" if excess.result.startswith("gradient") else "forward"
     place = culprit.place if culprit else _place(subject, outcome, stage)
@@ -131,7 +161,7 @@ def _finding(code: str, excess: Excess, outcome: Outcome, setting: Setting, subj
         details.append(
             ("there", f"relative error {percent(culprit.before)} before this operator ({culprit.operator}), {percent(culprit.after)} after")
         )
-    what = "loses precision with the number of rows" if code == "AC007" else "is less precise than its dtypes explain"
+    what = f"loses precision with the number of {axis.word}" if code == "AC007" else "is less precise than its dtypes explain"
     return (code, place.symbol, place.line), Finding(
         code=code,
         severity=Severity.ERROR,
@@ -168,4 +198,4 @@ def _fix(code: str, culprit: Culprit | None) -> str:
     return "widen once to fp32, finish the arithmetic there (subtract before rounding), and narrow once, in a single store at the end"
 
 
-__all__ = ["inexact", "long_sums"]
+__all__ = ["COLUMNS", "ROWS", "inexact", "long_sums"]

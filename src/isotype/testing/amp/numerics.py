@@ -57,9 +57,9 @@ class Numerics:
         self._truths: dict[Any, dict[str, Tensor]] = {}
         self._noise: dict[Any, list[dict[str, Tensor]]] = {}
 
-    def on(self, sample: Sample) -> Numerics:
+    def on(self, sample: Sample, *, inside_fp32: bool | None = None) -> Numerics:
         """The same subject on another sample."""
-        return Numerics(self.subject, self.plain, sample, inside_fp32=self.inside_fp32)
+        return Numerics(self.subject, self.plain, sample, inside_fp32=self.inside_fp32 if inside_fp32 is None else inside_fp32)
 
     def truth(self, setting: Setting) -> dict[str, Tensor]:
         key = setting.dtypes

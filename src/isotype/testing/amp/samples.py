@@ -198,7 +198,7 @@ def lengthened(sample: Sample, rows: int) -> Sample | None:
     A row is an index of the leading dimension that the first tensor has; every tensor of that leading size that does not look
     like a weight is drawn with the same indices, so that labels stay with their rows.
     """
-    lead_slot = next((s for s in sample.slots if s.group != PARAM and sample.tensor(s).dim()), None)
+    lead_slot = _rows_slot(sample)
     if lead_slot is None:
         return None
     lead = sample.tensor(lead_slot).shape[0]
@@ -206,10 +206,48 @@ def lengthened(sample: Sample, rows: int) -> Sample | None:
     wanted = -(-rows // (per_row if sample.tensor(lead_slot).dim() > 1 else 1))
     if lead == 0 or wanted <= lead:
         return None
+    return _with_rows(sample, torch.randint(0, lead, (wanted,), generator=torch.Generator().manual_seed(0)))
+
+
+def emptied(sample: Sample) -> Sample | None:
+    """The sample without a single row; None where it has none anyway."""
+    lead_slot = _rows_slot(sample)
+    if lead_slot is None or not sample.tensor(lead_slot).shape[0]:
+        return None
+    return _with_rows(sample, torch.zeros(0, dtype=torch.int64))
+
+
+def widened(sample: Sample, columns: int) -> Sample | None:
+    """The sample's first 16 rows with their columns drawn again and again until there are `columns`; None where that cannot be done.
+
+    A column is an index of the last dimension that the first tensor has; every floating tensor of that last size, weights
+    too, is drawn with the same indices.
+    """
+    lead_slot = _rows_slot(sample)
+    if lead_slot is None or sample.tensor(lead_slot).dim() < 2:
+        return None
+    if sample.tensor(lead_slot).shape[0] > 16:
+        sample = _with_rows(sample, torch.arange(16))
+    width = sample.tensor(lead_slot).shape[-1]
+    if not 0 < width < columns:
+        return None
+    draw = torch.randint(0, width, (columns,), generator=torch.Generator().manual_seed(0))
+    alike = [s.index for s in sample.slots if sample.tensor(s).dim() and sample.tensor(s).shape[-1] == width]
+    return sample.with_tensors({i: sample.leaves[i].detach()[..., draw.to(sample.leaves[i].device)] for i in alike})
+
+
+def _rows_slot(sample: Sample) -> Slot | None:
+    """The first tensor that has rows."""
+    return next((s for s in sample.slots if s.group != PARAM and sample.tensor(s).dim()), None)
+
+
+def _with_rows(sample: Sample, draw: Tensor) -> Sample:
+    lead_slot = _rows_slot(sample)
+    assert lead_slot is not None
+    lead = sample.tensor(lead_slot).shape[0]
     weights = {s.index for s in sample.slots if s.group == PARAM}
-    draw = torch.randint(0, lead, (wanted,), generator=torch.Generator().manual_seed(0))
-    grown = {}
+    drawn = {}
     for i, leaf in enumerate(sample.leaves):
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == lead and i not in weights:
-            grown[i] = leaf.detach()[draw.to(leaf.device)]
-    return sample.with_tensors(grown)
+            drawn[i] = leaf.detach()[draw.to(leaf.device)]
+    return sample.with_tensors(drawn)

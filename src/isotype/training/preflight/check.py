@@ -15,11 +15,12 @@ from typing import Any
 from ...checkpoint.folder import write_text
 from ...errors import PreflightError
 from ...finding import Finding, Severity, worst_first
-from .codes import CODES
+from .codes import CODES, NOT_SKIPPED
 from .device import unexpected_device
 from .disk import disk_too_small
 from .labels import end_never_learnt, nothing_to_learn, prompts_learnt
 from .memory import out_of_memory
+from .packing import packed_documents_apart
 from .rehearsal import rehearsed_evaluation, rehearsed_generation, rehearsed_step
 from .schedule import never_leaves_warmup
 from .subject import Subject
@@ -55,6 +56,7 @@ PHASES: Mapping[str, tuple[Check, ...]] = {
     "memory": (Check(("PF011",), out_of_memory),),
     "real": (
         Check(("PF012", "PF013", "PF014", "PF015"), rehearsed_step),
+        Check(("PF018",), packed_documents_apart),
         Check(("PF016",), rehearsed_evaluation),
         Check(("PF017",), rehearsed_generation),
     ),
@@ -97,7 +99,7 @@ def preflight(subject: Subject, skips: Mapping[str, str]) -> Outcome:
     """Runs what is due, writes preflight.json, and raises PreflightError with every error found. A resumed run: static checks only."""
     record = subject.folder / RECORD
     before = _read(record) if subject.resuming else {}
-    skipped = {s["code"]: s["reason"] for s in before.get("skipped", []) if s.get("code") in CODES} | dict(skips)
+    skipped = (skipped_before(record) if subject.resuming else {}) | dict(skips)
     outcome = Outcome(skipped=skipped)
     for phase, checks in PHASES.items():
         if outcome.refused or (subject.resuming and phase != "static"):
@@ -109,7 +111,9 @@ def preflight(subject: Subject, skips: Mapping[str, str]) -> Outcome:
                 outcome.ran += [code for code in check.codes if code not in skipped]
         outcome.seconds[phase] = time.perf_counter() - started
     now = outcome.as_json()
-    content = before | {"skipped": now["skipped"], "resumed": [*before.get("resumed", []), now]} if before else now
+    earlier = before.get("resumed")
+    again = [*(earlier if isinstance(earlier, list) else []), now]
+    content = before | {"skipped": now["skipped"], "resumed": again} if before else now
     write_text(record, json.dumps(content, indent=1) + "\n")
     if outcome.refused:
         raise refusal(outcome)
@@ -129,10 +133,20 @@ def _line(finding: Finding) -> str:
     return f"{finding.code} {finding.message}" + (f"; {finding.fix}" if finding.fix else "")
 
 
+def skipped_before(record: Path) -> dict[str, str]:
+    """What the run was started without, code to reason; entries that no run writes are left out."""
+    skipped = _read(record).get("skipped")
+    return {
+        entry["code"]: entry["reason"]
+        for entry in (skipped if isinstance(skipped, list) else [])
+        if isinstance(entry, dict) and isinstance(entry.get("reason"), str) and str(entry.get("code")) in CODES.keys() - NOT_SKIPPED.keys()
+    }
+
+
 def _read(record: Path) -> dict[str, Any]:
     """The record of the run's start; nothing where there is none, or none that can be read."""
     try:
         content = json.loads(record.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -25,6 +25,7 @@ CODES: Mapping[str, str] = {
     "PF015": "no other tensor gets one",
     "PF016": "an evaluation runs",
     "PF017": "a generation runs",
+    "PF018": "packed documents do not see each other",
 }
 NOT_SKIPPED = {"PF008": "the run would read outside its embeddings"}
 

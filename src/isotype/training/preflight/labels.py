@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...data.rows import IGNORED, Row
+from ...data.rows import IGNORED, Row, row_supervised, tokens_used
 from ...finding import Finding, Place, Severity
 from .subject import Subject
 
 FEW = 0.05  # rows without a token to learn below this share are data.json's business
-ANSWERED = {"messages", "prompt_completion"}
+ANSWERED = {"messages", "sharegpt", "alpaca", "prompt_completion"}
 
 
 def nothing_to_learn(subject: Subject) -> Iterator[Finding]:
     """Rows that were dropped for it while the data was read, and rows that got through."""
-    for name, rows in (("train", subject.prepared.data.train), ("eval", subject.prepared.data.eval)):
+    for name, rows in (("train", subject.prepared.data.documents), ("eval", subject.prepared.data.eval)):
         facts = subject.prepared.data.facts[name]
-        masked = sum(row.supervised == 0 for row in rows)
+        masked = sum(n == 0 for n in row_supervised(rows))
         dropped = sum(d["rows"] for d in facts["dropped"])
         total = len(rows) + dropped
         if not total or (masked + dropped) / total < FEW:
@@ -33,7 +33,7 @@ def nothing_to_learn(subject: Subject) -> Iterator[Finding]:
 
 def prompts_learnt(subject: Subject) -> Iterator[Finding]:
     """Chats and prompt/completion pairs of which every token is learnt, although only answers are meant."""
-    rows = subject.prepared.data.train
+    rows = subject.prepared.data.documents
     if subject.config.data.loss_on == "all" or not subject.formats <= ANSWERED or not rows:
         return
     if any(IGNORED in row.labels for row in rows):
@@ -52,9 +52,9 @@ def end_never_learnt(subject: Subject) -> Iterator[Finding]:
     if not subject.formats & ANSWERED:
         return
     ends = end_tokens(subject)
-    if not ends or any(label in ends for row in data.train for label in row.labels[1:]):
+    if not ends or ends & tokens_used(data.documents, learnt=True):
         return
-    masked = [row for row in data.train if _ends_masked(row, ends)]
+    masked = [row for row in data.documents if _ends_masked(row, ends)]
     pad_is_end = tokenizer.pad_token_id in ends
     shown = " ".join(repr(tokenizer.decode([i])) for i in sorted(ends))
     turns = data.facts["tokens"]["end_of_turn"]
@@ -63,7 +63,7 @@ def end_never_learnt(subject: Subject) -> Iterator[Finding]:
         cause = f"it stands behind the answers of {len(masked)} rows and is masked" + (
             ", as the padding token is the same" if pad_is_end else ""
         )
-    elif data.facts["train"]["truncated"] == len(data.train):
+    elif data.facts["train"]["truncated"] == len(data.documents):
         cause = f"every row is cut at data.max_length {data.facts['max_length']}"
     elif others:
         cause = f"the template closes a turn with {others[0]!r}, at which generation does not stop"

@@ -191,7 +191,7 @@ def _not_finite(subject: Subject, what: str) -> Finding:
 
 def _failed(code: str, what: str, error: Exception) -> Finding:
     if isinstance(error, torch.OutOfMemoryError):
-        fix = "a smaller train.batch_size with more train.accumulate gives the same result; train.gradient_checkpointing: true"
+        fix = "a smaller train.batch_size with more train.accumulate gives the same result; train.gradient_checkpointing: layers"
     elif isinstance(error, IsotypeError) and error.fix:
         fix = error.fix
     else:

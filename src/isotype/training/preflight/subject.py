@@ -26,7 +26,7 @@ class Subject:
     @cached_property
     def longest_rows(self) -> list[Row]:
         """The rows of the largest batch that the stream could ever hand out."""
-        return sorted(self.prepared.data.train, key=lambda row: len(row.input_ids), reverse=True)[: self.config.train.batch_size]
+        return self.prepared.data.longest(self.config.train.batch_size)
 
     def batch_of(self, rows: list[Row]) -> Batch:
         return collate(rows, pad_id=self.prepared.tokenizer.pad_token_id).to(self.prepared.device)
@@ -34,4 +34,4 @@ class Subject:
     @cached_property
     def formats(self) -> set[str]:
         """The formats of the training files, as data.json has them."""
-        return {str(file.get("format")) for file in self.prepared.data.facts["train"]["files"]}
+        return {form for file in self.prepared.data.facts["train"]["files"] for form in str(file.get("format")).split(", ")}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...data.rows import tokens_used
 from ...finding import Finding, Place, Severity
 from ...precision.apply import inner_model
 from .subject import Subject
@@ -21,8 +22,8 @@ def beyond_the_embeddings(subject: Subject) -> Iterator[Finding]:
     prepared = subject.prepared
     rows = _table(subject, output=False).weight.shape[0]
     prompts = [i for prompt in prepared.prompts for i in prompt.input_ids]
-    sides = (*prepared.data.train, *prepared.data.eval)
-    largest = max([prepared.tokenizer.pad_token_id, *prompts, *(max(row.input_ids) for row in sides)])
+    used = tokens_used(prepared.data.documents) | tokens_used(prepared.data.eval)
+    largest = max([prepared.tokenizer.pad_token_id, *prompts, *used])
     if largest < rows:
         return
     yield Finding(
@@ -37,8 +38,8 @@ def untrained_new_tokens(subject: Subject) -> Iterator[Finding]:
     """Added tokens that occur in the training rows, and whose frozen row is zero or the mean of all, as resizing leaves it."""
     prepared = subject.prepared
     added = set(prepared.tokenizer.added_tokens_decoder) - {prepared.tokenizer.pad_token_id}
-    read = added & {i for row in prepared.data.train for i in row.input_ids}
-    learnt = added & {i for row in prepared.data.train for i in row.labels}
+    read = added & tokens_used(prepared.data.documents)
+    learnt = added & tokens_used(prepared.data.documents, learnt=True)
     for name, used in (("embed_tokens", read), ("lm_head", learnt)):
         table = _table(subject, output=name == "lm_head")
         if table is None or _is_trained(table):

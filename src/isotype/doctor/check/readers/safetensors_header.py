@@ -23,10 +23,16 @@ def read(path: Path) -> Counter[str]:
         text = file.read(size)
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadHeader("the safetensors header is not JSON") from error
+    if not isinstance(header, dict):
+        raise BadHeader("the safetensors header is not an object")
     count: Counter[str] = Counter()
     for name, tensor in header.items():
-        if name != "__metadata__" and isinstance(tensor, dict) and "dtype" in tensor:
-            count[tensor["dtype"]] += prod(tensor.get("shape", []))
+        if name == "__metadata__":
+            continue
+        dtype, shape = (tensor.get("dtype"), tensor.get("shape")) if isinstance(tensor, dict) else (None, None)
+        if not isinstance(dtype, str) or not isinstance(shape, list) or not all(isinstance(n, int) for n in shape):
+            raise BadHeader(f"the safetensors header has no dtype and shape for {name[:80]!r}")
+        count[dtype] += prod(shape)
     return count

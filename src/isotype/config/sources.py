@@ -1,0 +1,117 @@
+"""`data.train` and `data.eval` as a list of sources: names, or mappings with settings of their own. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from ..errors import UsageError
+from .schema import DataSection, RunConfig
+
+STDLIB, HUB = "stdlib", "hf:"
+FORMATS: tuple[str, ...] = get_args(DataSection.model_fields["format"].annotation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSpec:
+    """One entry of data.train or data.eval, as a user gave it.
+
+    weight   share of the training rows that come from here, relative to the other sources; None: every row once
+    subset   configuration of a hub dataset, with `split` and `revision`
+    """
+
+    name: str
+    weight: float | None = None
+    format: str = "auto"
+    columns: Mapping[str, str] | None = None
+    limit: int | None = None
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+
+
+_KEYS = tuple(field.name for field in fields(SourceSpec))
+_HUB_ONLY = ("subset", "split", "revision")
+
+
+def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
+    """The sources of `data.train` or `data.eval`, with what the section sets for all of them.
+
+    side    `train` or `eval`
+    Raises  UsageError naming the entry and the key
+    """
+    given, key = getattr(data, side), f"data.{side}"
+    if given is None:
+        return []
+    entries = [given] if isinstance(given, str) else list(given)
+    if not entries:
+        raise UsageError(f"{key}: give at least one file, or stdlib")
+    specs = [_spec(entry, key if isinstance(given, str) else f"{key}[{i}]", data) for i, entry in enumerate(entries)]
+    seen: set[tuple[Any, ...]] = set()
+    for spec in specs:
+        what = (spec.name, spec.subset, spec.split, spec.revision)
+        if what in seen:
+            raise UsageError(f"{key}: {spec.name} is named twice; a weight makes its rows come more often")
+        seen.add(what)
+    if side == "eval" and any(spec.weight is not None for spec in specs):
+        raise UsageError(f"{key}: weight has no effect: evaluation takes every row once")
+    if len(specs) == 1 and specs[0].weight is not None:
+        raise UsageError(f"{key}: weight has no effect with one source")
+    return specs
+
+
+def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:
+    """What can be said of the data section before anything is read. Raises UsageError.
+
+    sources  every key -> where it was set; `default` where it was not
+    """
+    data = config.data
+    for side in ("train", "eval"):
+        source_specs(data, side)
+    if data.stream and config.train.steps is None:
+        raise UsageError("data.stream needs train.steps: how many rows a stream has is not known", fix="--steps N")
+    if data.stream and data.cache not in ("auto", "none"):
+        raise UsageError(f"{sources['data.cache']} data.cache: has no effect with data.stream: its rows are tokenised each time")
+    if not data.stream and sources.get("data.shuffle_buffer", "default") != "default" and data.shuffle_buffer != 4096:
+        raise UsageError(f"{sources['data.shuffle_buffer']} data.shuffle_buffer: has no effect without data.stream: all rows are shuffled")
+
+
+def _spec(entry: Any, where: str, data: DataSection) -> SourceSpec:
+    settings: dict[str, Any] = {"name": entry} if isinstance(entry, str) else dict(entry)
+    for key in settings:
+        if key not in _KEYS:
+            near = get_close_matches(key, _KEYS, n=1)
+            raise UsageError(f"{where}.{key}: unknown key" + (f", did you mean {near[0]}?" if near else f"; there are {' '.join(_KEYS)}"))
+    settings = {key: value for key, value in settings.items() if value is not None}
+    name = settings.get("name")
+    if not isinstance(name, str) or not name.strip():
+        raise UsageError(f"{where}.name: expected a file, folder, glob, hf:NAME or stdlib, got {name!r}")
+    for key in _HUB_ONLY:
+        if key in settings and not isinstance(settings[key], str):
+            raise UsageError(f"{where}.{key}: expected text, got {settings[key]!r}")
+        if key in settings and not name.startswith(HUB):
+            raise UsageError(f"{where}.{key}: has no effect: {name} is no dataset of the hub (hf:NAME)")
+    weight, limit = settings.get("weight"), settings.get("limit")
+    if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf")):
+        raise UsageError(f"{where}.weight: expected a number above 0, got {weight!r}")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise UsageError(f"{where}.limit: expected a whole number of at least 1, got {limit!r}")
+    form = settings.setdefault("format", data.format)
+    if form not in FORMATS:
+        near = get_close_matches(str(form), FORMATS, n=1)
+        raise UsageError(
+            f"{where}.format: unknown format {form!r}" + (f", did you mean {near[0]}?" if near else f": one of {' '.join(FORMATS)}")
+        )
+    columns = settings.setdefault("columns", data.columns)
+    if columns is not None and not (isinstance(columns, dict) and all(isinstance(v, str) for v in columns.values())):
+        raise UsageError(f"{where}.columns: expected a mapping of our keys to the data's (prompt: question), got {columns!r}")
+    limits = [n for n in (limit, data.limit) if n is not None]
+    return SourceSpec(**settings | {"limit": min(limits) if limits else None, "weight": None if weight is None else float(weight)})
+
+
+def first_name(given: Any) -> str:
+    """What a run is named after: the first source."""
+    entry = given[0] if isinstance(given, list) and given else given
+    return str(entry.get("name", "data") if isinstance(entry, dict) else entry or "data").removeprefix(HUB)

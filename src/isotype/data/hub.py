@@ -1,0 +1,103 @@
+"""Datasets of the hub, and local ones that the `datasets` library wrote or can read. The library is imported when one is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config.sources import HUB
+from ..errors import UsageError
+from .formats import Example
+from .progress import Meter
+from .read import Record
+from .sources import Source
+from .tables import without_nulls_inside
+
+
+@dataclass
+class HubSource(Source):
+    """`hf:org/name`, `hf:./folder`, or a folder of `save_to_disk`. `streaming`: rows come over the network as they are needed."""
+
+    streaming: bool = False
+
+    def __post_init__(self) -> None:
+        self.rows: Any = _load(self)
+        self.looked_at(next(self._records(), None), self.name)
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self.streaming else int(self.rows.data.nbytes)
+
+    def identity(self) -> dict[str, Any]:
+        if self.streaming:
+            return {"split": self.spec.split, "revision": self.spec.revision}
+        # a fingerprint is a hash of the files it was made from and of every step since
+        return {"split": self.spec.split, "fingerprint": self.rows._fingerprint, "bytes": self.bytes}
+
+    def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example]:
+        return self.checked(self._records(skip, meter), self.forms[0][0])
+
+    def _records(self, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
+        import datasets
+
+        rows = self.rows.skip(skip) if skip else self.rows
+        limit = self.spec.limit
+        total = None if self.streaming else max(1, len(self.rows))
+        size = self.bytes
+        number = skip
+        try:
+            for value in rows:
+                if limit is not None and number >= limit:
+                    return
+                number += 1
+                if meter is not None and total:
+                    meter.done += size // total
+                yield Record(self.name, number, without_nulls_inside(value), "row")
+        except UsageError:
+            raise
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            raise UsageError(f"{self.name}, row {number + 1}: {_first_line(error)}") from error
+
+
+def _load(source: HubSource) -> Any:
+    """The split of a dataset. Raises UsageError in one line for whatever the library says."""
+    import datasets
+
+    spec = source.spec
+    name = spec.name.removeprefix(HUB)
+    saved = Path(name).expanduser()
+    datasets.disable_progress_bars()
+    try:
+        if (saved / "state.json").is_file() or (saved / "dataset_dict.json").is_file():
+            found = datasets.load_from_disk(str(saved))
+            if isinstance(found, datasets.DatasetDict):
+                if spec.split not in found:
+                    raise UsageError(f"{spec.name}: no split {spec.split!r}: there are {', '.join(found)}")
+                found = found[spec.split]
+            return found.to_iterable_dataset() if source.streaming else found
+        return datasets.load_dataset(
+            str(saved) if saved.is_dir() else name, spec.subset, split=spec.split, revision=spec.revision, streaming=source.streaming
+        )
+    except UsageError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise UsageError(f"{spec.name}: {_first_line(error)}", fix=_fix(error, name)) from error
+
+
+def _fix(error: BaseException, name: str) -> str | None:
+    text = f"{type(error).__name__} {error}".lower()
+    if "gated" in text:
+        return f"accept its terms at huggingface.co/datasets/{name}, then: hf auth login"
+    if "offline" in text or "couldn't reach" in text or "connection" in text:
+        return "the hub cannot be reached: check the network and HF_HUB_OFFLINE, or give local files"
+    if "config" in text and "missing" in text:
+        return "name one: {name: hf:..., subset: ...}"
+    if "notfound" in text or "doesn't exist" in text:
+        return "check the name; for a private one: hf auth login"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,254 @@
+"""What `data.train` and `data.eval` name: files, folders, globs, datasets of the hub, the built-in set. Each becomes one `Source`.
+
+A source is read as often as asked, from any row on, and never held: rows are tokenised as they are read.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..config.sources import HUB, STDLIB, SourceSpec
+from ..errors import UsageError
+from .formats import Example, FormatName, detect, example, ignored_keys
+from .progress import Meter
+from .read import DATA_ENDINGS, ENDINGS, JSON_ENDINGS, TEXT_ENDINGS, Record, ending, existing_file, read_json, sha256, text_lines
+from .tables import read_csv, read_parquet
+
+PIECE = 1 << 16  # characters of a plain text handed on at once, cut at line ends
+# what `datasets` writes beside its data
+_SAVED, _BESIDE_SAVED = ("state.json", "dataset_dict.json"), {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
+_NO_ROWS = "the file holds no rows"
+
+
+@dataclass
+class File:
+    """One file of a source, and what its rows are."""
+
+    path: Path
+    name: str
+
+    @property
+    def is_text(self) -> bool:
+        return ending(self.path) in TEXT_ENDINGS
+
+    @cached_property
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+    def records(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
+        kind = ending(self.path)
+        read = read_json if kind in JSON_ENDINGS else read_parquet if kind == ".parquet" else read_csv
+        return read(self.path, self.name, skip=skip, meter=meter)
+
+    def pieces(self, meter: Meter | None = None) -> Iterator[str]:
+        """A plain text in pieces, line ends as `\\n`."""
+        held: list[str] = []
+        size, seen = 0, False
+        for _, line in text_lines(self.path, self.name, meter):
+            held.append(line[:-2] + "\n" if line.endswith("\r\n") else line)
+            size += len(line)
+            seen = seen or not line.isspace()
+            if size >= PIECE:
+                yield "".join(held)
+                held, size = [], 0
+        if not seen:
+            raise UsageError(f"{self.name}: the file holds only white space")
+        if held:
+            yield "".join(held)
+
+
+@dataclass
+class Source:
+    """One entry of data.train or data.eval, found and looked at, not yet read.
+
+    forms     format and reason of each part, in order
+    ignored   keys that nothing reads, counted while reading
+    """
+
+    spec: SourceSpec
+    needs_answer: bool
+    forms: list[tuple[FormatName, str]] = field(default_factory=list)
+    ignored: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def formats(self) -> set[FormatName]:
+        return {form for form, _ in self.forms}
+
+    @property
+    def bytes(self) -> int:
+        """Of the files; 0 where that is not known."""
+        return 0
+
+    def identity(self) -> dict[str, Any]:
+        """What the content is, for the cache's key and for data.json: `sha256`, or whatever else names it."""
+        raise NotImplementedError
+
+    def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example]:
+        """The checked rows, at most `limit` of them. `skip`: so many are passed over."""
+        raise NotImplementedError
+
+    def texts(self, meter: Meter | None = None) -> Iterator[tuple[str, Iterator[str]]]:
+        """Plain text files, each a name with its pieces."""
+        return iter(())
+
+    def facts(self) -> dict[str, Any]:
+        """What data.json says of a source before it is read."""
+        forms = sorted(self.formats)
+        return {
+            "path": self.name,
+            **({"weight": self.spec.weight} if self.spec.weight is not None else {}),
+            **self.identity(),
+            "format": forms[0] if len(forms) == 1 else ", ".join(forms),
+            "why": self.forms[0][1],
+        }
+
+    def checked(self, records: Iterator[Record], form: FormatName) -> Iterator[Example]:
+        columns = self.spec.columns
+        for record in records:
+            found = example(record, form, needs_answer=self.needs_answer, columns=columns)
+            self.ignored.update(ignored_keys(record.value, form, columns))
+            yield found
+
+    def looked_at(self, first: Record | None, name: str) -> None:
+        if first is None:
+            raise UsageError(f"{name}: {_NO_ROWS}")
+        self.forms.append(detect(first, self.spec.format, self.spec.columns))  # type: ignore[arg-type]  # config.sources checked it
+
+
+@dataclass
+class FileSource(Source):
+    """A file, the files of a folder, or those that a pattern matches."""
+
+    files: Sequence[File] = ()
+
+    def __post_init__(self) -> None:
+        for file in self.files:
+            if file.is_text:
+                if self.spec.format not in ("auto", "text"):
+                    raise UsageError(
+                        f"{file.name}: data.format is {self.spec.format}, but a {file.path.suffix} file is plain text: use .jsonl"
+                    )
+                self.forms.append(("text", f"the ending {file.path.suffix}: plain text, cut into windows of data.max_length"))
+            else:
+                self.looked_at(next(file.records(), None), file.name)
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @cached_property
+    def _digest(self) -> str:
+        if len(self.files) == 1:
+            return sha256(self.files[0].path)
+        return hashlib.sha256("".join(f"{sha256(file.path)} {ending(file.path)}\n" for file in self.files).encode()).hexdigest()
+
+    def identity(self) -> dict[str, Any]:
+        several = {"files": len(self.files)} if len(self.files) > 1 else {}
+        return several | {"bytes": self.bytes, "sha256": self._digest}
+
+    def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example]:
+        alone = len(self.files) == 1
+        left = self.spec.limit
+        if left is not None and alone:
+            left -= skip
+            if left <= 0:
+                return
+        for file, (form, _) in zip(self.files, self.forms):
+            if file.is_text:
+                continue
+            # of several files, those before the first that is wanted are read through: how many rows they have is not known
+            for found in self.checked(file.records(skip=skip if alone else 0, meter=meter), form):
+                if skip and not alone:
+                    skip -= 1
+                else:
+                    yield found
+                left = None if left is None else left - 1
+                if left == 0:
+                    return
+
+    def texts(self, meter: Meter | None = None) -> Iterator[tuple[str, Iterator[str]]]:
+        for file in self.files:
+            if file.is_text:
+                yield file.name, file.pieces(meter)
+
+
+@dataclass
+class StdlibSource(Source):
+    """`stdlib`: questions and answers from the docstrings of the Python that runs this."""
+
+    def __post_init__(self) -> None:
+        if self.spec.format not in ("auto", "messages"):
+            raise UsageError(f"data.format is {self.spec.format}, but stdlib holds messages: leave it at auto")
+        self.forms.append(("messages", "question and answer pairs from the docstrings of the Python that runs this"))
+
+    def identity(self) -> dict[str, Any]:
+        from .stdlib import stdlib_pairs
+
+        return {"sha256": hashlib.sha256(json.dumps([(p.question, p.answer) for p in stdlib_pairs()]).encode()).hexdigest()}
+
+    def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example]:
+        from .stdlib import stdlib_pairs
+
+        for pair in stdlib_pairs()[skip : self.spec.limit]:
+            turns = ({"role": "user", "content": pair.question}, {"role": "assistant", "content": pair.answer})
+            yield Example(f"stdlib:{pair.name}", messages=turns)
+
+
+def source(spec: SourceSpec, *, needs_answer: bool, streaming: bool = False) -> Source:
+    """Finds what a name means and looks at its first rows. Raises UsageError naming file, line and key."""
+    if spec.name == STDLIB:
+        return StdlibSource(spec, needs_answer)
+    if spec.name.startswith(HUB) or _is_saved(spec.name):
+        from .hub import HubSource
+
+        return HubSource(spec, needs_answer, streaming=streaming)
+    files, notes = _files(spec.name)
+    found = FileSource(spec, needs_answer, files=files)
+    found.notes += notes
+    return found
+
+
+def _is_saved(name: str) -> bool:
+    """Whether a folder was written by `Dataset.save_to_disk`."""
+    return any((Path(name).expanduser() / mark).is_file() for mark in _SAVED)
+
+
+def _files(name: str) -> tuple[list[File], list[str]]:
+    path = Path(name).expanduser()
+    if any(mark in name for mark in "*?[") and not path.exists():
+        matched = [Path(found) for found in sorted(glob.glob(str(path), recursive=True)) if Path(found).is_file()]
+        if not matched:
+            raise UsageError(f"{name}: the pattern matches no file")
+        known = [p for p in matched if ending(p) in ENDINGS and p.name not in _BESIDE_SAVED]
+        if not known:
+            raise UsageError(f"{name}: none of the {len(matched)} files it matches ends in {', '.join(ENDINGS)}")
+    elif path.is_dir():
+        matched = sorted(p for p in path.rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts))
+        known = [p for p in matched if ending(p) in ENDINGS and p.name not in _BESIDE_SAVED]
+        if not known:
+            raise UsageError(f"{name}: a folder without a file that ends in {', '.join(ENDINGS)}")
+        data = [p for p in known if ending(p) in DATA_ENDINGS]
+        known = data or known  # a README beside the data is no data
+    else:
+        return [File(existing_file(name), name)], []
+    left_out = len(matched) - len(known)
+    notes = [f"{name}: {left_out} of {len(matched)} files are not read ({', '.join(_some(set(matched) - set(known)))})"] if left_out else []
+    return [File(existing_file(str(p)), str(p)) for p in known], notes
+
+
+def _some(paths: set[Path], most: int = 3) -> list[str]:
+    names = sorted(p.name for p in paths)
+    return names[:most] + (["..."] if len(names) > most else [])

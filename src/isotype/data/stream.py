@@ -1,0 +1,235 @@
+"""Streams: rows tokenised while training, for data that no disk holds.
+
+A stream is read in blocks of `data.shuffle_buffer` rows. A block is drawn from its sources by their weights, tokenised, shuffled, packed
+where that is asked for, and handed out; no more than one is held. Where each source stood at the beginning of a block, and how many of its
+rows were handed out, is the whole state, so that a resumed run reads one block again and goes on with the same row. Rows are held out for
+evaluation by a hash of their tokens: the first of them are evaluated, none of them is trained on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from ..config.schema import DataSection
+from ..errors import RunError, UsageError
+from .encode import Encoder, Tally
+from .facts import COMPARED, add_own_masks, compare_with_own_mask, notes, side_facts, template_facts, token_facts
+from .formats import Example
+from .pack import pack
+from .prompts import SAMPLES, prompt_of_text, prompts_of
+from .rows import LoadedData, Row, SamplePrompt
+from .sources import Source
+from .split import is_held_out
+from .tokens import TokenRows, TokenWriter, digest_of
+
+EVALUATED = 256  # held-out rows that an evaluation takes
+_SEARCHED = 20_000  # rows of the beginning in which they are looked for
+
+
+class Cursors:
+    """Where each source stands: rows read in its current pass, and passes before. Chooses which source comes next."""
+
+    def __init__(self, sources: Sequence[Source], state: Sequence[Sequence[int]] | None = None) -> None:
+        self.sources = sources
+        self.read = [list(pair) for pair in state] if state else [[0, 0] for _ in sources]
+        self.taken = [0] * len(sources)
+        self._open: list[Iterator[Example] | None] = [None] * len(sources)
+
+    def state(self) -> list[list[int]]:
+        return [list(pair) for pair in self.read]
+
+    def examples(self, count: int) -> Iterator[Example]:
+        """The next rows, each from the source that is furthest behind its weight."""
+        weights = [one.spec.weight or 1.0 for one in self.sources]
+        self.taken = [0] * len(self.sources)
+        for _ in range(count):
+            k = min(range(len(weights)), key=lambda k: ((self.taken[k] + 1) / weights[k], k))
+            self.taken[k] += 1
+            yield self._next(k)
+
+    def _next(self, k: int) -> Example:
+        opened = self._open[k]
+        if opened is None:
+            opened = self._open[k] = self.sources[k].examples(skip=self.read[k][0])
+        found = next(opened, None)
+        if found is None:
+            if self.read[k][0] == 0:
+                raise UsageError(f"{self.sources[k].name}: the stream holds no rows")
+            self.read[k] = [0, self.read[k][1] + 1]
+            self._open[k] = None
+            return self._next(k)
+        self.read[k][0] += 1
+        return found
+
+
+class StreamedRows:
+    """A `RowFeed` over sources that are read as they are needed."""
+
+    def __init__(self, data: DataSection, sources: Sequence[Source], encoder: Encoder, *, seed: int, held_out: float) -> None:
+        self.data, self.encoder, self.seed, self.held_out = data, encoder, seed, held_out
+        self.cursors = Cursors(sources)
+        self.begin = self.cursors.state()
+        self.block = self.given = 0
+        self.rows: Sequence[Row] = ()
+        self._order: list[int] = []
+
+    def take(self, count: int) -> list[Row]:
+        """Raises  RunError naming file and row when one cannot be read in the middle of a run."""
+        taken: list[Row] = []
+        empty = 0
+        while len(taken) < count:
+            if self.given == len(self._order):
+                self._read_next()
+                empty = empty + 1 if not self._order else 0
+                if empty == 3:
+                    raise RunError(f"three blocks of {self.data.shuffle_buffer} rows in a row had none to train on", fix="look at the data")
+                continue
+            taken.append(self.rows[self._order[self.given]])
+            self.given += 1
+        return taken
+
+    def _read_next(self) -> None:
+        self.block += 1
+        self.begin = self.cursors.state()
+        self._read()
+
+    def _read(self) -> None:
+        """The block that begins where the cursors are."""
+        try:
+            tokens, _ = tokenised(self.cursors.examples(self.data.shuffle_buffer), self.encoder)
+        except UsageError as error:
+            raise RunError(
+                f"the stream cannot be read on: {error.message}", fix="mend the row, then go on: isotype train --resume"
+            ) from error
+        digests = tokens.column("digest").tolist()
+        kept = np.array([not is_held_out(d, self.held_out, self.seed) for d in digests], bool)
+        rows = tokens.select(kept)
+        self.rows = pack(rows, self.data.max_length) if self.data.packing else rows
+        self._order = list(range(len(self.rows)))
+        if self.data.shuffle:
+            random.Random(f"{self.seed} {self.block}").shuffle(self._order)
+        self.given = 0
+
+    @property
+    def epochs(self) -> float:
+        """Whole passes over the source that was gone through least."""
+        return float(min(passes for _, passes in self.cursors.read))
+
+    def state(self) -> dict[str, Any]:
+        return {"begin": self.begin, "block": self.block, "given": self.given}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.cursors = Cursors(self.cursors.sources, state["begin"])
+        self.begin, self.block = self.cursors.state(), int(state["block"])
+        self.rows, self._order, self.given = (), [], 0
+        if self.block:
+            self._read()
+            self.given = int(state["given"])
+
+
+def load_stream(
+    data: DataSection, sources: Sequence[Source], eval_sources: Sequence[Source], evaluation: TokenRows, encoder: Encoder, *, seed: int
+) -> LoadedData:
+    """What `load_data` gives for a stream: its first rows for the checks before the start, its held-out rows, and the stream."""
+    check_streamable(sources)
+    was_held_out = not eval_sources
+    share = data.eval_split if was_held_out else 0.0
+    beginning, examples = tokenised(islice(_one_pass(sources), data.shuffle_buffer), encoder)
+    held = np.array([is_held_out(d, share, seed) for d in beginning.column("digest").tolist()], bool)
+    train = beginning.select(~held)
+    tally = Tally.sum(block.facts["tally"] for block in beginning.blocks)
+    if not len(train):
+        raise UsageError(
+            f"{sources[0].name}: no training row in the first {data.shuffle_buffer}: {'; '.join(tally.dropped) or 'all held out'}"
+        )
+    asked = list(islice(eval_sources[0].examples(), SAMPLES)) if eval_sources else []
+    if was_held_out:
+        evaluation, asked = _held_out_rows(sources, encoder, share, seed)
+    tallies = [tally, Tally.sum(block.facts["tally"] for block in evaluation.blocks) if eval_sources else Tally()]
+    rows: Any = pack(train, data.max_length) if data.packing else train
+    facts: dict[str, Any] = {
+        "train": side_facts(train, tally, [one.facts() for one in sources]),
+        "eval": side_facts(evaluation, tallies[1], [one.facts() for one in eval_sources]) | {"held_out": was_held_out},
+        "duplicates_between": int(np.isin(evaluation.column("digest"), train.column("digest")).sum()),
+        "max_length": data.max_length,
+        "loss_on": data.loss_on,
+        "eval_split": share if was_held_out else None,
+        "template": add_own_masks(template_facts(encoder), [compare_with_own_mask(encoder, examples[:COMPARED])]),
+        "tokens": token_facts(encoder, [train, evaluation], tallies),
+        "packing": rows.facts() if data.packing else None,
+        "mix": None,
+        "stream": {"shuffle_buffer": data.shuffle_buffer, "looked_at": len(examples)},
+    }
+    said = [f"a stream: counts are of its first {len(examples):,} rows, and {data.shuffle_buffer:,} rows are shuffled at a time"]
+    total = sum(one.spec.weight or 1.0 for one in sources)
+    said += [f"{one.name}: {(one.spec.weight or 1.0) / total:.1%} of the training rows" for one in sources if one.spec.weight]
+    said += [note for one in [*sources, *eval_sources] for note in one.notes]
+    facts["notes"] = said + notes(facts, encoder, tallies)
+    prompts = _prompts(asked or examples[:SAMPLES], evaluation if len(evaluation) else train, encoder)
+    stream = StreamedRows(data, sources, encoder, seed=seed, held_out=share)
+    return LoadedData(rows, evaluation, prompts, encoder.template.text if encoder.template else None, facts, stream=stream)
+
+
+def check_streamable(sources: Sequence[Source]) -> None:
+    """Raises UsageError for what a stream cannot be made of."""
+    for one in sources:
+        if next(one.texts(), None) is not None:
+            raise UsageError(
+                f"{one.name}: data.stream takes rows, and a plain text is cut into them after it is tokenised",
+                fix="leave data.stream out: tokenised rows are kept on disk and cost no memory",
+            )
+    if len(sources) > 1 and not all(one.spec.weight for one in sources):
+        raise UsageError("data.train: a stream of several sources needs a weight for each: it never knows how many rows they have")
+
+
+def tokenised(examples: Iterator[Example], encoder: Encoder) -> tuple[TokenRows, list[Example]]:
+    """Rows in memory, and the examples they came from."""
+    seen: list[Example] = []
+
+    def kept() -> Iterator[Example]:
+        for one in examples:
+            seen.append(one)
+            yield one
+
+    tally, writer = Tally(), TokenWriter()
+    for _, row, cut in encoder.rows(kept(), tally):
+        writer.add(row, example=-1, cut=cut)
+    return TokenRows([writer.block({"tally": tally.as_json()})]), seen
+
+
+def _held_out_rows(sources: Sequence[Source], encoder: Encoder, share: float, seed: int) -> tuple[TokenRows, list[Example]]:
+    """The first rows that the hash holds out, at most `EVALUATED`, and the first of their examples."""
+    writer, tally = TokenWriter(), Tally()
+    examples: list[Example] = []
+    if share:
+        for example, row, cut in encoder.rows(islice(_one_pass(sources), _SEARCHED), Tally()):
+            if is_held_out(digest_of(row), share, seed):
+                writer.add(row, example=-1, cut=cut)
+                examples += [example] if len(examples) < SAMPLES else []
+            if writer.rows == EVALUATED:
+                break
+    return TokenRows([writer.block({"tally": tally.as_json()})]), examples
+
+
+def _one_pass(sources: Sequence[Source]) -> Iterator[Example]:
+    """Rows of all sources in turn, each to its end."""
+    opened = [one.examples() for one in sources]
+    while opened:
+        for one in list(opened):
+            found = next(one, None)
+            if found is None:
+                opened.remove(one)
+            else:
+                yield found
+
+
+def _prompts(examples: Sequence[Example], rows: TokenRows, encoder: Encoder) -> list[SamplePrompt]:
+    """Prompts of examples; for texts, of the first rows."""
+    if examples and examples[0].text is None:
+        return prompts_of(examples, encoder)
+    return [prompt_of_text(rows[i].input_ids, encoder) for i in range(min(SAMPLES, len(rows)))]

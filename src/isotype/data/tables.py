@@ -1,0 +1,117 @@
+"""Tables as records: CSV and TSV line by line, Parquet in batches of rows. A table's rows are objects by column.
+
+Parquet fills what a row has not with nulls, all the way down: they are taken out, so that a message without `tool_calls` has no such key.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from .progress import Meter
+from .read import Record, ending, text_lines
+
+_BATCH = 512  # rows of Parquet widened to Python at once
+_FIELD = 1 << 27  # characters of one CSV cell; csv's own limit, 131072, is less than a long document
+
+
+def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
+    """Rows of a CSV or TSV file with a header. A row with more or fewer cells than the header is an error with its line."""
+    at = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal at
+        for number, line in text_lines(path, name, meter):
+            at = number
+            yield line
+
+    csv.field_size_limit(_FIELD)
+    source = lines()
+    first = next(source, "")
+    delimiter = "\t" if ending(path) == ".tsv" else _delimiter(first)
+    rows = csv.reader(_again(first, source), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    begins = 1
+    try:
+        for cells in rows:
+            if not cells:  # a blank line
+                begins = at + 1
+                continue
+            if header is None:
+                header = _header([cell.strip() for cell in cells], name)
+            elif len(cells) != len(header):
+                kind = "more" if len(cells) > len(header) else "fewer"
+                hint = "; quote a cell that holds the delimiter" if len(cells) > len(header) else ""
+                raise UsageError(f"{name}:{begins}: {len(cells)} cells, {kind} than the header's {len(header)}{hint}")
+            elif skip:
+                skip -= 1
+            else:
+                yield Record(name, begins, dict(zip(header, cells)))
+            begins = at + 1
+    except csv.Error as error:
+        raise UsageError(f"{name}:{begins}: broken CSV: {error}") from None
+    if header is None:
+        raise UsageError(f"{name}: the file holds no header")
+
+
+def read_parquet(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
+    """Rows of a Parquet file, numbered from 1."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    size = path.stat().st_size
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            rows = max(1, file.metadata.num_rows)
+            before = 0
+            for group in range(file.metadata.num_row_groups):
+                count = file.metadata.row_group(group).num_rows
+                if number + count <= skip:
+                    number += count
+                    continue
+                for batch in file.iter_batches(_BATCH, row_groups=[group]):
+                    for value in batch.to_pylist():
+                        number += 1
+                        if number > skip:
+                            yield Record(name, number, without_nulls_inside(value), "row")
+                    if meter is not None:
+                        meter.done += size * number // rows - before
+                        before = size * number // rows
+    except (pa.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{name}, row {number + 1}: broken Parquet: {str(error).splitlines()[0]}") from None
+
+
+def without_nulls_inside(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose values have no key that holds null, at any depth; a column that is null itself stays, for its error's sake."""
+    return {key: _without_nulls(value) for key, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _again(first: str, rest: Iterator[str]) -> Iterator[str]:
+    if first:
+        yield first
+        yield from rest
+
+
+def _delimiter(header: str) -> str:
+    """A comma, or what a header without one is divided by: semicolons in many spreadsheets, tabs."""
+    return next((mark for mark in ",;\t" if mark in header), ",")
+
+
+def _header(names: list[str], file: str) -> list[str]:
+    doubled = [name for name, n in Counter(names).items() if n > 1]
+    if doubled:
+        raise UsageError(f"{file}:1: the column {doubled[0]!r} is named twice")
+    return names

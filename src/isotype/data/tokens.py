@@ -1,0 +1,159 @@
+"""Tokenised rows in flat arrays: in memory, or mapped from a file, so that rows cost memory only while they are looked at.
+
+ids         int32[N]   tokens of all rows, one after the other
+learnt      bool[N]    whether a token is learnt
+ends        int64[R]   where each row ends in them
+example     int64[R]   which of its source's rows it is, from 0; -1 for a window of plain text
+cut         bool[R]    longer than data.max_length
+supervised  int32[R]   tokens that give a loss
+digest      uint64[R]  of the tokens: rows with the same one are the same row (64 bits: 1 pair in 40 million among a million rows)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import IO, Any, overload
+
+import numpy as np
+
+from .rows import IGNORED, Row
+
+_CHUNK = 1 << 22  # tokens looked at at once
+COLUMNS: Mapping[str, str] = {
+    "ids": "int32", "learnt": "bool", "ends": "int64", "example": "int64", "cut": "bool", "supervised": "int32", "digest": "uint64",
+}  # fmt: skip
+
+
+class TokenBlock:
+    """The rows of one source, with what was counted on the way (`facts`)."""
+
+    def __init__(self, columns: Mapping[str, np.ndarray], facts: dict[str, Any]) -> None:
+        self.ids, self.learnt, self.ends = columns["ids"], columns["learnt"], columns["ends"]
+        self.example, self.cut, self.supervised, self.digest = (columns[n] for n in ("example", "cut", "supervised", "digest"))
+        self.facts = facts
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.ends, prepend=0)
+
+    def row(self, i: int) -> Row:
+        start, end = (int(self.ends[i - 1]) if i else 0), int(self.ends[i])
+        ids, learnt = self.ids[start:end], self.learnt[start:end]
+        labels = np.where(learnt, ids, IGNORED)
+        return Row(tuple(ids.tolist()), tuple(labels.tolist()), int(learnt.argmax()))
+
+
+def digest_of(row: Row) -> int:
+    """64 bits that stand for the tokens of a row."""
+    return int.from_bytes(hashlib.blake2b(np.asarray(row.input_ids, np.int32).tobytes(), digest_size=8).digest(), "little")
+
+
+class TokenWriter:
+    """Collects rows into the columns of a block: in memory, or in files that `opened` makes."""
+
+    def __init__(self, files: Mapping[str, IO[bytes]] | None = None) -> None:
+        self.files: Mapping[str, IO[bytes]] = files if files is not None else {name: io.BytesIO() for name in COLUMNS}
+        self.end = self.rows = 0
+
+    def add(self, row: Row, *, example: int, cut: bool) -> None:
+        ids = np.asarray(row.input_ids, np.int32)
+        learnt = np.asarray(row.labels, np.int64) != IGNORED
+        self.end += len(ids)
+        self.rows += 1
+        values: dict[str, Any] = {
+            "ends": np.int64(self.end), "example": np.int64(example), "cut": np.bool_(cut), "supervised": np.int32(learnt[1:].sum()),
+        }  # fmt: skip
+        self.files["ids"].write(ids.tobytes())
+        self.files["learnt"].write(learnt.tobytes())
+        self.files["digest"].write(digest_of(row).to_bytes(8, "little"))
+        for name, value in values.items():
+            self.files[name].write(value.tobytes())
+
+    def block(self, facts: dict[str, Any]) -> TokenBlock:
+        """The rows collected in memory."""
+        columns = {name: np.frombuffer(self.files[name].getvalue(), dtype) for name, dtype in COLUMNS.items()}  # type: ignore[attr-defined]
+        return TokenBlock(columns, facts)
+
+
+class TokenRows(Sequence[Row]):
+    """Rows of several blocks, one block after the other, or a selection of them, in order."""
+
+    def __init__(self, blocks: Sequence[TokenBlock], chosen: np.ndarray | None = None) -> None:
+        self.blocks = blocks
+        self._starts = [0, *accumulate(len(block) for block in blocks)]
+        self.chosen = np.arange(self._starts[-1]) if chosen is None else chosen
+
+    def select(self, where: np.ndarray) -> TokenRows:
+        """Rows by mask or by number."""
+        return TokenRows(self.blocks, self.chosen[where])
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    @overload
+    def __getitem__(self, i: int) -> Row: ...
+    @overload
+    def __getitem__(self, i: slice) -> TokenRows: ...
+    def __getitem__(self, i: int | slice) -> Row | TokenRows:
+        if isinstance(i, slice):
+            return TokenRows(self.blocks, self.chosen[i])
+        block, row = self.place(i)
+        return self.blocks[block].row(row)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def place(self, i: int) -> tuple[int, int]:
+        """Block of a row, and its number there."""
+        row = int(self.chosen[i])
+        block = bisect_right(self._starts, row) - 1
+        return block, row - self._starts[block]
+
+    def column(self, name: str) -> np.ndarray:
+        """One value a row: `lengths`, `supervised`, `cut`, `digest`, `example`."""
+        return np.concatenate([np.asarray(getattr(block, name)) for block in self.blocks] or [np.zeros(0, np.int64)])[self.chosen]
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        return self.column("lengths")
+
+    def of_block(self, block: int) -> np.ndarray:
+        """Which of the rows, by number, come from a block."""
+        return np.flatnonzero((self.chosen >= self._starts[block]) & (self.chosen < self._starts[block + 1]))
+
+    def first_tokens(self, count: int) -> Iterable[tuple[int, ...]]:
+        """The first tokens of each row."""
+        for i in range(len(self)):
+            block, row = self.place(i)
+            b = self.blocks[block]
+            start = int(b.ends[row - 1]) if row else 0
+            yield tuple(b.ids[start : min(start + count, int(b.ends[row]))].tolist())
+
+    def tokens_used(self, *, learnt: bool = False) -> set[int]:
+        """Every token of the blocks that rows were selected from, or every one that is learnt there; chunk by chunk."""
+        used: set[int] = set()
+        for block in self.blocks:
+            for start in range(0, len(block.ids), _CHUNK):
+                ids = block.ids[start : start + _CHUNK]
+                ids = ids[block.learnt[start : start + _CHUNK]] if learnt else ids
+                used.update(np.flatnonzero(np.bincount(ids)).tolist())
+        return used
+
+    def count_ending_in(self, token: int) -> int:
+        """Rows whose last token is this one, and is learnt."""
+        count = 0
+        for i, block in enumerate(self.blocks):
+            if len(block):
+                last = block.ends[self.chosen[self.of_block(i)] - self._starts[i]] - 1
+                count += int(((block.ids[last] == token) & block.learnt[last]).sum())
+        return count

@@ -1,0 +1,97 @@
+"""What one call of a plain layer computes with, looked up at that call: tensors, scale, dropout, dtypes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .dtypes import LoraDtypes, decide
+from .group import Projection
+
+_BRANCH = "_isotype_branch_fp32"
+
+
+class Call(NamedTuple):
+    """a and b are None for a layer without an adapter; compute_dtype is a 4-bit layer's own."""
+
+    weight: Tensor
+    bias: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+    quant_state: Any
+    compute_dtype: torch.dtype | None
+    scale: float
+    dropout: float
+    branch_fp32: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self[:4]
+
+    @property
+    def features(self) -> int:
+        """In features, of the layer as autograd sees it."""
+        if self.a is not None:
+            return self.a.shape[1]
+        return (self.weight if self.quant_state is None else self.quant_state).shape[1]
+
+    def decide(self, x: Tensor, x_dtype: torch.dtype | None = None) -> LoraDtypes:
+        """The dtypes for an input like x, or for one of `x_dtype` on its device."""
+        x_dtype = x_dtype or x.dtype
+        quantised = self.quant_state is not None
+        weight_dtype = (self.compute_dtype or x_dtype) if quantised else self.weight.dtype
+        adapter = None if self.a is None or self.b is None else torch.promote_types(self.a.dtype, self.b.dtype)
+        return decide(x, weight_dtype, adapter, quantised=quantised, branch_fp32=self.branch_fp32, x_dtype=x_dtype)
+
+    def projection(self, keep: Tensor | None) -> Projection:
+        return Projection(self.weight, self.bias, self.a, self.b, self.quant_state, dropped_scale(self.scale, self.dropout), keep)
+
+
+def call_of(layer: Any, x: Tensor) -> Call:
+    """Of a plain LoRA layer at this moment; x is its input."""
+    adapter = next(name for name in layer.active_adapters if name in layer.lora_A)
+    base, dropout = layer.base_layer, layer.lora_dropout[adapter]
+    quantised = type(base) is not nn.Linear
+    if quantised and not base.compute_type_is_set:
+        # bitsandbytes' layer takes the first input's dtype for good where none was given
+        base.set_compute_type(x)
+        base.compute_type_is_set = True
+    return Call(
+        base.weight,
+        base.bias,
+        layer.lora_A[adapter].weight,
+        layer.lora_B[adapter].weight,
+        base.weight.quant_state if quantised else None,
+        base.compute_dtype if quantised else None,
+        float(layer.scaling[adapter]),
+        dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0,
+        _BRANCH in vars(layer),
+    )
+
+
+def bare_call_of(base: Any) -> Call:
+    """Of a linear layer without an adapter."""
+    quantised = type(base) is not nn.Linear
+    state, compute = (base.weight.quant_state, base.compute_dtype) if quantised else (None, None)
+    return Call(base.weight, base.bias, None, None, state, compute, 1.0, 0.0, False)
+
+
+def wants_fp32_branch(layer: nn.Module, wanted: bool) -> None:
+    """Remembers on the layer that its adapter branch is asked for in fp32."""
+    vars(layer).pop(_BRANCH, None)
+    if wanted:
+        vars(layer)[_BRANCH] = True
+
+
+def dropout_mask(shape: torch.Size, device: torch.device, p: float) -> Tensor | None:
+    """bool[T K] of what a dropout keeps, drawn as PEFT's draws it, so that on a CPU a seed gives the same mask; None for p = 0."""
+    if p == 0.0:
+        return None
+    return torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(1.0 - p).view(-1, shape[-1])
+
+
+def dropped_scale(scale: float, p: float) -> float:
+    """The branch's scale with the dropout's own factor: 0 where everything is dropped."""
+    return scale / (1.0 - p) if p < 1.0 else 0.0

@@ -1,0 +1,53 @@
+"""A gated MLP's three layers in one function, where that is what the model would compute: asked at every call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.backend import reference_runs
+from ..ops.gated import Gated
+from .attach import belong_together, is_fused, projections
+from .call import Call, bare_call_of, call_of, dropout_mask
+from .mlp import lora_mlp
+from .plain import bare_reason, has_hooks, is_lora, why_not_fused
+
+
+def why_not_one(layers: list[Any]) -> str | None:
+    """Why these layers (gate, up, down; or gate and up in one, down) do not run as one function now, or None. Lookups only."""
+    adapted = 0
+    for layer in layers:
+        if has_hooks(layer):
+            return "a hook on a layer"
+        if is_lora(layer):
+            if not is_fused(layer):
+                return "a LoRA layer that is not fused"
+            reason = why_not_fused(layer)
+            adapted += 1
+        else:
+            reason = bare_reason(layer)
+        if reason is not None:
+            return reason
+    return None if adapted else "no LoRA layer"
+
+
+def run_gated(layers: list[Any], x: Tensor, kind: Gated) -> Tensor | None:
+    """down(activation(gate(x)) * up(x)) in one function, or None where the layers have to be called: always PEFT's result."""
+    if not x.is_floating_point() or reference_runs() or why_not_one(layers) is not None:
+        return None
+    *inner, down = [_call(layer, x) for layer in layers]
+    if not belong_together(x, inner):
+        return None
+    dtypes = inner[0].decide(x)
+    if dtypes.out != dtypes.compute or down.decide(x, dtypes.out) != dtypes:
+        return None
+    made = projections(x, inner)
+    return lora_mlp(
+        x, made, down.projection(dropout_mask(torch.Size((*x.shape[:-1], down.features)), x.device, down.dropout)), kind, dtypes
+    )
+
+
+def _call(layer: nn.Module, x: Tensor) -> Call:
+    return call_of(layer, x) if is_lora(layer) else bare_call_of(layer)

@@ -1,0 +1,97 @@
+"""Whether a layer is one that the fused ops compute as PEFT would: asked when fusing for the manifest, and again at every call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .quantised import forward_4bit, is_4bit, state_reason
+
+
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(path, layer) for every LoRA layer of any kind; nothing where PEFT was never imported."""
+    for path, module in model.named_modules():
+        if is_lora(module):
+            yield path, module
+
+
+def is_lora(layer: nn.Module) -> bool:
+    """Whether this is a LoRA layer of PEFT's, of any kind."""
+    loaded = sys.modules.get("peft.tuners.lora.layer")
+    return loaded is not None and isinstance(layer, loaded.LoraLayer)
+
+
+def kind_reason(layer: Any) -> str | None:
+    """Why this kind of layer has no fused op, or None."""
+    from peft.tuners import lora
+
+    base = layer.base_layer
+    # exact types: a subclass may compute something else
+    if type(layer) is lora.Linear and type(base) is nn.Linear:
+        return "the weight is stored transposed (fan_in_fan_out)" if layer.fan_in_fan_out else None
+    if type(layer) is getattr(lora, "Linear4bit", None) and type(base).__name__ in ("Linear4bit", "LinearNF4", "LinearFP4"):
+        return None if is_4bit(base) else "not bitsandbytes' own 4-bit layer"
+    if type(base).__name__ == "Linear8bitLt":
+        # on a GPU that layer also rounds activations to 8 bits: a product of the widened weight would be another result
+        return "an 8-bit layer's product also quantises activations"
+    return f"no fused op for {type(layer).__name__} over {type(base).__name__}"
+
+
+def why_not_fused(layer: Any) -> str | None:
+    """Why PEFT's own code runs at this moment, or None. Asked at every call: lookups only."""
+    if layer._disable_adapters:
+        return "the adapter is disabled"
+    if layer.merged_adapters:
+        return "the adapter is merged into the weight"
+    active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
+    if len(active) != 1:
+        return "several adapters are active" if active else "no active adapter"
+    adapter = active[0]
+    if adapter in layer.lora_variant:
+        return f"a variant of LoRA ({type(layer.lora_variant[adapter]).__name__})"
+    a, b, dropout, base = layer.lora_A[adapter], layer.lora_B[adapter], layer.lora_dropout[adapter], layer.base_layer
+    if type(a) is not nn.Linear or type(b) is not nn.Linear or a.bias is not None:
+        return "the adapter's own layers are not plain nn.Linear"
+    if b.bias is not None:
+        return "lora_B has a bias (lora_bias)"
+    if type(dropout) not in (nn.Identity, nn.Dropout):
+        return f"a dropout of another kind ({type(dropout).__name__})"
+    for part in (base, a, b, dropout):
+        if has_hooks(part):
+            return f"a hook on {'the base layer' if part is base else 'a part of the adapter'}"
+        if replaced(part):
+            return f"another forward on {'the base layer' if part is base else 'a part of the adapter'}"
+    return weight_reason(base)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+def replaced(part: nn.Module) -> bool:
+    """Whether another library's forward runs there; ours over a 4-bit layer computes what the layer would."""
+    return "forward" in vars(part) and getattr(vars(part)["forward"], "__func__", None) is not forward_4bit
+
+
+def bare_reason(layer: nn.Module) -> str | None:
+    """Why a layer without an adapter cannot be a member of a fused function, or None."""
+    quantised = is_4bit(layer)
+    if type(layer) is not nn.Linear and not quantised:
+        return f"a {type(layer).__name__}"
+    if replaced(layer):
+        return "another forward on a layer"
+    if quantised and not layer.compute_type_is_set:
+        return "a 4-bit layer that has not yet fixed its compute dtype"
+    return weight_reason(layer)
+
+
+def weight_reason(base: nn.Module) -> str | None:
+    """Why this base layer's weight, as it is now, has no fused product; or None."""
+    weight = base.weight
+    if type(base) is nn.Linear:
+        return None if type(weight) in (nn.Parameter, Tensor, FakeTensor) else f"the weight is a {type(weight).__name__}"
+    return state_reason(base)

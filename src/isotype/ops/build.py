@@ -1,0 +1,123 @@
+"""Builds a C++ source of the package into a shared library, once a machine: the result is kept on disk and shared by processes."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+HEADERS = Path(__file__).parent
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+# a build that takes longer says so, while it runs
+PATIENCE_S = 5.0
+
+
+class BuildError(Exception):
+    """Why there is no library, in one line."""
+
+
+@cache
+def cpu_compiler() -> str | None:
+    """The C++ compiler, from CXX or by its name, or None."""
+    return shutil.which(os.environ.get("CXX", "")) or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+
+
+def folder() -> Path:
+    """Where libraries are kept: ISOTYPE_CACHE, or `isotype` in the user's cache folder, or a temporary one where neither can be written.
+
+    ISOTYPE_CACHE=none, which keeps no tokens (`data.cache`), leaves them in the temporary one: they cannot be run from nowhere.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    given = os.environ.get("ISOTYPE_CACHE")
+    kept = () if given == "none" else (given, home / "isotype")
+    for place in (*kept, Path(tempfile.gettempdir()) / f"isotype-{os.getuid()}"):
+        if not place:
+            continue
+        try:
+            # of this user alone: what lies there is run
+            Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(place, os.W_OK) and Path(place).stat().st_uid == os.getuid():
+            return Path(place)
+    raise BuildError("no folder for compiled kernels can be written: set ISOTYPE_CACHE to one")
+
+
+@cache
+def machine(compiler: str) -> str:
+    """What `-march=native` and the compiler make of a source, apart from the source."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    try:
+        features = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        features = platform.processor()
+    return "\n".join((version, platform.machine(), platform.system(), features))
+
+
+def library(source: Path) -> ctypes.CDLL:
+    """`source`, built with its headers where no build of the same text, compiler and processor is kept.
+
+    Raises  BuildError
+    """
+    compiler = cpu_compiler()
+    if compiler is None:
+        raise BuildError("no C++ compiler (g++ or clang++) was found")
+    text = source.read_bytes() + b"".join(header.read_bytes() for header in sorted(HEADERS.glob("*.h")))
+    key = hashlib.sha256(text + "\n".join((*FLAGS, machine(compiler))).encode()).hexdigest()[:16]
+    built = folder() / f"{source.parent.name}-{key}.so"
+    for last in (False, True):
+        if not built.exists():
+            with locked(built.with_suffix(".lock")):
+                if not built.exists():
+                    build(compiler, source, built)
+        try:
+            return ctypes.CDLL(str(built))
+        except OSError as error:
+            # half a file, left by a machine that stopped: build it again, once
+            built.unlink(missing_ok=True)
+            if last:
+                raise BuildError(f"{built} does not load: {error}") from error
+    raise AssertionError("returned or raised above")
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process builds while the others of this machine (the ranks of a run, test workers) wait."""
+    import fcntl
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@cache
+def say_building(kept: Path) -> None:
+    print(f"isotype: compiling C++ kernels for this processor, once; they are kept in {kept}", file=sys.stderr, flush=True)
+
+
+def build(compiler: str, source: Path, built: Path) -> None:
+    # written aside and renamed, so that no process loads half a file
+    aside = built.with_suffix(f".{os.getpid()}.tmp")
+    command = [compiler, *FLAGS, f"-I{HEADERS}", str(source), "-o", str(aside)]
+    start = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        _, errors = process.communicate(timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        say_building(built.parent)
+        _, errors = process.communicate()
+    if process.returncode:
+        aside.unlink(missing_ok=True)
+        lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines() or [f"exit code {process.returncode}"]
+        raise BuildError(f"{Path(compiler).name} failed after {time.monotonic() - start:.0f} s: {lines[0][:160]}")
+    aside.replace(built)

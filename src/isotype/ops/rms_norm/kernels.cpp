@@ -1,0 +1,86 @@
+// RMSNorm of rows, and both of its gradients in one pass. The weight comes in fp32, with Gemma's 1 already added.
+#include "lanes.h"
+
+using namespace isotype;
+
+namespace {
+
+template <class X, class Y>
+void norm(const X* x, const float* weight, Y* y, float* scale, int64_t rows, int64_t columns, int64_t x_stride, float eps, int threads) {
+#pragma omp parallel for schedule(dynamic, share(columns)) num_threads(team(rows * columns, threads))
+  for (int64_t r = 0; r < rows; ++r) {
+    const X* row = x + r * x_stride;
+    f32 squares[2] = {};
+    int64_t i = 0;
+    for (; i + 2 * LANES <= columns; i += 2 * LANES)
+      for (int k = 0; k < 2; ++k) {
+        const f32 v = load(row + i + k * LANES);
+        squares[k] += v * v;
+      }
+    for (; i < columns; i += LANES) {
+      const f32 v = load(row + i, columns - i, 0.0f);
+      squares[0] += v * v;
+    }
+    const float s = 1.0f / std::sqrt(sum(squares[0] + squares[1]) / columns + eps);
+    scale[r] = s;
+    each_vector(columns, [=](int64_t i, auto left) {
+      store(y + r * columns + i, load(row + i, left, 0.0f) * s * load(weight + i, left, 0.0f), left);
+    });
+  }
+}
+
+// partial[block]: the weight's gradient, summed over a block of rows; blocks follow from the shape, not from the threads, so that a run
+// repeats on any number of them
+template <class X, class Y>
+void gradients(const X* x, const float* weight, const float* scale, const Y* dy, X* dx, float* partial, int64_t rows, int64_t columns,
+               int64_t x_stride, int64_t dy_stride, int64_t block_rows, int threads) {
+  const int64_t blocks = (rows + block_rows - 1) / block_rows;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(team(rows * columns, threads))
+  for (int64_t block = 0; block < blocks; ++block) {
+    float* dweight = partial ? partial + block * columns : nullptr;
+    if (dweight) std::memset(dweight, 0, columns * sizeof(float));
+    const int64_t stop = (block + 1) * block_rows < rows ? (block + 1) * block_rows : rows;
+    for (int64_t r = block * block_rows; r < stop; ++r) {
+      const X* row = x + r * x_stride;
+      const Y* slopes = dy + r * dy_stride;
+      const float s = scale[r];
+      f32 products = {};
+      each_vector(columns, [=, &products](int64_t i, auto left) {
+        const f32 normed = load(row + i, left, 0.0f) * s, d = load(slopes + i, left, 0.0f);
+        products += d * load(weight + i, left, 0.0f) * normed;
+        if (dweight) store(dweight + i, load(dweight + i, left, 0.0f) + d * normed, left);
+      });
+      const float mean = sum(products) / columns;
+      each_vector(columns, [=](int64_t i, auto left) {
+        const f32 normed = load(row + i, left, 0.0f) * s, g = load(slopes + i, left, 0.0f) * load(weight + i, left, 0.0f);
+        store(dx + r * columns + i, s * (g - normed * mean), left);
+      });
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" void forward(int64_t x_dtype, int64_t y_dtype, const void* x, const float* weight, void* y, float* scale, int64_t rows,
+                        int64_t columns, int64_t x_stride, float eps, int threads) {
+  with_dtype(x_dtype, [&](auto a) {
+    with_dtype(y_dtype, [&](auto b) {
+      using X = decltype(a);
+      using Y = decltype(b);
+      norm((const X*)x, weight, (Y*)y, scale, rows, columns, x_stride, eps, threads);
+    });
+  });
+}
+
+// partial may be null: no gradient of the weight
+extern "C" void backward(int64_t x_dtype, int64_t dy_dtype, const void* x, const float* weight, const float* scale, const void* dy, void* dx,
+                         float* partial, int64_t rows, int64_t columns, int64_t x_stride, int64_t dy_stride, int64_t block_rows,
+                         int threads) {
+  with_dtype(x_dtype, [&](auto a) {
+    with_dtype(dy_dtype, [&](auto b) {
+      using X = decltype(a);
+      using Y = decltype(b);
+      gradients((const X*)x, weight, scale, (const Y*)dy, (X*)dx, partial, rows, columns, x_stride, dy_stride, block_rows, threads);
+    });
+  });
+}

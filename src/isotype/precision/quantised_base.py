@@ -1,0 +1,138 @@
+"""What a base model's weights were quantised to, by whom, and whether a declared precision can be kept on it.
+
+Read from the configuration of a saved model before it is loaded, or from the layers of one that is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..dtypes import name
+from ..errors import UsageError
+from .precision import Precision
+
+CONSENT = "model.allow_unquantised"
+MOST_UNQUANTISED = 0.10
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """library: as transformers names it; kind: nf4, fp4, int8, or the library's name; compute, storage: words, None where unknown."""
+
+    library: str
+    kind: str
+    compute: str | None = None
+    storage: str | None = None
+    double: bool | None = None
+
+    def __str__(self) -> str:
+        parts = [self.kind if self.library == self.kind else f"{self.kind} by {self.library}"]
+        if self.double is not None:
+            parts.append("double-quantised" if self.double else "not double-quantised")
+        if self.compute:
+            parts.append(f"products in {self.compute}")
+        if self.storage not in (None, "uint8", "int8"):
+            parts.append(f"stored in {self.storage}")
+        return ", ".join(parts)
+
+
+def of_config(config: Any) -> Quantisation | None:
+    """From a transformers configuration; None for a model that is not quantised."""
+    given = getattr(config, "quantization_config", None)
+    if given is None:
+        return None
+    found: Mapping[str, Any] = given if isinstance(given, Mapping) else given.to_dict()
+    method = found.get("quant_method", "unknown")
+    library = str(getattr(method, "value", method)).lower()
+    if library != "bitsandbytes":
+        return Quantisation(library, library)
+    if found.get("load_in_8bit"):
+        return Quantisation(library, "int8")
+    return Quantisation(
+        library,
+        str(found.get("bnb_4bit_quant_type", "fp4")),
+        compute=_word(found.get("bnb_4bit_compute_dtype")),
+        storage=_word(found.get("bnb_4bit_quant_storage")),
+        double=bool(found.get("bnb_4bit_use_double_quant")),
+    )
+
+
+def of_model(model: nn.Module) -> Quantisation | None:
+    """From the layers of a loaded model: what most of them are."""
+    seen: Counter[Quantisation] = Counter()
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        state = getattr(weight, "quant_state", None)
+        if state is not None and hasattr(module, "compute_dtype"):
+            compute = None if module.compute_dtype is None else _word(module.compute_dtype)
+            assert weight is not None
+            seen[Quantisation("bitsandbytes", state.quant_type, compute, _word(weight.dtype), state.nested)] += 1
+        elif type(weight).__name__ == "Int8Params":
+            seen[Quantisation("bitsandbytes", "int8")] += 1
+    return seen.most_common(1)[0][0] if seen else of_config(getattr(model, "config", None))
+
+
+def check_base(found: Quantisation | None, precision: Precision, model_name: str) -> list[str]:
+    """What to say of a base that came quantised; nothing where it did not.
+
+    Raises  UsageError in one line for a base on which `precision` cannot be kept
+    """
+    if found is None:
+        return []
+    again = "give the model it was quantised from: nf4-lora quantises it when it is loaded"
+    if found.library != "bitsandbytes":
+        raise UsageError(f"model {model_name}: quantised by {found.library}, and only bitsandbytes' nf4 bases are trained on", fix=again)
+    if found.kind != "nf4":
+        why = "LLM.int8 also quantises activations" if found.kind == "int8" else "its error is a third larger than nf4's"
+        raise UsageError(f"model {model_name}: its weights are {found.kind}, and no precision declares that: {why}", fix=again)
+    if precision.base != "nf4":
+        fix = "precision.preset: nf4-lora, or the model it was quantised from"
+        raise UsageError(f"model {model_name}: its weights are nf4 already, declared base {precision.base}", fix=fix)
+    notes = [f"the base came quantised: {found}"]
+    if found.compute not in (None, precision.compute):
+        notes[0] += f"; here products are in {precision.compute}, as declared"
+    return notes
+
+
+def unquantised_share(model: nn.Module) -> tuple[float, str]:
+    """(share of the frozen matrices' elements that are not quantised, the largest one's name). Embeddings and the head count as neither:
+    no QLoRA quantises them. Stacked experts, which bitsandbytes leaves as they are, are what this finds."""
+    apart = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    apart |= {id(p) for p in head.parameters()} if head is not None else set()
+    whole = packed = most = 0
+    largest = ""
+    for full, parameter in model.named_parameters():
+        state = getattr(parameter, "quant_state", None)
+        if state is not None:
+            packed += state.shape.numel()
+        elif type(parameter).__name__ == "Int8Params":
+            packed += parameter.numel()
+        elif id(parameter) not in apart and parameter.ndim >= 2 and not parameter.requires_grad:
+            whole += parameter.numel()
+            if parameter.numel() > most:
+                most, largest = parameter.numel(), full
+    return whole / max(1, whole + packed), largest
+
+
+def check_share(model: nn.Module, *, consent: bool, kept_in: str) -> list[str]:
+    """What to say of a 4-bit base of which much stays wide. Raises UsageError above 10% without consent."""
+    share, largest = unquantised_share(model)
+    if share <= MOST_UNQUANTISED:
+        return []
+    text = f"{share:.0%} of the base's matrices stay {kept_in}, not nf4, such as {largest}"
+    if not consent:
+        raise UsageError(
+            f"{text}; bitsandbytes quantises linear layers only",
+            fix=f"{CONSENT}: true to train on it as it is, or precision.preset: bf16-lora",
+        )
+    return [f"{text} ({CONSENT}: true)"]
+
+
+def _word(dtype: Any) -> str | None:
+    return None if dtype is None else name(str(dtype))

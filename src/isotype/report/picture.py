@@ -1,0 +1,271 @@
+"""`report.png`: the page's essentials on one picture, for a chat window. Drawn by matplotlib, without a display."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from textwrap import wrap
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+from matplotlib.ticker import FuncFormatter
+from matplotlib.transforms import Bbox
+
+from .page import Tile, samples, status, subtitle, tiles
+from .plots import Plot, length_bars, loss_plot, plots
+from .record import RunRecord, dict_of
+from .verdicts import precision, preflight
+from .words import count
+
+WIDTH, DPI, MARGIN, GAP = 12.0, 120, 0.45, 0.16  # inches, dots an inch
+PAGE, CARD, INK, SOFT, FAINT, LINE = "#f5f5f2", "#ffffff", "#171714", "#54534d", "#6a6962", "#e4e3dc"
+COLOURS = {1: "#2563c4", 2: "#b8500f"}
+MOODS = {"good": ("#17693e", "#e2f3e9"), "warn": ("#7a4f00", "#fbf0d8"), "bad": ("#a5211a", "#fce8e6"), "busy": ("#1e55ab", "#e4edfb")}
+COLUMNS, MOST_SMALL, MOST_SAMPLES, MOST_TEXT = 3, 6, 3, 150
+
+
+def picture(record: RunRecord) -> bytes:
+    """A PNG of 1440 pixels' width, as high as it needs to be."""
+    sheet = _Sheet()
+    _head(sheet, record)
+    if error := record.result.get("error"):
+        lines = [line for text in str(error).splitlines()[:6] for line in wrap(_clean(text), 150)[:2]]
+        _lines(sheet, lines, colour=MOODS["bad"][0], back=MOODS["bad"][1])
+    _tiles(sheet, tiles(record))
+    if loss := loss_plot(record):
+        _curves(sheet, sheet.axes(MARGIN, WIDTH - 2 * MARGIN, 3.1), loss)
+        sheet.down(3.1)
+    small = plots(record)[:MOST_SMALL]
+    for start in range(0, len(small), COLUMNS):
+        for place, plot in zip(sheet.columns(COLUMNS), small[start : start + COLUMNS]):
+            _curves(sheet, sheet.axes(*place, 2.0), plot)
+        sheet.down(2.0)
+    _facts(sheet, record)
+    _samples(sheet, record)
+    return sheet.png()
+
+
+class _Sheet:
+    """A page without end: boxes are placed from the top down and measured in inches; the figure is cut to what was used."""
+
+    def __init__(self) -> None:
+        self.height, self.used = 40.0, MARGIN
+        self.figure = Figure(figsize=(WIDTH, self.height), facecolor=PAGE)
+        self.canvas = FigureCanvasAgg(self.figure)
+
+    def down(self, inches: float, gap: float = GAP) -> None:
+        self.used += inches + gap
+
+    def columns(self, n: int) -> list[tuple[float, float]]:
+        """(left, width) of each."""
+        width = (WIDTH - 2 * MARGIN - (n - 1) * GAP) / n
+        return [(MARGIN + i * (width + GAP), width) for i in range(n)]
+
+    def text(self, x: float, y: float, words: str, *, size: float = 10, colour: str = INK, mono: bool = False, **how: Any) -> Any:
+        """Words at `x` inches from the left and `y` below the current place; a dollar sign is a dollar sign."""
+        family = "DejaVu Sans Mono" if mono else "DejaVu Sans"
+        return self.figure.text(
+            x / WIDTH,
+            1 - (self.used + y) / self.height,
+            words,
+            fontsize=size,
+            color=colour,
+            va="top",
+            family=family,
+            parse_math=False,
+            **how,
+        )
+
+    def card(self, left: float, width: float, height: float, colour: str = CARD, edge: str = LINE) -> None:
+        x, y = left / WIDTH, 1 - (self.used + height) / self.height
+        box = FancyBboxPatch(
+            (x, y), width / WIDTH, height / self.height, boxstyle="round,pad=0,rounding_size=0.008", mutation_aspect=WIDTH / self.height,
+            facecolor=colour, edgecolor=edge, linewidth=0.8, transform=self.figure.transFigure, zorder=0,
+        )  # fmt: skip
+        self.figure.add_artist(box)
+
+    def axes(self, left: float, width: float, height: float, *, pads: tuple[float, float, float, float] = (0.72, 0.82, 0.52, 0.34)) -> Axes:
+        """A card with axes inside, `pads` (left, right, top, bottom) from its edges."""
+        self.card(left, width, height)
+        before, after, above, below = pads
+        return self.figure.add_axes(
+            (
+                (left + before) / WIDTH,
+                1 - (self.used + height - below) / self.height,
+                (width - before - after) / WIDTH,
+                (height - above - below) / self.height,
+            ),
+            facecolor="none",
+        )
+
+    def png(self) -> bytes:
+        used = self.used + MARGIN - GAP
+        with io.BytesIO() as file, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing")  # a model may answer in any script
+            box = Bbox([[0, self.height - used], [WIDTH, self.height]])
+            self.figure.savefig(file, format="png", dpi=DPI, facecolor=PAGE, bbox_inches=box)
+            return file.getvalue()
+
+
+def _head(sheet: _Sheet, record: RunRecord) -> None:
+    words, mood = status(record)
+    name = sheet.text(MARGIN, 0, _clean(record.folder.resolve().name)[:60], size=19, weight="bold")
+    colour, back = MOODS[mood]
+    end = name.get_window_extent(sheet.canvas.get_renderer()).x1 / sheet.figure.dpi
+    sheet.text(
+        end + 0.25,
+        0.09,
+        words,
+        size=9.5,
+        colour=colour,
+        weight="bold",
+        bbox={"facecolor": back, "edgecolor": "none", "boxstyle": "round,pad=0.45"},
+    )
+    sheet.text(MARGIN, 0.42, _clean(subtitle(record))[:150], size=10.5, colour=SOFT)
+    sheet.down(0.68)
+
+
+def _tiles(sheet: _Sheet, found: Sequence[Tile]) -> None:
+    if not found:
+        return
+    for (left, width), tile in zip(sheet.columns(len(found)), found):
+        sheet.card(left, width, 0.95)
+        sheet.text(left + 0.14, 0.12, tile.label, size=8.5, colour=SOFT)
+        sheet.text(left + 0.14, 0.32, tile.value, size=16, weight="bold")
+        sheet.text(left + 0.14, 0.69, tile.note[: int(width / 0.075)], size=7.5, colour=FAINT)
+    sheet.down(0.95)
+
+
+def _curves(sheet: _Sheet, axes: Axes, plot: Plot) -> None:
+    """A plot as on the page: faint raw values, the smoothed line, dots for evaluations, guides, and marks where a value is lost."""
+    shown, ticks = plot.bounds
+    for one in plot.series:
+        xs, ys = [x for x, _ in one.points], [y for _, y in one.points]
+        colour = COLOURS[one.colour]
+        if one.look == "faint":
+            axes.plot(xs, ys, color=colour, alpha=0.35, linewidth=0.8)
+        else:
+            lonely = "o" if one.look == "dots" or len(xs) == 1 else None
+            axes.plot(xs, ys, color=colour, linewidth=1.7, marker=lonely, markersize=5, markeredgecolor=CARD, label=one.name)
+        lost = [x for x, y in one.points if not math.isfinite(y)]
+        axes.plot(lost, [ticks[-1]] * len(lost), "o", color=MOODS["bad"][0], markersize=5, clip_on=False)
+    ends = [(g.value, g.label, SOFT) for g in shown]
+    for one in plot.series:
+        finite = [y for _, y in one.points if math.isfinite(y)]
+        if finite and one.look != "faint":
+            ends.append((finite[-1], plot.written(finite[-1]), COLOURS[one.colour]))
+    for guide in shown:
+        axes.axhline(guide.value, color=FAINT, linewidth=1, linestyle=(0, (5, 4)))
+    _style(axes, plot.title, plot.written, ticks)
+    axes.set_xticks(plot.steps, [f"{step:,.0f}" for step in plot.steps])
+    room = (ticks[-1] - ticks[0]) * 0.17 / (axes.get_position().height * sheet.height)
+    lowest = -math.inf
+    for value, words, colour in sorted(ends):
+        lowest = max(value, lowest + room)
+        axes.annotate(words, (1, lowest), xycoords=("axes fraction", "data"), xytext=(6, 0), textcoords="offset points", va="center",
+                      fontsize=8, color=colour, weight="bold", parse_math=False, annotation_clip=False)  # fmt: skip
+    if plot.legend:
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False, fontsize=8, labelcolor=SOFT, borderaxespad=0.2)
+
+
+def _style(axes: Axes, title: str, written: Callable[[float], str], ticks: Sequence[float]) -> None:
+    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK, pad=9, parse_math=False)
+    axes.set_yticks(ticks)
+    axes.set_ylim(ticks[0], ticks[-1])
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: written(value)))
+    axes.grid(axis="y", color=LINE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelsize=7.5, labelcolor=FAINT, pad=5)
+    for side in ("top", "left", "right"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+
+
+def _facts(sheet: _Sheet, record: RunRecord) -> None:
+    """Precision on the left; preflight and the lengths of the rows on the right."""
+    table, checked = precision(record), preflight(record)
+    bars = length_bars(dict_of(record.data.get("train")))
+    rows = table["rows"]
+    if not rows and not bars and checked is None:
+        return
+    (left, wide), (right, narrow) = (MARGIN, 6.6), (MARGIN + 6.6 + GAP, WIDTH - 2 * MARGIN - 6.6 - GAP)
+    height = max(0.75 + 0.215 * len(rows), 2.75)
+    sheet.card(left, wide, height)
+    sheet.text(left + 0.18, 0.16, "Precision, declared and observed", size=10.5, weight="bold")
+    for i, row in enumerate(rows):
+        y = 0.52 + 0.215 * i
+        sheet.text(left + 0.18, y, _clean(row["role"]), size=8.5, colour=SOFT, mono=True)
+        sheet.text(left + 1.75, y, _clean(str(row["declared"] or ""))[:28], size=8.5, mono=True)
+        sign = {"good": "✓ ", "bad": "✗ "}.get(row["mood"], "")
+        colour = MOODS[row["mood"]][0] if row["mood"] else FAINT
+        sheet.text(left + 4.2, y, (sign + _clean(row["observed"]))[:34], size=8.5, colour=colour)
+    top = 0.0
+    if checked is not None:
+        findings = [f"{f['code']} {f['message']}" for f in checked["findings"]]
+        lines = [line for text in findings[:3] for line in wrap(_clean(text), 58)[:2]]
+        left_out = f", {len(checked['skipped'])} left out" if checked["skipped"] else ""
+        sheet.card(right, narrow, 0.62 + 0.18 * len(lines))
+        sheet.text(right + 0.18, 0.16, "Preflight", size=10.5, weight="bold")
+        sheet.text(right + 1.15, 0.18, f"{checked['passed']} of {len(checked['checks'])} checks passed{left_out}", size=9, colour=SOFT)
+        for i, line in enumerate(lines):
+            sheet.text(right + 0.18, 0.46 + 0.18 * i, line, size=8, colour=MOODS["warn"][0])
+        top = 0.62 + 0.18 * len(lines) + GAP
+    if bars and height - top > 1.2:
+        sheet.used += top
+        axes = sheet.axes(right, narrow, height - top, pads=(0.3, 0.3, 0.5, 0.36))
+        sheet.used -= top
+        axes.bar(range(len(bars)), [n for _, n in bars], width=0.8, color=COLOURS[1], alpha=0.85)
+        _style(axes, "Training rows by length in tokens", count, [0, max(n for _, n in bars) * 1.15])
+        axes.set_yticks([])
+        every = math.ceil(len(bars) / 8)
+        axes.set_xticks(range(every - 1, len(bars), every), [f"≤{edge:,}" for edge, _ in bars][every - 1 :: every])
+        most = max(range(len(bars)), key=lambda i: bars[i][1])
+        axes.annotate(f"{bars[most][1]:,}", (most, bars[most][1]), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8)
+    sheet.down(height)
+
+
+def _samples(sheet: _Sheet, record: RunRecord) -> None:
+    """Prompts with their first and last answer, and the answer in the data."""
+    shown = [sample for sample in samples(record) if sample["answers"]][:MOST_SAMPLES]
+    rows: list[tuple[str, str, str, bool]] = []
+    for sample in shown:
+        rows.append(("", _short(sample["prompt"]), INK, True))
+        ends = sample["answers"][:1] + sample["answers"][1:][-1:]
+        rows += [(f"step {one['step']}", _short(one["text"]) or "nothing", INK, False) for one in ends]
+        if sample["reference"]:
+            rows.append(("in the data", _short(str(sample["reference"])), MOODS["good"][0], False))
+    if not rows:
+        return
+    height = 0.62 + 0.225 * len(rows) + 0.1 * (len(shown) - 1)
+    sheet.card(MARGIN, WIDTH - 2 * MARGIN, height)
+    sheet.text(MARGIN + 0.18, 0.16, "Samples over time", size=10.5, weight="bold")
+    y = 0.5
+    for i, (when, words, colour, prompt) in enumerate(rows):
+        y += 0.1 if prompt and i else 0
+        sheet.text(MARGIN + 0.18, y, when, size=8, colour=FAINT)
+        sheet.text(MARGIN + (0.18 if prompt else 1.15), y, words, size=9, colour=colour, weight="bold" if prompt else "normal")
+        y += 0.225
+    sheet.down(height)
+
+
+def _lines(sheet: _Sheet, lines: Sequence[str], *, colour: str, back: str) -> None:
+    height = 0.24 + 0.19 * len(lines)
+    sheet.card(MARGIN, WIDTH - 2 * MARGIN, height, colour=back, edge=back)
+    for i, line in enumerate(lines):
+        sheet.text(MARGIN + 0.18, 0.12 + 0.19 * i, line, size=8.5, colour=colour, mono=True)
+    sheet.down(height)
+
+
+def _short(text: str) -> str:
+    flat = _clean(" ".join(text.split()))
+    return flat if len(flat) <= MOST_TEXT else flat[: MOST_TEXT - 1] + "…"
+
+
+def _clean(text: str) -> str:
+    """Without what no font can draw."""
+    return "".join(c for c in text if c.isprintable())

@@ -1,0 +1,202 @@
+"""The curves of a run as data: what `chart` draws into the page and `picture` into the PNG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .record import RunRecord
+from .words import bytes_written, count, percent, plain
+
+Point = tuple[float, float]
+MANY = 30  # points from which on a noisy curve is smoothed, the raw one faint behind it
+MOST_POINTS = 600  # of one line: more than a page has pixels for
+_NOISY = ("grad_norm", "tokens_per_second", "mfu", "share_changed")
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named line. `faint`: the raw values behind a smoothed line; `dots`: few values, each with its own mark."""
+
+    name: str
+    points: Sequence[Point]
+    look: Literal["line", "faint", "dots"] = "line"
+    colour: int = 1
+
+
+@dataclass(frozen=True)
+class Guide:
+    """A horizontal line at a value that means something."""
+
+    value: float
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Curves over steps with a title and one sentence that says how to read them.
+
+    written    writes a value on the axis
+    trouble    what is wrong with the values themselves
+    """
+
+    key: str
+    title: str
+    series: Sequence[Series]
+    written: Callable[[float], str] = plain
+    note: str = ""
+    guides: Sequence[Guide] = ()
+    from_zero: bool = True
+    trouble: str = ""
+
+    @property
+    def finite(self) -> list[Point]:
+        return [p for s in self.series for p in s.points if math.isfinite(p[1])]
+
+    @property
+    def legend(self) -> list[Series]:
+        """The series to name: none where there is only one."""
+        named = [s for s in self.series if s.look != "faint"]
+        return named if len(named) > 1 else []
+
+    @property
+    def bounds(self) -> tuple[list[Guide], list[float]]:
+        """The guides in reach and the ticks of the axis. A guide far above the curve would flatten it."""
+        values = [y for _, y in self.finite]
+        low, high = min(values), max(values)
+        shown = [g for g in self.guides if math.isfinite(g.value) and g.value <= high * 3 + 1e-12]
+        low, high = min([low, *(g.value for g in shown)]), max([high, *(g.value for g in shown)])
+        return shown, nice_ticks(0.0 if self.from_zero else low, high)
+
+    @property
+    def steps(self) -> list[float]:
+        """Where the axis below is marked: whole steps within the curves."""
+        first, last = min(x for x, _ in self.finite), max(x for x, _ in self.finite)
+        return [t for t in nice_ticks(first, last) if first <= t <= last and t == int(t)] or [first]
+
+    def described(self) -> str:
+        """The plot in words, for who does not see it."""
+        said = []
+        for one in self.series:
+            finite = [p for p in one.points if math.isfinite(p[1])]
+            if one.look == "faint" or not finite:
+                continue
+            (first, start), (last, end) = finite[0], finite[-1]
+            at, lowest = min(finite, key=lambda p: p[1])
+            if first == last:
+                said.append(f"{one.name} {self.written(end)} at step {last:,.0f}")
+                continue
+            extreme = f", lowest {self.written(lowest)} at step {at:,.0f}" if at not in (first, last) else ""
+            said.append(f"{one.name} from {self.written(start)} at step {first:,.0f} to {self.written(end)} at step {last:,.0f}{extreme}")
+        said += [f"a line at {g.label}" for g in self.guides]
+        return f"{self.title}: " + "; ".join([*said, *([self.trouble] if self.trouble else [])])
+
+
+def loss_plot(record: RunRecord) -> Plot | None:
+    """Training loss, raw and smoothed, with the evaluations."""
+    loss, evaluations = record.curve("loss"), record.curve("eval_loss")
+    many = len(loss) > MANY
+    series = [Series("training loss", loss, "faint" if many else "line")] if loss else []
+    series += [Series("training loss, smoothed over 4% of the steps", smoothed(loss))] if many else []
+    series += [Series("evaluation loss, weighted by tokens", evaluations, "dots", colour=2)] if evaluations else []
+    plot = Plot(key="loss", title="Loss", series=series, from_zero=False, trouble=_lost(loss + evaluations))
+    return plot if plot.finite else None
+
+
+def plots(record: RunRecord) -> list[Plot]:
+    """The smaller ones; a metric that the run did not write has none."""
+    found = [_norm(record)]
+    for key, title, note, written in (
+        (
+            "share_changed",
+            "Share changed",
+            "Trained elements that a step really moved. Low: updates vanish in rounding.",
+            percent,
+        ),
+        ("learning_rate", "Learning rate", "", plain),
+        ("tokens_per_second", "Tokens per second", "", count),
+        ("memory_bytes", "Peak memory", "", bytes_written),
+        ("mfu", "Model FLOPs utilisation", "Share of this machine's measured peak in matrix products.", percent),
+        ("promotions", "Unintended promotions", "Module outputs wider than the declared compute dtype, a step.", plain),
+        ("loss_scale", "Loss scale", "One that keeps falling means gradients that overflow.", count),
+    ):
+        points = record.curve(key)
+        if key == "promotions" and not any(v for _, v in points):
+            continue
+        found.append(Plot(key=key, title=title, note=note, series=_lines(key, title, points), written=written, trouble=_lost(points)))
+    return [plot for plot in found if plot.finite]
+
+
+def _norm(record: RunRecord) -> Plot:
+    clip, norm = record.setting("train", "clip"), record.curve("grad_norm")
+    finite = [v for _, v in norm if math.isfinite(v)]
+    guides, note = [], "Not clipped."
+    if isinstance(clip, int | float) and clip > 0:
+        over = sum(v > clip for v in finite) / len(finite) if finite else 0.0
+        note = f"Clipped above {plain(float(clip))}: {percent(over)} of the steps were."
+        guides = [Guide(float(clip), f"clip {plain(float(clip))}")]
+    title = "Gradient norm"
+    return Plot(key="grad_norm", title=title, note=note, series=_lines("grad_norm", title, norm), guides=guides, trouble=_lost(norm))
+
+
+def _lines(key: str, title: str, points: list[Point]) -> list[Series]:
+    name = title.lower()
+    if key in _NOISY and len(points) > MANY:
+        return [Series(name, points, "faint"), Series(f"{name}, smoothed", smoothed(points))]
+    return [Series(name, points)] if points else []
+
+
+def _lost(points: Sequence[Point]) -> str:
+    lost = sum(not math.isfinite(v) for _, v in points)
+    return f"{lost} value{'s are' if lost > 1 else ' is'} not finite: marked at the top." if lost else ""
+
+
+def length_bars(side: dict[str, Any]) -> list[tuple[int, int]]:
+    """(longest, rows) of each bar of a side's lengths, as data.json has them."""
+    lengths = side.get("lengths")
+    bars = lengths.get("histogram") if isinstance(lengths, dict) else None
+    found = []
+    for bar in bars if isinstance(bars, list) else []:
+        if isinstance(bar, dict) and isinstance(bar.get("up_to"), int) and isinstance(bar.get("rows"), int):
+            found.append((bar["up_to"], bar["rows"]))
+    return found
+
+
+def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
+    """Round values that enclose [low, high]."""
+    if high <= low:
+        pad = abs(low) * 0.1 or 1.0
+        low, high = (0.0 if low >= 0 else low - pad), high + pad
+    step = (high - low) / about
+    magnitude = 10.0 ** math.floor(math.log10(step))
+    step = magnitude * next(m for m in (1, 2, 2.5, 5, 10) if m * magnitude >= step * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [step * k for k in range(first, last + 1)]
+
+
+def smoothed(points: Sequence[Point], share: float = 0.04) -> list[Point]:
+    """A moving average over `share` of the points; values that are not finite break it and stay."""
+    span = max(1, int(len(points) * share / 2))
+    result: list[Point] = []
+    for i, (x, y) in enumerate(points):
+        near = [v for _, v in points[max(0, i - span) : i + span + 1] if math.isfinite(v)]
+        result.append((x, sum(near) / len(near) if near and math.isfinite(y) else math.nan))
+    return result
+
+
+def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """At most about `most` points: of every bucket its smallest and largest, so that no peak is lost."""
+    if len(points) <= most:
+        return list(points)
+    size = math.ceil(len(points) / (most // 2))
+    result: list[Point] = []
+    for start in range(0, len(points), size):
+        bucket = points[start : start + size]
+        finite = [p for p in bucket if math.isfinite(p[1])]
+        if len(finite) < len(bucket):
+            result.append(next(p for p in bucket if not math.isfinite(p[1])))
+        if finite:
+            result += sorted({min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])})
+    return sorted(result, key=lambda p: p[0])

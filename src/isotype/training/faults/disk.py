@@ -1,0 +1,125 @@
+"""A disk that fills up: a tmpfs that holds a little more each time, or that another program fills right before a file operation.
+
+A run on too small a disk must end with one message and without a traceback, keep its last whole checkpoint, and go on from it to the end
+of the undisturbed run once there is room. With the preflight's disk check on, the run must be refused before it starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from .child import Ended, run
+from .compare import differences
+from .mounted import can_mount, enlarge, isolate, limit_files, mount_small
+from .operations import before_operation, operations_of
+from .trial import Deadline, Trial
+from .workshop import FIRST, Workshop
+
+ENOUGH = 1 << 14  # KiB
+FILLER = "filler"
+
+
+def disk_trials(workshop: Workshop, *, sizes: int, seed: int, deadline: Deadline) -> Iterator[Trial]:
+    """`sizes` disks from next to nothing to nearly enough, and as many filled at random moments; real ones where they can be mounted."""
+    mounted = can_mount(workshop.folder / "disk")
+    whole, _ = workshop.undisturbed(FIRST)
+    needed = sum(-(-p.stat().st_size // 4096) * 4 for p in whole.rglob("*") if p.is_file())  # KiB, in pages
+    largest = max(p.stat().st_size for p in whole.rglob("*") if p.is_file())
+    if mounted and not deadline.passed:
+        yield _mounted(workshop, needed // 2, checked=True)
+    for i in range(sizes):
+        if deadline.passed:
+            return
+        share = (i + 1) / (sizes + 1)
+        yield _mounted(workshop, max(4, int(needed * share))) if mounted else _limited(workshop, int(largest * share))
+    moments, operations = random.Random(seed), operations_of(workshop, FIRST)
+    for i in range(sizes if mounted else 0):
+        if deadline.passed:
+            return
+        yield _mounted(workshop, ENOUGH, filled_before=moments.randint(operations * i // sizes + 1, operations * (i + 1) // sizes))
+
+
+def _mounted(workshop: Workshop, kib: int, *, checked: bool = False, filled_before: int = 0) -> Trial:
+    """In a fork with the small disk, which hands the trial back through a file; its namespace and the disk end with it."""
+    back = workshop.log()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            mount = workshop.folder / "disk"
+            if not (isolate() and mount_small(mount, kib)):
+                os._exit(1)
+            before = before_operation(filled_before, lambda: fill(mount)) if filled_before else None
+            trial = _on_disk(
+                workshop, mount / "run", kib, checked=checked, before=before, filled=bool(filled_before),
+                make_room=lambda: (mount / FILLER).unlink(missing_ok=True) if filled_before else enlarge(mount, ENOUGH),
+            )  # fmt: skip
+            back.write_text(json.dumps(trial.__dict__))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0:
+        return Trial(part="disk", what="ENOSPC", survived=False, identical=None, wrong=f"the trial on {kib} KiB failed itself")
+    return Trial(**json.loads(back.read_text()))
+
+
+def _limited(workshop: Workshop, size: int) -> Trial:
+    folder = workshop.new_folder()
+    return _on_disk(workshop, folder, size // 1024, checked=False, make_room=lambda: None, before=limit_files(size))
+
+
+def fill(disk: Path) -> None:
+    """What another program does: takes all the space there is."""
+    with contextlib.suppress(OSError), (disk / FILLER).open("wb", buffering=0) as file:
+        for size in (1 << 20, 4096):
+            with contextlib.suppress(OSError):
+                while file.write(bytes(size)) == size:
+                    pass
+
+
+def _on_disk(
+    workshop: Workshop, folder: Path, kib: int, *, checked: bool, make_room: Callable[[], object],
+    before: Callable[[], None] | None = None, filled: bool = False,
+) -> Trial:  # fmt: skip
+    settings = workshop.settings(folder)
+    skip = [] if checked else ["--skip", "PF004=the campaign fills this disk on purpose"]
+    ended = run(["train", str(settings), *skip], workshop.log(), before=before)
+    wrong = _said_wrong(ended, checked)
+    make_room()
+    again = run(workshop.go_on(folder, settings), workshop.log())
+    if again.status != 0:
+        wrong.append(f"did not go on: {again.output[-1500:]}")
+    different = differences(folder, workshop.undisturbed(FIRST)[0]) if again.status == 0 else ["no result"]
+    if again.status == 0:
+        shutil.rmtree(folder)
+    if filled and ended.status == 0 and not different:  # nothing but the report was left to write
+        wrong = []
+    kind = "refused by the preflight" if checked else "ENOSPC, filled by another program" if filled else "ENOSPC, too small"
+    kind = "EFBIG, a limit on file size" if before and not filled else kind
+    return Trial(
+        part="disk", what=f"{kind}, {_moment(ended)}", survived=not wrong, identical=not different,
+        message=" ".join(ended.error.removeprefix("isotype: ").partition("\n  fix")[0].split()).replace(str(workshop.folder), "..."),
+        wrong="; ".join(f"{kib} KiB: {w}" for w in wrong + different),
+    )  # fmt: skip
+
+
+def _said_wrong(ended: Ended, checked: bool) -> list[str]:
+    if checked:
+        return [] if ended.status == 3 and "PF004" in ended.error else [f"not refused: exit {ended.status}: {ended.output[-1500:]}"]
+    if ended.status not in (1, 2) or not ended.clear or not ("CK001" in ended.error or "No space" in ended.error):
+        return [f"exit {ended.status}: {ended.output[-3000:]}"]
+    return []
+
+
+def _moment(ended: Ended) -> str:
+    if ended.status == 3:
+        return "before step 1"
+    steps = [line for line in ended.output.splitlines() if line.startswith("step ")]
+    if not steps:
+        return "before step 1"
+    return "at the result" if any(line.startswith("step 12/12  eval") for line in steps) else "in training"

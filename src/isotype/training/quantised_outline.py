@@ -1,0 +1,83 @@
+"""bitsandbytes' own 4-bit layers without data, so that a memory plan runs the operators that the run will run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+BLOCK, INNER_BLOCK = 64, 256  # elements a scale, scales a scale of scales
+
+
+def quantise_outline(model: Any, compute: torch.dtype, *, double: bool = True) -> None:
+    """Every linear layer but the head becomes an nf4 one, its scales quantised too where `double`; on the meta device."""
+    head = model.get_output_embeddings()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and child is not head:
+                setattr(parent, name, _layer(child, compute, double))
+    model.is_loaded_in_4bit = True  # what PEFT asks
+
+
+def _layer(linear: nn.Linear, compute: torch.dtype, double: bool) -> nn.Module:
+    import bitsandbytes
+    from bitsandbytes.functional import QuantState
+
+    with torch.device("meta"):
+        layer = bitsandbytes.nn.Linear4bit(
+            linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=compute, quant_type="nf4"
+        )
+        if linear.bias is not None:
+            layer.bias.data = linear.bias.data
+        elements = linear.in_features * linear.out_features
+        scales = -(-elements // BLOCK)
+        weight = nn.Parameter(torch.empty(-(-elements // 2), 1, dtype=torch.uint8), requires_grad=False)
+        weight.compress_statistics, weight.quant_type = double, "nf4"  # type: ignore[attr-defined]
+        inner = QuantState(absmax=torch.empty(-(-scales // INNER_BLOCK)), code=torch.empty(256), blocksize=INNER_BLOCK, dtype=torch.float32)
+        weight.quant_state = QuantState(  # type: ignore[attr-defined]
+            absmax=torch.empty(scales, dtype=torch.uint8 if double else torch.float32),
+            shape=torch.Size((linear.out_features, linear.in_features)), code=torch.empty(16), blocksize=BLOCK, quant_type="nf4",
+            dtype=compute, offset=torch.empty(()) if double else None, state2=inner if double else None,
+        )  # fmt: skip
+    layer.weight = weight
+    layer.support_avx512bf16_for_cpu = False
+    return layer
+
+
+def scales_of(parameter: Tensor) -> list[Tensor]:
+    """The tensors beside a packed weight, which are no parameters of the model."""
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return []
+    inner = [state.state2.absmax, state.state2.code, state.offset] if state.nested else []
+    return [t for t in (state.absmax, state.code, *inner) if isinstance(t, Tensor)]
+
+
+def take_scales(made: Tensor, parameter: Tensor, make: Any) -> None:
+    """Gives `made`, which stands for `parameter`, its state with every tensor replaced by `make` of it."""
+    import copy
+
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return
+    new = copy.copy(state)
+    new.absmax, new.code = make(state.absmax), make(state.code)
+    if state.nested:
+        new.offset, new.state2 = make(state.offset), copy.copy(state.state2)
+        new.state2.absmax, new.state2.code = make(state.state2.absmax), make(state.state2.code)
+    made.quant_state = new  # type: ignore[attr-defined]
+
+
+def scratch() -> dict[Any, Any]:
+    """What bitsandbytes' 4-bit product takes besides its result: the weight, widened."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        return {}
+
+    def widened(x: Tensor, packed: Tensor, shape: Any, *_: Any, **__: Any) -> int:
+        elements = int(shape[0]) * int(shape[1])
+        return elements * x.element_size() + 4 * elements // BLOCK
+
+    return {torch.ops.bitsandbytes.gemm_4bit.default: widened}

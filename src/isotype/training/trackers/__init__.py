@@ -1,0 +1,1 @@
+"""TensorBoard and Weights & Biases, each an extra: what metrics.jsonl gets, they get too. `available` imports no torch."""

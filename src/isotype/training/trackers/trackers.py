@@ -1,0 +1,83 @@
+"""Every tracker of a run as one: told each row of metrics.jsonl and each round of samples.
+
+A tracker must not cost a run anything: random generators are left as they were, and one that fails in mid-run (a full disk, a lost network)
+is named once and told nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..sample import Sample, untouched_random_state
+
+Say = Callable[[str], None]
+
+
+class Tracker(Protocol):
+    """`scalars` are named `train/loss`, `eval/loss`; `place` says where a person finds them."""
+
+    name: str
+    place: str
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+    def samples(self, step: int, samples: Sequence[Sample]) -> None: ...
+    def close(self, exit_status: int) -> None: ...
+
+
+class Trackers:
+    """None, one or several."""
+
+    def __init__(self, trackers: Iterable[Tracker] = (), say: Say = print) -> None:
+        self._trackers, self._say = list(trackers), say
+
+    def row(self, facts: Mapping[str, Any]) -> None:
+        """A row of metrics.jsonl."""
+        side = "eval" if facts.get("event") == "evaluation" else "train"
+        values = {
+            f"{side}/{key.removeprefix('eval_')}": float(value)
+            for key, value in facts.items()
+            if key != "step" and isinstance(value, int | float)
+        }
+        if values:
+            self._each(lambda tracker: tracker.scalars(int(facts["step"]), values))
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        self._each(lambda tracker: tracker.samples(step, samples))
+
+    def close(self, exit_status: int) -> None:
+        self._each(lambda tracker: tracker.close(exit_status))
+        self._trackers.clear()
+
+    def _each(self, tell: Callable[[Tracker], None]) -> None:
+        if not self._trackers:
+            return
+        with untouched_random_state():
+            for tracker in list(self._trackers):
+                try:
+                    tell(tracker)
+                except Exception as error:  # whatever a service raises, the run is worth more than its curves
+                    self._trackers.remove(tracker)
+                    first = next(iter(str(error).splitlines()), type(error).__name__)
+                    self._say(f"tracker   {tracker.name} failed and is told nothing more: {first}")
+
+
+def start(names: Sequence[str], folder: Path, settings: Mapping[str, Any], say: Say) -> Trackers:
+    """Opens the trackers of `run.trackers` in the run folder and says where each writes.
+
+    settings  the run's configuration, section by section
+    """
+    found: list[Tracker] = []
+    with untouched_random_state():
+        for name in dict.fromkeys(names):
+            if name == "tensorboard":
+                from .tensorboard import TensorBoard
+
+                found.append(TensorBoard(folder, settings))
+            else:
+                from .wandb import WeightsAndBiases
+
+                found.append(WeightsAndBiases(folder, settings, say))
+            say(f"tracker   {found[-1].name}: {found[-1].place}")
+    return Trackers(found, say)

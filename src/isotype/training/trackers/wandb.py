@@ -1,0 +1,73 @@
+"""Weights & Biases: online where a key is known, else files in RUN/wandb that `wandb sync` sends later.
+
+`WANDB_MODE` and wandb's other variables hold as they do everywhere. The id is kept in the run folder, so that a resumed run goes on in
+the same curve.
+"""
+
+from __future__ import annotations
+
+import netrc
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ...checkpoint.folder import write_text
+from ..sample import Sample
+
+ID = "wandb_id"
+TIMEOUT = 30  # seconds to wait for the service before going on without it
+
+
+class WeightsAndBiases:
+    """Rows carry their step as a metric: wandb's own counter refuses to go back to the checkpoint that a run is resumed from."""
+
+    name = "wandb"
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], say: Any) -> None:
+        import wandb
+
+        self._wandb, self._table = wandb, wandb.Table
+        mode = os.environ.get("WANDB_MODE") or ("online" if key_is_known() else "offline")
+        try:
+            self._run = self._start(folder, settings, mode)
+        except wandb.errors.Error as error:
+            if mode != "online":
+                raise
+            say(f"tracker   wandb is not reached ({next(iter(str(error).splitlines()), '')}): going on offline")
+            mode = "offline"
+            self._run = self._start(folder, settings, mode)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        write_text(folder / ID, self._run.id + "\n")
+        self.place = str(self._run.url or "") if mode == "online" else f"{mode}, wandb sync {Path(self._run.dir).parent}"
+
+    def _start(self, folder: Path, settings: Mapping[str, Any], mode: Any) -> Any:
+        kept = folder / ID
+        return self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "isotype"), name=os.environ.get("WANDB_NAME", folder.resolve().name), dir=str(folder),
+            id=kept.read_text(encoding="utf-8").strip() if kept.is_file() else None, resume="allow", mode=mode, config=dict(settings),
+            settings=self._wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, init_timeout=TIMEOUT),
+        )  # fmt: skip
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        rows = [[step, one.prompt, one.answer, one.reference or ""] for one in samples]
+        self._run.log({"step": step, "samples": self._table(columns=["step", "prompt", "answer", "reference"], data=rows)})
+
+    def close(self, exit_status: int) -> None:
+        self._run.finish(exit_code=exit_status)
+
+
+def key_is_known() -> bool:
+    """Whether wandb would find a key without asking: in its variable or in the netrc file."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

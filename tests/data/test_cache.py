@@ -1,0 +1,165 @@
+"""Tokenised rows on disk: the same as in memory, found again, made again when what shaped them changes or they are damaged."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from isotype.config.schema import DataSection
+from isotype.data import cache as cache_module
+from isotype.data.cache import Cache, cache_folder, read_entry
+from isotype.data.load import load_data
+from isotype.data.rows import LoadedData
+
+ROWS = [{"messages": [{"role": "user", "content": f"q {i}"}, {"role": "assistant", "content": f"a {i} " * (i % 9 + 1)}]} for i in range(60)]
+
+
+@pytest.fixture
+def load(families: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+    def load(family: str = "chatml", tokenizer: Any = None, **section: Any) -> LoadedData:
+        settings = {"train": "chats.jsonl", "cache": "kept", "max_length": 48} | section
+        return load_data(DataSection(**settings), tokenizer or families.of(family), seed=0)
+
+    return load
+
+
+def said(loaded: LoadedData) -> str:
+    return " ".join(file["cache"] for file in loaded.facts["train"]["files"])
+
+
+def without_cache(facts: dict[str, Any]) -> str:
+    text = json.dumps(facts)
+    for side in ("train", "eval"):
+        for file in facts[side]["files"]:
+            file.pop("cache", None)
+    facts["notes"] = [note for note in facts["notes"] if "training tokens" not in note and "evaluation tokens" not in note]
+    assert text
+    return json.dumps(facts)
+
+
+def test_a_second_run_finds_the_rows_of_the_first(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, first = load(cache="none"), load()
+    assert said(first).startswith("kept in kept/")
+    monkeypatch.setattr("isotype.data.load.encode_source", None)  # nothing may be tokenised now
+    second = load()
+    assert said(second).startswith("from kept/")
+    for loaded in (first, second):
+        assert (loaded.train, loaded.eval, loaded.prompts) == (plain.train, plain.eval, plain.prompts)
+        assert without_cache(loaded.facts) == without_cache(plain.facts)
+    assert load(packing=True, eval_split=0.2).facts["packing"], "packing and split come after the cache"
+
+
+def test_an_entry_is_a_safetensors_file(load: Any) -> None:
+    from safetensors.numpy import load_file
+
+    load()
+    (path,) = Path("kept").iterdir()
+    columns = load_file(path)
+    assert int(columns["ends"][-1]) == len(columns["ids"]) == len(columns["learnt"])
+    assert np.array_equal(read_entry(path).ids, columns["ids"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_length": 40}, {"loss_on": "all"}, {"limit": 30}, {"family": "llama3"}, {"format": "messages", "limit": 31},
+        {"chat_template": "other.jinja"}, {"tokenizer": "changed"}, {"train": "other.jsonl"},
+    ],
+)  # fmt: skip
+def test_whatever_shapes_the_rows_is_part_of_the_key(load: Any, families: SimpleNamespace, change: dict[str, Any]) -> None:
+    Path("other.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}")
+    Path("other.jsonl").write_text(json.dumps(ROWS[0]).replace("q 0", "w") + "\n")
+    load()
+    if change.get("tokenizer") == "changed":
+        change = {"tokenizer": families.new("chatml")}
+        change["tokenizer"].add_special_tokens({"additional_special_tokens": ["<new>"]})
+    assert said(load(**change)).startswith("kept in")
+    assert len(list(Path("kept").iterdir())) == 2
+    assert said(load()).startswith("from")
+
+
+def test_the_version_of_the_code_is_part_of_the_key(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    load()
+    monkeypatch.setattr(cache_module, "VERSION", cache_module.VERSION + 1)
+    assert said(load()).startswith("kept in")
+
+
+def test_a_damaged_entry_is_made_again_and_said(load: Any) -> None:
+    plain = load()
+    (path,) = Path("kept").iterdir()
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) * 2 // 3] ^= 4
+    broken_header = bytearray(whole)
+    broken_header[12] ^= 1
+    for damaged in (whole[:-1], whole[: len(whole) // 2], whole[:5], b"", bytes(flipped), bytes(broken_header), whole + b"\0" * 8):
+        path.write_bytes(damaged)
+        loaded = load()
+        assert any("a damaged cache entry was made again: kept/" in note for note in loaded.facts["notes"])
+        assert loaded.train == plain.train
+        assert path.read_bytes() == whole
+
+
+def test_a_folder_that_cannot_be_written_costs_only_time(load: Any) -> None:
+    Path("kept").write_text("a file")
+    loaded = load()
+    assert loaded.train == load(cache="none").train
+    assert any("the cache kept cannot be written" in note for note in loaded.facts["notes"])
+
+
+def _load_in_process(tokenizer: Any, folder: str, start: Any, found: Any) -> None:
+    start.wait()
+    loaded = load_data(DataSection(train=f"{folder}/chats.jsonl", cache=f"{folder}/kept"), tokenizer, seed=0)
+    found.put(sum(sum(row.input_ids) for row in loaded.train))
+
+
+def test_runs_at_once_do_not_disturb_each_other(load: Any, families: SimpleNamespace, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    start, found = context.Event(), context.Queue()
+    runs = [context.Process(target=_load_in_process, args=(families.of("chatml"), str(tmp_path), start, found)) for _ in range(4)]
+    for run in runs:
+        run.start()
+    start.set()
+    sums = {found.get(timeout=60) for _ in runs}
+    for run in runs:
+        run.join()
+    assert len(sums) == 1
+    assert [p.suffix for p in (tmp_path / "kept").iterdir()] == [".safetensors"]
+    assert len(read_entry(next((tmp_path / "kept").iterdir()))) == len(ROWS)
+
+
+def test_an_error_while_reading_leaves_no_entry(load: Any) -> None:
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS) + "{broken\n")
+    with pytest.raises(ValueError, match=r"chats\.jsonl:61"):
+        load()
+    assert list(Path("kept").iterdir()) == []
+
+
+def test_what_killed_runs_leave_is_cleared_away(tmp_path: Path) -> None:
+    import os
+
+    left = tmp_path / ".key.1.ab"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    with Cache(tmp_path).writing("other"):
+        assert not left.exists()
+
+
+def test_where_entries_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cache_folder("none") is None
+    assert cache_folder("here") == Path("here")
+    assert cache_folder("auto") is None, "the tests' own setting"
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
+    assert cache_folder("auto") == tmp_path / "tokens"
+    monkeypatch.delenv("ISOTYPE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder("auto") == tmp_path / "xdg/isotype/tokens"

@@ -1,0 +1,126 @@
+"""What names mean: folders, patterns, compressed files, datasets of the hub's library; and how they are told apart."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from isotype.config.schema import DataSection
+from isotype.config.sources import source_specs
+from isotype.data.sources import Source, source
+from isotype.errors import UsageError
+
+ROWS = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(12)]
+
+
+def lines(rows: list[Any]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Twelve rows in three files of three kinds, one of them in a folder below, with a README beside them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "set/deep").mkdir(parents=True)
+    (tmp_path / "set/a.jsonl").write_bytes(lines(ROWS[:4]))
+    (tmp_path / "set/b.jsonl.gz").write_bytes(gzip.compress(lines(ROWS[4:8])))
+    pq.write_table(pa.Table.from_pylist(ROWS[8:]), tmp_path / "set/deep/c.parquet")
+    (tmp_path / "set/README.md").write_text("about this set")
+    (tmp_path / "set/.hidden.jsonl").write_text("no row")
+    return tmp_path
+
+
+def found(train: Any, **section: Any) -> Source:
+    (spec,) = source_specs(DataSection(train=train, **section), "train")
+    return source(spec, needs_answer=True)
+
+
+def asked(one: Source, **how: Any) -> list[str]:
+    return [e.prompt for e in one.examples(**how)]
+
+
+@pytest.mark.parametrize("name", ["set", "set/**/[abc].*"])
+def test_a_folder_and_a_pattern_are_their_files(folder: Path, name: str) -> None:
+    one = found(name)
+    assert asked(one) == [row["prompt"] for row in ROWS]
+    assert asked(one, skip=6) == [row["prompt"] for row in ROWS[6:]]
+    facts = one.facts()
+    assert (facts["files"], facts["format"]) == (3, "prompt_completion")
+    assert one.notes == (["set: 1 of 4 files are not read (README.md)"] if name == "set" else [])
+
+
+def test_the_limit_counts_over_all_files(folder: Path) -> None:
+    assert asked(found("set", limit=6)) == ["q0", "q1", "q2", "q3", "q4", "q5"]
+    assert asked(found("set", limit=6), skip=5) == ["q5"]
+    assert asked(found("set/a.jsonl", limit=3), skip=1) == ["q1", "q2"]
+
+
+def test_the_content_is_what_identifies_a_source(folder: Path) -> None:
+    before = found("set").identity()
+    (folder / "set/a.jsonl").rename(folder / "set/aa.jsonl")
+    assert found("set").identity() == before
+    (folder / "set/aa.jsonl").write_bytes(lines(ROWS[:3]))
+    assert found("set").identity() != before
+
+
+def test_a_bad_row_of_a_folder_names_its_file(folder: Path) -> None:
+    (folder / "set/b.jsonl.gz").write_bytes(gzip.compress(lines([*ROWS[4:6], {"prompt": "x"}])))
+    with pytest.raises(UsageError, match=r"set/b\.jsonl\.gz:3: no key 'completion'"):
+        asked(found("set"))
+
+
+def test_datasets_are_read_by_their_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+    saved = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS[:5]), "test": datasets.Dataset.from_list(ROWS[5:])})
+    saved.save_to_disk("saved")
+    assert asked(found("saved")) == [row["prompt"] for row in ROWS[:5]]
+    assert asked(found([{"name": "hf:saved", "split": "test"}]), skip=2) == [row["prompt"] for row in ROWS[7:]]
+    with pytest.raises(UsageError, match="hf:saved: no split 'dev': there are train, test"):
+        found([{"name": "hf:saved", "split": "dev"}])
+    (folder / "hub").mkdir()
+    (folder / "hub/train.jsonl").write_bytes(lines(ROWS))
+    one = found([{"name": "hf:hub", "split": "train[:4]"}])
+    assert asked(one) == [row["prompt"] for row in ROWS[:4]]
+    assert one.identity()["fingerprint"]
+    (spec,) = source_specs(DataSection(train="hf:hub"), "train")
+    assert asked(source(spec, needs_answer=True, streaming=True), skip=10) == ["q10", "q11"]
+
+
+def test_a_dataset_that_cannot_be_reached_is_one_line(folder: Path) -> None:
+    with pytest.raises(UsageError, match="hf:org/none: ") as caught:
+        found("hf:org/none")
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ([], "data.train: give at least one file"),
+        ([{"name": "a", "wieght": 2}], "data.train[0].wieght: unknown key, did you mean weight?"),
+        (["a", {"weight": 2}], "data.train[1].name: expected a file"),
+        ([{"name": "a", "weight": 0}, "b"], "data.train[0].weight: expected a number above 0, got 0"),
+        ([{"name": "a", "weight": True}, "b"], "data.train[0].weight: expected a number above 0, got True"),
+        ([{"name": "a", "limit": 0}], "data.train[0].limit: expected a whole number of at least 1"),
+        ([{"name": "a", "format": "sharegtp"}], "data.train[0].format: unknown format 'sharegtp', did you mean sharegpt?"),
+        ([{"name": "a", "split": "test"}], "data.train[0].split: has no effect: a is no dataset of the hub"),
+        ([{"name": "a", "columns": ["b"]}], "data.train[0].columns: expected a mapping"),
+        ([{"name": "a", "weight": 2}], "data.train: weight has no effect with one source"),
+        ([""], "data.train[0].name: expected a file"),
+    ],
+)
+def test_a_wrong_entry_is_one_line_with_its_key(train: Any, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        source_specs(DataSection(train=train), "train")
+    assert str(caught.value).startswith(said)
+
+
+def test_a_weight_has_no_effect_in_evaluation() -> None:
+    with pytest.raises(UsageError, match=r"data\.eval: weight has no effect"):
+        source_specs(DataSection(eval=[{"name": "a", "weight": 2}, "b"]), "eval")

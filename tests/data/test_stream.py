@@ -1,0 +1,115 @@
+"""Streams: one block of rows at a time, resumed at the very row, nothing held out is trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from isotype.config.schema import DataSection
+from isotype.data.load import load_data
+from isotype.data.rows import LoadedData, Row
+from isotype.errors import RunError, UsageError
+
+
+def row(name: str, i: int) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": f"{name} {i}"}, {"role": "assistant", "content": f"answer {i} " * (i % 4 + 1)}]}
+
+
+@pytest.fixture
+def load(families: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+    for name, count in (("many", 90), ("few", 25)):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row(name, i)) + "\n" for i in range(count)))
+
+    def load(train: Any = "many.jsonl", **section: Any) -> LoadedData:
+        settings = {"stream": True, "shuffle_buffer": 16, "max_length": 64, "eval_split": 0.1} | section
+        return load_data(DataSection(train=train, **settings), families.of("chatml"), seed=4)
+
+    return load
+
+
+WEIGHTED = [{"name": "many.jsonl", "weight": 3}, {"name": "few.jsonl", "weight": 1}]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("train", ["many.jsonl", WEIGHTED], ids=["one", "weighted"])
+def test_a_resumed_stream_goes_on_with_the_same_row(load: Any, train: Any, packing: bool) -> None:
+    whole = load(train, packing=packing).stream
+    expected = [whole.take(3) for _ in range(60)]
+    for stop in (0, 1, 7, 33):
+        first = load(train, packing=packing).stream
+        for _ in range(stop):
+            first.take(3)
+        state = json.loads(json.dumps(first.state()))
+        again = load(train, packing=packing).stream
+        again.restore(state)
+        assert [again.take(3) for _ in range(stop, stop + 12)] == expected[stop : stop + 12]
+        first.restore(state)
+        assert first.take(3) == expected[stop]
+
+
+def test_a_pass_has_every_row_once_and_none_that_is_held_out(load: Any) -> None:
+    loaded = load(shuffle_buffer=45)
+    taken = loaded.stream.take(90 - len(loaded.eval))
+    assert loaded.eval
+    assert len({r.input_ids for r in taken}) == len(taken), "a row came twice before the others came once"
+    assert not {r.input_ids for r in taken} & {r.input_ids for r in loaded.eval}
+    order = [taken.index(r) for r in sorted(taken, key=lambda r: r.input_ids)]
+    assert order != sorted(order)
+    in_order = load(shuffle=False).stream.take(3)
+    assert in_order == [r for r in load(shuffle=False, eval_split=0.0).stream.take(16) if r not in loaded.eval][:3]
+
+
+def test_weights_are_kept_in_every_block(load: Any, families: SimpleNamespace) -> None:
+    tokenizer = families.of("chatml")
+    loaded = load(WEIGHTED, eval_split=0.0)
+    taken: list[Row] = loaded.stream.take(160)
+    few = [tokenizer.decode(r.input_ids).count("few") for r in taken]
+    assert sum(few) == 40
+    assert all(sum(few[at : at + 16]) == 4 for at in range(0, 160, 16))
+    assert "many.jsonl: 75.0% of the training rows" in loaded.facts["notes"]
+    assert loaded.stream.epochs == 1.0
+
+
+def test_prompts_are_of_held_out_rows(load: Any, families: SimpleNamespace) -> None:
+    loaded = load()
+    questions = [families.of("chatml").decode(r.input_ids) for r in loaded.eval]
+    assert all(any(prompt.text in q for q in questions) for prompt in loaded.prompts)
+
+
+def test_no_more_than_a_block_is_held(load: Any) -> None:
+    stream = load().stream
+    for _ in range(20):
+        stream.take(7)
+        assert len(stream.rows) <= 16
+
+
+def test_the_longest_rows_of_a_stream_are_as_long_as_may_be(load: Any) -> None:
+    assert [len(r.input_ids) for r in load().longest(3)] == [64, 64, 64]
+    assert all(r.documents for r in load(packing=True).longest(2))
+
+
+def test_a_row_that_cannot_be_read_stops_the_run_with_its_place(load: Any) -> None:
+    with Path("many.jsonl").open("a") as file:
+        file.write("{broken\n")
+    stream = load(eval_split=0.0).stream
+    with pytest.raises(RunError, match=r"the stream cannot be read on: many\.jsonl:91: broken JSON"):
+        stream.take(100)
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        (["many.jsonl", "few.jsonl"], "data.train: a stream of several sources needs a weight for each"),
+        ("book.txt", "book.txt: data.stream takes rows"),
+    ],
+)
+def test_what_cannot_be_streamed_is_said(load: Any, train: Any, said: str) -> None:
+    Path("book.txt").write_text("words\n")
+    with pytest.raises(UsageError) as caught:
+        load(train)
+    assert str(caught.value).startswith(said)

@@ -1,0 +1,89 @@
+"""CSV, TSV and Parquet: rows as objects, and what is broken with its line or row."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from isotype.data.read import read_json
+from isotype.data.tables import read_csv, read_parquet
+from isotype.errors import UsageError
+
+
+def written(folder: Path, name: str, content: str | bytes) -> Path:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_cells_may_hold_delimiters_quotes_and_lines(tmp_path: Path) -> None:
+    path = written(tmp_path, "a.csv", '\ufeffprompt,completion\n"a, ""b""\nc",d\n\ne,f\n')
+    first, second = read_csv(path, "a.csv")
+    assert (first.place, first.value) == ("a.csv:2", {"prompt": 'a, "b"\nc', "completion": "d"})
+    assert (second.place, second.value) == ("a.csv:5", {"prompt": "e", "completion": "f"})
+    assert [r.value["prompt"] for r in read_csv(path, "a.csv", skip=1)] == ["e"]
+
+
+@pytest.mark.parametrize(("name", "mark"), [("a.tsv", "\t"), ("a.csv", ";")])
+def test_other_delimiters(tmp_path: Path, name: str, mark: str) -> None:
+    (row,) = read_csv(written(tmp_path, name, f"prompt{mark}completion\na, b{mark}c\n"), name)
+    assert row.value == {"prompt": "a, b", "completion": "c"}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("a,b\n1,2\n1,2,3\n", "x.csv:3: 3 cells, more than the header's 2; quote a cell"),
+        ('a,b\n"1\n1",2\n1\n', "x.csv:4: 1 cells, fewer than the header's 2"),
+        ('a,b\n1,2\n"1,2\n', "x.csv:3: broken CSV: unexpected end of data"),
+        ('a,b\n1,2\n"1"x,2\n', "x.csv:3: broken CSV: ',' expected after '\"'"),
+        ("a,a\n1,2\n", "x.csv:1: the column 'a' is named twice"),
+        (b"a,b\n1,caf\xe9\n", "x.csv:2: byte 9 (0xe9) is not UTF-8"),
+        ("a,b\n1,\0\n", "x.csv"),
+    ],
+)
+def test_broken_csv_says_where(tmp_path: Path, content: str | bytes, said: str) -> None:
+    path = written(tmp_path, "x.csv", content)
+    try:
+        rows = list(read_csv(path, "x.csv"))
+    except UsageError as error:
+        assert str(error).startswith(said)
+    else:
+        assert rows
+        assert "\0" in str(content), "only a NUL byte may be read, as newer versions of csv do"
+
+
+def test_parquet_rows_have_no_nulls_inside(tmp_path: Path) -> None:
+    rows: list[Any] = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], "note": None}
+    ] * 5
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
+    found = list(read_parquet(tmp_path / "a.parquet", "a.parquet"))
+    assert [r.place for r in found] == [f"a.parquet, row {n}" for n in range(1, 6)]
+    assert found[0].value == rows[0]
+    assert [r.line for r in read_parquet(tmp_path / "a.parquet", "a.parquet", skip=3)] == [4, 5]
+
+
+def test_broken_parquet_says_so(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["words"] * 500}), tmp_path / "a.parquet")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    for content in (whole[: len(whole) // 2], b"PAR1" + b"\0" * 40, whole[:30] + b"\xff" * 60 + whole[90:]):
+        path = written(tmp_path, "b.parquet", content)
+        with pytest.raises(UsageError, match=r"b\.parquet, row \d+: broken Parquet"):
+            list(read_parquet(path, "b.parquet"))
+
+
+def test_gzip_is_read_through_and_cut_short_is_said(tmp_path: Path) -> None:
+    whole = gzip.compress(b'{"text": "a"}\n{"text": "b"}\n' * 200)
+    path = written(tmp_path, "a.jsonl.gz", whole)
+    assert len(list(read_json(path, "a.jsonl.gz"))) == 400
+    cut = written(tmp_path, "b.jsonl.gz", whole[:-12])
+    with pytest.raises(UsageError, match=r"b\.jsonl\.gz:\d+: broken gzip"):
+        list(read_json(cut, "b.jsonl.gz"))
+    with pytest.raises(UsageError, match=r"c\.jsonl\.gz:1: broken gzip"):
+        list(read_json(written(tmp_path, "c.jsonl.gz", "plain"), "c.jsonl.gz"))

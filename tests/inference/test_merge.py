@@ -1,0 +1,81 @@
+"""Adapters from anywhere: a PEFT folder without a run, what one weight's change is, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import peft
+import pytest
+import torch
+from tests.models import lora
+from transformers import AutoModelForCausalLM
+
+from isotype.errors import UsageError
+from isotype.inference.loaded import load_run
+from isotype.inference.merge import merge
+
+
+@pytest.fixture
+def foreign(workshop, tmp_path):
+    """`foreign(...)`: a PEFT folder as someone else would leave it, and the adapter's own logits on a few tokens."""
+
+    def make(*, dtype=torch.float32, **settings):
+        base = AutoModelForCausalLM.from_pretrained(workshop.base, dtype=dtype)
+        model = lora(base, **settings)
+        torch.manual_seed(2)
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name or "lora_B" in name or "lora_embedding" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(tmp_path / "adapter")
+        loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(workshop.base, dtype=dtype), tmp_path / "adapter")
+        with torch.no_grad():
+            return tmp_path / "adapter", loaded.eval()(input_ids=torch.arange(3, 20)[None]).logits
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"use_rslora": True}, {"use_dora": True}, {"target_modules": ["q_proj", "embed_tokens"]},
+     {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}],
+    ids=["lora", "rslora", "dora", "embedding", "modules_to_save"],
+)  # fmt: skip
+def test_a_peft_folder_is_merged_into_the_base_it_names(foreign, tmp_path, settings):
+    folder, expected = foreign(**settings)
+    merged = merge(load_run(folder), tmp_path / "merged")
+    assert merged.dtype == "fp32"
+    assert merged.merged_loss == pytest.approx(merged.adapter_loss, rel=1e-5)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    with torch.no_grad():
+        torch.testing.assert_close(plain(input_ids=torch.arange(3, 20)[None]).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_file_says_the_dtype_that_its_weights_have(foreign, tmp_path):
+    folder, _ = foreign()
+    merge(load_run(folder), tmp_path / "merged", dtype="bf16")
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").dtype == torch.bfloat16
+
+
+def test_the_precision_beside_an_adapter_is_kept(foreign, tmp_path):
+    folder, _ = foreign()
+    (folder / "precision.json").write_text(json.dumps({"precision": "bf16-lora"}))
+    assert load_run(folder).precision.base == "bf16"
+    (folder / "precision.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"precision\.json: not as isotype writes it"):
+        load_run(folder)
+
+
+def test_what_is_no_change_of_one_weight_is_refused(foreign, tmp_path):
+    folder, _ = foreign(lora_bias=True, target_modules=["q_proj"])
+    with pytest.raises(UsageError, match=r"q_proj: a bias of its own(.|\n)*merge_and_unload"):
+        merge(load_run(folder), tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_an_adapter_that_names_no_base_is_refused(foreign):
+    folder, _ = foreign()
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": None}))
+    with pytest.raises(UsageError, match="which model is this an adapter of"):
+        load_run(folder)

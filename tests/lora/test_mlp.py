@@ -1,0 +1,249 @@
+"""The gated MLP in one function: PEFT's results for every activation, kind of weight and member, and its own code otherwise."""
+
+from __future__ import annotations
+
+import copy
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from isotype.lora import fuse_lora, gated, unfuse_lora
+from isotype.optimize import gated as placing
+
+from .layers import FEATURES, assert_same, inputs, nf4_linear, results
+
+INNER = 80
+ACTIVATIONS = {
+    "silu_mul": F.silu,
+    "gelu_mul exact": F.gelu,
+    "gelu_mul tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class Mlp(nn.Module):
+    def __init__(self, kind="silu_mul", *, bias=True, nf4=False):
+        super().__init__()
+
+        def make(features, out):
+            if not nf4:
+                return nn.Linear(features, out, bias=bias)
+            return nf4_linear(features=features, out=out, compute=torch.float32)
+
+        self.gate_proj, self.up_proj, self.down_proj = make(FEATURES, INNER), make(FEATURES, INNER), make(INNER, FEATURES)
+        self.act_fn = ACTIVATIONS[kind]
+        self.is_loaded_in_4bit = nf4
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Halved(nn.Module):
+    """Gate and up from one layer, as Phi's."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(FEATURES, 2 * INNER), nn.Linear(INNER, FEATURES)
+        self.act_fn = F.silu
+
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+def adapted(model=None, **config):
+    torch.manual_seed(0)
+    targets = [name for name, _ in (model or Mlp()).named_children()]
+    model = peft.get_peft_model(model or Mlp(), peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": targets, **config}))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def optimized(model):
+    """A copy, its MLP placed by structure, and what the manifest says of it."""
+    made = copy.deepcopy(model)
+    fuse_lora(made)
+    return made, placing.place(made.base_model.model, True)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """How often the one function ran."""
+    seen = []
+    op = gated.lora_mlp
+    monkeypatch.setattr(gated, "lora_mlp", lambda *args: seen.append(1) or op(*args))
+    return seen
+
+
+CASES = {
+    "all": {},
+    "ranks and scales": {"rank_pattern": {"up_proj": 2, "down_proj": 7}, "alpha_pattern": {"gate_proj": 3, "down_proj": 11}},
+    "rslora": {"use_rslora": True},
+    "dropout": {"lora_dropout": 0.25},
+    "gate alone": {"target_modules": ["gate_proj"]},
+    "down alone": {"target_modules": ["down_proj"]},
+    "up and down with dropout": {"target_modules": ["up_proj", "down_proj"], "lora_dropout": 0.25},
+}
+
+
+@pytest.mark.parametrize("config", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("nf4", [False, True], ids=["dense", "nf4"])
+def test_result_is_pefts_in_one_function(config, nf4, ran):
+    model = adapted(Mlp(nf4=nf4), **config)
+    # a 4-bit layer fixes its compute dtype at its first call
+    for layer in model.modules():
+        if hasattr(layer, "compute_type_is_set"):
+            layer.compute_type_is_set = True
+    fused, (op, why) = optimized(model)
+    assert (op, why) == ("lora_mlp", "silu_mul")
+    assert_same(results(fused, inputs()), results(model, inputs()), relative=4e-6)
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_every_activation_with_trainable_weights(kind, bias, ran):
+    model = adapted(Mlp(kind, bias=bias))
+    model.requires_grad_()
+    fused, (op, why) = optimized(model)
+    assert (op, why) == ("lora_mlp", kind)
+    got = results(fused, inputs())
+    assert_same(got, results(model, inputs()), relative=4e-6)
+    assert len(got) == (14 if bias else 11)
+    assert len(ran) == 1
+
+
+def test_gate_and_up_from_one_layer(ran):
+    model = adapted(Halved())
+    model.requires_grad_()
+    fused, (op, _) = optimized(model)
+    assert op == "lora_mlp"
+    assert_same(results(fused, inputs()), results(model, inputs()), relative=4e-6)
+    assert len(ran) == 1
+
+
+def test_saves_neither_the_activation_nor_the_product():
+    model = adapted(Mlp(bias=False)).bfloat16()
+    fused, _ = optimized(model)
+
+    def saved(each):
+        sizes = {}
+
+        def pack(t):
+            if not any(t.untyped_storage().data_ptr() == p.untyped_storage().data_ptr() for p in each.parameters()):
+                sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = each(inputs(torch.bfloat16, rows=64).requires_grad_())
+        del y
+        return sum(sizes.values())
+
+    wide = 128 * INNER * 2
+    # gate and up, x, and what a rank of 4 makes small; PEFT's holds gate, silu(gate), up and their product at least
+    assert saved(fused) < 2 * wide + 128 * FEATURES * 2 + wide / 2
+    assert saved(model) > saved(fused) + 1.9 * wide
+
+
+STATES = {
+    "a hook on a layer": lambda mlp: mlp.up_proj.register_forward_hook(lambda module, args, output: output * 3),
+    "a hook on a base layer": lambda mlp: mlp.up_proj.base_layer.register_forward_hook(lambda module, args, output: output * 3),
+    "disabled": lambda mlp: mlp.down_proj.enable_adapters(False),
+    "merged": lambda mlp: mlp.gate_proj.merge(),
+    "two adapters": lambda mlp: mlp.gate_proj.set_adapter(["default", "other"]),
+    "another forward": lambda mlp: setattr(mlp.down_proj, "forward", lambda x: type(mlp.down_proj).forward(mlp.down_proj, x) * 2),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_state_that_is_not_plain_is_pefts(state, ran):
+    model = adapted()
+    if state == "two adapters":
+        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["gate_proj"]))
+        nn.init.normal_(model.base_model.model.gate_proj.lora_B.other.weight)
+    fused, _ = optimized(model)
+    before = results(fused, inputs())
+    for each in (model, fused):
+        STATES[state](each.base_model.model)
+    assert_same(results(fused, inputs()), results(model, inputs()), relative=4e-6)
+    assert not torch.equal(results(fused, inputs())["y"], before["y"]) or state == "merged"
+    assert len(ran) == 1
+
+
+def test_the_manifest_says_why_an_mlp_is_not_in_one_function():
+    model = adapted()
+    model.base_model.model.up_proj.register_forward_hook(lambda module, args, output: None)
+    assert optimized(model)[1] == ("silu_mul", "not with its LoRA layers in one function: a hook on a layer")
+
+
+def test_unfused_layers_are_called(ran):
+    model = adapted()
+    fused, _ = optimized(model)
+    unfuse_lora(fused)
+    assert_same(results(fused, inputs()), results(model, inputs()), relative=4e-6)
+    assert not ran
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant, ran):
+    class Checkpointed(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    model = adapted()
+    fused, _ = optimized(model)
+    assert_same(results(Checkpointed(fused), inputs()), results(Checkpointed(model), inputs()), relative=4e-6)
+    assert len(ran) == 2
+
+
+def test_compiled_in_one_graph():
+    model = adapted()
+    fused, _ = optimized(model)
+    got = results(torch.compile(fused, backend="aot_eager", fullgraph=True), inputs())
+    assert_same({name.removeprefix("_orig_mod."): value for name, value in got.items()}, results(model, inputs()), relative=4e-6)
+
+
+def test_several_forwards_before_one_backward_and_evaluation(ran):
+    model = adapted(lora_dropout=0.25)
+    fused, _ = optimized(model)
+
+    def gradients(each):
+        each.zero_grad()
+        torch.manual_seed(3)
+        x = inputs().requires_grad_()
+        (each(x) + each(x * 2) + x).square().sum().backward()
+        return [x.grad, *(p.grad for p in each.parameters() if p.grad is not None)]
+
+    for mine, theirs in zip(gradients(fused), gradients(model), strict=True):
+        assert (mine - theirs).norm() <= 4e-6 * theirs.norm()
+    for each in (fused, model):
+        each.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(fused(inputs()), model(inputs()))
+    assert len(ran) == 3
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("case", ["expanded", "retained"])
+def test_gradients_in_fp64_write_into_no_tensor_of_others(kind, case):
+    model = adapted(Mlp(kind)).double()
+    model.requires_grad_()
+    fused, _ = optimized(model)
+    leaves = [(each, inputs(torch.float64).requires_grad_(), list(each.parameters())) for each in (fused, model)]
+    made = []
+    for each, x, parameters in leaves:
+        y = each(x)
+        loss = y.sum() if case == "expanded" else (y * y).sum()
+        made.append([torch.autograd.grad(loss, [x, *parameters], retain_graph=True) for _ in range(2)])
+    for got in made[0]:
+        for mine, theirs in zip(got, made[1][0], strict=True):
+            torch.testing.assert_close(mine, theirs)

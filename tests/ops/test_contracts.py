@@ -1,0 +1,160 @@
+"""Every op passes the doctor's own check of its contract: all dtypes and autocasts, long sums, aliasing, layouts, checkpointing, edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from isotype.ops import add_rms_norm, compiled, cross_entropy, gelu_mul, linear_cross_entropy, rms_norm, rope, silu_mul
+from isotype.ops.backend import using
+from isotype.ops.contract import OpContract
+from isotype.ops.cross_entropy.contract import CROSS_ENTROPY
+from isotype.ops.cross_entropy.reference import cross_entropy_reference
+from isotype.ops.gelu_mul.contract import GELU_MUL
+from isotype.ops.gelu_mul.reference import gelu_mul_reference
+from isotype.ops.linear_cross_entropy.contract import LINEAR_CROSS_ENTROPY
+from isotype.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
+from isotype.ops.rms_norm.contract import ADD_RMS_NORM, RMS_NORM
+from isotype.ops.rms_norm.reference import rms_norm_reference
+from isotype.ops.rope.contract import ROPE
+from isotype.ops.rope.reference import rope_reference
+from isotype.ops.silu_mul.contract import SILU_MUL
+from isotype.ops.silu_mul.reference import silu_mul_reference
+from isotype.testing import ampcheck
+from isotype.testing.amp import inexact
+
+LONG = 4160
+EVERY = {"label_smoothing": 0.1, "logit_scale": 1.5, "softcap": 8.0, "z_loss": 1e-2}
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def labels(rows: int, classes: int) -> torch.Tensor:
+    targets = torch.arange(rows) * 7 % classes
+    targets[1::5] = -100
+    return targets
+
+
+def pair(rows: int) -> tuple[torch.Tensor, ...]:
+    return drawn(rows, 8), drawn(rows, 8) + 1
+
+
+def norm(rows: int) -> tuple[torch.Tensor, ...]:
+    return drawn(rows, 8), drawn(8)
+
+
+def loss(rows: int) -> tuple[torch.Tensor, ...]:
+    return drawn(rows, 40) * 3, labels(rows, 40)
+
+
+def head(rows: int) -> tuple[torch.Tensor, ...]:
+    return drawn(rows, 8), drawn(40, 8), labels(rows, 40)
+
+
+def states(positions: int) -> tuple[torch.Tensor, ...]:
+    return drawn(1, 2, positions, 8), drawn(1, 1, positions, 8)
+
+
+def tables(positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angle = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(4) / 4)
+    return angle.cos()[None], angle.sin()[None]
+
+
+def turned(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`f` with fp32 tables, as transformers makes them."""
+    return lambda q, k: f(q, k, *(t.to(torch.promote_types(q.dtype, torch.float32)) for t in tables(q.shape[2])), **options)
+
+
+def added(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x + residual
+    return rms_norm_reference(total, weight), total
+
+
+@dataclass
+class Case:
+    """inputs  rows -> the arguments of one call"""
+
+    op: Callable[..., Any]
+    reference: Callable[..., Any]
+    contract: OpContract
+    inputs: Callable[[int], tuple[torch.Tensor, ...]]
+
+
+def both(op: Any, reference: Any, contract: OpContract, inputs: Any, **options: Any) -> Case:
+    return Case(partial(op, **options), partial(reference, **options), contract, inputs)
+
+
+CASES = {
+    "cross_entropy": both(cross_entropy, cross_entropy_reference, CROSS_ENTROPY, loss),
+    "cross_entropy-every-option": both(cross_entropy, cross_entropy_reference, CROSS_ENTROPY, loss, num_items=7, **EVERY),
+    "cross_entropy-none": both(cross_entropy, cross_entropy_reference, CROSS_ENTROPY, loss, reduction="none"),
+    "linear_cross_entropy": both(linear_cross_entropy, linear_cross_entropy_reference, LINEAR_CROSS_ENTROPY, head),
+    "linear_cross_entropy-chunks": Case(
+        partial(linear_cross_entropy, chunk=64, **EVERY),
+        partial(linear_cross_entropy_reference, **EVERY),
+        LINEAR_CROSS_ENTROPY,
+        head,
+    ),
+    "linear_cross_entropy-none": both(
+        linear_cross_entropy, linear_cross_entropy_reference, LINEAR_CROSS_ENTROPY, head, reduction="none", **EVERY
+    ),
+    "rms_norm": both(rms_norm, rms_norm_reference, RMS_NORM, norm),
+    "rms_norm-gemma": both(rms_norm, rms_norm_reference, RMS_NORM, norm, unit_offset=True),
+    "add_rms_norm": Case(add_rms_norm, added, ADD_RMS_NORM, lambda rows: (drawn(rows, 8), drawn(rows, 8) + 1, drawn(8))),
+    "silu_mul": both(silu_mul, silu_mul_reference, SILU_MUL, pair),
+    "gelu_mul": both(gelu_mul, gelu_mul_reference, GELU_MUL, pair),
+    "gelu_mul-tanh": both(gelu_mul, gelu_mul_reference, GELU_MUL, pair, approximate="tanh"),
+    "rope": Case(turned(rope), turned(rope_reference), ROPE, states),
+    "rope-interleaved": Case(turned(rope, interleaved=True), turned(rope_reference, interleaved=True), ROPE, states),
+}
+
+
+def without_a_finding(case: Case, inputs: Any) -> int:
+    report = ampcheck(case.op, inputs, reference=case.reference, contract=case.contract, raises=False)
+    assert not report.findings, report.render()
+    assert not report.refused
+    assert not report.skipped
+    return report.tried
+
+
+ON_A_CPU = [
+    "eager",
+    pytest.param("cpp", marks=pytest.mark.skipif(compiled.cpu_compiler() is None, reason="no C++ compiler")),
+]
+
+
+@pytest.mark.parametrize("backend", ON_A_CPU)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_keeps_its_contract(case, backend):
+    with using(backend):
+        assert without_a_finding(case, [case.inputs(6), case.inputs(LONG)]) >= 32
+    assert not compiled.fallbacks()
+
+
+@pytest.mark.parametrize("backend", ON_A_CPU)
+def test_rope_keeps_its_contract_with_tables_of_any_dtype(backend):
+    with using(backend):
+        assert without_a_finding(Case(rope, rope_reference, ROPE, states), (*states(6), *tables(6))) >= 140
+
+
+# one of each kernel with each of its flags
+ON_KERNELS = [name for name in CASES if name not in ("cross_entropy", "linear_cross_entropy", "linear_cross_entropy-none", "rope")]
+
+
+@pytest.mark.parametrize("name", ON_KERNELS)
+def test_its_kernels_keep_it_in_the_interpreter(name, monkeypatch):
+    pytest.importorskip("triton")
+    from isotype.testing.interpreter import interpreted
+
+    # an interpreted program takes about a millisecond, and rows are programs of their own
+    monkeypatch.setattr(inexact, "SOME", 16)
+    monkeypatch.setattr(inexact, "LONG", 32)
+    with interpreted(), using("triton"):
+        without_a_finding(CASES[name], CASES[name].inputs(2 if "rope" in name else 3))

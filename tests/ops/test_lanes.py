@@ -1,0 +1,121 @@
+"""lanes.h: every narrow value, and the error of each function against fp64."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from isotype.ops import build, compiled
+
+pytestmark = pytest.mark.skipif(compiled.cpu_compiler() is None, reason="no C++ compiler")
+EPS = 2.0**-24  # half a step of fp32: the error of one rounding
+
+
+class Probe(compiled.CppKernels):
+    def __init__(self) -> None:
+        super().__init__(__file__, apply="ippi", convert="ddppi")
+        self.source = Path(__file__).parent / "lanes_probe.cpp"
+
+
+@pytest.fixture(scope="module")
+def probe():
+    made = Probe()
+    assert made.loaded(), compiled.fallbacks()
+    return made
+
+
+def narrow_values():
+    return torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+
+
+def same(got, want):
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(0.0), want.nan_to_num(0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_narrow_value_is_widened_exactly(probe, dtype):
+    x = narrow_values().view(dtype)
+    y = torch.empty(x.shape)
+    probe("convert", dtype, torch.float32, x, y, x.numel())
+    same(y, x.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrowing_is_pytorchs_to_nearest_even(probe, dtype):
+    torch.manual_seed(0)
+    exact = narrow_values().view(dtype).float()
+    ordered = exact[exact.isfinite()].sort().values
+    ties = (ordered[1:].double() + ordered[:-1].double()).div(2).float()
+    special = torch.tensor([65504.0, 65519.99, 65520.0, 65536.0, 3.4e38, math.inf, -math.inf, math.nan, 1e-45, -0.0, 6e-8, 2.9e-8, 3e-8])
+    random = torch.randint(-(2**31), 2**31, (2**16,)).to(torch.int32).view(torch.float32)
+    x = torch.cat((exact, ties, ties.nextafter(torch.tensor(math.inf)), ties.nextafter(torch.tensor(-math.inf)), special, -special, random))
+    y = torch.empty(x.shape, dtype=dtype)
+    probe("convert", torch.float32, dtype, x, y, x.numel())
+    same(y, x.to(dtype))
+
+
+def result(probe, which, x):
+    y = torch.empty_like(x)
+    probe("apply", which, x, y, x.numel())
+    return y.double()
+
+
+def relative(got, want):
+    return float(((got - want) / want).abs().max())
+
+
+def test_exp(probe):
+    x = torch.linspace(-86.5, 88.72, 200_003)
+    assert relative(result(probe, 0, x), x.double().exp()) < 4 * EPS
+    edges = result(probe, 0, torch.tensor([-math.inf, -1e30, -104.0, 0.0, 89.0, 1e30, math.inf, math.nan]))
+    assert edges[:4].tolist() == [0, 0, 0, 1]
+    assert edges[4:7].isinf().all()
+    assert edges[7].isnan()
+
+
+def test_tanh_and_sigmoid(probe):
+    x = torch.cat((torch.linspace(-20, 20, 200_003), torch.logspace(-30, 0, 1000)))
+    assert relative(result(probe, 1, x), x.double().tanh()) < 8 * EPS
+    assert relative(result(probe, 2, x), x.double().sigmoid()) < 8 * EPS
+    far = torch.tensor([-math.inf, -1000.0, 1000.0, math.inf])
+    assert result(probe, 1, far).tolist() == [-1, -1, 1, 1]
+    assert result(probe, 2, far).tolist() == [0, 0, 1, 1]
+
+
+def test_normal_distribution(probe):
+    x = torch.linspace(-12.9, 12.9, 200_003)
+    want = torch.erfc(-x.double() / math.sqrt(2)) / 2
+    got = result(probe, 3, x)
+    # the exponent -x^2/2 is rounded, which costs x^2/2 roundings of the result; near 0 the polynomial's own few are left
+    allowed = (10 + x.double() ** 2 / 2) * EPS
+    assert bool((((got - want) / want).abs() < allowed).all())
+    density = torch.exp(-(x.double() ** 2) / 2) / math.sqrt(2 * math.pi)
+    assert bool((((result(probe, 4, x) - density) / density).abs() < allowed).all())
+
+
+def test_a_source_is_built_once_and_a_long_build_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "new" / "folder"))
+    monkeypatch.setattr(build, "PATIENCE_S", 0.0)
+    source = Path(__file__).parent / "lanes_probe.cpp"
+    build.library(source)
+    (built,) = (tmp_path / "new" / "folder").glob("*.so")
+    assert built.parent.stat().st_mode & 0o077 == 0
+    assert f"compiling C++ kernels for this processor, once; they are kept in {built.parent}" in capsys.readouterr().err
+    before = built.stat().st_mtime_ns
+    build.library(source)
+    assert built.stat().st_mtime_ns == before
+    assert not list(built.parent.glob("*.tmp"))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_does_not_load_is_built_again_and_then_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
+    built = []
+    monkeypatch.setattr(build, "build", lambda compiler, source, path: (built.append(path), path.write_bytes(b"no library")))
+    with pytest.raises(build.BuildError, match="does not load"):
+        build.library(Path(__file__).parent / "lanes_probe.cpp")
+    assert len(built) == 2

@@ -1,0 +1,169 @@
+"""Models that another library's kernels or loss already have: left alone where they are, each with its line, and training as before."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from isotype.optimize import optimize, restore
+from isotype.optimize.head import BYPASSED
+from isotype.optimize.instances import foreign
+from isotype.optimize.rotary import has_the_form, rotary_name
+from tests.optimize.models import batch, tiny
+from tests.optimize.test_families import loss_and_gradients
+
+BY_LIGER = "its forward was already replaced by liger_kernel"
+
+
+def reasons(manifest, part):
+    return {e.why for e in manifest.left if e.part == part}
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    """Liger's patches of Llama, undone afterwards: it rebinds names of transformers' module and the class's forward."""
+    patch = pytest.importorskip("liger_kernel.transformers")
+    from transformers.models.llama import modeling_llama
+
+    for name in ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP"):
+        monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))
+    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", modeling_llama.LlamaForCausalLM.forward)
+    return patch
+
+
+def test_an_instance_patched_by_liger_is_left_alone(liger):
+    model = tiny("llama")
+    liger.apply_liger_kernel_to_llama(model=model, rope=False)
+    before = {n: dict(m.__dict__) for n, m in model.named_modules()}
+    manifest = optimize(model)
+    assert reasons(manifest, "norm") == reasons(manifest, "gated mlp") == {BY_LIGER}
+    assert reasons(manifest, "head") == {f"the model: {BY_LIGER}, which may have a loss of its own"}
+    assert {e.part for e in manifest.replaced} == {"rotary"}
+    restore(model)
+    assert {n: dict(m.__dict__) for n, m in model.named_modules()} == before
+
+
+def test_a_model_built_of_ligers_classes_is_left_alone(liger):
+    liger.apply_liger_kernel_to_llama()
+    manifest = optimize(tiny("llama"))
+    assert reasons(manifest, "foreign") == {"it is liger_kernel's LigerRMSNorm", "it is liger_kernel's LigerSwiGLUMLP"}
+    assert reasons(manifest, "rotary") == {"apply_rotary_pos_emb was already replaced by liger_kernel"}
+    assert reasons(manifest, "head") == {"the model: its class's forward was replaced by liger_kernel, which may have a loss of its own"}
+    assert not manifest.replaced
+
+
+def test_torchs_cross_entropy_replaced_by_liger_keeps_the_head_real(monkeypatch):
+    ours = types.FunctionType(F.cross_entropy.__code__, {"__name__": "liger_kernel.transformers.functional"})
+    monkeypatch.setattr(F, "cross_entropy", ours)
+    assert reasons(optimize(tiny("llama")), "head") == {"torch's cross_entropy was replaced by liger_kernel"}
+
+
+def fused(model, inputs):
+    """A step of TRL's own loss, as its trainer calls it."""
+    model.zero_grad()
+    loss = model(**inputs, fused_lm_head=True).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_trls_fused_head_is_detected_and_not_fought(when):
+    add_fused_lm_head = getattr(pytest.importorskip("trl.trainer.sft_trainer"), "add_fused_lm_head", None)
+    if add_fused_lm_head is None:
+        pytest.skip("this trl has no fused head")
+    model = tiny("qwen2", tied=True)
+    mine = copy.deepcopy(model)
+    add_fused_lm_head(model)
+    manifest = optimize(mine) if when == "before" else None
+    add_fused_lm_head(mine)
+    if when == "after":
+        manifest = optimize(mine)
+        assert reasons(manifest, "head") == {"the model: its forward was already replaced by trl, which may have a loss of its own"}
+        assert {"norm", "gated mlp", "rotary"} <= {e.part for e in manifest.replaced}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            (want, theirs), (got, grads) = fused(model, batch()), fused(mine, batch())
+    torch.testing.assert_close(got, want)
+    for name in theirs:
+        torch.testing.assert_close(grads[name], theirs[name], rtol=1e-4, atol=1e-6)
+    # the head that was given deferred logits says, once, that they are not asked for
+    assert sum(BYPASSED in str(w.message) for w in said) == manifest.notes.count(BYPASSED) == (when == "before")
+    # without TRL's flag the model's own loss runs, deferred or not
+    want, _ = loss_and_gradients(model, batch())
+    got, _ = loss_and_gradients(mine, batch())
+    torch.testing.assert_close(got, want)
+
+
+def test_a_forward_wrapped_by_an_unknown_library_is_named():
+    module = nn.Linear(2, 2)
+    exec("def forward(self, x): return x", space := {"__name__": "accelerate.hooks"})
+    module.__dict__["forward"] = types.MethodType(space["forward"], module)
+    assert foreign(module) == "its forward was already replaced by accelerate"
+
+
+def test_a_rotation_is_known_by_its_form_whatever_its_name(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    source = types.ModuleType("tests.renamed")
+    attention = modeling_llama.LlamaAttention.forward
+    called = "apply_rotary_pos_emb"
+    renamed = attention.__code__.replace(co_names=tuple("turn" if n == called else n for n in attention.__code__.co_names))
+    source.__dict__.update(attention.__globals__)
+    source.turn = source.__dict__.pop(called)
+    monkeypatch.setitem(sys.modules, "tests.renamed", source)
+    forward = types.FunctionType(renamed, source.__dict__, "forward", attention.__defaults__)
+    forward.__module__ = "tests.renamed"
+    want, _ = loss_and_gradients(tiny("llama"), batch())
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    model = tiny("llama")
+    assert rotary_name(model.model.layers[0].self_attn) == "turn"
+    assert ("rotary", "rope") in {(e.part, e.op) for e in optimize(model).replaced}
+    got, _ = loss_and_gradients(model, batch())
+    torch.testing.assert_close(got, want)
+
+
+def apply_rotary_to_one(x, cos, sin):
+    return x * cos + sin
+
+
+def decorated(f):
+    import functools
+
+    @functools.wraps(f)
+    def wrapper(*args, **kwargs):
+        return f(*args, **kwargs)
+
+    return wrapper
+
+
+def turn(q, k, cos, sin):
+    return q * cos, k * sin
+
+
+class OneByOne(nn.Module):
+    def forward(self, x):
+        return apply_rotary_to_one(x, 1, 0)
+
+
+class Decorated(nn.Module):
+    @decorated
+    def forward(self, x):
+        return turn(x, x, 1, 0)
+
+
+def test_what_only_looks_like_a_rotation_has_its_line():
+    assert has_the_form(turn)
+    assert not has_the_form(apply_rotary_to_one)
+    manifest = optimize(nn.ModuleList([OneByOne(), Decorated()]))
+    assert reasons(manifest, "rotary") == {
+        "apply_rotary_to_one(x, cos, sin) is not of the form (q, k, cos, sin)",
+        "its forward is decorated: rebuilt over other globals it would lose the decorator",
+    }

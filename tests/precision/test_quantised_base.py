@@ -1,0 +1,176 @@
+"""Bases that came quantised: read from a configuration and from layers, shown in a line, accepted or refused with the reason."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tests.models import lora, quantised, tiny
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig
+
+from isotype import optimize
+from isotype.cli.app import build_app
+from isotype.errors import UsageError
+from isotype.precision import PRESETS
+from isotype.precision.apply import apply_precision
+from isotype.precision.quantised_base import Quantisation, check_base, of_config, of_model, unquantised_share
+from isotype.training.run import train
+
+pytest.importorskip("bitsandbytes")
+
+NF4 = PRESETS["nf4-lora"]
+FOUR_BIT = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+# what BitsAndBytesConfig was given -> what is read, and said of it
+GIVEN = {
+    "nf4": ({**FOUR_BIT, "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.bfloat16},
+            Quantisation("bitsandbytes", "nf4", "bf16", "uint8", True)),
+    "library defaults": ({"load_in_4bit": True}, Quantisation("bitsandbytes", "fp4", "fp32", "uint8", False)),
+    "other dtypes": ({**FOUR_BIT, "bnb_4bit_compute_dtype": torch.float16, "bnb_4bit_quant_storage": torch.bfloat16},
+                     Quantisation("bitsandbytes", "nf4", "fp16", "bf16", False)),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, workshop):
+    """A tiny model saved quantised, once for each way."""
+    folder = tmp_path_factory.mktemp("quantised")
+    config = json.loads((workshop.base / "config.json").read_text())
+    tiny(hidden_size=64, intermediate_size=128, vocab_size=config["vocab_size"]).save_pretrained(folder / "dense")
+    made = {}
+    for name, given in {**{k: v[0] for k, v in GIVEN.items()}, "int8": {"load_in_8bit": True}}.items():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder / "dense", quantization_config=BitsAndBytesConfig(**given), device_map={"": "cpu"}, dtype=torch.bfloat16
+        )
+        model.save_pretrained(folder / name)
+        made[name] = (folder / name, model)
+    return made
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_file_and_layers_say_the_same(saved, name):
+    _, model = saved[name]
+    assert of_config(model.config) == of_model(model) == GIVEN[name][1]
+
+
+def test_what_is_no_bitsandbytes_is_read_too():
+    assert of_config(PretrainedConfig()) is None
+    assert of_model(tiny()) is None
+    assert of_config(PretrainedConfig(quantization_config={"quant_method": "awq", "bits": 4})) == Quantisation("awq", "awq")
+
+
+@pytest.mark.parametrize(
+    ("found", "precision", "message"),
+    [
+        (Quantisation("bitsandbytes", "fp4", "fp32", "uint8", False), NF4, "its weights are fp4, and no precision declares that"),
+        (Quantisation("bitsandbytes", "int8"), NF4, "its weights are int8"),
+        (Quantisation("gptq", "gptq"), NF4, "quantised by gptq"),
+        (GIVEN["nf4"][1], PRESETS["bf16-lora"], r"nf4 already, declared base bf16(.|\n)*precision\.preset: nf4-lora"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_with_its_reason(found, precision, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        check_base(found, precision, "some/model")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_what_can_be_kept_is_a_line():
+    (line,) = check_base(GIVEN["other dtypes"][1], NF4, "some/model")
+    assert "nf4 by bitsandbytes, not double-quantised, products in fp16, stored in bf16; here products are in bf16" in line
+
+
+@pytest.mark.parametrize("name", ["nf4", "other dtypes"])
+def test_a_folder_saved_in_nf4_is_trained_on_under_the_declared_precision(saved, name, configured, tmp_path, workshop, capsys):
+    model = {"name": str(saved[name][0]), "tokenizer": str(workshop.base)}
+    assert train(configured(model=model, precision={"preset": "nf4-lora"}, train={"steps": 2})) == 0
+    assert "base: nf4 by bitsandbytes" in (out := " ".join(capsys.readouterr().out.split()))
+    assert "the base came quantised: nf4" in out
+    observed = json.loads((tmp_path / "run" / "precision.json").read_text())
+    assert observed["violations"] == []
+    assert observed["observed"]["base"] == {"nf4": 14, "bf16": 7}
+
+
+@pytest.mark.parametrize(("name", "preset"), [("library defaults", "nf4-lora"), ("int8", "nf4-lora"), ("nf4", "fp32")])
+def test_other_folders_are_refused_by_train_and_plan_alike(saved, name, preset, configured, workshop, tmp_path):
+    from typer.testing import CliRunner
+
+    loaded = configured(model={"name": str(saved[name][0]), "tokenizer": str(workshop.base)}, precision={"preset": preset})
+    with pytest.raises(UsageError, match="its weights are") as caught:
+        train(loaded)
+    planned = CliRunner().invoke(build_app(), ["plan", str(tmp_path / "run.yaml")])
+    assert isinstance(planned.exception, UsageError)
+    assert str(planned.exception) == str(caught.value)
+
+
+def experts(family):
+    sizes = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 8}
+    return tiny(family, **sizes)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_stacked_experts_are_counted(family):
+    share, largest = unquantised_share(quantised(experts(family)))
+    assert share > 0.5
+    assert "experts" in largest
+
+
+def test_embeddings_and_head_are_not():
+    assert unquantised_share(lora(quantised(tiny()), modules_to_save=["lm_head"])) == (0.0, "")
+
+
+def test_a_base_that_is_mostly_not_quantised_needs_consent(configured, workshop, tmp_path, capsys):
+    config = json.loads((workshop.base / "config.json").read_text())
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": config["vocab_size"]}
+    tiny("mixtral", hidden_size=64, intermediate_size=128, **sizes).save_pretrained(tmp_path / "moe")
+    model = {"name": str(tmp_path / "moe"), "tokenizer": str(workshop.base)}
+    with pytest.raises(
+        UsageError, match=r"% of the base's matrices stay bf16, not nf4, such as .*experts.*(.|\n)*model\.allow_unquantised: true"
+    ):
+        train(configured(model=model, precision={"preset": "nf4-lora"}))
+    model["allow_unquantised"] = True
+    assert train(configured("second", model=model, precision={"preset": "nf4-lora"}, train={"steps": 2})) == 0
+    assert "of its matrices are not quantised" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+def test_a_model_of_ones_own_is_described_in_the_manifest(kind):
+    notes = optimize(lora(quantised(tiny(), kind=kind, compute=torch.float32, double=False)), NF4).notes
+    (line,) = [note for note in notes if note.startswith("base: ")]
+    assert line.startswith(f"base: {kind} by bitsandbytes")
+    assert ("declared nf4" in line) == (kind != "nf4")
+    assert kind == "int8" or "declared products in bf16" in line
+
+
+def test_eight_bit_layers_run_pefts_code_and_are_named_with_the_reason():
+    manifest = optimize(lora(quantised(tiny(), kind="int8")), NF4)
+    placed = [entry for entry in manifest.entries if entry.part == "lora"]
+    assert {entry.op for entry in placed} == {None}
+    assert all("activations" in entry.why for entry in placed)
+
+
+def test_tensors_widened_before_are_named_and_put_back(tmp_path):
+    from peft import prepare_model_for_kbit_training
+
+    model = quantised(tiny("qwen2").to(torch.bfloat16))
+    biases = {name: p.dtype for name, p in model.named_parameters() if name.endswith("bias")}
+    assert set(biases.values()) == {torch.bfloat16}
+    prepared = lora(prepare_model_for_kbit_training(model, use_gradient_checkpointing=False))
+    notes = [note for note in optimize(prepared, NF4).notes if "frozen tensors are fp32" in note]
+    assert len(notes) == 1
+    assert "prepare_model_for_kbit_training" in notes[0]
+    apply_precision(prepared, NF4, device_type="cpu")
+    ids = torch.arange(3, 20)[None]
+    prepared(input_ids=ids, labels=ids).loss.backward()
+    with torch.no_grad():
+        prepared.eval()(input_ids=ids)
+    frozen = {p.dtype for p in prepared.parameters() if not p.requires_grad and not hasattr(p, "quant_state")}
+    assert frozen == {torch.bfloat16}, "norms, embeddings, head and biases have the declared dtype, also after training and evaluation"
+
+
+def test_without_the_contract_a_4bit_layers_bias_keeps_its_dtype():
+    model = lora(quantised(tiny("qwen2"), compute=torch.bfloat16), use_dora=True)
+    optimize(model)
+    ids = torch.arange(3, 20)[None]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert {p.dtype for name, p in model.named_parameters() if name.endswith("bias")} == {torch.float32}

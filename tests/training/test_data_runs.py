@@ -1,0 +1,72 @@
+"""Runs on packed, weighted and streamed rows: they train, say what they did, and resume bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from isotype.config.load import load
+from isotype.config.sources import check_data
+from isotype.errors import UsageError
+from isotype.training.plan import plan
+from isotype.training.run import train
+
+KINDS: dict[str, dict[str, Any]] = {
+    "packed and weighted": {"packing": True, "max_length": 96, "weighted": True},
+    "streamed and packed": {"stream": True, "shuffle_buffer": 10, "packing": True, "max_length": 96},
+}
+
+
+def settings(workshop: Any, tmp_path: Path, kind: str) -> dict[str, Any]:
+    data = dict(KINDS[kind])
+    if data.pop("weighted", False):
+        other = tmp_path / "other.csv"
+        other.write_text("question,answer\n" + "".join(f"What is {i}?,A number {i}.\n" for i in range(30)))
+        columns = {"prompt": "question", "completion": "answer"}
+        data["train"] = [{"name": str(workshop.chats), "weight": 2}, {"name": str(other), "weight": 1, "columns": columns}]
+    return data
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_is_the_undisturbed_one(configured: Any, workshop: Any, tmp_path: Path, kind: str) -> None:
+    data = settings(workshop, tmp_path, kind)
+    short = {"steps": 7, "eval_every": 3}
+    assert train(configured("whole", data=data, train=short)) == 0
+    assert train(configured("halved", data=data, train=short)) == 0
+    shutil.rmtree(tmp_path / "halved/checkpoints/step_7")
+    shutil.rmtree(tmp_path / "halved/adapter")
+    (tmp_path / "halved/result.json").unlink()
+    again = load(tmp_path / "halved/resolved.yaml", resolved=True)
+    assert train(again, resume=tmp_path / "halved") == 0
+    ours, theirs = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("whole", "halved"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    facts = json.loads((tmp_path / "whole/data.json").read_text())
+    assert bool(facts["packing"]) == ("packed" in kind)
+    assert ("stream" in facts) == ("streamed" in kind)
+    record = json.loads((tmp_path / "whole/preflight.json").read_text())
+    assert not record["findings"]
+    assert "PF018" in record["checks"]
+
+
+def test_the_plan_knows_packed_rows(configured: Any, tmp_path: Path) -> None:
+    made = plan(configured(data={"packing": True, "max_length": 128}, train={"steps": None}))
+    assert made.data["packed_from"] > made.data["train_rows"]
+    assert made.schedule["steps"] == -(-made.data["train_rows"] // 4)
+    assert 96 < made.memory.length == made.data["longest"] + -made.data["longest"] % 8 <= 128
+    assert made.memory.not_simulated is None
+    assert f"training rows packed from {made.data['packed_from']}" in made.as_text()
+
+
+def test_a_stream_needs_its_steps_said() -> None:
+    loaded = load(None, ["data.stream=true", "data.train=a.jsonl"])
+    with pytest.raises(UsageError, match=r"data\.stream needs train\.steps"):
+        check_data(loaded.config, loaded.sources)
+    loaded = load(None, ["data.shuffle_buffer=9"])
+    with pytest.raises(UsageError, match=r"command line data\.shuffle_buffer: has no effect without data\.stream"):
+        check_data(loaded.config, loaded.sources)
