@@ -4,6 +4,7 @@ Runs on a CPU in the repaired Triton interpreter; the truth is plain torch in fp
 """
 
 import torch
+
 from isotype.testing.interpreter import install
 
 install()

@@ -1,6 +1,7 @@
 """liger-kernel 0.8.5, group norm: output and gradients against torch in fp64, fp32 inputs, repaired interpreter."""
 
 import torch
+
 from isotype.testing.interpreter import install
 
 install()

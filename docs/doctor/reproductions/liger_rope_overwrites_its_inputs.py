@@ -1,6 +1,7 @@
 """liger-kernel 0.8.5, RoPE: is the caller's q overwritten, and is a second backward right? fp32, repaired interpreter."""
 
 import torch
+
 from isotype.testing.interpreter import install
 
 install()
@@ -28,6 +29,8 @@ q64 = q0.double().requires_grad_()
 truth = torch.autograd.grad(rotate(q64), q64, g.double())[0]
 kept = g.clone()
 first = torch.autograd.grad(out_q, inner_q, g, retain_graph=True)[0].clone()
-print("incoming gradient changed:", not torch.equal(g, kept), " first backward error", ((first.double() - truth).norm() / truth.norm()).item())
+print(
+    "incoming gradient changed:", not torch.equal(g, kept), " first backward error", ((first.double() - truth).norm() / truth.norm()).item()
+)
 second = torch.autograd.grad(out_q, inner_q, kept, retain_graph=True)[0]
 print("second backward error", ((second.double() - truth).norm() / truth.norm()).item())

@@ -96,3 +96,13 @@ def test_an_empty_log():
     (finding,) = explain([])
     assert finding.code == "EX000"
     assert "no error" in finding.message
+
+
+def test_a_traceback_inside_a_json_string():
+    line = (
+        '{"level": "error", "msg": "Traceback (most recent call last):\\n  File \\"/srv/app.py\\", line 9, in go\\n    y = f(x)\\n'
+        'RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16", "ts": 1}\n'
+    )
+    (incident,) = incidents([line])
+    assert incident.text.endswith("c10::BFloat16")
+    assert [(f.file, f.line, f.function, f.code) for f in incident.frames] == [("/srv/app.py", 9, "go", "y = f(x)")]

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from ...finding import Finding, Place, Severity
 from .collect import Collection, collect
+from .compile import compile_record
 from .devices import parse as parse_device
 from .programs import process_environment
-from .record import ROLES, Record, compile_record
+from .record import ROLES, Record
 from .rules import RULES
 from .runs import MAIN, runs
 from .settings import Facts

@@ -85,7 +85,7 @@ def incidents(lines: Iterable[str]) -> Iterator[Incident]:
             yield Incident("\n".join(passage), [], passage_start)
             passage.clear()
 
-    for number, raw in enumerate(lines, 1):
+    for number, raw in _unfolded(lines):
         line = _ANSI.sub("", raw[:LONGEST_LINE]) if "\x1b" in raw else raw[:LONGEST_LINE]
         line = line.rstrip("\r\n")
         rank = ""
@@ -129,6 +129,20 @@ def incidents(lines: Iterable[str]) -> Iterator[Incident]:
         if incident := current.close():
             yield incident
     yield from loose()
+
+
+def _unfolded(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers; a traceback inside a JSON string, its line ends written as two characters, becomes lines again."""
+    for number, raw in enumerate(lines, 1):
+        if "\\n" in raw and "Traceback" in raw:
+            text = raw[: LONGEST_MESSAGE * LONGEST_LINE].replace('\\"', '"')
+            first, *rest = text.split("\\n")
+            yield number, first
+            yield from ((number, line) for line in rest[:-1])
+            if rest:
+                yield number, re.sub(r'"[\s,}\]]*(?:"\w+":.*)?$', "", rest[-1])
+        else:
+            yield number, raw
 
 
 def _take(current: _Open, line: str) -> bool:

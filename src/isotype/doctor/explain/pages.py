@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import kernels, products, training  # noqa: F401  the families register themselves
+from . import attention, buffers, kernels, layers, products, refusals, regions, sharding, updates, wording  # noqa: F401  families register themselves
 from .family import FAMILIES, page_of
 
 _NOT_DTYPE = """# EX000: not a dtype error

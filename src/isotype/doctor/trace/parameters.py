@@ -11,7 +11,7 @@ import torch
 from ...dtypes import name as dtype_name
 from ...finding import Finding, Place, Severity
 from .ops import FLOATS
-from .source import TORCH, Site, callers, own_line, short
+from .source import TORCH, Site, callers, in_library, own_line, short
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -58,10 +58,9 @@ class Change:
         return next((site for site in near if _EVALUATING & set(site.function.rpartition(".")[2].lower().split("_"))), None)
 
     def __str__(self) -> str:
-        return (
-            f"{self.name} changed from {dtype_name(self.before)} to {dtype_name(self.after)} at "
-            f"{short(self.site.file)}:{self.site.line} in {self.site.function}"
-        )
+        outer = [s for s in self.stack[self.stack.index(self.site) + 1 :] if not in_library(s.file)][:2]
+        called = "".join(f", called from {s}" for s in outer)
+        return f"{self.name} changed from {dtype_name(self.before)} to {dtype_name(self.after)} at {self.site}{called}"
 
 
 @dataclass(slots=True)

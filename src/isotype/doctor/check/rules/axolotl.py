@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ....finding import Finding
-from ..record import Record, fsdp_version, uses_deepspeed, uses_fsdp
+from ..record import Record
 from ..settings import truth
+from ..sharded import fsdp_version, uses_deepspeed, uses_fsdp
 from .base import ERROR, NOTE, WARNING, found, rule
 
 

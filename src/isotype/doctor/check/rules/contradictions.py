@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ....finding import Finding
-from ..record import BNB, Record, deepspeed_setting, launcher_mode, mixed_flag, uses_deepspeed
+from ..model_settings import BNB, launcher_mode, mixed_flag
+from ..record import Record
 from ..settings import dtype_of, truth
+from ..sharded import deepspeed_setting, uses_deepspeed
 from .base import ERROR, WARNING, found, rule
 
 _PAIRS = (

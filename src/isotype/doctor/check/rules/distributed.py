@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ....finding import Finding
-from ..record import Record, deepspeed_setting, fsdp_version, launcher_mode, mixed_flag, uses_deepspeed, uses_fsdp, zero_stage
+from ..model_settings import launcher_mode, mixed_flag
+from ..record import Record
 from ..settings import dtype_of, truth
+from ..sharded import deepspeed_setting, fsdp_version, uses_deepspeed, uses_fsdp, zero_stage
 from .base import ERROR, WARNING, found, rule
 
 

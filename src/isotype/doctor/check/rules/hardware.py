@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ....finding import Finding
-from ..record import Record, deepspeed_setting, launcher_mode, lightning_precision, uses_deepspeed
+from ..model_settings import launcher_mode, lightning_precision
+from ..record import Record
+from ..sharded import deepspeed_setting, uses_deepspeed
 from .base import ERROR, NOTE, WARNING, found, rule
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ....finding import Finding
-from ..record import BNB, CHECKPOINT_DTYPE, Record, fsdp_version, uses_fsdp
+from ..model_settings import BNB, CHECKPOINT_DTYPE
+from ..record import Record
 from ..settings import dtype_of, truth
+from ..sharded import fsdp_version, uses_fsdp
 from ..versions import release
 from .base import ERROR, NOTE, WARNING, found, rule
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ....finding import Finding
-from ..record import CHECKPOINT_DTYPE, Record, uses_fsdp, zero_stage
+from ..model_settings import CHECKPOINT_DTYPE
+from ..record import Record
 from ..settings import dtype_of
+from ..sharded import uses_fsdp, zero_stage
 from .base import ERROR, NOTE, WARNING, found, rule
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ....finding import Finding
-from ..record import Record, lightning_precision
+from ..model_settings import lightning_precision
+from ..record import Record
 from ..settings import dtype_of
 from .base import ERROR, NOTE, WARNING, found, rule
 
@@ -166,7 +167,7 @@ def versions(r: Record) -> Iterator[Finding]:
 
     **What to do.** The command in the finding.
     """
-    from ..record import deepspeed_setting, uses_deepspeed, uses_fsdp
+    from ..sharded import deepspeed_setting, uses_deepspeed, uses_fsdp
     from ..versions import release
 
     f = r.facts

@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterator
 
 from ....finding import Finding
-from ..record import Record, deepspeed_setting, mixed_flag, uses_deepspeed
+from ..model_settings import mixed_flag
+from ..record import Record
 from ..settings import dtype_of, truth
+from ..sharded import deepspeed_setting, uses_deepspeed
 from .base import NOTE, WARNING, found, rule
 
 # An update of Adam is about the learning rate; a bf16 weight of 0.02 has steps of 2^-8 * 0.02, and less than half of one rounds away.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ....finding import Finding
-from ..record import Record, uses_deepspeed
+from ..record import Record
+from ..sharded import uses_deepspeed
 from .base import ERROR, NOTE, WARNING, found, rule
 
 

@@ -1,4 +1,4 @@
-"""Runs a function on dtypes: statements and expressions. What torch's functions do is in `operators.py`.
+"""Runs a function on dtypes: statements and expressions. What torch's functions do is in `operators.py` and the files that it names.
 
 A branch whose test is not decided by dtypes asks the path; the caller runs the function again for the other answer (`paths.py`).
 A loop's body is run twice, so that what the first round leaves behind is met by the second.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..source import Function, SourceFile, last_name
-from . import operators
+from . import matrix_products, operators, promotion, writes
 from .events import Event, Kind, Scenario
 from .modules import resolve_function
 from .paths import Path
@@ -79,6 +79,7 @@ class Interpreter:
         self.loops: list[tuple[ast.AST, set[str]]] = []  # the loops being run, with the names bound when each began
         self.calls: list[ast.Call] = []  # calls by which another file was entered
         self.depth = self.steps = 0
+        self.found_subclass = False
         self.entered: dict[ast.AST, set[frozenset[str | None]]] = {}  # function -> floating dtypes that it was called with, all known
 
     # -- what happened ---------------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ class Interpreter:
     def _run_Assign(self, node: ast.Assign, env: Env) -> None:
         value = self.evaluate(node.value, env)
         if len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            operators.note_accumulation(self, node.targets[0].id, node, node.value, env)
+            writes.note_accumulation(self, node.targets[0].id, node, node.value, env)
         for target in node.targets:
             self.assign(target, value, env, node)
 
@@ -174,12 +175,12 @@ class Interpreter:
         before = self.evaluate(node.target, env)  # a target evaluates like the expression it looks like
         added = self.evaluate(node.value, env)
         if isinstance(before, Tensor):
-            operators.note_in_place(self, node.target, node, before, added, node.value, env)
+            writes.note_in_place(self, node.target, node, before, added, node.value, env)
             return  # in place: the dtype stays
         if isinstance(node.op, ast.MatMult):
-            value = operators.matrix_product(self, "matmul", node, [(self.text(node.target), before), (self.text(node.value), added)])
+            value = matrix_products.matrix_product(self, "matmul", node, [(self.text(node.target), before), (self.text(node.value), added)])
         else:
-            value = operators.arithmetic(self, node, before, added)
+            value = promotion.arithmetic(self, node, before, added)
         if isinstance(node.target, ast.Name):
             env.names[node.target.id] = value
 
@@ -282,7 +283,7 @@ class Interpreter:
             if isinstance(owner, Mapping) and isinstance(index, Scalar) and index.value is not UNKNOWN:
                 owner.entries[index.value] = value
             elif isinstance(owner, Tensor):
-                operators.write_at_index(self, target, node, owner, index, value)
+                writes.write_at_index(self, target, node, owner, index, value)
             elif isinstance(owner, Items):
                 owner.known, owner.each = None, UNKNOWN
 
@@ -326,6 +327,7 @@ class Interpreter:
         """A tensor that turned out to be of some subclass (quantised, say) has a dtype of its own kind."""
         if isinstance(node, ast.Name) and isinstance(env.get(node.id), Tensor):
             env.names[node.id] = UNFOLLOWED
+            self.found_subclass = True
 
     # -- expressions -----------------------------------------------------------------------------------------------------
 
@@ -497,11 +499,11 @@ class Interpreter:
     def _eval_BinOp(self, node: ast.BinOp, env: Env) -> Any:
         left, right = self.evaluate(node.left, env), self.evaluate(node.right, env)
         if isinstance(node.op, ast.MatMult):
-            return operators.matrix_product(self, "matmul", node, [(self.text(node.left), left), (self.text(node.right), right)])
+            return matrix_products.matrix_product(self, "matmul", node, [(self.text(node.left), left), (self.text(node.right), right)])
         if isinstance(left, Items) and isinstance(right, Items) and isinstance(node.op, ast.Add):
             both = [*left.known, *right.known] if left.known is not None and right.known is not None else None
             return Items(known=both)
-        return operators.arithmetic(self, node, left, right)
+        return promotion.arithmetic(self, node, left, right)
 
     def _eval_Call(self, node: ast.Call, env: Env) -> Any:
         function = self.evaluate(node.func, env)
@@ -516,7 +518,14 @@ class Interpreter:
         if isinstance(function, Closure):
             own = {"file": function.file, "name": getattr(function.node, "name", "")}
             cast = _is_autocast_decorated(own["file"], function.node)
-            return UNKNOWN if cast else self.call_closure(function, args, kwargs, node)
+            if cast:
+                return UNKNOWN
+            result = self.call_closure(function, args, kwargs, node)
+            if isinstance(result, Scalar) and result.value is True and self.found_subclass:
+                for argument in node.args:  # a test written as a function: what it found holds for the caller too
+                    self._is_another_class(argument, env)
+            self.found_subclass = False
+            return result
         return operators.call(self, function, args, kwargs, node, env)
 
     def _keywords(self, node: ast.Call, env: Env) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class Tensor:
 
 
 UNFOLLOWED = Tensor(None)
+Labelled = tuple[str, Any]  # source text and value
 
 
 class _Unknown:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from ....finding import Severity
 from ..rule import Hit, Rule
-from ..source import SourceFile
+from ..source import SourceFile, keyword
 from ..triton.kernels import Value, is_activation, kernels
 
 
@@ -50,6 +51,8 @@ class TritonDotMixesOperands(Rule):
             for event in kernel.events:
                 if event.kind != "dot":
                     continue
+                if isinstance(event.node, ast.Call) and keyword(event.node, "input_precision") is not None:
+                    continue  # says how fp32 operands are multiplied: both are meant to be fp32
                 pointer = event.before.loaded or event.after.loaded
                 wide = event.after if event.before.loaded else event.before
                 if pointer is not None and not (wide.type == "fp32" and is_activation(pointer)):

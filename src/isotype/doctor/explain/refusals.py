@@ -1,0 +1,124 @@
+"""What a trainer refuses before it starts."""
+
+from __future__ import annotations
+
+from .family import Cause, Explained, Seen, family
+
+
+@family("EX017", "both halves", "trainer refusal", "mixed precision word", "dtype string", "model and flag differ")
+def refused_configuration(s: Seen) -> Explained:
+    """A trainer refuses the combination of precision settings
+
+    **Why it matters.** The program stopped before training, and rightly: two settings exclude each other, or a word is not one it knows.
+
+    **Example.** `fp16=True` and `bf16=True` together; `--full_bf16` without `--mixed_precision=bf16`; `adamw_bf16` without bf16.
+
+    **What to do.** One half precision, said once. `isotype check` on the folder names the files and lines.
+    """
+    if s.operator == "both halves":
+        which = "for evaluation " if "full_eval" in s.text or "full eval" in s.text else ""
+        return Explained(
+            message=f"fp16 and bf16 are both on {which}".rstrip(),
+            causes=[
+                Cause(
+                    name="fp16 and bf16 both set",
+                    score=4,
+                    why=(
+                        f"fp16 and bf16 are both true {which}: a default or a config file sets one (bf16 is on by default in "
+                        "some trainers) and your flag the other"
+                    ),
+                    fix="keep one: bf16=True, fp16=False where the GPU has bf16 (Ampere or newer), else fp16=True, bf16=False",
+                    because="the text names both",
+                )
+            ],
+        )
+    if s.operator == "mixed precision word":
+        word = s.words.get("word", "False")
+        return Explained(
+            message=f"mixed_precision: {word} is not a mode",
+            causes=[
+                Cause(
+                    name="unknown mixed_precision mode",
+                    score=4,
+                    why=(
+                        "mixed_precision takes no, fp16, bf16 (or fp8): fp32 is called 'no', words are lower case, and an "
+                        "unquoted no in YAML is the boolean False"
+                    ),
+                    fix="mixed_precision: 'no' (quoted) for fp32, or bf16",
+                )
+            ],
+        )
+    if s.operator == "dtype string":
+        word = s.words.get("word", "")
+        return Explained(
+            message=f"{word!r} is not an attribute of torch",
+            causes=[
+                Cause(
+                    name="dtype string with a prefix or in another spelling",
+                    score=4,
+                    why=f"the setting is given to getattr(torch, ...): {word!r} must be torch's own word without prefix",
+                    fix='write "bfloat16", "float16" or "float32" (bnb_4bit_compute_dtype: bfloat16)',
+                    because=f"the text names {word}",
+                )
+            ],
+        )
+    if s.operator == "model and flag differ":
+        left, right = s.dtype("left"), s.dtype("right")
+        return Explained(
+            message=f"the model is {left} and the flag asks for {right}",
+            causes=[
+                Cause(
+                    name="model dtype and mixed precision flag differ",
+                    score=4,
+                    why=f"the model was loaded in {left} while the training flag says {right}",
+                    fix=f"match them: {'bf16' if left == 'bf16' else 'fp16'}=True, or load with dtype={right}",
+                    because="the text names both",
+                )
+            ],
+        )
+    full = s.words.get("full")
+    what = (
+        f"full_{full} needs mixed_precision={full}" if full else "a bf16-only optimizer needs bf16 weights, and gradients that are not fp32"
+    )
+    return Explained(
+        message="the trainer refuses this combination of precision and optimizer",
+        causes=[
+            Cause(
+                name="mixed_precision and optimizer or full_* do not go together",
+                score=4,
+                why=f"{what}: mixed_precision, optimizer, gradient_precision and the base model's default dtype must agree",
+                fix=(
+                    f"--mixed_precision={full or 'bf16'}, the same in accelerate launch and in the script; or an "
+                    "optimizer made for fp32 weights (adamw), and gradient_precision=unmodified"
+                ),
+            )
+        ],
+    )
+
+
+@family("EX018", "hardware without bf16")
+def hardware(s: Seen) -> Explained:
+    """The device has no bf16 (or TF32)
+
+    **Why it matters.** bf16 and TF32 need compute capability 8.0 (Ampere). T4, V100 and the 20xx series have fp16 only; without a
+    visible GPU, a trainer may say the same.
+
+    **Example.** `bf16=True` on a T4.
+
+    **What to do.** `fp16=True` with fp32 weights there; `use_cpu=True` if a CPU run is meant.
+    """
+    what = "TF32" if "tf32" in s.text.lower() else "bf16"
+    return Explained(
+        message=f"{what} was asked for on a device without it",
+        causes=[
+            Cause(
+                name="GPU before Ampere, or no GPU seen",
+                score=3,
+                why=(
+                    f"{what} needs a GPU of compute capability 8.0 (Ampere, A100, 30xx) or newer: T4, V100 and 20xx have "
+                    "none; with no visible GPU trainers say the same"
+                ),
+                fix="fp16=True, bf16=False (with fp32 weights), or use_cpu=True for a CPU run; check torch.cuda.is_bf16_supported()",
+            ),
+        ],
+    )

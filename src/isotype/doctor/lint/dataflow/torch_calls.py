@@ -1,0 +1,114 @@
+"""What torch's functions and a tensor's methods do to dtypes, as torch 2.13 does it."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING, Any
+
+from ....dtypes import is_float
+from . import torch_names as names
+from .casts import cast, cast_call, factory
+from .matrix_products import product_call
+from .promotion import elementwise, promote_call
+from .values import (
+    UNFOLLOWED,
+    UNKNOWN,
+    Dtype,
+    Env,
+    Items,
+    Scalar,
+    Tensor,
+)
+from .writes import note_in_place, scatter_call
+
+if TYPE_CHECKING:
+    from .interpreter import Interpreter
+
+
+def torch_call(
+    run: Interpreter, name: str, args: list[Any], nodes: list[ast.expr], kwargs: dict[str, Any], node: ast.Call, env: Env
+) -> Any:
+    """A function of torch or method of a tensor: `args` with the tensor itself first, `nodes` their sources."""
+    first = args[0] if args else kwargs.get("input", UNKNOWN)
+    out = kwargs.get("out")
+    if name in names.LOWER or name in names.LOWER_IN_PLACE:
+        return product_call(run, name, args, nodes, kwargs, node, env)
+    if name in names.SCATTER:
+        return scatter_call(run, name, args, nodes, kwargs, node)
+    if name in names.IN_PLACE:
+        if (
+            isinstance(first, Tensor)
+            and name in ("add_", "sub_", "addcmul_")
+            and nodes
+            and isinstance(nodes[0], ast.Name)
+            and len(args) > 1
+        ):
+            note_in_place(run, nodes[0], node, first, args[1], node, env)
+        return first
+    if isinstance(out, Tensor):
+        return out
+    if name in names.LIKE or name in names.NEW or name in names.FACTORIES:
+        return factory(run, name, args, kwargs, node)
+    if name in ("to", "type", "type_as"):
+        return cast_call(run, name, args, kwargs, node)
+    if name in names.CASTS and isinstance(first, Tensor):
+        return cast(run, first, Dtype(names.CASTS[name], f".{name}()", literal=True), node)
+    if name in names.PROMOTE:
+        return promote_call(run, name, args, nodes, kwargs, node)
+    if name == "is_floating_point" and isinstance(first, Tensor) and first.dtype is not None:
+        return Scalar(first.floating)
+    if name in names.NOT_TENSOR:
+        return Scalar()
+    if name in names.TO_INTEGER:
+        return Tensor("int64")
+    if name in names.TO_BOOL:
+        return Tensor("bool")
+    if name in ("finfo", "iinfo", "no_grad", "enable_grad", "device", "Size", "manual_seed"):
+        return Scalar()
+    if not isinstance(first, Tensor):
+        return UNKNOWN
+    if name in ("cos", "sin", "polar"):
+        at = 1 if name == "polar" and len(args) > 1 else 0  # polar(radius, angle)
+        if isinstance(args[at], Tensor) and args[at].positional:
+            run.emit("table", node, name, (run.text(nodes[at]), args[at]))
+    if name in names.SPLIT:
+        return Items(each=first)
+    if name in names.VALUES_AND_INDICES or (name in ("max", "min", "median", "cummax") and (len(args) > 1 or "dim" in kwargs)):
+        return (
+            Items(known=[first, Tensor("int64")])
+            if not (len(args) > 1 and isinstance(args[1], Tensor))
+            else elementwise(run, node, args[:2], nodes)
+        )
+    if name in names.LOSS:
+        return _reduced(_autocast_result(run, name, _with_dtype(run, first, kwargs, node)), kwargs)
+    if name in names.REDUCE:
+        result = _autocast_result(run, name, _with_dtype(run, first, kwargs, node))
+        whole = len(args) == 1 and "dim" not in kwargs and "axis" not in kwargs
+        if first.dtype is not None and not is_float(first.dtype) and name in ("sum", "prod"):
+            result = result.but(dtype="int64") if "dtype" not in kwargs else result
+        return result.but(zero_dim=True) if whole else result
+    if name == "embedding":
+        return args[1] if len(args) > 1 else UNFOLLOWED
+    if name in names.KEEP:
+        return _autocast_result(run, name, _with_dtype(run, first, kwargs, node))
+    return UNKNOWN
+
+
+def _with_dtype(run: Interpreter, tensor: Tensor, kwargs: dict[str, Any], node: ast.Call) -> Tensor:
+    """softmax(x, dtype=...) and its like cast first."""
+    dtype = kwargs.get("dtype")
+    if dtype is None or (isinstance(dtype, Scalar) and dtype.value is None):
+        return tensor
+    return cast(run, tensor, dtype, node) if isinstance(dtype, Dtype) else tensor.but(dtype=None)
+
+
+def _autocast_result(run: Interpreter, name: str, tensor: Tensor) -> Tensor:
+    if run.autocast and tensor.low and name in names.DEVICE_DEPENDENT:
+        return tensor.but(dtype=None)
+    return tensor
+
+
+def _reduced(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    reduction = kwargs.get("reduction", Scalar("mean"))
+    known = reduction.value if isinstance(reduction, Scalar) else UNKNOWN
+    return tensor.but(zero_dim=None if known is UNKNOWN else known != "none")
