@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any
 
-CONTENDERS = ("isotype", "hf-trainer")
+CONTENDERS = ("isotype", "without optimize", "hf-trainer")
 
 
 def model_and_rows(a: argparse.Namespace) -> tuple[Any, list[Any]]:
@@ -39,10 +39,12 @@ def model_and_rows(a: argparse.Namespace) -> tuple[Any, list[Any]]:
     return model, [Row(tuple(row), tuple(row), 0) for row in ids.tolist()]
 
 
-def run_isotype(a: argparse.Namespace) -> dict[str, Any]:
+def run_isotype(a: argparse.Namespace, who: str) -> dict[str, Any]:
+    """The step of `isotype train`; "without optimize" is `model.optimize: false`."""
     import torch
 
     from isotype.config.schema import AdapterSection, TrainSection
+    from isotype.optimize import optimize
     from isotype.precision import PRESETS
     from isotype.precision.accumulate import GradientAccumulator
     from isotype.precision.apply import apply_precision
@@ -56,6 +58,8 @@ def run_isotype(a: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(a.device)
     model = attach_adapter(base.to(device), AdapterSection(r=a.rank), seed=0)
     precision, train = PRESETS["bf16-lora"], TrainSection(learning_rate=1e-4, batch_size=a.batch)
+    if who == "isotype":
+        optimize(model, precision)
     apply_precision(model, precision, device_type=device.type)
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
     step = Stepper(model, build_optimizer(model, train, precision, accumulator.gradient), accumulator, precision, train)
@@ -126,7 +130,7 @@ def main() -> None:
     parser.add_argument("--only", choices=CONTENDERS, help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.only:
-        print(json.dumps(run_isotype(a) if a.only == "isotype" else run_trainer(a)))
+        print(json.dumps(run_trainer(a) if a.only == "hf-trainer" else run_isotype(a, a.only)))
         return
     found: dict[str, list[dict[str, Any]]] = {who: [] for who in CONTENDERS}
     for i in range(a.rounds):
@@ -140,12 +144,12 @@ def main() -> None:
         summary[who] = {"seconds": median, "tokens_per_second": tokens / median, "memory_bytes": memory, "losses": runs[0]["losses"]}
     ours, theirs = summary["isotype"], summary["hf-trainer"]
     print(f"Llama {a.layers} x {a.hidden}, vocabulary {a.vocabulary}, {a.batch} x {a.length} tokens, rank {a.rank}, {a.device}")
-    print(f"{'':12s}{'tokens/s':>10s}{'step memory':>14s}{'first loss':>12s}{'last loss':>12s}")
+    print(f"{'':17s}{'tokens/s':>10s}{'step memory':>14s}{'first loss':>12s}{'last loss':>12s}")
     for who, row in summary.items():
         losses = f"{row['losses'][0]:12.4f}{row['losses'][-1]:12.4f}"
-        print(f"{who:12s}{row['tokens_per_second']:10.0f}{row['memory_bytes'] / 1e6:11.0f} MB{losses}")
+        print(f"{who:17s}{row['tokens_per_second']:10.0f}{row['memory_bytes'] / 1e6:11.0f} MB{losses}")
     speed, memory = (ours[key] / theirs[key] for key in ("tokens_per_second", "memory_bytes"))
-    print(f"{'ratio':12s}{speed:10.2f}{memory:11.2f}")
+    print(f"{'ratio':17s}{speed:10.2f}{memory:11.2f}")
     if a.json:
         with open(a.json, "w") as f:
             json.dump({"settings": vars(a), "summary": summary, "runs": found}, f, indent=1)
