@@ -11,7 +11,7 @@ from . import arguments
 from . import torch_names as names
 from .events import Event, Scenario
 from .functions import function_classes
-from .interpreter import Interpreter, OutOfSteps, run_function
+from .interpreter import Impossible, Interpreter, OutOfSteps, run_function
 from .modules import class_attributes
 from .paths import Path, each_path
 from .values import Closure, Env, Instance
@@ -156,7 +156,7 @@ def _run(file: SourceFile, one: _Runs, path: Path) -> None:
     env.names |= arguments.extra(function)
     try:
         run_function(run, Closure(function, file, Env()), env)
-    except OutOfSteps:
+    except (Impossible, OutOfSteps):
         return
     finally:
         one.steps -= run.steps
