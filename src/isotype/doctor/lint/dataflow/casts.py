@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def cast(run: Interpreter, tensor: Tensor, dtype: Dtype, node: ast.expr) -> Tensor:
     """The tensor in another dtype; a cast to what it already is changes nothing, its history included."""
     if dtype.word is not None and dtype.word == tensor.dtype and not (tensor.positional and tensor.low):
-        return tensor
+        return tensor.but(made=Made.LITERAL) if dtype.literal and tensor.made is Made.DEFAULT else tensor
     made = Made.LITERAL if dtype.literal else Made.FOLLOWS
     lowered = tensor.lowered
     if dtype.word in ("bf16", "fp16") and tensor.positional:

@@ -114,9 +114,10 @@ class Interpreter:
             return UNKNOWN
         env = Env(closure.env)
         self._bind(closure, env, args, kwargs)
-        given = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-        if given and all(v.dtype is not None for v in given):
-            self.entered.setdefault(closure.node, set()).add(frozenset(v.dtype for v in given if v.floating))
+        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        told = tensors or [v for v in (*args, *kwargs.values()) if isinstance(v, Dtype)]
+        if told and all((v.dtype if isinstance(v, Tensor) else v.word) is not None for v in told):
+            self.entered.setdefault(closure.node, set()).add(frozenset(v.dtype for v in tensors if v.floating))
         file, self.file = self.file, closure.file
         left_home = file is self.home and self.file is not self.home and node is not None
         if left_home:

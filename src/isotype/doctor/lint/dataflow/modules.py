@@ -31,10 +31,11 @@ def module_constants(file: SourceFile) -> dict[str, ast.expr]:
     if "constants" not in file.memo:
         found: dict[str, list[ast.expr]] = {}
         for node in file.tree.body:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-            for target in targets:
-                if isinstance(target, ast.Name) and node.value is not None:  # type: ignore[union-attr]
-                    found.setdefault(target.id, []).append(node.value)  # type: ignore[union-attr]
+            if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+                continue
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name):
+                    found.setdefault(target.id, []).append(node.value)
         file.memo["constants"] = {name: values[0] for name, values in found.items() if len(values) == 1 and _is_plain(file, values[0])}
     return file.memo["constants"]
 

@@ -139,7 +139,7 @@ def _call_own_method(run: Interpreter, method: Method, args: list[Any], kwargs: 
 
 def _call_dotted(run: Interpreter, dotted: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call, env: Env) -> Any:
     head, _, name = dotted.rpartition(".")
-    if name == "autocast":
+    if "autocast" in name and ("enabled" in kwargs or name == "autocast"):  # a package's own, made like torch's
         return Method(_autocast_region(run, args, kwargs), "autocast")
     if dotted in ("torch.is_autocast_enabled", "torch.is_autocast_cpu_enabled"):
         return Scalar(run.autocast is not None)

@@ -156,7 +156,9 @@ def _run(file: SourceFile, one: _Runs, path: Path) -> None:
     env.names |= arguments.extra(function)
     try:
         run_function(run, Closure(function, file, Env()), env)
-    except (Impossible, OutOfSteps):
+    except Impossible:
+        run.events.clear()  # what was called on the way there is not called so, either
+    except OutOfSteps:
         return
     finally:
         one.steps -= run.steps

@@ -10,7 +10,6 @@ from ..rule import Hit, Rule
 from ..source import SourceFile, last_name
 from .evidence import details, first_of_each
 
-
 _SPARES_PRECISION = re.compile(r"fp32|float32|upcast|high_precision|full_precision")
 
 

@@ -427,8 +427,9 @@ def _is_short(node: ast.For | ast.While) -> bool:
     """A loop over a few numbers written out: three axes, a pair. A sum of so few parts loses little."""
     if not isinstance(node, ast.For) or last_name(node.iter) not in ("range", "static_range"):
         return False
-    numbers = [a.value for a in node.iter.args if isinstance(a, ast.Constant)]  # type: ignore[attr-defined]
-    return len(numbers) == len(node.iter.args) and max(numbers, default=0) <= 8  # type: ignore[attr-defined]
+    arguments = node.iter.args if isinstance(node.iter, ast.Call) else []
+    numbers = [a.value for a in arguments if isinstance(a, ast.Constant) and isinstance(a.value, int)]
+    return len(numbers) == len(arguments) and max(numbers, default=0) <= 8
 
 
 def _ends(body: list[ast.stmt]) -> bool:
