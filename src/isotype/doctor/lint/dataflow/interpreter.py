@@ -115,7 +115,7 @@ class Interpreter:
         env = Env(closure.env)
         self._bind(closure, env, args, kwargs)
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-        told = tensors or [v for v in (*args, *kwargs.values()) if isinstance(v, Dtype)]
+        told: list[Any] = [*tensors] or [v for v in (*args, *kwargs.values()) if isinstance(v, Dtype)]
         if told and all((v.dtype if isinstance(v, Tensor) else v.word) is not None for v in told):
             self.entered.setdefault(closure.node, set()).add(frozenset(v.dtype for v in tensors if v.floating))
         file, self.file = self.file, closure.file

@@ -141,7 +141,7 @@ def _run(file: SourceFile, one: _Runs, path: Path) -> None:
     run = Interpreter(file, scenario, path)
     spec = function.args
     given = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs]
-    env = Env()
+    env = Env(arguments.enclosing(file, function, scenario, path))
     cls = file.parents.get(function)
     decorators = {last_name(d) for d in function.decorator_list}
     if any("autocast" in name for name in decorators):
