@@ -139,8 +139,9 @@ def _each_of(file: SourceFile, call: ast.Call, receiver: ast.expr, encoded: set[
     while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.Module, ast.If, ast.IfExp)):
         generators = getattr(parent, "generators", [])
         for loop in [parent] if isinstance(parent, ast.For) else generators:
-            keys = isinstance(loop.iter, ast.Call) and isinstance(loop.iter.func, ast.Attribute) and loop.iter.func.attr == "keys"
-            source = loop.iter.func.value if keys else loop.iter
+            source = loop.iter
+            if isinstance(source, ast.Call) and isinstance(source.func, ast.Attribute) and source.func.attr == "keys":
+                source = source.func.value
             if last_name(loop.target) == receiver.slice.id and not getattr(loop, "ifs", []) and last_name(source) == receiver.value.id:
                 return receiver.value.id if receiver.value.id in encoded or BATCH.search(receiver.value.id) else None
         parent = file.parents.get(parent)

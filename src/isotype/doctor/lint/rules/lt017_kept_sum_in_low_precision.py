@@ -81,8 +81,8 @@ def _hit(file: SourceFile, name: str, made: _Made, node: ast.stmt | ast.expr, wh
     return Hit(
         node=made.node,
         message=f"`self.{name}` keeps {what} in {dtype} (summed in line {node.lineno})",
-        cause=f"`{file.snippet(made.node, 50)}` gives the buffer {dtype}: in bf16 (bfloat16) each `{file.snippet(node, 50)}` rounds to 8 bits, and "
-        "what is added in small parts is lost; float32 keeps it",
+        cause=f"`{file.snippet(made.node, 50)}` gives the buffer {dtype}: in bf16 (bfloat16) each `{file.snippet(node, 50)}` rounds to 8 "
+        "bits, and what is added in small parts is lost; float32 keeps it",
         fix="keep it in float32: `dtype=torch.float32`, or `.float()` on the copy, and cast where it is read",
     )
 
@@ -96,9 +96,10 @@ def _kept(file: SourceFile, method: Function) -> Iterator[tuple[str, _Made]]:
                 owner = target.value if isinstance(target, ast.Subscript) else target
                 if _is_self(owner):
                     yield from ((owner.attr, made) for made in _makers(file, node.value, over))  # type: ignore[attr-defined]
-        elif isinstance(node, ast.Call) and last_name(node.func) == "append" and isinstance(node.func, ast.Attribute) and node.args:
-            if _is_self(node.func.value):
-                yield from ((node.func.value.attr, made) for made in _makers(file, node.args[0], over))  # type: ignore[attr-defined]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append" and node.args:
+            owner = node.func.value
+            made = _makers(file, node.args[0], over) if _is_self(owner) else ()
+            yield from ((owner.attr, one) for one in made)  # type: ignore[attr-defined]
 
 
 def _makers(file: SourceFile, value: ast.expr, over: set[str]) -> Iterator[_Made]:
@@ -185,9 +186,9 @@ def _calls(node: ast.Call, owner: Owner) -> Iterator[tuple[str, ast.stmt | ast.e
     verb, receiver = node.func.attr, node.func.value
     if verb == "add_" and (name := owner(receiver)) and any(map(_of_gradients, node.args)):
         yield name, node, "a sum of gradients"
-    if verb in ("add_", "sub_") and isinstance(receiver, ast.Call) and isinstance(receiver.func, ast.Attribute):
-        if receiver.func.attr == "mul_" and (name := owner(receiver.func.value)):
-            yield name, node, "a moving average"
+    scaled = receiver.func if isinstance(receiver, ast.Call) and isinstance(receiver.func, ast.Attribute) else None
+    if verb in ("add_", "sub_") and scaled is not None and scaled.attr == "mul_" and (name := owner(scaled.value)):
+        yield name, node, "a moving average"
     if verb in ("lerp_", "sub_") and (name := owner(receiver)) and (verb == "lerp_" or _mentions_decay(node)):
         yield name, node, "a moving average"
     if verb == "copy_" and (name := owner(receiver)) and node.args and _averages(node.args[0], owner):
