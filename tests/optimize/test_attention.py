@@ -73,9 +73,14 @@ def test_another_implementation_set_later_is_followed(calls):
 
 @pytest.mark.parametrize(
     ("more", "dtype", "length"),
-    [({"attention_dropout": 0.1}, torch.bfloat16, 40), ({}, torch.float32, 40), ({}, torch.bfloat16, 20), ({"head_dim": 12}, torch.bfloat16, 40)],
+    [
+        ({"attention_dropout": 0.1}, torch.bfloat16, 40),
+        ({}, torch.float32, 40),
+        ({}, torch.bfloat16, 20),
+        ({"head_dim": 12}, torch.bfloat16, 40),
+    ],
     ids=["dropout", "fp32", "few queries", "head size"],
-)  # fmt: skip
+)
 def test_what_the_op_does_not_do_is_left_to_the_model(more, dtype, length, calls):
     model = tiny("llama", dtype=dtype, **{**SDPA, **more}).train()
     optimize(model)
