@@ -48,6 +48,8 @@ FAULTS = {
     "gradient_rounded_in_backward": ("TR013", ("RoundingBackward", "bf16", "fp32"), ("dtype",)),
     "validation_casts_the_live_model": ("TR011", ("log_validation", "fp16", "weight"), ("autocast", "deepcopy")),
     "residual_promoted_under_autocast": ("TR010", ("fp32", "promote", "autocast"), (".to(x.dtype)",)),
+    "clipped_before_unscaling": ("TR025", ("clip_grad_norm_", "65536", "GradScaler"), ("unscale_",)),
+    "head_replaced_after_the_optimizer": ("TR026", ("1.weight", "bf16", "fp32"), ("after the last cast",)),
     "double_from_numpy": ("TR010", ("fp64", "promote"), (".to(x.dtype)",)),
 }
 
@@ -75,6 +77,6 @@ def test_fault_is_found_and_told(name):
     assert Path(programs.__file__).name in text
 
 
-@pytest.mark.parametrize("name", [*FAULTS, "scale_in_python_is_fine"])
+@pytest.mark.parametrize("name", [*FAULTS, "scale_in_python_is_fine", "master_weights_are_no_orphans"])
 def test_repaired_program_is_quiet(name):
     assert [f.render() for f in findings_of(name, broken=False)] == []

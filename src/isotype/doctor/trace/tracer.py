@@ -25,12 +25,14 @@ from .gradients import Casts
 from .naming import Names
 from .ops import FLOATS, Op, dtype_of_tensors
 from .origin import Origin
+from .orphans import Orphans
 from .overflow import Overflows
 from .parameters import Parameters
 from .positions import WATCHED, Positions
 from .precision_map import PrecisionMap
 from .promotions import Promotions
 from .provenance import MARK, Provenance
+from .scaling import Scaling
 from .source import Locator, Site, statement
 from .updates import UPDATES, Updates
 
@@ -83,6 +85,8 @@ class Tracer(TorchDispatchMode):
         self.positions = Positions(self)
         self.compiled = Compiled(self)
         self.overflows = Overflows(self)
+        self.orphans = Orphans(self)
+        self.scaling = Scaling(self)
         self.picture = PrecisionMap(self)
         self._mapped = mapped
         self._census: Counter[torch.dtype] | None = None
@@ -105,11 +109,13 @@ class Tracer(TorchDispatchMode):
         self._hooks.append(modules.register_module_forward_pre_hook(self._enter_module))
         self._hooks.append(modules.register_module_forward_hook(self._leave_module, always_call=True))
         self._hooks.append(register_optimizer_step_pre_hook(self.updates.stepping))
+        self._hooks.append(register_optimizer_step_pre_hook(self.orphans.stepping))
         self._hooks.append(register_optimizer_step_post_hook(self.updates.stepped))
         self._hooks.append(register_optimizer_step_post_hook(self.parameters.stepped))
         self.defaults.start()
         self.parameters.start()
         self.compiled.start()
+        self.scaling.start()
         self._calls.__enter__()
         super().__enter__()
         return self
@@ -117,6 +123,7 @@ class Tracer(TorchDispatchMode):
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
         self._calls.__exit__(kind, error, traceback)
+        self.scaling.stop()
         self.compiled.stop()
         self.parameters.stop()
         self.defaults.stop()
@@ -300,6 +307,8 @@ class Tracer(TorchDispatchMode):
             *self.casts.findings(),
             *self.positions.findings(),
             *self.overflows.findings(),
+            *self.orphans.findings(),
+            *self.scaling.findings(),
             *self.compiled.findings(),
         ]
 
