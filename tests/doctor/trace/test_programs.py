@@ -49,7 +49,7 @@ FAULTS = {
     "validation_casts_the_live_model": ("TR011", ("log_validation", "fp16", "weight"), ("autocast", "deepcopy")),
     "residual_promoted_under_autocast": ("TR010", ("fp32", "promote", "autocast"), (".to(x.dtype)",)),
     "clipped_before_unscaling": ("TR025", ("clip_grad_norm_", "65536", "GradScaler"), ("unscale_",)),
-    "head_replaced_after_the_optimizer": ("TR026", ("1.weight", "bf16", "fp32"), ("after the last cast",)),
+    "head_replaced_after_the_optimizer": ("TR026", ("weight", "bf16", "fp32"), ("after the last cast",)),
     "double_from_numpy": ("TR010", ("fp64", "promote"), (".to(x.dtype)",)),
 }
 
