@@ -1,4 +1,4 @@
-"""Fifty dtype errors as users reported them: each has its code, a cause and a fix; what was known before they were collected is in the table."""
+"""Fifty dtype errors as users reported them: each has its code, a cause and a fix; the table says what was known before."""
 
 from __future__ import annotations
 
