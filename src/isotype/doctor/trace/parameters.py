@@ -272,9 +272,18 @@ class Parameters:
         if down.name not in fault.names:
             fault.names.append(down.name)
 
+    def _copied(self, module: int) -> bool:
+        """Whether a module seems to be in a copy of another model seen: the rounding of a copy that is then left alone harms nobody."""
+        roots = self._tracer.names.roots()
+        own = next((root for root in roots if any(id(inner) == module for inner in root.modules())), None)
+        if own is None:
+            return True
+        names = [name for name, _ in own.named_parameters()]
+        return any(root is not own and type(root) is type(own) and [n for n, _ in root.named_parameters()] == names for root in roots)
+
     def findings(self) -> list[Finding]:
         for module, calls, parameter, down, up in self._returned:
-            if self._steps.get(parameter) or self._calls.get(module, 0) > calls:  # not a copy that was thrown away
+            if self._steps.get(parameter) or self._calls.get(module, 0) > calls or not self._copied(module):
                 self._fault("round trip", down, up)
         self._returned.clear()
         lost = {n: s for n, s in self._stuck.items() if s.sets >= 3 and not s.kept and s.same > _STUCK * s.sets}
