@@ -76,7 +76,7 @@ class Scaling:
         name, scale, site = self._first
         return [
             Finding(
-                code="TR025",
+                code="TR027",
                 severity=Severity.WARNING,
                 message=f"{name} clips gradients that still hold the loss scale of {scale:g}",
                 place=Place(file=site.file if site else None, line=site.line if site else None, symbol=site.function if site else None),

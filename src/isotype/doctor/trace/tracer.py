@@ -23,7 +23,7 @@ from .defaults import DefaultDtype
 from .failures import Failures
 from .gradients import Casts
 from .naming import Names
-from .ops import FLOATS, Op, dtype_of_tensors
+from .ops import FLOATS, LOW, Op, dtype_of_tensors
 from .origin import Origin
 from .orphans import Orphans
 from .overflow import Overflows
@@ -34,6 +34,7 @@ from .promotions import Promotions
 from .provenance import MARK, Provenance
 from .scaling import Scaling
 from .source import Locator, Site, statement
+from .sums import Sums
 from .updates import UPDATES, Updates
 
 _CASTING = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy", "tensor", "as_tensor", "cpu", "cuda"})
@@ -79,6 +80,7 @@ class Tracer(TorchDispatchMode):
         self.autocast = Autocast(self)
         self.defaults = DefaultDtype()
         self.updates = Updates(self)
+        self.sums = Sums(self)
         self.parameters = Parameters(self)
         self.promotions = Promotions(self)
         self.casts = Casts(self)
@@ -150,6 +152,7 @@ class Tracer(TorchDispatchMode):
         if not self.stack:
             self.forwards += 1
             self.updates.prune()
+            self.sums.prune()
             self.defaults.look()
             self.autocast.prune()
             self.compiled.look()
@@ -229,6 +232,8 @@ class Tracer(TorchDispatchMode):
         op = Op(func)
         if op.name in WATCHED:
             op.before = self.positions.before
+        if op.name == "mul":
+            op.before = self.sums.multiplied
         if op.name in UPDATES:
             op.before, op.after = self.updates.before, self.updates.after
         return op
@@ -253,7 +258,10 @@ class Tracer(TorchDispatchMode):
         """Whether a factory call took the default dtype because it names none."""
         if dtype != torch.get_default_dtype() or self.factory_dtype is not None:
             return False
-        return not op.lift or (site is not None and "dtype" not in statement(site) and self.calling_name() in ("tensor", "Tensor"))
+        if op.lift and (site is None or "dtype" in statement(site) or self.calling_name() not in ("tensor", "Tensor")):
+            return False
+        self.defaults.decided(site)
+        return True
 
     def cast_by_engine(self) -> bool:
         """Whether autograd itself cast what a custom Function's backward returned: no Python frame of that backward is left."""
@@ -300,7 +308,13 @@ class Tracer(TorchDispatchMode):
 
     def findings(self) -> list[Finding]:
         """What failed silently, as far as seen until now."""
-        found = [*self.defaults.findings(), *self.autocast.findings(), *self.parameters.findings(), *self.updates.findings()]
+        found = [
+            *self.defaults.findings(),
+            *self.autocast.findings(),
+            *self.parameters.findings(),
+            *self.updates.findings(),
+            *self.sums.findings(),
+        ]
         return [
             *found,
             *self.promotions.findings(self.failures.told),
@@ -320,6 +334,10 @@ class Tracer(TorchDispatchMode):
 
     def cast(self, op: Op, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         self.casts.happened(origin, source, out)
+        if out.dtype == torch.float16 and origin.backward:
+            self.overflows.flushed(source, out)
+        elif origin.kind == "cast" and out.dtype in LOW and not origin.backward:
+            self.parameters.narrowed(source, out)
         if self._mapped:
             self.picture.changed(origin, source.dtype, out)
         if origin.kind == "autocast":
