@@ -15,6 +15,7 @@ from .rows import IGNORED
 from .tokens import TokenRows
 
 _BARS = 16  # of the histogram of lengths, at most
+FEW = 10  # rows below which nothing is held out
 COMPARED = 64  # rows of a source whose labels are compared with the template's own mask
 
 
@@ -154,7 +155,8 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
         most = encoder.tokenizer.model_max_length
         said.append(f"rows have up to {longest} tokens, and the tokenizer says its model takes {most}: lower data.max_length")
     if evaluation["held_out"] and not evaluation["rows"] and facts["eval_split"]:
-        said.append(f"only {train['rows']} rows: none is held out for evaluation")
+        why = f"only {train['rows']} rows" if train["rows"] < FEW else "no row fell into the held-out share, in which copies stay together"
+        said.append(f"{why}: none is held out for evaluation")
     if facts["duplicates_between"]:
         said.append(f"{facts['duplicates_between']} evaluation rows are also training rows: the evaluation loss is too good")
     for one in facts.get("mix") or []:
