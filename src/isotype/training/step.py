@@ -40,6 +40,7 @@ class Stepper:
                  precision: Precision, train: TrainSection) -> None:  # fmt: skip
         self.model, self.optimizer, self.accumulator, self.precision, self.train = model, optimizer, accumulator, precision, train
         self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
+        self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for whoever observes
         self._sampled = _sampled_elements(accumulator.parameters)
 
     def accumulate(self, batches: Sequence[Batch]) -> Tensor:
@@ -49,6 +50,7 @@ class Stepper:
         total = torch.zeros((), device=batches[0].input_ids.device)
         for batch in batches:
             loss = batch_loss_sum(self.model, batch, dtype=self.precision.loss)
+            self.loss_dtype = loss.dtype
             (loss.float() * scale).backward()
             total += loss.detach()
         return total / max(1, supervised)
