@@ -158,9 +158,8 @@ def main() -> int:
         print(f"--- {part.name}: exit code {line['rc']}, {line['seconds']} s", flush=True)
         if line["rc"]:
             failed.append(part.name)
-    print(
-        f"{a.what}: {len(wanted) - len(failed) - len(left)} done, {len(before)} before; failed: {failed or 'none'}; left: {left or 'none'}; {file}"
-    )
+    done = len(wanted) - len(failed) - len(left)
+    print(f"{a.what}: {done} done, {len(before)} before; failed: {failed or 'none'}; left: {left or 'none'}; {file}")
     return 1 if failed else 3 if left else 0
 
 
