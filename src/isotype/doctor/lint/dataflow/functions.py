@@ -14,8 +14,9 @@ from typing import Any
 
 from ..source import SourceFile, keyword, last_name
 from . import arguments
+from .endings import Impossible, OutOfSteps
 from .events import Event, Scenario
-from .interpreter import Impossible, Interpreter, OutOfSteps, run_function
+from .interpreter import Interpreter, run_function
 from .paths import Path, each_path
 from .values import UNFOLLOWED, Closure, Context, Dtype, Env, Items, Made, Scalar, Tensor
 

@@ -9,9 +9,10 @@ from functools import partial
 from ..source import Function, SourceFile, keyword, last_name
 from . import arguments
 from . import torch_names as names
+from .endings import Impossible, OutOfSteps
 from .events import Event, Scenario
 from .functions import function_classes
-from .interpreter import Impossible, Interpreter, OutOfSteps, run_function
+from .interpreter import Interpreter, run_function
 from .modules import class_attributes
 from .paths import Path, each_path
 from .values import Closure, Env, Instance
