@@ -89,8 +89,8 @@ class RunConsole:
             self._live = None
 
     def samples(self, step: int, samples: list[Any], *, most: int = 3) -> None:
+        self.say(f"  samples at step {step}", style="dim")
         for one in samples[:most]:
-            self.say(f"  sample at step {step}", style="dim")
             self.say(f"    > {_short(one.prompt)}", style="dim")
             self.say(f"    {_short(one.answer) or '(nothing)'}")
 

@@ -40,6 +40,7 @@ class Stepper:
                  precision: Precision, train: TrainSection) -> None:  # fmt: skip
         self.model, self.optimizer, self.accumulator, self.precision, self.train = model, optimizer, accumulator, precision, train
         self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
+        self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for whoever observes
         self._sampled = _sampled_elements(accumulator.parameters)
 
     def accumulate(self, batches: Sequence[Batch]) -> Tensor:
@@ -47,8 +48,10 @@ class Stepper:
         supervised = max(1, sum(b.supervised for b in batches))
         total = torch.zeros((), device=batches[0].input_ids.device)
         for batch in batches:
+            loss_sum = batch_loss_sum(self.model, batch, dtype=self.precision.loss)
+            self.loss_dtype = loss_sum.dtype
             # divided first: a deferred loss takes its divisor into the op, whose gradient is then rounded once
-            loss = batch_loss_sum(self.model, batch, dtype=self.precision.loss).float() / supervised
+            loss = loss_sum.float() / supervised
             (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
             total += loss.detach()
         return total
