@@ -467,3 +467,32 @@ def three_rows_in_one_warp(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     s = tl.sum(x * y * z, 0)
     tl.store(out_ptr + i, x * s + y, mask=i < n)
     tl.store(out_ptr + n + i, z * s, mask=i < n)
+
+
+@triton.jit
+def _add_two(a, b):
+    return a + b
+
+
+@triton.jit
+def own_reduction(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK))
+    tl.store(out_ptr, tl.reduce(x, 0, _add_two))  # fault
+
+
+@triton.jit
+def own_reduction_fixed(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK)).to(tl.float32)
+    tl.store(out_ptr, tl.reduce(x, 0, _add_two))
+
+
+@triton.jit
+def atomic_sum(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.atomic_add(out_ptr + i, tl.load(x_ptr + i))  # fault
+
+
+@triton.jit
+def atomic_sum_fixed(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.atomic_add(out_ptr + i, tl.load(x_ptr + i).to(tl.float32))

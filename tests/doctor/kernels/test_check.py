@@ -57,6 +57,8 @@ CASES = [
     Case("low_sum_loop", "KN020", "acc", low(**XO, n="i32"), {"BLOCK": 64}, ("bf16", "tl.float32"), Severity.WARNING),
     Case("low_block_sum", "KN020", "x", low(**XO, n="i32"), {"BLOCK": 64}, ("bf16", ".to(tl.float32)"), Severity.WARNING),
     Case("low_dot", "KN020", "", {"fp16": {"a_ptr": "*fp16", "b_ptr": "*fp16", "out_ptr": "*fp16"}}, {"N": 32}, ("fp16", "out_dtype"), Severity.WARNING),
+    Case("own_reduction", "KN020", "x", low(**XO), {"BLOCK": 64}, ("_add_two", ".to(tl.float32)"), Severity.WARNING),
+    Case("atomic_sum", "KN020", "out_ptr", low(**XO), {"BLOCK": 64}, ("atomic_add", "fp32 buffer"), Severity.WARNING, fixed_signatures=low(x_ptr="*F", out_ptr="*fp32")),
     Case("fp64_limit", "KN021", "tl.where(x < 0, limit, x)", low(**XO), {"BLOCK": 64}, ("fp64", "tl.float32"), Severity.WARNING),
     Case("loop_bound_float", "KN008", "steps", low(**XO, steps="fp32"), {}, ("steps",)),
 ]  # fmt: skip
@@ -103,7 +105,7 @@ def test_the_repaired_form_is_quiet(case: Case) -> None:
 
 
 @pytest.mark.skipif(
-    not hasattr(triton.language, "make_block_ptr") or triton.__version__ >= "3.9", reason="block pointers went with Triton 3.9"
+    not hasattr(triton.language, "make_block_ptr") or triton.__version__ >= "3.8", reason="Triton 3.8 casts, 3.9 has no block pointers"
 )
 def test_a_store_through_a_block_pointer_casts_nothing() -> None:
     (found,) = loud(check(kernels.block_pointer_store, low(**XO), {"N": 16}))
