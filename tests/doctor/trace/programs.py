@@ -552,3 +552,189 @@ def scale_in_python_is_fine(broken):
     del broken
     model = Attention().to(bf16)
     model(x_of(), scale=1 / math.sqrt(8))
+
+
+def clipped_before_unscaling(broken):
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(3):
+        with torch.autocast("cpu", torch.float16):
+            loss = model(x_of(torch.float32)).float().pow(2).mean()
+        scaler.scale(loss).backward()
+        if not broken:
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def head_replaced_after_the_optimizer(broken):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 2)).to(bf16)
+
+    def made():
+        return torch.optim.SGD(model.parameters(), 0.5)
+
+    def widened():
+        model[1].weight, model[1].bias = nn.Parameter(model[1].weight.float()), nn.Parameter(model[1].bias.float())
+
+    optimizer = made()
+    widened()
+    if not broken:
+        optimizer = made()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model[1](model[0](x_of()).float()).pow(2).mean().backward()
+        optimizer.step()
+
+
+def master_weights_are_no_orphans(broken):
+    del broken
+    model = nn.Linear(16, 16).to(bf16)
+    masters = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, 0.5)
+    for _ in range(3):
+        model(x_of()).float().pow(2).mean().backward()
+        for master, p in zip(masters, model.parameters()):
+            master.grad, p.grad = p.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters()):
+                p.copy_(master)
+
+
+# ---- silent: what is small is lost a little at a time
+def gradients_accumulated_in_bf16(broken):
+    model = nn.Linear(16, 16, bias=False).to(bf16 if broken else torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    torch.manual_seed(0)
+    for _ in range(128):
+        x = torch.randn(2, 16).abs().to(model.weight.dtype)
+        (model(x).float().square().mean() / 128).backward()
+    optimizer.step()
+
+
+def metric_summed_in_bf16(broken):
+    model, total = nn.Linear(16, 1).to(bf16), torch.zeros((), dtype=bf16 if broken else torch.float32)
+    with torch.no_grad():
+        for n in range(80):
+            total += 1.0 + model(x_of(n=2)).float().abs().mean().to(total.dtype) + n / 100
+    return total / 80
+
+
+def residual_stream_in_place(broken):
+    """Right in both forms: many additions in one forward are no accumulator."""
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(24))
+
+        def forward(self, x):
+            x = x.clone()
+            for layer in self.layers:
+                x += layer(x)
+            return x
+
+    model = Stack().to(bf16)
+    with torch.no_grad():
+        for _ in range(3):
+            model(x_of())
+
+
+def average_written_anew(broken):
+    model = nn.Linear(16, 16)
+    average = {name: p.detach().to(bf16 if broken else torch.float32) for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(5):
+        model(x_of(torch.float32)).square().mean().backward()
+        optimizer.step()
+        for name, p in model.named_parameters():
+            average[name] = (average[name] * 0.999 + p.detach() * 0.001).to(average[name].dtype)
+
+
+def build_in_bf16():
+    torch.set_default_dtype(bf16)
+    return nn.Linear(16, 16)
+
+
+def builder_never_restores(broken):
+    model = build_in_bf16() if broken else nn.Linear(16, 16).to(bf16)
+    with torch.no_grad():
+        model(torch.ones(2, 16, dtype=bf16))
+        return torch.linspace(0, 1, 5) * 3
+
+
+def timestep_in_the_models_dtype(broken):
+    t = torch.tensor([999.0, 501.0, 337.0])
+    t = t.to(bf16) if broken else t
+    angle = t[:, None].float() * torch.exp(-torch.arange(8) / 2)
+    with torch.no_grad():
+        nn.Linear(16, 16).to(bf16)(torch.cat([angle.sin(), angle.cos()], -1).to(bf16))
+
+
+def positions_counted_in_bf16(broken):
+    mask = torch.ones(1, 600)
+    return mask.to(bf16 if broken else torch.float32).cumsum(-1) - 1
+
+
+def trained_weights_reloaded_rounded(broken):
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        model(x_of(torch.float32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.load_state_dict({name: value.to(bf16 if broken else torch.float32) for name, value in model.state_dict().items()})
+
+
+def fp16_without_a_scaler(broken):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(x_of(torch.float32)).float().square().mean() * 1e-7
+        (loss if broken else loss * 65536.0).backward()
+
+
+def data_replaced_by_rounded(broken):
+    model = nn.Linear(16, 16).to(bf16)
+    masters = [p.detach().float() for p in model.parameters()]
+    for _ in range(4):
+        model(x_of()).float().square().mean().backward()
+        with torch.no_grad():
+            for p, master in zip(model.parameters(), masters, strict=True):
+                if broken:
+                    p.data = (p.data.float() - 1e-5 * p.grad.float()).to(bf16)
+                else:
+                    master -= 1e-5 * p.grad.float()
+                    p.data = master.to(bf16)
+
+
+def a_copy_evaluated_in_bf16(broken):
+    """Right in both forms: the copy that is cast there and back is thrown away."""
+    model = nn.Linear(16, 16)
+    copied = copy.deepcopy(model).to(bf16)
+    with torch.no_grad():
+        copied(x_of())
+    copied.to(torch.float32)
+    model(x_of(torch.float32)).sum().backward()
+
+
+def eps_that_is_zero_in_fp16(broken):
+    model = nn.Linear(16, 16).to(torch.float16 if broken else torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        (model(x_of(model.weight.dtype) * 1e-2)).float().pow(2).mean().backward()
+        optimizer.step()
+
+
+def infinite_gradient_is_stepped(broken):
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(x_of(torch.float32)).pow(2).mean()
+        (loss * (float("inf") if broken and step == 1 else 1.0)).backward()
+        optimizer.step()

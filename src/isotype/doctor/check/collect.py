@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity
 from .identify import identify
-from .programs import from_environment, from_python, from_script
-from .readers import json_lines, pickled, python_calls, safetensors_header, toml_lines, yaml_lines
+from .programs import from_environment, from_python, from_recipe, from_script
+from .readers import json_lines, notebook, pickled, python_calls, safetensors_header, toml_lines, yaml_lines
 from .readers.tree import Tree
 from .settings import Document
 from .versions import is_version_file, read_versions
@@ -33,6 +35,7 @@ SKIPPED_FOLDERS = {
 LARGEST = 8 << 20  # bytes of a text file that may be a configuration
 MOST_FILES = 5000
 _TRAINING = re.compile(r"bf16|fp16|mixed_precision|learning_rate|load_in_4bit|bfloat16|float16")
+_RECIPE = re.compile(r"^(?:Dockerfile|Containerfile)(?:\.\w+)?$|^\w+\.(?:D|d)ockerfile$|^(?:GNU)?[Mm]akefile$|^[Jj]ustfile$")
 _SUFFIXES = {
     ".json",
     ".yaml",
@@ -44,6 +47,7 @@ _SUFFIXES = {
     ".slurm",
     ".sbatch",
     ".py",
+    ".ipynb",
     ".bin",
     ".safetensors",
     ".txt",
@@ -84,7 +88,7 @@ def _walk(folder: Path) -> Iterator[Path]:
         folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith((".", "checkpoint-")))
         for name in sorted(files):
             path = Path(here, name)
-            if path.suffix.lower() in _SUFFIXES or name == ".env" or is_version_file(name):
+            if path.suffix.lower() in _SUFFIXES or name == ".env" or is_version_file(name) or _RECIPE.match(name):
                 yield path
 
 
@@ -121,6 +125,14 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
         elif suffix == ".py":
             for made in from_python(text, shown):
                 keep(made)
+        elif suffix == ".ipynb":
+            code, line_of = notebook.read(text)
+            for made in from_python(code, shown):
+                made.settings = {k: replace(s, line=line_of(s.line)) for k, s in made.settings.items()}
+                keep(made)
+        elif _RECIPE.match(name):
+            for made in from_recipe(text, shown):
+                keep(made)
         elif suffix in (".sh", ".bash", ".slurm", ".sbatch"):
             for made in from_script(text, shown):
                 keep(made)
@@ -140,7 +152,7 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
                 f"{shown}: isotype check reads JSON, YAML, TOML, env and shell files, Python, training_args.bin and safetensors"
             )
     except (json_lines.BadJson, yaml_lines.BadYaml, toml_lines.BadToml, python_calls.BadPython) as error:
-        if explicit or (suffix != ".py" and _TRAINING.search(text)):  # a template of something else is nobody's fault
+        if explicit or (suffix not in (".py", ".ipynb") and _TRAINING.search(text)):  # a template of something else is nobody's fault
             found.trouble.append(_trouble(shown, error.line, str(error)))
     except (pickled.BadPickle, safetensors_header.BadHeader) as error:
         found.trouble.append(_trouble(shown, None, str(error)))
@@ -159,18 +171,44 @@ def _trouble(file: str, line: int | None, what: str, severity: Severity = Severi
 
 
 def _document(tree: Tree, name: str, shown: str) -> Document | None:
-    tool = identify(tree.data, name)
+    tool, inside = identify(tree.data, name), ""
     if tool is None:
-        return None
+        tool, inside = "hf", _arguments_within(tree.data)
+        if not inside:
+            return None
     document = Document(tool, shown)
     document.attributes["repeated"] = [(".".join(map(str, path)), line) for path, line in tree.repeated]
     for key, value, line in tree.leaves():
+        if not key.startswith(inside):
+            continue
+        key = key.removeprefix(inside)
         document.add(key.removeprefix("--"), value, line, written=key)
-    if tool == "model" and any(str(k).startswith(("bnb_", "load_in_")) for k in tree.data):
+    if tool in ("model", "hf") and any(str(k).startswith(("bnb_", "load_in_")) for k in tree.data):
         for key, setting in list(document.settings.items()):
             if key.startswith(("bnb_", "load_in_")):
                 document.settings[f"quantization_config.{key}"] = setting
     return document
+
+
+_ARGUMENTS = re.compile(r"(?:^|\.)(?:Seq2Seq)?TrainingArguments$|(?:^|\.)(?:SFT|DPO|GRPO|ORPO|CPO|KTO|Reward|RLOO)Config$")
+
+
+_SECTION = re.compile(r"^(?:hf_|sft_)?(?:training|trainer|train)_?(?:arguments|args|config)$|^sft_config$")
+
+
+def _arguments_within(data: Any, prefix: str = "", depth: int = 3) -> str:
+    """The dotted prefix of a mapping that Hydra makes into training arguments (its `_target_` says so), or that is called so.
+
+    Empty for none, or for several.
+    """
+    found = []
+    for key, value in data.items() if isinstance(data, dict) and depth else ():
+        if isinstance(value, dict):
+            here = f"{prefix}{key}."
+            named = _ARGUMENTS.search(str(value.get("_target_", ""))) or (_SECTION.match(str(key)) and {"bf16", "fp16"} & set(value))
+            found.append(here if named else _arguments_within(value, here, depth - 1))
+    found = [f for f in found if f]
+    return found[0] if len(found) == 1 else ""
 
 
 def _safetensors(path: Path, shown: str) -> Document | None:

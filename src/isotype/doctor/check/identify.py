@@ -136,6 +136,8 @@ def identify(data: Any, name: str = "") -> str | None:
     best = max(scores.values())
     if best == 0 or (best == 1 and keys & {"mixed_precision"} == set()):
         return "model" if keys & {"dtype", "torch_dtype", "model_name_or_path"} else None
+    if best in (scores["model"], scores["peft"]) and keys & {"bf16", "fp16"} and "output_dir" in keys:
+        return "hf"  # a trainer's arguments and its model's in one flat file, as TRL's scripts take them
     tied = [tool for tool, score in scores.items() if score == best]
     return next((tool for tool in _TIES if tool in tied), tied[0]) if best > 1 else "accelerate"
 

@@ -43,13 +43,20 @@ def from_python(text: str, shown: str) -> list[Document]:
         made.attributes.update(attributes)
         return made
 
-    def copy(call: python_calls.Call, into: Document, prefix: str = "") -> None:
+    arguments: dict[str, Document] = {}  # by the variable that holds them
+
+    def copy(call: python_calls.Call, into: Document, prefix: str = "", *, replaces: bool = False) -> None:
         for key, (value, line) in call.arguments.items():
             if key.isdigit():
                 continue
             known = list(_plain(prefix + key, value))
             for name, plain in known:
-                if name in into.settings and into.settings[name].value != plain and into.tool not in ("accelerate", "code"):
+                if (
+                    name in into.settings
+                    and into.settings[name].value != plain
+                    and into.tool not in ("accelerate", "code")
+                    and not replaces
+                ):
                     ambiguous.append((into, name))
                 into.add(name, plain, line)
             if not known:
@@ -62,7 +69,12 @@ def from_python(text: str, shown: str) -> list[Document]:
     quantisations = {repr({k: v for k, (v, _) in c.arguments.items()}) for c in calls if c.name == "BitsAndBytesConfig"}
     for call in calls:
         if call.name in ("TrainingArguments", "Seq2SeqTrainingArguments") or _TRL.match(call.name):
-            copy(call, document("hf", made_by=call.name))
+            made = document("hf", made_by=call.name)
+            copy(call, made)
+            if call.target:
+                arguments[call.target] = made
+        elif call.name == "setattr" and call.owner in arguments:
+            copy(call, arguments[call.owner], replaces=True)
         elif call.name == "BitsAndBytesConfig":
             if len(quantisations) == 1:  # else they are a program's alternatives
                 copy(call, document("model"), "quantization_config.")
@@ -77,6 +89,8 @@ def from_python(text: str, shown: str) -> list[Document]:
                 for key in ("load_in_4bit", "load_in_8bit"):
                     if key in made.settings:
                         made.settings[f"quantization_config.{key}"] = made.settings[key]
+        elif (cast := _cast_when_loaded(call)) is not None:
+            document("model").add("dtype", cast, call.line, written=f".{call.name}()")
         elif call.name in ("LoraConfig", "get_peft_model", "AdaLoraConfig", "prepare_model_for_kbit_training"):
             made = document("peft")
             copy(call, made)
@@ -116,10 +130,47 @@ def from_python(text: str, shown: str) -> list[Document]:
     return documents
 
 
+def _cast_when_loaded(call: python_calls.Call) -> str | None:
+    """The dtype of `Model.from_pretrained(...).half()` and its like."""
+    owner, _, method = call.owner.rpartition(".")
+    if method != "from_pretrained" or not re.search(r"Model|VAE|UNet|Transformer", owner):
+        return None
+    if call.name == "to":
+        given = call.arguments.get("dtype", call.arguments.get("0", (None, 0)))[0]
+        return given if isinstance(given, str) and given.startswith("torch.") else None
+    return {"half": "torch.float16", "bfloat16": "torch.bfloat16", "float": "torch.float32"}.get(call.name)
+
+
 _KOHYA_SCRIPT = re.compile(
     r"(?:train_network|train_db|fine_tune|sdxl_train|train_textual_inversion|flux_train|sd3_train|lumina_train)\w*\.py"
 )
 _SIMPLETUNER = re.compile(r"(?:^|/)simpletuner$|simpletuner/train\.py|SimpleTuner")
+
+
+def from_recipe(text: str, shown: str) -> list[Document]:
+    """A Dockerfile or a Makefile: its commands and the environment it sets, read as a script's, line for line."""
+    lines = [re.sub(r"^\t[@-]*", "", line) for line in text.splitlines()]
+    if not any(line.startswith("\t") for line in text.splitlines()):
+        lines = [_instruction(line) for line in lines]
+    return from_script("\n".join(lines), shown)
+
+
+def _instruction(line: str) -> str:
+    match = re.match(r"^(ENV|RUN|CMD|ENTRYPOINT)\s+(.*)$", line, re.IGNORECASE)
+    if match is None:
+        return line if line[:1].isspace() else "" if re.match(r"^[A-Z]+\s", line) else line
+    word, rest = match[1].upper(), match[2]
+    if word == "ENV":
+        name, _, value = rest.partition(" ")
+        return f"export {rest}" if "=" in name else f"export {name}={value}"
+    return " ".join(re.findall(r'"((?:[^"\\]|\\.)*)"', rest)) if rest.startswith("[") else rest
+
+
+_ASKED_GPU = re.compile(  # what a Slurm script asks for; a word that names no GPU known here says nothing
+    r"^#SBATCH\s+(?:--gres=gpu:([A-Za-z]\w*)|--gpus(?:-per-node|-per-task)?[= ]([A-Za-z]\w*):?|"
+    r"(?:-C|--constraint)[= ]\"?([A-Za-z]\w*)\"?\s*$)",
+    re.MULTILINE,
+)
 
 
 def from_script(text: str, shown: str) -> list[Document]:
@@ -133,6 +184,10 @@ def from_script(text: str, shown: str) -> list[Document]:
         documents += _command(words, line, shown)
     if environment.settings:
         documents.append(environment)
+    if (asked := _ASKED_GPU.search(text)) and (gpu := next(word for word in asked.groups() if word)):
+        hardware = Document("hardware", shown)
+        hardware.add("gpu", gpu, text.count("\n", 0, asked.start()) + 1, written="#SBATCH")
+        documents.append(hardware)
     return documents
 
 
@@ -151,7 +206,7 @@ def _command(words: list[str], line: int, shown: str) -> list[Document]:
         start = end + 1
     elif program is not None:
         start = program + 1
-    elif first in ("llamafactory-cli", "axolotl", "trl", "tune", "simpletuner"):
+    elif first in ("llamafactory-cli", "axolotl", "trl", "tune", "simpletuner", "swift"):
         start = 2
     elif module is not None:
         start = module + 1

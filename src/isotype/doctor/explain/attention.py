@@ -126,7 +126,7 @@ def attention(s: Seen) -> Explained:
     return Explained(message="attention: query, key and value differ", causes=causes)
 
 
-@family("EX006", "flash attention")
+@family("EX006", "flash attention", "memory-efficient attention")
 def flash_attention(s: Seen) -> Explained:
     """FlashAttention got fp32
 
@@ -166,4 +166,9 @@ def flash_attention(s: Seen) -> Explained:
             fix=f"cast before attention: q, k, v = (t.to({s.torch_half}) for t in (q, k, v)), or run under {s.autocast}",
         )
     )
+    if s.operator == "memory-efficient attention":
+        only = ", ".join(sorted(word.strip().removeprefix("torch.") for word in s.words.get("only", "").split(",")))
+        return Explained(
+            message=f"memory_efficient_attention got {s.dtype('query')} q/k/v; every kernel here takes {only} only", causes=causes
+        )
     return Explained(message="FlashAttention got fp32 q/k/v; it takes fp16 and bf16 only", causes=causes)

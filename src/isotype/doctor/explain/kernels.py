@@ -88,7 +88,7 @@ def triton_loop(s: Seen) -> Explained:
     return Explained(message=f"Triton: loop variable `{name}` goes from {left} to {right}", causes=causes)
 
 
-@family("EX022", "Triton dot")
+@family("EX022", "Triton dot", "Triton accumulator")
 def triton_dot(s: Seen) -> Explained:
     """tl.dot with two dtypes
 
@@ -99,6 +99,22 @@ def triton_dot(s: Seen) -> Explained:
 
     **What to do.** Cast next to the dot: `tl.dot(p.to(v.dtype), v)`; the accumulator stays fp32.
     """
+    if s.operator == "Triton accumulator":
+        return Explained(
+            message="Triton: tl.dot's accumulator is not fp32",
+            causes=[
+                Cause(
+                    name="accumulator in low precision",
+                    score=3,
+                    why=(
+                        "tl.dot sums in fp32 (or in fp16 where out_dtype says so) and never in bf16; the accumulator handed to it was "
+                        "made in another dtype, often the output's"
+                    ),
+                    fix="acc = tl.zeros(shape, dtype=tl.float32); acc = tl.dot(a, b, acc); narrow once at tl.store",
+                    because="the text names the accumulator's or the output's dtype",
+                )
+            ],
+        )
     left, right = s.dtype("left"), s.dtype("right")
     pair = f"{left} and {right}" if s.dtypes else "two dtypes"
     return Explained(
@@ -192,7 +208,7 @@ def triton_store(s: Seen) -> Explained:
     )
 
 
-@family("EX025", "quantised again", "8-bit optimizer", "quantised fine-tuning")
+@family("EX025", "quantised again", "8-bit optimizer", "quantised fine-tuning", "integer parameter")
 def bitsandbytes(s: Seen) -> Explained:
     """bitsandbytes was given a dtype it cannot quantise or step
 
@@ -222,6 +238,25 @@ def bitsandbytes(s: Seen) -> Explained:
             because=f"the text names {got}",
         )
         return Explained(message=f"bitsandbytes was asked to quantise {got}", causes=[cause])
+    if s.operator == "integer parameter":
+        return Explained(
+            message="a quantised (integer) weight was made a trainable parameter",
+            causes=[
+                Cause(
+                    name="nn.Parameter of an integer tensor",
+                    score=3,
+                    why=(
+                        "4-bit and 8-bit weights are stored as uint8 or int8, and something made them nn.Parameter(...) with "
+                        "requires_grad (its default): loading with strict shapes, sharding (FSDP2 before it passed requires_grad on), "
+                        "or requires_grad_(True) over the whole model"
+                    ),
+                    fix=(
+                        "train an adapter and leave the base frozen: p.requires_grad_(p.is_floating_point() and wanted); under FSDP store "
+                        "the 4-bit weights in a floating dtype: bnb_4bit_quant_storage=torch.bfloat16"
+                    ),
+                )
+            ],
+        )
     if s.operator == "8-bit optimizer":
         return Explained(
             message=f"8-bit optimizer: {s.dtype('gradient')} gradients with {s.dtype('state')} states",

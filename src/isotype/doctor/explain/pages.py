@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from . import attention, buffers, kernels, layers, products, refusals, regions, sharding, updates, wording  # noqa: F401  families register themselves
+from . import (  # noqa: F401  families register themselves
+    attention,
+    buffers,
+    demands,
+    kernels,
+    layers,
+    products,
+    refusals,
+    regions,
+    scaling,
+    sharding,
+    updates,
+    wording,
+)
 from .family import FAMILIES, page_of
 
 _NOT_DTYPE = """# EX000: not a dtype error

@@ -6,7 +6,7 @@ from .causes import custom_backward, outside_autocast, wider
 from .family import Cause, Explained, Seen, family
 
 
-@family("EX001", "matrix product", "vector product", "accumulated product")
+@family("EX001", "matrix product", "vector product", "accumulated product", "grouped product", "layer outside autocast")
 def matrix_product(s: Seen) -> Explained:
     """Two dtypes in one matrix product
 
@@ -35,6 +35,36 @@ def matrix_product(s: Seen) -> Explained:
                 ),
                 fix=f"cast the buffer or the bias: bias.to({s.torch_half}), or write torch.matmul(a, b) + c instead of c.addmm_(a, b)",
                 because="the text names self or input, the tensor added to",
+            )
+        )
+    if s.operator == "grouped product" or s.situation.mentions(r"_?grouped_mm\b|grouped_linear"):
+        causes.append(
+            Cause(
+                name="grouped product of experts outside autocast's list",
+                score=5.5,
+                why=(
+                    f"torch._grouped_mm takes no part in autocast: {left} activations (a norm under autocast returns fp32) met {right} "
+                    "expert weights, and the batched layers around it were cast"
+                ),
+                fix=f"cast both next to the call: torch._grouped_mm(x.to({s.torch_half}), w.to({s.torch_half}), offs=...)",
+                because="mat_a and mat_b are grouped_mm's names" if s.operator == "grouped product" else "grouped_mm is in the traceback",
+            )
+        )
+    if s.operator == "layer outside autocast":
+        causes.append(
+            Cause(
+                name="Transformer Engine layer outside autocast",
+                score=5.5,
+                why=(
+                    f"a Transformer Engine layer takes one dtype where no autocast is active: its input is {left}, its parameter "
+                    f"{s.words.get('parameter', 'weight')} {right} (an fp32 residual stream or "
+                    "embedding, or an evaluation outside autocast)"
+                ),
+                fix=(
+                    f"run the call under {s.autocast}, or cast at the border: x = x.to({s.torch_half}), or make the layer "
+                    f"with params_dtype={left}"
+                ),
+                because="the text says that no autocast is active",
             )
         )
     frame = s.situation.mentions(r"lm_head|\bhead\b|classifier|score\(|v_head")

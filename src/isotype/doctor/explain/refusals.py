@@ -5,7 +5,7 @@ from __future__ import annotations
 from .family import Cause, Explained, Seen, family
 
 
-@family("EX017", "both halves", "trainer refusal", "mixed precision word", "dtype string", "model and flag differ")
+@family("EX017", "both halves", "trainer refusal", "mixed precision word", "dtype string", "Lightning precision", "model and flag differ")
 def refused_configuration(s: Seen) -> Explained:
     """A trainer refuses the combination of precision settings
 
@@ -51,14 +51,39 @@ def refused_configuration(s: Seen) -> Explained:
     if s.operator == "dtype string":
         word = s.words.get("word", "")
         return Explained(
-            message=f"{word!r} is not an attribute of torch",
+            message=f"{s.words.get('flag', 'the setting')} does not take {word!r}"
+            if "flag" in s.words
+            else f"{word!r} is not an attribute of torch",
             causes=[
                 Cause(
                     name="dtype string with a prefix or in another spelling",
                     score=4,
-                    why=f"the setting is given to getattr(torch, ...): {word!r} must be torch's own word without prefix",
+                    why=f"the setting is compared with (or looked up by) torch's own word without prefix, and got {word!r}",
                     fix='write "bfloat16", "float16" or "float32" (bnb_4bit_compute_dtype: bfloat16)',
                     because=f"the text names {word}",
+                )
+            ],
+        )
+    if s.operator == "Lightning precision":
+        word, allowed = s.words.get("word", ""), s.words.get("allowed", "")
+        older = "-mixed" not in allowed or "-true" not in allowed
+        return Explained(
+            message=f"this Lightning does not know precision={word!r}",
+            causes=[
+                Cause(
+                    name="precision word of another Lightning version" if older else "precision word that Lightning does not know",
+                    score=4,
+                    why=(
+                        f"{word} came with Lightning 2.0 ('-mixed') and 2.1 ('-true'); this one takes {allowed}"
+                        if older
+                        else f"Lightning takes {allowed}"
+                    ),
+                    fix=(
+                        f"pip install -U lightning, or precision={'bf16' if word.startswith('bf16') else '16'!r} (mixed precision there)"
+                        if older
+                        else "precision='bf16-mixed' (fp32 weights, bf16 products) or 'bf16-true' (all bf16)"
+                    ),
+                    because="the text lists what it takes",
                 )
             ],
         )

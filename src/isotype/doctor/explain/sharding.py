@@ -6,7 +6,7 @@ from .family import Cause, Explained, Seen, family
 from .recognise import dtype_word
 
 
-@family("EX014", "flattened parameters", "sharded group", "collective")
+@family("EX014", "flattened parameters", "sharded group", "collective", "weights sent elsewhere")
 def sharding(s: Seen) -> Explained:
     """Sharding or a collective needs one dtype and met two
 
@@ -61,7 +61,22 @@ def sharding(s: Seen) -> Explained:
                 because="deepspeed is in the traceback" if "deepspeed" in s.situation.packages else "",
             )
         )
+    if s.operator == "weights sent elsewhere":
+        left, right = s.dtype("source"), s.dtype("destination")
+        causes.append(
+            Cause(
+                name="weights sent to an engine of another dtype",
+                score=6,
+                why=(
+                    f"the trainer sends {left} parameters (PEFT makes adapters fp32; ZeRO-3 gathers them as they are) to an "
+                    f"inference engine that holds {right}"
+                ),
+                fix=f"cast once where it is sent: param.data.to({s.torch_half}), or make the engine with the trainer's dtype",
+                because=f"source {left}, destination {right}",
+            )
+        )
     what = {
+        "weights sent elsewhere": "weights were sent in another dtype",
         "flattened parameters": "FSDP1 needs one dtype in a unit",
         "sharded group": "FSDP2 needs one dtype among a group's trainable parameters",
         "collective": "a collective got tensors of two dtypes",
@@ -70,7 +85,7 @@ def sharding(s: Seen) -> Explained:
     return Explained(message=what + named, causes=causes)
 
 
-@family("EX016", "DeepSpeed accumulation", "DeepSpeed mismatch")
+@family("EX016", "DeepSpeed accumulation", "DeepSpeed mismatch", "DeepSpeed autocast")
 def deepspeed(s: Seen) -> Explained:
     """DeepSpeed's configuration disagrees with itself or with the trainer
 
@@ -96,6 +111,25 @@ def deepspeed(s: Seen) -> Explained:
                         'upgrade DeepSpeed, and set "data_types": {"grad_accum_dtype": "fp32"} (bf16 with ZeRO stage 1-3), '
                         "or remove it without ZeRO"
                     ),
+                )
+            ],
+        )
+    if s.operator == "DeepSpeed autocast":
+        return Explained(
+            message="torch.autocast is on around a DeepSpeed engine that does not know of it",
+            causes=[
+                Cause(
+                    name="autocast outside DeepSpeed",
+                    score=4,
+                    why=(
+                        "since 0.17.2 DeepSpeed refuses an autocast that its own configuration does not name: the trainer (or "
+                        "accelerate's mixed_precision) opens one around an engine that casts the weights itself (bf16.enabled)"
+                    ),
+                    fix=(
+                        '"torch_autocast": {"enabled": true, "dtype": "bfloat16"} in the DeepSpeed config (with bf16.enabled false: '
+                        "fp32 weights), or drop the autocast around the engine and let bf16.enabled cast"
+                    ),
+                    because="the text names it",
                 )
             ],
         )

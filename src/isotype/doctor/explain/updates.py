@@ -38,6 +38,22 @@ def optimizer_update(s: Seen) -> Explained:
                 ),
                 because=f"optimizer step in {s.situation.where('optimizer')}" if "optimizer" in s.situation else "",
             ),
+            *(
+                [
+                    Cause(
+                        name="interpolation weight in another dtype",
+                        score=4,
+                        why=(
+                            f"lerp's weight (a beta or momentum kept as a 0-dim tensor) is {gradient} and the buffer {state}: eager "
+                            "mode takes a Python float, a compiled step takes tensors of one dtype"
+                        ),
+                        fix="cast it at the call: exp_avg.lerp_(grad, (1 - beta).to(exp_avg.dtype)), or keep all states in fp32",
+                        because="the text names lerp's weight",
+                    )
+                ]
+                if s.words.get("which") == "weight"
+                else []
+            ),
             Cause(
                 name="optimizer state loaded in another dtype",
                 score=2,
@@ -49,6 +65,13 @@ def optimizer_update(s: Seen) -> Explained:
                     "cast the model before making the optimizer, and the states after loading: state['exp_avg'] = "
                     "state['exp_avg'].to(p.dtype)"
                 ),
+            ),
+            Cause(
+                name="update computed in another dtype (Muon and its kin)",
+                score=4 if s.situation.mentions("(?i)muon|newtonschulz|zeropower") else 0.5,
+                why=f"the orthogonalised update is made in bf16 (or cast to fp32) and the momentum buffer is {state}",
+                fix="cast the update to the buffer's dtype before lerp_: buffer.lerp_(update.to(buffer.dtype), 1 - beta)",
+                because="Newton-Schulz code is in the traceback" if s.situation.mentions("(?i)muon|newtonschulz|zeropower") else "",
             ),
             Cause(
                 name="parameters of several dtypes in one optimizer",

@@ -13,6 +13,8 @@ from .source import Site
 if TYPE_CHECKING:
     from .tracer import Tracer
 
+_GRADIENTS = 64  # gradients whose cast to fp16 is looked at
+_SAMPLE = 4_096
 _LOOKS = 4  # forwards that are looked at; then those whose number is a power of two
 
 
@@ -31,6 +33,9 @@ class Overflows:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._first: Overflow | None = None
+        self._gradients = 0  # gradients cast down to fp16 that were looked at, and those that mostly became zero
+        self._flushed = 0
+        self._site: Site | None = None
 
     def left(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """A module's forward has ended."""
@@ -46,9 +51,37 @@ class Overflows:
         word = "NaN" if bool(torch.isnan(out).any()) else "inf"
         self._first = Overflow(self._tracer.names.of(module), inside, largest, word, self._tracer.locator.here())
 
+    def flushed(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """A gradient was cast to fp16: how much of it is below fp16's smallest value."""
+        if source.dtype not in (torch.float32, torch.float64) or self._gradients > _GRADIENTS:
+            return
+        self._gradients += 1
+        wide, low = source.detach().reshape(-1)[:_SAMPLE], out.detach().reshape(-1)[:_SAMPLE]
+        there = int((wide != 0).sum())
+        if there and int(((low == 0) & (wide != 0)).sum()) > there / 2:
+            self._flushed += 1
+            self._site = self._site or self._tracer.here()[0]
+
+    def _underflow(self) -> list[Finding]:
+        if self._flushed < 2 or self._flushed * 2 < self._gradients:
+            return []
+        site = self._site
+        return [
+            Finding(
+                code="TR025",
+                severity=Severity.WARNING,
+                message=f"gradients flush to zero in fp16: {self._flushed} of {self._gradients} lost more than half of their values",
+                place=Place(file=site.file if site else None, line=site.line if site else None, symbol=site.function if site else None),
+                cause="fp16's smallest value is 6e-8: a gradient below half of it is zero, and everything before it in the network gets "
+                "none; the loss was not scaled (or not enough)",
+                fix="scale the loss: scaler = torch.amp.GradScaler(); scaler.scale(loss).backward(); scaler.step(optimizer)\nor run in "
+                "bf16, which has the range of fp32",
+            )
+        ]
+
     def findings(self) -> list[Finding]:
         if self._first is None:
-            return []
+            return self._underflow()
         first = self._first
         where = f"in {first.module}" if first.inside else f"before {first.module}, in the module that calls it"
         return [

@@ -19,7 +19,7 @@ from .origin import Origin
 if TYPE_CHECKING:
     from .tracer import Tracer
 
-WATCHED = frozenset({"cos", "sin", "arange", "_to_copy", "linspace"})
+WATCHED = frozenset({"cos", "sin", "arange", "_to_copy", "linspace", "cumsum"})
 _EXACT = {torch.bfloat16: 256, torch.float16: 2048}  # whole numbers up to here are exact
 _ANGLE = 0.2  # radians: an error from which on a rotation is wrong rather than rough
 _LOOKS = 16  # calls of a line whose values are looked at, then those whose number is a power of two
@@ -43,6 +43,7 @@ class Positions:
         self._tracer = tracer
         self._found: dict[Any, Rounded] = {}
         self._looked: dict[Any, int] = {}
+        self._cast: dict[Any, tuple[torch.dtype, float]] = {}  # where whole numbers beyond the exact ones were cast: to what, the largest
 
     def before(self, op: Op, args: tuple, kwargs: dict | None) -> None:
         """Looks at what cos and sin get, and at whole numbers on their way into low precision."""
@@ -58,8 +59,21 @@ class Positions:
             ends = [float(a) for a in args if isinstance(a, (int, float))]
             if dtype in _EXACT and ends and max(map(abs, ends)) - 1 > _EXACT[dtype] and op.name == "arange":
                 self._note("arange", dtype, max(map(abs, ends)) - 1, eps(dtype_name(dtype)) / 2, None)
+        elif op.name == "cumsum":
+            self._count(args[0], args[1], (kwargs or {}).get("dtype"))
         elif isinstance(args[0], torch.Tensor):
             self._angle(args[0])
+
+    def _count(self, source: torch.Tensor, dim: int, dtype: torch.dtype | None) -> None:
+        """A running count (positions from a mask) in low precision."""
+        low = dtype or source.dtype
+        if low not in _EXACT or source.requires_grad or source.shape[dim] <= _EXACT[low] or not self._due(self._tracer.locator.here(4)):
+            return
+        with torch.no_grad():
+            values = source.detach().float()
+            largest = float(values.sum(dim).abs().max())
+            if largest > _EXACT[low] and bool((values == values.round()).all()):
+                self._note("running counts", low, largest, eps(dtype_name(low)) / 2, source)
 
     def _due(self, key: Any) -> bool:
         count = self._looked[key] = self._looked.get(key, 0) + 1
@@ -79,17 +93,22 @@ class Positions:
             values = source.detach().reshape(-1)
             if source.is_floating_point() and not bool((values == values.round()).all()):
                 return
+            if bool((values.to(dtype).to(values.dtype) == values).all()):
+                return
+            self._cast[key] = (dtype, largest)
             if source.is_floating_point() and not bool(
                 (values.diff().abs() <= 1).all() if source.ndim == 1 else (source.detach().diff(dim=-1) == 1).all()
             ):
                 return  # whole numbers, but no positions: a float tensor needs to look like a range
-            if bool((values.to(dtype).to(values.dtype) == values).all()):
-                return
         self._note("whole numbers", dtype, largest, eps(dtype_name(dtype)) / 2, source)
 
     def _angle(self, angle: torch.Tensor) -> None:
         low = angle.dtype if angle.dtype in _EXACT else self._low_table()
-        if low is None or angle.numel() == 0:
+        if angle.numel() == 0:
+            return
+        if low is None:
+            if self._cast and angle.dtype == torch.float32:
+                self._rounded_before(angle)
             return
         key = self._tracer.locator.here(4)
         if key in self._found or not self._due(key):
@@ -99,6 +118,14 @@ class Positions:
         if error > _ANGLE and largest < float("inf"):
             self._note("angles of cos and sin" if angle.dtype in _EXACT else "frequencies of cos and sin", low, largest, error, angle)
 
+    def _rounded_before(self, angle: torch.Tensor) -> None:
+        """Angles in fp32 that come from whole numbers once cast down (a timestep in the model's dtype)."""
+        origin = next((o for o in self._tracer.provenance.get(angle).chain() if o.site in self._cast and o.dtype in _EXACT), None)
+        if origin is None or self._tracer.locator.here(4) in self._found:
+            return
+        low, largest = self._cast[origin.site]
+        self._note("timesteps or positions behind cos and sin", low, largest, eps(dtype_name(low)) / 2, angle, origin)
+
     def _low_table(self) -> torch.dtype | None:
         """The low dtype of a float buffer of the running module (inv_freq), when the angles come from it."""
         if not self._tracer.stack:
@@ -106,13 +133,15 @@ class Positions:
         buffers = self._tracer.stack[-1]._buffers.values()
         return next((b.dtype for b in buffers if b is not None and b.dtype in LOW and b.dtype in _EXACT and b.ndim == 1), None)
 
-    def _note(self, what: str, dtype: torch.dtype, largest: float, error: float, tensor: torch.Tensor | None) -> None:
+    def _note(
+        self, what: str, dtype: torch.dtype, largest: float, error: float, tensor: torch.Tensor | None, by: Origin | None = None
+    ) -> None:
         tracer = self._tracer
         site, module, node = tracer.here()
         if node:
             return
         if tensor is not None and tensor.is_floating_point():
-            origin = tracer.provenance.get(tensor)
+            origin = by or tracer.provenance.get(tensor)
         else:
             origin = Origin(dtype, "created", tracer.calling_name() or what, module, site)
         self._found[tracer.locator.here(5)] = Rounded(what, dtype, largest, error, origin, module, site)

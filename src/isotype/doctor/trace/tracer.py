@@ -18,20 +18,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...dtypes import name as dtype_name
 from ...finding import Finding
 from .autocast import Autocast, Recompute
+from .broken_steps import BrokenSteps
 from .compiled import Compiled
 from .defaults import DefaultDtype
 from .failures import Failures
 from .gradients import Casts
 from .naming import Names
-from .ops import FLOATS, Op, dtype_of_tensors
+from .ops import FLOATS, LOW, Op, dtype_of_tensors
 from .origin import Origin
+from .orphans import Orphans
 from .overflow import Overflows
 from .parameters import Parameters
 from .positions import WATCHED, Positions
 from .precision_map import PrecisionMap
 from .promotions import Promotions
 from .provenance import MARK, Provenance
+from .scaling import Scaling
 from .source import Locator, Site, statement
+from .sums import Sums
 from .updates import UPDATES, Updates
 
 _CASTING = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy", "tensor", "as_tensor", "cpu", "cuda"})
@@ -77,12 +81,16 @@ class Tracer(TorchDispatchMode):
         self.autocast = Autocast(self)
         self.defaults = DefaultDtype()
         self.updates = Updates(self)
+        self.sums = Sums(self)
         self.parameters = Parameters(self)
         self.promotions = Promotions(self)
         self.casts = Casts(self)
         self.positions = Positions(self)
         self.compiled = Compiled(self)
         self.overflows = Overflows(self)
+        self.orphans = Orphans(self)
+        self.broken_steps = BrokenSteps(self)
+        self.scaling = Scaling(self)
         self.picture = PrecisionMap(self)
         self._mapped = mapped
         self._census: Counter[torch.dtype] | None = None
@@ -105,11 +113,15 @@ class Tracer(TorchDispatchMode):
         self._hooks.append(modules.register_module_forward_pre_hook(self._enter_module))
         self._hooks.append(modules.register_module_forward_hook(self._leave_module, always_call=True))
         self._hooks.append(register_optimizer_step_pre_hook(self.updates.stepping))
+        self._hooks.append(register_optimizer_step_pre_hook(self.orphans.stepping))
+        self._hooks.append(register_optimizer_step_pre_hook(self.broken_steps.stepping))
+        self._hooks.append(register_optimizer_step_post_hook(self.broken_steps.stepped))
         self._hooks.append(register_optimizer_step_post_hook(self.updates.stepped))
         self._hooks.append(register_optimizer_step_post_hook(self.parameters.stepped))
         self.defaults.start()
         self.parameters.start()
         self.compiled.start()
+        self.scaling.start()
         self._calls.__enter__()
         super().__enter__()
         return self
@@ -117,6 +129,7 @@ class Tracer(TorchDispatchMode):
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
         self._calls.__exit__(kind, error, traceback)
+        self.scaling.stop()
         self.compiled.stop()
         self.parameters.stop()
         self.defaults.stop()
@@ -143,6 +156,7 @@ class Tracer(TorchDispatchMode):
         if not self.stack:
             self.forwards += 1
             self.updates.prune()
+            self.sums.prune()
             self.defaults.look()
             self.autocast.prune()
             self.compiled.look()
@@ -222,6 +236,8 @@ class Tracer(TorchDispatchMode):
         op = Op(func)
         if op.name in WATCHED:
             op.before = self.positions.before
+        if op.name == "mul":
+            op.before = self.sums.multiplied
         if op.name in UPDATES:
             op.before, op.after = self.updates.before, self.updates.after
         return op
@@ -246,7 +262,10 @@ class Tracer(TorchDispatchMode):
         """Whether a factory call took the default dtype because it names none."""
         if dtype != torch.get_default_dtype() or self.factory_dtype is not None:
             return False
-        return not op.lift or (site is not None and "dtype" not in statement(site) and self.calling_name() in ("tensor", "Tensor"))
+        if op.lift and (site is None or "dtype" in statement(site) or self.calling_name() not in ("tensor", "Tensor")):
+            return False
+        self.defaults.decided(site)
+        return True
 
     def cast_by_engine(self) -> bool:
         """Whether autograd itself cast what a custom Function's backward returned: no Python frame of that backward is left."""
@@ -293,13 +312,22 @@ class Tracer(TorchDispatchMode):
 
     def findings(self) -> list[Finding]:
         """What failed silently, as far as seen until now."""
-        found = [*self.defaults.findings(), *self.autocast.findings(), *self.parameters.findings(), *self.updates.findings()]
+        found = [
+            *self.defaults.findings(),
+            *self.autocast.findings(),
+            *self.parameters.findings(),
+            *self.updates.findings(),
+            *self.sums.findings(),
+        ]
         return [
             *found,
             *self.promotions.findings(self.failures.told),
             *self.casts.findings(),
             *self.positions.findings(),
-            *self.overflows.findings(),
+            # what broken weights do to values is not the values' fault
+            *(self.broken_steps.findings() or self.overflows.findings()),
+            *self.orphans.findings(),
+            *self.scaling.findings(),
             *self.compiled.findings(),
         ]
 
@@ -311,6 +339,10 @@ class Tracer(TorchDispatchMode):
 
     def cast(self, op: Op, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         self.casts.happened(origin, source, out)
+        if out.dtype == torch.float16 and origin.backward:
+            self.overflows.flushed(source, out)
+        elif origin.kind == "cast" and out.dtype in LOW and not origin.backward:
+            self.parameters.narrowed(source, out)
         if self._mapped:
             self.picture.changed(origin, source.dtype, out)
         if origin.kind == "autocast":

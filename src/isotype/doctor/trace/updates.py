@@ -73,6 +73,7 @@ class Updates:
         self._lost: dict[tuple[str, str, str], list[Watched]] = defaultdict(list)
 
     def stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._tracer.sums.settled(optimizer)
         self._optimizer = optimizer
 
     def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -85,7 +86,11 @@ class Updates:
             if self._tracer.autocast_around:
                 self._tracer.autocast.updated(target)
             if target.dtype not in LOW:
+                if op.name == "copy_" and isinstance(target, torch.nn.Parameter):
+                    self._tracer.parameters.written(target, args[1])
                 return None
+            if op.name in ("add_", "sub_") and self._optimizer is None:
+                self._tracer.sums.added(op, args, kwargs)
             due = self._due(op, target, args)
             return [self._repeat(op, due, args, kwargs, None)] if due is not None else None
         if self._tracer.autocast_around:
@@ -139,7 +144,12 @@ class Updates:
         origin = tracer.provenance.get(target)
         role, name = "tensor", f"of shape {tuple(target.shape)}"
         if isinstance(target, torch.nn.Parameter) and target.requires_grad:
-            role, name = "parameter", origin.what if origin.kind == "parameter" else tracer.names.parameter_name(target) or name
+            average = self._optimizer is None and target.grad is None and ("lerp_" in op.name or "mul_" in op.name)
+            if not average and self._optimizer is None and target.grad is None:  # decayed by mul_ before this add_: an average too
+                decay = self._watched.get((storage._cdata, op.name.replace("add_", "mul_")))
+                average = decay is not None and decay.role == "tensor"
+            role = "tensor" if average else "parameter"
+            name = origin.what if origin.kind == "parameter" else tracer.names.parameter_name(target) or name
         elif origin.kind in ("parameter", "buffer") and self._optimizer is None and torch._C._current_autograd_node() is None:
             role, name = "tensor", origin.what
         elif self._optimizer is not None:

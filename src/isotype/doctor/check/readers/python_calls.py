@@ -33,6 +33,8 @@ def read(text: str) -> list[Call]:
     except (SyntaxError, ValueError, RecursionError) as error:
         raise BadPython(getattr(error, "msg", None) or str(error), getattr(error, "lineno", None) or 1) from error
     names = _constants(tree)
+    conditional = _conditional(tree)
+    _written_later(tree, names, conditional)
     targets = {
         id(node.value): node.targets[0].id
         for node in ast.walk(tree)
@@ -45,6 +47,13 @@ def read(text: str) -> list[Call]:
             if owner in ("os.environ", "environ"):
                 key, value = _value(node.targets[0].slice, names), _value(node.value, names)
                 calls.append(Call("environ", "os", node.lineno, {str(key): (value, node.lineno)}))
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(target := node.targets[0], ast.Attribute)
+            and isinstance(target.value, ast.Name)
+            and id(node) not in conditional
+        ):
+            calls.append(Call("setattr", target.value.id, node.lineno, {target.attr: (_value(node.value, names), node.lineno)}))
         if not isinstance(node, ast.Call):
             continue
         owner, _, name = _dotted(node.func).rpartition(".")
@@ -60,6 +69,30 @@ def read(text: str) -> list[Call]:
         calls.append(call)
     calls += _settings_classes(tree, names)
     return sorted(calls, key=lambda c: c.line)
+
+
+def _conditional(tree: ast.Module) -> set[int]:
+    """Statements that only run under a condition."""
+    branches = (ast.If, ast.Try, ast.While, ast.For, ast.Match, ast.IfExp)
+    return {id(inner) for node in ast.walk(tree) if isinstance(node, branches) for inner in ast.walk(node) if inner is not node}
+
+
+def _written_later(tree: ast.Module, names: dict[str, ast.expr], conditional: set[int]) -> None:
+    """`config["fp16"] = True` after `config = {...}` or `dict(...)`: the name's value gains the item; under a condition it is dropped."""
+    for node in ast.walk(tree):
+        if not (
+            isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Subscript) and isinstance(target.value, ast.Name)
+        ):
+            continue
+        made, key = names.get(target.value.id), target.slice
+        if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
+            continue
+        value = ast.copy_location(ast.Name("<only when run>", ast.Load()), node) if id(node) in conditional else node.value
+        if isinstance(made, ast.Dict):
+            made.keys.append(key)
+            made.values.append(value)
+        elif isinstance(made, ast.Call) and _dotted(made.func) == "dict":
+            made.keywords.append(ast.keyword(key.value, value))
 
 
 def _settings_classes(tree: ast.Module, names: dict[str, ast.expr]) -> list[Call]:

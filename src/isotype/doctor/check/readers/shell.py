@@ -84,7 +84,11 @@ def _read_line(script: Script, text: str, line: int) -> None:
         return
     if re.match(r"^(?:if|then|else|fi|for|do|done|while|function|case|esac)\b", text):
         return
-    raw_words = _split(text)
+    for command in _split(text):
+        _read_command(script, command, line)
+
+
+def _read_command(script: Script, raw_words: list[tuple[str, bool]], line: int) -> None:
     words: list[str] = []
     pending: list[Assignment] = []
     exported = False
@@ -105,9 +109,10 @@ def _read_line(script: Script, text: str, line: int) -> None:
         script.commands.append((words, line))
 
 
-def _split(text: str) -> list[tuple[str, bool]]:
-    """(word without quotes, whether single quotes kept it from expansion)."""
-    words = []
+def _split(text: str) -> list[list[tuple[str, bool]]]:
+    """The commands of a line (`;`, `&&`, `|` part them), each as (word without quotes, whether single quotes kept it from expansion)."""
+    commands: list[list[tuple[str, bool]]] = []
+    words: list[tuple[str, bool]] = []
     at, current, single, started = 0, "", False, False
     while at < len(text):
         char = text[at]
@@ -117,8 +122,9 @@ def _split(text: str) -> list[tuple[str, bool]]:
             if started:
                 words.append((current, single))
             current, single, started = "", False, False
-            if char in ";&|":
-                break
+            if char in ";&|" and words:
+                commands.append(words)
+                words = []
         elif char == "'":
             end = text.find("'", at + 1)
             end = len(text) if end < 0 else end
@@ -136,7 +142,7 @@ def _split(text: str) -> list[tuple[str, bool]]:
         at += 1
     if started:
         words.append((current, single))
-    return words
+    return [*commands, words] if words else commands
 
 
 def read_line_by_line(text: str) -> dict[str, Assignment]:

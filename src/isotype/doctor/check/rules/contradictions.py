@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ....finding import Finding
-from ..model_settings import BNB, launcher_mode, mixed_flag
+from ..model_settings import BNB, launcher_mode, lightning_precision, mixed_flag
 from ..record import Record
 from ..settings import dtype_of, truth
 from ..sharded import deepspeed_setting, uses_deepspeed
@@ -285,8 +285,12 @@ def quantised_compute_dtype(r: Record) -> Iterator[Finding]:
         "hf.bnb_4bit_compute_dtype",
         f"hf.model_init_kwargs.{BNB}.bnb_4bit_compute_dtype",
         f"hf.{BNB}.bnb_4bit_compute_dtype",
+        f"checkpoint.{BNB}.bnb_4bit_compute_dtype",
     )
-    if setting is None or r.quantised is None:
+    if r.quantised is None:
+        return
+    if setting is None:
+        yield from _compute_dtype_left_open(r)
         return
     own, run = dtype_of(setting.value), r.value("compute")
     weights = r.value("parameters")
@@ -312,7 +316,46 @@ def quantised_compute_dtype(r: Record) -> Iterator[Finding]:
         )
 
 
+def _compute_dtype_left_open(r: Record) -> Iterator[Finding]:
+    """A 4-bit configuration written out (and not one that a tool completes) that names no compute dtype: the library's is fp32."""
+    f, run = r.facts, r.value("compute")
+    written = f.on(f"model.{BNB}.load_in_4bit", f"hf.{BNB}.load_in_4bit", f"hf.model_init_kwargs.{BNB}.load_in_4bit")
+    document = f.tool("model")
+    unknown = document.attributes.get("unknown", set()) if document else set()
+    made_by_unsloth = bool(document and document.attributes.get("unsloth"))
+    if (
+        written is None
+        or not written.key.startswith((f"{BNB}.", "model_init_kwargs."))
+        or r.quantised != 4
+        or r.tool not in ("hf", "script", "lightning")
+        or run not in ("bf16", "fp16")
+        or made_by_unsloth
+        or f"{BNB}.bnb_4bit_compute_dtype" in unknown
+        or f.get(f"checkpoint.{BNB}.bnb_4bit_compute_dtype")
+    ):
+        return
+    word = "bfloat16" if run == "bf16" else "float16"
+    yield found(
+        "CF010",
+        WARNING,
+        f"bnb_4bit_compute_dtype is left at its default, fp32, in a {run} run",
+        written,
+        r.by("compute"),
+        cause=(
+            f"BitsAndBytesConfig computes in fp32 unless told otherwise (and its 4-bit type is fp4): every 4-bit layer widens "
+            f"its {run} input and multiplies in fp32, slower and with more memory, and its dtype is not the run's"
+        ),
+        fix=f"bnb_4bit_compute_dtype={word!r} (and bnb_4bit_quant_type='nf4')",
+        wins="fp32 products in the quantised layers",
+        holds="transformers 5.23",
+    )
+
+
 _MODES = ("no", "fp16", "bf16", "fp8")
+_LIGHTNING_MODES = (
+    *("16-mixed", "bf16-mixed", "32-true", "64-true", "16-true", "bf16-true", "transformer-engine", "transformer-engine-float16"),
+    *("16", "bf16", "32", "64"),
+)
 
 
 @rule("CF014")
@@ -323,11 +366,24 @@ def unknown_mode(r: Record) -> Iterator[Finding]:
     1.15 fails on it
     with "'bool' object has no attribute 'lower'".
 
-    **Example.** `mixed_precision: no` in accelerate's YAML; `--mixed_precision=fp32` in SimpleTuner.
+    **Example.** `mixed_precision: no` in accelerate's YAML; `--mixed_precision=fp32` in SimpleTuner; `precision="fp16-mixed"` in Lightning.
 
-    **What to do.** `mixed_precision: 'no'` for fp32, quoted; else `bf16` or `fp16`.
+    **What to do.** `mixed_precision: 'no'` for fp32, quoted; else `bf16` or `fp16`. Lightning: `bf16-mixed`, `16-mixed`, `bf16-true`.
     """
     f = r.facts
+    precision = lightning_precision(f)
+    if precision is not None and str(precision.value) not in _LIGHTNING_MODES:
+        given = str(precision.value).lower()
+        mode = ("16" if "16" in given and "bf" not in given else "bf16") + ("-true" if "true" in given else "-mixed")
+        yield found(
+            "CF014",
+            ERROR,
+            f"{precision.key}: {precision.value} is not a precision of Lightning's",
+            precision,
+            cause=f"Lightning takes {', '.join(_LIGHTNING_MODES)}; {precision.value} is refused",
+            fix=f"{precision.key}: {'32-true' if '32' in given else mode!r}",
+            wins="Lightning refuses to start",
+        )
     for name in (
         "accelerate.mixed_precision",
         "env.ACCELERATE_MIXED_PRECISION",

@@ -137,10 +137,13 @@ def deepspeed_accumulation_dtype(r: Record) -> Iterator[Finding]:
     """grad_accum_dtype that DeepSpeed cannot have
 
     **Why it matters.** Without ZeRO the accumulation dtype must be the model's: "unsupported mix of model_dtype and grad_accum_dtype".
+    With ZeRO any word is taken and every micro-batch's gradient is cast to it before it is added: bf16 gradients in fp16 overflow at
+    65504 and flush below 6e-8 without a loss scale, fp16 or fp32 ones in bf16 keep 8 bits.
 
-    **Example.** `bf16` enabled, `zero_optimization.stage: 0`, `data_types: {grad_accum_dtype: fp32}` and no bf16 optimizer for it.
+    **Example.** `bf16` enabled, `zero_optimization.stage: 0`, `data_types: {grad_accum_dtype: fp32}` and no bf16 optimizer for it;
+    `bf16` enabled with `grad_accum_dtype: fp16` under ZeRO.
 
-    **What to do.** Enable ZeRO, or leave grad_accum_dtype out.
+    **What to do.** `grad_accum_dtype: fp32` under ZeRO; without ZeRO leave it out.
     """
     f = r.facts
     accumulated = deepspeed_setting(f, "data_types.grad_accum_dtype")
@@ -165,6 +168,65 @@ def deepspeed_accumulation_dtype(r: Record) -> Iterator[Finding]:
             cause=("without ZeRO DeepSpeed accumulates in the model's dtype only: an unsupported mix of model dtype and grad_accum_dtype"),
             fix='"zero_optimization": {"stage": 1} or higher, or remove grad_accum_dtype',
             wins="DeepSpeed stops with NotImplementedError",
+        )
+    elif asked not in ("bf16", "fp16", "fp32"):
+        yield found(
+            "CF052",
+            ERROR,
+            f"grad_accum_dtype: {accumulated.value} is no dtype that DeepSpeed accumulates in",
+            accumulated,
+            cause="DeepSpeed looks the word up among fp32, fp16 and bf16 (float32, half, torch.bfloat16, ...) and stops at any other",
+            fix='"grad_accum_dtype": "fp32"',
+            wins="DeepSpeed stops with ValueError",
+        )
+    elif stage and asked in ("bf16", "fp16") and asked != model:
+        yield found(
+            "CF052",
+            ERROR if (model, asked) == ("bf16", "fp16") else WARNING,
+            f"{model} gradients are accumulated in {asked} (grad_accum_dtype)",
+            accumulated,
+            deepspeed_setting(f, f"{model}.enabled"),
+            stage_by,
+            cause=(
+                f"ZeRO casts each micro-batch's {model} gradient to {asked} before it adds it: "
+                + (
+                    "beyond 65504 it is inf, below 6e-8 zero, and bf16 runs have no loss scale that would show it"
+                    if asked == "fp16"
+                    else "8 bits of mantissa are left, fewer than the gradients had"
+                )
+            ),
+            fix='"data_types": {"grad_accum_dtype": "fp32"}, or remove it',
+            wins=f"sums in {asked}, in silence",
+        )
+
+
+@rule("CF062")
+def deepspeed_parameter_dtype(r: Record) -> Iterator[Finding]:
+    """data_types.param_dtype against the enabled half precision
+
+    **Why it matters.** DeepSpeed derives the model's dtype from its fp16 and bf16 sections everywhere; a param_dtype that says
+    another one is refused at the start.
+
+    **Example.** `"bf16": {"enabled": true}, "data_types": {"param_dtype": "fp16"}`.
+
+    **What to do.** Remove param_dtype; the section decides.
+    """
+    setting = deepspeed_setting(r.facts, "data_types.param_dtype")
+    if setting is None:
+        return
+    model = "bf16" if _on(r, "bf16") else "fp16" if _on(r, "fp16") else "fp32"
+    asked = dtype_of(setting.value)
+    if asked != model:
+        yield found(
+            "CF062",
+            ERROR,
+            f"param_dtype is {asked or setting.value}, DeepSpeed's sections make the model {model}",
+            setting,
+            deepspeed_setting(r.facts, f"{model}.enabled"),
+            cause=f"the optimizer, the master weights and the reduction follow the sections: {model}",
+            fix="remove param_dtype, or enable the section it means",
+            wins="DeepSpeed stops with AssertionError",
+            holds="DeepSpeed 0.19",
         )
 
 

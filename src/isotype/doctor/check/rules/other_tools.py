@@ -56,6 +56,30 @@ def torchtitan_reduce(r: Record) -> Iterator[Finding]:
         )
 
 
+@rule("CF097")
+def torchtitan_words(r: Record) -> Iterator[Finding]:
+    """A dtype that torchtitan does not take
+
+    **Why it matters.** Its mixed precision and its training dtype are bfloat16 or float32: there is no loss scaling for float16.
+
+    **Example.** `mixed_precision_param = "float16"`.
+
+    **What to do.** `"bfloat16"`.
+    """
+    for key in ("mixed_precision_param", "dtype"):
+        setting = r.facts.get(f"torchtitan.training.{key}")
+        if setting and dtype_of(setting.value) == "fp16":
+            yield found(
+                "CF097",
+                ERROR,
+                f"{key} is {setting.value}: torchtitan takes bfloat16 and float32",
+                setting,
+                cause="float16 needs a loss scale, and torchtitan has none",
+                fix=f'{key} = "{"bfloat16" if key == "mixed_precision_param" else "float32"}"',
+                wins="torchtitan refuses to start",
+            )
+
+
 @rule("CF092")
 def lightning_alias(r: Record) -> Iterator[Finding]:
     """precision: 16 and bf16 are aliases

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from ....finding import Finding
-from ..model_settings import mixed_flag
+from ..model_settings import lightning_precision, mixed_flag
 from ..record import Record
 from ..settings import dtype_of, truth
 from ..sharded import deepspeed_setting, uses_deepspeed
@@ -64,6 +64,35 @@ def updates_round_away(r: Record) -> Iterator[Finding]:
         ),
         wins="the weights' own dtype: bf16 mixed precision does not make fp32 masters",
         holds="transformers >= 5 (dtype defaults to the checkpoint's)" if r.tool == "hf" else None,
+    )
+
+
+@rule("CF017")
+def fp16_weights_without_scaling(r: Record) -> Iterator[Finding]:
+    """fp16 weights are trained without a loss scale
+
+    **Why it matters.** fp16 ends at 6e-8 below: unscaled gradients flush to zero, AdamW's second moment (a squared gradient) flushes long
+    before, and its eps of 1e-8 is itself zero in fp16, so that updates divide by zero.
+
+    **Example.** `precision: 16-true` in Lightning with AdamW.
+
+    **What to do.** `16-mixed` (fp32 weights and a loss scale), or `bf16-true` / `bf16-mixed` where the GPU has bf16.
+    """
+    precision = lightning_precision(r.facts)
+    if precision is None or str(precision.value) != "16-true" or r.value("trained") != "fp16":
+        return
+    yield found(
+        "CF017",
+        WARNING,
+        "fp16 weights are trained without a loss scale or an fp32 master",
+        precision,
+        r.by("trained"),
+        cause=(
+            "16-true makes weights, gradients and optimizer states fp16 and scales nothing: what is below 6e-8 is zero, "
+            "AdamW's eps of 1e-8 too"
+        ),
+        fix="precision: 16-mixed (fp32 weights, a loss scale), or bf16-true where the GPU has bf16",
+        wins="fp16 everywhere",
     )
 
 

@@ -1,0 +1,38 @@
+"""The code cells of a notebook as one Python text, with the file's line of each of its lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from .json_lines import BadJson
+
+_NOT_PYTHON = ("%", "!", "?")
+
+
+def read(text: str) -> tuple[str, Callable[[int | None], int | None]]:
+    """-> the code, and the function from its lines to the notebook's. Shell and magic lines become comments. Raises BadJson."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise BadJson(f"not a notebook: {error}", getattr(error, "lineno", 1)) from error
+    code: list[str] = []
+    places: list[int] = []
+    raw, position = text, 0
+    for cell in data.get("cells", []) if isinstance(data, dict) else []:
+        if not isinstance(cell, dict) or cell.get("cell_type") != "code":
+            continue
+        source = cell.get("source", [])
+        for line in source.splitlines() if isinstance(source, str) else "".join(map(str, source)).splitlines():
+            written = json.dumps(line, ensure_ascii=False)[1:-1]
+            at = raw.find(written, position) if written.strip() else position
+            position = at if at >= 0 else position
+            plain = line.lstrip()
+            indent = line[: len(line) - len(plain)]
+            code.append(f"{indent}pass  # {plain}" if plain.startswith(_NOT_PYTHON) else line)
+            places.append(raw.count("\n", 0, position) + 1)
+
+    def line_of(line: int | None) -> int | None:
+        return places[line - 1] if line is not None and 0 < line <= len(places) else line
+
+    return "\n".join(code) + "\n", line_of

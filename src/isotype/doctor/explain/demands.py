@@ -1,0 +1,44 @@
+"""Errors of an operator that takes one dtype only, whatever its other operands are."""
+
+from __future__ import annotations
+
+from .causes import outside_autocast
+from .family import Cause, Explained, Seen, family
+from .recognise import dtype_word
+
+
+@family("EX029", "demanded dtype")
+def demanded(s: Seen) -> Explained:
+    """An operator takes one dtype, and got another
+
+    **Why it matters.** Extension kernels (quantised products, fp8 scales, fused attention) are compiled for one or two dtypes and
+    assert them; the text names what they want, seldom what they got.
+
+    **Example.** `Expected A.dtype() == at::kBFloat16 to be true`: quanto's int4 product takes bf16 activations only, and a run in fp16
+    or fp32 hands it others.
+
+    **What to do.** Run in the dtype it takes (`mixed_precision`, `dtype=` when loading), or cast next to the call.
+    """
+    only = ", ".join(dtype_word(word) for word in s.words.get("only", "").split(",") if word.strip()) or "another dtype"
+    if "scalar" in s.text and s.words.get("only") == "float":
+        only = "fp32"
+    name = s.words.get("name", "an operator").strip()
+    met = dtype_word(s.words["met"]) if "met" in s.words else None
+    half = "torch.float16" if only == "fp16" else "torch.float32" if only == "fp32" else "torch.bfloat16"
+    return Explained(
+        message=f"{name} takes {only}" + (f", not {met}" if met else ""),
+        causes=[
+            *outside_autocast(s),
+            Cause(
+                name=f"{name} exists for {only} only",
+                score=3,
+                why=(
+                    f"{name} is checked against {only} and has another dtype" + (f" ({met})" if met else "") + ": the run's precision is "
+                    "another, an fp32 norm or adapter promoted it, or `model.to(dtype)` cast what has to stay (scales)"
+                ),
+                fix=(f"cast next to the call: {name}.to({half}), or " if f"{name}.dtype" in s.text or "scale_" in name else "")
+                + f"load and train with dtype={half}",
+                because="the text names it",
+            ),
+        ],
+    )

@@ -1,0 +1,312 @@
+"""The wordings of dtype errors, as templates; recognise.py matches them. A table: longer than a file should be otherwise."""
+
+from __future__ import annotations
+
+# operator, template. Earlier wins. `<x>` is a dtype named x; everything else is a regular expression.
+FORMS: tuple[tuple[str, str], ...] = (
+    # products
+    ("grouped product", r"Expected inputs of (?P<_only>\w+) type but got mat_a\.dtype=<left> and mat_b\.dtype=<right>"),
+    ("matrix product", r"Expected object of scalar type <left> but got scalar type <right> for argument #\d+ '\w+' in call to _th_"),
+    (
+        "layer outside autocast",
+        (
+            r"Data types for parameters must match when outside of autocasted region[\s\S]{0,40}?Found input dtype: "
+            r"<left> and '(?P<_parameter>\w+)' dtype: <right>"
+        ),
+    ),
+    ("matrix product", r"expected (?P<_left>m(?:at)?1) and m(?:at)?2 to have the same dtype,? but got:? <left> != <right>"),
+    ("accumulated product", r"self and (?:mat|batch|m)\d? must have the same dtype,? but got <self> and <right>"),
+    (
+        "matrix product",
+        (
+            r"(?:expected )?(?:mat1|m1|batch1|input|a) and (?:mat2|m2|batch2|weight|b) (?:must|should|to) have "
+            r"the same dtype,? but got:? <left> (?:and|!=|vs\.?) <right>"
+        ),
+    ),
+    ("accumulated product", r"Input dtypes must be the same,? got:? input <self>,? batch1:? <left>,? batch2:? <right>"),
+    ("vector product", r"addmv input tensors must have the same dtype,? but got:? <self>,? <left>,? and <right>"),
+    ("vector product", r"dot ?:? expected both vectors to have same dtype,? but found <left> and <right>"),
+    ("vector product", r"expected vec and mat to have (?:the )?same dtype,? but got:? <left> and <right>"),
+    ("output buffer", r"Expected out tensor to have dtype <expected>,? but got <got>"),
+    (
+        "output buffer",
+        (
+            r"Expected (?:out|output|result|self) (?:tensor )?to (?:have|be) (?:dtype|type) <expected>,? but "
+            r"(?:got|found) <got>"
+        ),
+    ),
+    ("result type", r"result type <result> can'?t be cast to the desired (?:out=|output) type <desired>"),
+    # layers
+    ("convolution", r"Input type \(<left>\) and (?P<_what>bias|weight) type \(<right>\) should be the same"),
+    (
+        "old type check",
+        (
+            r"Expected tensor for (?:argument #\d+ )?'(?P<_left>\w+)' to have the same (?:scalar )?type as tensor "
+            r"for (?:argument #\d+ )?'(?P<_right>\w+)'; but (?:type|got) <left> (?:does not equal|and) <right>"
+        ),
+    ),
+    (
+        "norm",
+        (
+            r"mixed dtype \(CPU\): (?:all the (?P<_what2>parameters?)|expect (?P<_what>parameter|input)) (?:must "
+            r"have|to have) scalar type of <expected>"
+        ),
+    ),
+    ("norm", r"mixed dtype \(CPU\)"),
+    ("slow norm", r"Mismatch dtype between input and (?:weight|module): input dtype = <left>,? (?:weight|module) dtype = <right>"),
+    ("recurrent layer", r"RNN input dtype \(<left>\) does not match weight dtype \(<right>\)"),
+    ("recurrent layer", r"input must have the type <right>,? got type <left>"),
+    # attention
+    ("hardware without bf16", r"No operator found for `memory_efficient_attention[\s\S]*?bf16 is only supported on A100"),
+    (
+        "memory-efficient attention",  # every operator tried refuses for the dtype; possessive, so that one that does not is not skipped
+        (
+            r"No operator found for `memory_efficient_attention[\s\S]*?query +: [^\n]*\(<query>\)(?:\n(?!`)[^\n]*)*+"
+            r"(?:\n`[^`]+` is not supported because:(?:\n[ \t]++(?!dtype=)[^\n]*)*+\n\s+dtype=[^\n]*\(supported: \{(?P<_only>[^}]*)\}\)"
+            r"(?:\n(?!`)[^\n]*)*+)++(?!\n`)"
+        ),
+    ),
+    (
+        "attention",
+        (
+            r"Expected query,? key,? and value to have the same dtype,? but got query\.dtype:? <query>,? "
+            r"key\.dtype:? <key>,? and value\.dtype:? <value>"
+        ),
+    ),
+    (
+        "attention",
+        (
+            r"[Qq]uery/[Kk]ey/[Vv]alue should (?:either )?all have the same dtype(?:[\s\S]{0,300}?query\.dtype:? "
+            r"<query>\s+key\.dtype:? <key>\s+value\.dtype:? <value>)?"
+        ),
+    ),
+    ("attention", r"query and key must have the same dtype"),
+    (
+        "attention mask",
+        (
+            r"attn_mask dtype to be bool (?:or float )?or to match query dtype,? but got attn_mask\.dtype:? "
+            r"<mask> and\s+query\.dtype:? <query>"
+        ),
+    ),
+    ("attention mask", r"(?:invalid|unsupported) (?:dtype for bias|attn_?bias dtype)[\s\S]{0,60}?should be <query>[\s\S]{0,60}?<mask>"),
+    ("flash attention", r"Flash ?Attention only supports? (?:fp16|bf16|float16)(?:,)? (?:and|or) (?:bf16|fp16|bfloat16)"),
+    (
+        "flash attention",
+        (
+            r"Flash ?Attention[- ]?\d?(?:\.0)? only supports? torch\.(?:float16|bfloat16) (?:and|or) "
+            r"torch\.(?:float16|bfloat16) dtypes"
+        ),
+    ),
+    (
+        "flash attention",
+        (
+            r"(?:q|query),? (?:k|key),? (?:and )?(?:v|value) must (?:be|have) (?:dtype )?(?:fp16|float16|half) or "
+            r"(?:bf16|bfloat16)"
+        ),
+    ),
+    # indexed writes
+    (
+        "indexed write",
+        (
+            r"(?P<_name>Index put) requires the source and destination dtypes match,? got <destination> for the "
+            r"destination and <source> for the source"
+        ),
+    ),
+    ("indexed write", r"(?P<_name>scatter\w*)\(\):? [Ee]xpected self\.dtype to be equal to src\.dtype"),
+    (
+        "indexed write",
+        (
+            r"(?P<_name>index_(?:add|reduce)_?)\(\):? self \(<destination>\) and source \(<source>\) must have "
+            r"the same (?:scalar )?d?type"
+        ),
+    ),
+    (
+        "indexed write",
+        (
+            r"(?P<_name>index_copy_?)\(\):? self and source expected to have the same dtype,? but got \(self\) "
+            r"<destination> and \(source\) <source>"
+        ),
+    ),
+    ("indexed write", r"(?P<_name>masked_scatter_?):? expected self and source to have same dtypes? but got\s?<destination> and <source>"),
+    (
+        "indexed write",
+        (
+            r"(?P<_name>index_fill_?|masked_fill_?|put_?|take)(?:\(\))?:? "
+            r".{0,60}?(?:same|match).{0,30}?<destination>.{0,30}? <source>"
+        ),
+    ),
+    # gradients and optimizers
+    ("optimizer update", r"[Ee]xpected dtype <state> for `?(?P<_which>end|weight)`?,? but got (?:dtype )?<gradient>"),
+    ("fused optimizer", r"params, grads, exp_avgs,? and exp_avg_sqs must have same dtype"),
+    ("assigned gradient", r"assign(?:ing|ed)? a gradient with dtype '?<gradient>'? to a tensor with (?:grad_)?dtype '?<parameter>'?"),
+    ("backward of a promotion", r"Found dtype <got> but expected <expected>"),
+    ("gradient in backward", r"(?m)^(?:\w*Error: )?(?:.{0,80}: )?Expected <expected>, got <got>"),
+    (
+        "gradient in backward",
+        (
+            r"[Ff]unction '?\w+'? returned an invalid gradient at index \d+ - expected (?:type|dtype) <expected> "
+            r"but got <got>"
+        ),
+    ),
+    ("scaler, fp16 gradients", r"[Aa]ttempting to unscale FP16 gradients"),
+    ("scaler, bf16 gradients", r"\"_amp_foreach_non_finite_check_and_unscale_\w+\" not implemented for '<gradient>'"),
+    ("integer input", r"to have one of the following scalar types: (?:Long|Int)[\w, ]*; but got <got>"),
+    ("two dtypes", r"expected scalar type <expected> but (?:found|got) <got>"),
+    ("no gradient", r"element 0 of tensors does not require grad and does not have a grad_fn"),
+    # loss scaling
+    (
+        "loss scaler",
+        (
+            r"(?P<_what>does not use a scaler|Attempted \w+ but _scale is None|Gradient clipping is not implemented for "
+            r"optimizers handling the unscaling|loss scale already at minimum|No inf checks were recorded for this "
+            r"optimizer|unscale_\(\) has already been called|unscale_\(\) is being called after step)"
+        ),
+    ),
+    # what a dtype lacks
+    ("hardware without bf16", r"(?i:(?:CUDA device|GPU|hardware) (?:does ?n.t|does not|doest not|do not) supp?ot?r?t? `?b(?:float|f)16)"),
+    ("integer parameter", r"[Oo]nly Tensors of floating point (?:and complex )?dtype can require gradients"),
+    (
+        "demanded dtype",
+        (
+            r"Expected (?P<_name>\w+)\.(?:dtype|scalar_type)\(\) == (?:at::|torch::|c10::)?(?:ScalarType::)?k?(?P<_only>\w+) "
+            r"to be true,? but got false"
+        ),
+    ),
+    (
+        "demanded dtype",
+        r"assert (?P<_name>[\w.]+)\.dtype (?:==|in|is) [(\[]?(?P<_only>(?:torch|tl)\.(?:b?float\d+|half)(?:, ?(?:torch|tl)\.\w+)*)",
+    ),
+    ("demanded dtype", r"(?P<_name>scale_[ab]) must be (?:a )?(?P<_only>float) scalar"),
+    (
+        "demanded dtype",
+        (
+            r"\bOnly (?P<_only>bf16|bfloat16|fp16|float16|half|fp32|float32)(?: high precision output)?"
+            r" (?:types?|dtypes?|inputs?|tensors?)?"
+            r" ?(?:are|is) supported(?: for (?P<_name>[^\n.]+))?"
+        ),
+    ),
+    (
+        "demanded dtype",
+        r"(?P<_met>torch\.\w+) is not supported for (?:quantization method )?(?P<_name>\w+)\.? Supported dtypes:? \[(?P<_only>[^\]]+)\]",
+    ),
+    (
+        "demanded dtype",
+        r"(?P<_name>\w+) does not support (?P<_met>(?:torch\.)?float(?:16|32|64))\b[.,]? [Pp]lease use (?P<_only>(?:torch\.)?\w+)",
+    ),
+    (
+        "demanded dtype",
+        r"(?P<_name>[\w.]+) (?:dtype )?must (?:be|have dtype|be of type|be in) (?P<_only>torch\.(?:bfloat16|float16|float32|half))",
+    ),
+    ("missing kernel", r"\"(?P<_op>[\w<>:, ]+)\" not implemented for '(?P<_dtype>BFloat16|Half|Float8\w*)'"),
+    (
+        "missing kernel",
+        (
+            r"(?P<_op>[\w.:]+)(?:\(\))? ?:? (?:does not support|is not (?:implemented|supported) (?:for|on|with)) "
+            r"(?:dtype |type )?(?P<_dtype>torch\.(?:bfloat16|float16|half)|BFloat16|Half|bfloat16)"
+        ),
+    ),
+    ("missing kernel", r"[Uu]nsupported dtype (?P<_dtype>BFloat16|Half|torch\.bfloat16|torch\.float16)"),
+    ("missing kernel", r"cuFFT only supports dimensions whose sizes are powers of two when computing in (?P<_dtype>half) precision"),
+    ("numpy", r"Got unsupported ScalarType (?P<_dtype>BFloat16|Float8\w*)"),
+    ("numpy", r"(?:Cannot interpret|can'?t convert)[^\n]{0,40}(?P<_dtype>torch\.bfloat16|bfloat16)[^\n]{0,40}numpy"),
+    ("overflowing constant", r"value cannot be converted to type (?:at::|c10::)?(?P<_dtype>\w+) without overflow"),
+    ("autocast", r"Unexpected floating ScalarType in at::autocast::prioritize"),
+    ("dtype string", r"module '?torch'? has no attribute '?(?P<_word>torch\.(?:bfloat16|float16|float32|half)|bf16|fp16|fp32|float8\w*)'?"),
+    # distributed
+    ("weights sent elsewhere", r"(?:mismatch dtype|dtype mismatch)[:,] src:? <source>,? dst:? <destination>"),
+    ("DeepSpeed autocast", r"torch\.autocast is enabled outside DeepSpeed"),
+    ("flattened parameters", r"(?:Must flatten tensors with|`?FlatParameter`? requires) uniform dtype but got <left> and <right>"),
+    ("sharded group", r"FSDP expects uniform (?P<_what>original parameter|reduce) dtype but got \{(?P<_set>[^}]*)\}"),
+    ("collective", r"(?i:output tensor must have the same type as input tensor)"),
+    ("collective", r"(?i:Invalid usage of tensors with different dtypes)(?:\s*Found <left> and\s+<right>)?"),
+    (
+        "collective",
+        (
+            r"(?i:\w+: invalid tensor type at index \d+ \(expected "
+            r"TensorOptions\(dtype=)<left>(?:[\s\S]{0,200}?got TensorOptions\(dtype=<right>)?"
+        ),
+    ),
+    ("collective", r"(?i:tensors? must (?:all )?have the same d?type)[^\n]{0,40}(?i:all_?reduce|all_?gather|reduce_scatter|broadcast)"),
+    (
+        "DeepSpeed accumulation",
+        (
+            r"Model data type and gradient accumulation data type must be equal to use ZeRO|BF16 optimizer for "
+            r"ZeRO requires fp32 gradient accumulation|Bfloat16 wrapper must use a gradient accumulation type of fp32|"
+            r"unsupported mix of model dtype|Unsupported mix of "
+            r"model_dtype"
+        ),
+    ),
+    # configuration
+    ("Lightning precision", r"Precision '?(?P<_word>[\w-]+)'? is invalid\. Allowed precision values: \((?P<_allowed>[^)]*)\)"),
+    ("dtype string", r"argument (?P<_flag>--?\w*dtype\w*): invalid choice: '(?P<_word>torch\.\w+)' \(choose from"),
+    (
+        "both halves",
+        (
+            r"At most one of (?P<_a>fp16(?:_full_eval|\b)) and (?:bf16|fp16) \S*\s?can be "
+            r"True|(?:fp16|bf16|float16|bfloat16)(?: full eval)? and (?:fp16|bf16|float16|bfloat16)(?: full "
+            r"eval)?(?: modes?)? (?:cannot|can'?t|can not) (?:both be true|be simultaneously enabled|be both|both "
+            r"be)|At most one of fp16 and bf16"
+        ),
+    ),
+    ("DeepSpeed mismatch", r"ds (?P<_key>(?:fp16|bf16)\.enabled)=(?P<_ds>\w+) vs hf (?P<_hf>[\w|+()]+)=(?P<_hfvalue>\w+)"),
+    ("DeepSpeed mismatch", r"`?--mixed_precision`? arg cannot be set to `(?P<_mp>\w+)` when `(?P<_section>\w+)` is set"),
+    (
+        "trainer refusal",
+        (
+            r"full_(?P<_full>fp16|bf16) requires mixed precision|requesting an incompatible dtype and optimizer "
+            r"combination|You cannot use the (?P<_optimizer>\w+) optimizer with (?P<_grads>fp32) gradients|only "
+            r"bfloat ?16 is supported|You cannot use --?\w*bf(?:loat)?16 without|(?m:requires mixed.precision=\S+ "
+            r"?/? ?$)|requires it\.$"
+        ),
+    ),
+    (
+        "mixed precision word",
+        (
+            r"Unknown mixed_precision mode:? ?(?P<_word>\S+)|invalid choice: '(?P<_word2>\w+)' \(choose from "
+            r"(?=[^)]*fp16)(?=[^)]*bf16)|'bool' object has no attribute 'lower'"
+        ),
+    ),
+    (
+        "hardware without bf16",
+        (
+            r"Your setup doesn'?t support bf16|bf16 mixed precision requires PyTorch|bf16 requested, but "
+            r"[^\n]{0,40}not (?:available|supported)[^\n]{0,20} GPU|does not support `?pure_bf16|bf16 precision "
+            r"was requested but not available|[Bb]float16 is (?:only supported on|not supported "
+            r"on)[^\n]{0,80}|Bfloat16 is only supported on GPUs with compute capability"
+        ),
+    ),
+    ("hardware without bf16", r"(?:--)?tf32 requires Ampere"),
+    ("model and flag differ", r"Model is in <left> precision but you want to use <right> precision"),
+    # bitsandbytes
+    ("quantised again", r"Blockwise (?:4bit )?(?:de)?quantization only supports 16/32-bit floats,? but got <got>"),
+    ("8-bit optimizer", r"Gradient\s?\+\s?optimizer bit data type combination not supported: grad <gradient>,? optimizer <state>"),
+    ("quantised fine-tuning", r"You cannot perform fine-tuning on purely quantized models"),
+    # Triton
+    ("Triton accumulator", r"acc\.type\.element_ty == out_dtype|out_dtype=<got> is unsupported"),
+    (
+        "Triton branch",
+        (
+            r"initial value for `(?P<_name>\w+)` is of type <left>,? but the (?P<_block>then|else) block "
+            r"redefines it as <right>"
+        ),
+    ),
+    ("Triton branch", r"Mismatched type for (?P<_name>\w+) between then block \(<left>\) and else block \(<right>\)"),
+    ("Triton branch", r"Ternary expression with dynamic condition has inconsistent types <left> and <right>"),
+    ("Triton branch", r"[Ii]nconsistent return types? (?:in|between)?[^\n]{0,40}<left> and <right>"),
+    ("Triton loop", r"Loop-carried variable (?P<_name>\w+) has initial type <left> but is re-?assigned to <right> in loop"),
+    ("Triton dot", r"Both operands must be (?:the )?same (?:d?type)\.? Got <left> and <right>"),
+    ("Triton dot", r"lhs and rhs must have the same dtype"),
+    ("Triton dot", r"First input \(<left>\) and second input \(<right>\) must have the same dtype"),
+    ("Triton math", r"Expected dtype \[(?P<_ok>[^\]]+)\] but got <got>"),
+    ("Triton store", r"Block element type\s?\(<left>\) and value element type\s?\(<right>\) mismatch"),
+    ("Triton fp8", r"type (?P<_dtype>fp8\w+) not supported in this architecture"),
+    # forms cut short, as people quote them
+    ("attention", r"Expected query,? key,? and value to have the same dtype"),
+    ("attention mask", r"attn_mask dtype to be bool (?:or float )?or to match query dtype|invalid dtype for bias - should match query"),
+    ("indexed write", r"(?P<_name>Index put) requires .{0,60}got <destination> for the destination and <source> for the source"),
+    ("indexed write", r"(?P<_name>Index put) requires the source and destination dtypes match"),
+    ("flattened parameters", r"(?:Must flatten tensors with|`?FlatParameter`? requires) uniform dtype"),
+    ("sharded group", r"FSDP expects uniform (?P<_what>original parameter|reduce) dtype"),
+    ("DeepSpeed mismatch", r"DeepSpeed config values that mismatch TrainingArguments values"),
+    ("matrix product", r"expected m(?:at)?1 and m(?:at)?2 to have the same dtype"),
+)

@@ -1,0 +1,41 @@
+"""Fifty dtype errors as users reported them: each has its code, a cause and a fix; the table says what was known before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from isotype.doctor.explain import explain
+from isotype.finding import Severity
+
+_TABLE = Path(__file__).with_name("field_errors.tsv")
+ERRORS = [line.split("\t", 3) for line in _TABLE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+
+
+@pytest.mark.parametrize(("code", "first_look", "source", "text"), ERRORS, ids=[f"{row[2]}-{n}" for n, row in enumerate(ERRORS)])
+def test_a_reported_error_is_known(code: str, first_look: str, source: str, text: str):
+    finding = explain(text.replace("\\n", "\n").splitlines())[0]
+    assert finding.code == code, finding.message
+    assert finding.severity is Severity.ERROR
+    assert finding.cause
+    assert finding.fix
+    assert first_look in ("known", "vague", "wrong", "missed")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NotImplementedError: No operator found for `memory_efficient_attention_forward` with inputs:\n"
+        "     query       : shape=(32, 4096, 1, 72) (torch.float32)\n     key         : shape=(32, 300, 1, 72) (torch.float32)\n"
+        "`cutlassF` is not supported because:\n    xFormers wasn't build with CUDA support\n"
+        "`flshattF` is not supported because:\n    dtype=torch.float32 (supported: {torch.bfloat16, torch.float16})",
+        "[2026-01-01 10:00:00,000] [INFO] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 65536, reducing to 32768",
+        "ValueError: Precision and recall are invalid for an empty set",
+        "error: argument --lr_scheduler: invalid choice: 'cosin' (choose from 'cosine', 'linear')",
+        "RuntimeError: Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment.",
+    ],
+)
+def test_what_only_looks_like_one_is_left_alone(text: str):
+    (finding,) = explain(text.splitlines())
+    assert finding.code == "EX000", finding.message
