@@ -181,6 +181,12 @@ def gated(op: Callable, activation: Callable) -> Callable:
     return make
 
 
+def tables(positions: int, size: int, device: str | torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin, fp32[1 S R]."""
+    angle = torch.outer(torch.arange(positions, device=device).float(), 10000 ** -(torch.arange(size // 2, device=device) / (size // 2)))
+    return angle.cos()[None], angle.sin()[None]
+
+
 def rope(o: argparse.Namespace) -> tuple[list[Tensor], dict[str, Callable], Callable]:
     heads, size = max(4, o.hidden // 128), 128
     positions = min(512, o.tokens)
@@ -190,10 +196,7 @@ def rope(o: argparse.Namespace) -> tuple[list[Tensor], dict[str, Callable], Call
         x = torch.randn(batch, positions, count, size, device=o.device).to(DTYPES[o.dtype])
         return x.transpose(1, 2).detach().requires_grad_()
 
-    angle = torch.outer(
-        torch.arange(positions, device=o.device).float(), 10000 ** -(torch.arange(size // 2, device=o.device) / (size // 2))
-    )
-    cos, sin = angle.cos()[None], angle.sin()[None]
+    cos, sin = tables(positions, size, o.device)
     q, k = states(heads), states(heads // 2)
 
     def half(x: Tensor) -> Tensor:

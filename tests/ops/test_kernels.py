@@ -14,6 +14,8 @@ from isotype.ops import cross_entropy, gelu_mul, linear_cross_entropy, rms_norm,
 from isotype.ops.backend import using
 from isotype.ops.cross_entropy import kernels
 from isotype.ops.cross_entropy.rule import LossRule
+from isotype.ops.gated import gated_gradients, gated_product
+from isotype.ops.rms_norm import kernels as norm_kernels
 from isotype.testing import compile_matrix
 from isotype.testing.interpreter import interpreted
 from tests.ops.trials import error
@@ -45,6 +47,25 @@ def rotary(interleaved, pairs):
     return run
 
 
+class Again(torch.autograd.Function):
+    """A gated product whose backward also needs the product again, as the fused MLP's does: the sum stands for its use there."""
+
+    @staticmethod
+    def forward(ctx, kind, gate, up):
+        ctx.kind = kind
+        ctx.save_for_backward(gate, up)
+        return gated_product(kind, gate, up)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dgate, dup, product = gated_gradients(ctx.kind, *ctx.saved_tensors, dy)
+        return None, dgate + product, dup
+
+
+def again(kind):
+    return lambda gate, up: Again.apply(kind, gate, up)
+
+
 CASES = {
     "cross_entropy": (loss(cross_entropy, {}, labels(5, 300)), [(5, 300)]),
     "cross_entropy-all": (loss(cross_entropy, {**ALL, "reduction": "none"}, labels(5, 300)), [(5, 300)]),
@@ -53,10 +74,17 @@ CASES = {
     "linear_cross_entropy-none": (lambda x, w: linear_cross_entropy(x, w, labels(6, 40), reduction="none", **ALL), [(6, 8), (40, 8)]),
     "rms_norm": (rms_norm, [(300, 24), (24,)]),
     "rms_norm-gemma": (lambda x, w: rms_norm(x, w, unit_offset=True), [(7, 24), (24,)]),
+    "rms_norm-frozen": (lambda x, w: rms_norm(x, w.detach()), [(300, 24), (24,)]),
     "silu_mul": (silu_mul, [(9, 200), (9, 200)]),
+    "silu_mul-halves": (lambda both: silu_mul(*both.chunk(2, -1)), [(9, 400)]),
     "gelu_mul": (gelu_mul, [(9, 200), (9, 200)]),
+    "gelu_mul-halves": (lambda both: gelu_mul(*both.chunk(2, -1)), [(9, 400)]),
     "gelu_mul-tanh": (lambda g, u: gelu_mul(g, u, approximate="tanh"), [(9, 200), (9, 200)]),
+    "silu_mul-again": (again("silu_mul"), [(9, 200), (9, 200)]),
+    "gelu_mul-again": (again("gelu_mul exact"), [(9, 200), (9, 200)]),
+    "gelu_mul-tanh-again": (again("gelu_mul tanh"), [(9, 200), (9, 200)]),
     "rope": (rotary(False, 4), [(2, 3, 5, 8), (2, 1, 5, 8)]),
+    "rope-as-projected": (lambda q, k: rotary(False, 4)(q.transpose(1, 2), k.transpose(1, 2)), [(2, 5, 3, 8), (2, 5, 1, 8)]),
     "rope-partial": (rotary(False, 3), [(2, 3, 5, 10), (2, 1, 5, 10)]),
     "rope-partial-interleaved": (rotary(True, 3), [(2, 3, 5, 10), (2, 1, 5, 10)]),
 }
@@ -68,7 +96,7 @@ def results(op, inputs, backend):
     with using(backend):
         y = op(*leaves)
         y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape).to(y.dtype))
-    return [y, *(x.grad for x in leaves)]
+    return [y, *(x.grad for x in leaves if x.grad is not None)]
 
 
 @each
@@ -83,6 +111,26 @@ def test_kernels_compute_what_the_eager_path_does(op, shapes, dtype):
         assert mine.dtype == theirs.dtype
         # both narrow once: they differ where fp32 sums in another order round to the other neighbour
         assert error(mine, theirs) <= 4 * torch.finfo(mine.dtype if mine.dtype == dtype else torch.float32).eps
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_the_weights_gradient_is_summed_over_tiles_and_programs(monkeypatch, rows):
+    """128 columns make tiles of 16 rows; one multiprocessor has 4 programs: 19 tiles are runs of 5."""
+    monkeypatch.setattr(norm_kernels, "multiprocessors", lambda device: 1)
+    torch.manual_seed(0)
+    inputs = [torch.randn(rows, 128), torch.randn(128)]
+    want = results(rms_norm, inputs, "eager")
+    with interpreted():
+        got = results(rms_norm, inputs, "triton")
+        torch.testing.assert_close(got, want)
+        assert all(torch.equal(a, b) for a, b in zip(got, results(rms_norm, inputs, "triton")))
+
+
+def test_a_row_too_long_for_registers_takes_plain_pytorch():
+    x, w = torch.randn(1, norm_kernels.LONGEST + 1), torch.ones(norm_kernels.LONGEST + 1)
+    want = rms_norm(x, w)
+    with using("triton"):  # whose kernels cannot run outside the interpreter
+        torch.testing.assert_close(rms_norm(x, w), want)
 
 
 def on_the_loss_kernels(options, narrower=None):
@@ -112,8 +160,11 @@ COMPILED = {
     "loss-narrowed": (on_the_loss_kernels({**ALL, "logit_scale": 1.0}, torch.bfloat16), [(3, 300)]),
 } | {
     name: (on_kernels(CASES[name][0]), CASES[name][1])
-    for name in ("rms_norm", "rms_norm-gemma", "silu_mul", "gelu_mul", "gelu_mul-tanh", "rope", "rope-partial-interleaved")
-}  # fmt: skip
+    for name in (
+        *("rms_norm", "rms_norm-gemma", "rms_norm-frozen", "silu_mul-again", "gelu_mul-again", "gelu_mul-tanh-again"),
+        *("rope", "rope-partial-interleaved"),
+    )
+}
 
 
 @pytest.mark.slow

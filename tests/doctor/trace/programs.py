@@ -719,3 +719,22 @@ def a_copy_evaluated_in_bf16(broken):
         copied(x_of())
     copied.to(torch.float32)
     model(x_of(torch.float32)).sum().backward()
+
+
+def eps_that_is_zero_in_fp16(broken):
+    model = nn.Linear(16, 16).to(torch.float16 if broken else torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        (model(x_of(model.weight.dtype) * 1e-2)).float().pow(2).mean().backward()
+        optimizer.step()
+
+
+def infinite_gradient_is_stepped(broken):
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(x_of(torch.float32)).pow(2).mean()
+        (loss * (float("inf") if broken and step == 1 else 1.0)).backward()
+        optimizer.step()

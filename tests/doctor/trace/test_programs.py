@@ -50,6 +50,8 @@ FAULTS = {
     "validation_casts_the_live_model": ("TR011", ("log_validation", "fp16", "weight"), ("autocast", "deepcopy")),
     "residual_promoted_under_autocast": ("TR010", ("fp32", "promote", "autocast"), (".to(x.dtype)",)),
     "clipped_before_unscaling": ("TR027", ("clip_grad_norm_", "65536", "GradScaler"), ("unscale_",)),
+    "eps_that_is_zero_in_fp16": ("TR028", ("eps=1e-08", "fp16", "0 / 0"), ("fp32",)),
+    "infinite_gradient_is_stepped": ("TR028", ("gradient", "inf", "weight"), ("error_if_nonfinite",)),
     "head_replaced_after_the_optimizer": ("TR026", ("weight", "bf16", "fp32"), ("after the last cast",)),
     "double_from_numpy": ("TR010", ("fp64", "promote"), (".to(x.dtype)",)),
     "gradients_accumulated_in_bf16": ("TR024", ("weight", "bf16", "additions"), ("fp32",)),

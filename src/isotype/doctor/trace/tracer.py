@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...dtypes import name as dtype_name
 from ...finding import Finding
 from .autocast import Autocast, Recompute
+from .broken_steps import BrokenSteps
 from .compiled import Compiled
 from .defaults import DefaultDtype
 from .failures import Failures
@@ -88,6 +89,7 @@ class Tracer(TorchDispatchMode):
         self.compiled = Compiled(self)
         self.overflows = Overflows(self)
         self.orphans = Orphans(self)
+        self.broken_steps = BrokenSteps(self)
         self.scaling = Scaling(self)
         self.picture = PrecisionMap(self)
         self._mapped = mapped
@@ -112,6 +114,8 @@ class Tracer(TorchDispatchMode):
         self._hooks.append(modules.register_module_forward_hook(self._leave_module, always_call=True))
         self._hooks.append(register_optimizer_step_pre_hook(self.updates.stepping))
         self._hooks.append(register_optimizer_step_pre_hook(self.orphans.stepping))
+        self._hooks.append(register_optimizer_step_pre_hook(self.broken_steps.stepping))
+        self._hooks.append(register_optimizer_step_post_hook(self.broken_steps.stepped))
         self._hooks.append(register_optimizer_step_post_hook(self.updates.stepped))
         self._hooks.append(register_optimizer_step_post_hook(self.parameters.stepped))
         self.defaults.start()
@@ -320,7 +324,8 @@ class Tracer(TorchDispatchMode):
             *self.promotions.findings(self.failures.told),
             *self.casts.findings(),
             *self.positions.findings(),
-            *self.overflows.findings(),
+            # what broken weights do to values is not the values' fault
+            *(self.broken_steps.findings() or self.overflows.findings()),
             *self.orphans.findings(),
             *self.scaling.findings(),
             *self.compiled.findings(),

@@ -38,6 +38,8 @@ NUMBER = re.compile(
     r"(^|_)(scale|scaling|alpha|eps|epsilon|dim|axis|size|chunks?|seq_len|theta|base|p|dropout|temperature|softcap|causal|groups?|stride|"
     r"padding|reduction|length|heads?|num_\w+|is_\w+|use_\w+|n_\w+)$"
 )
+_TORCH_TENSOR = re.compile(r"\b(Opt|Optional|Float|Half|BFloat16|Double|D)?Tensor\b")
+_OWN_TENSOR = re.compile(r"\w+Tensor\b")  # SparseTensor, QuantizedTensor: a class of its own, whose dtype is another matter
 _MODEL_DTYPE = re.compile(r"^(torch_|model_|input_|weight_|target_|out_|output_|param_|params_|activation_)?dtype$")
 _DEFAULT_DTYPE = re.compile(r"\btorch\.(float32|float64|float)$")
 
@@ -81,6 +83,8 @@ def _value(name: str, annotation: ast.expr | None, default: ast.expr | None, use
         return UNKNOWN
     if INTEGER.search(name) or "LongTensor" in hint or "IntTensor" in hint or "BoolTensor" in hint:
         return UNFOLLOWED.but(positional=bool(POSITIONS.search(name)))
+    if _OWN_TENSOR.search(hint) and not _TORCH_TENSOR.search(hint):
+        return UNFOLLOWED
     if "Tensor" in hint or used or ACTIVATION.match(name) or WEIGHT.match(name):
         if WEIGHT.match(name):
             return Tensor(scenario.weights, Made.PARAMETER, f"the argument {name}")

@@ -15,7 +15,7 @@ from typing import Any
 from ..source import SourceFile, keyword, last_name
 from . import arguments
 from .events import Event, Scenario
-from .interpreter import Interpreter, OutOfSteps, run_function
+from .interpreter import Impossible, Interpreter, OutOfSteps, run_function
 from .paths import Path, each_path
 from .values import UNFOLLOWED, Closure, Context, Dtype, Env, Items, Made, Scalar, Tensor
 
@@ -134,6 +134,8 @@ def _run_pair(file: SourceFile, function: FunctionClass, scenario: Scenario, eve
         refused = [e for e in run.events if e.kind in ("matmul", "out", "in_place", "scatter", "attention")]
         if not refused and function.backward is not None:
             _run_backward(run, file, function, ctx, output)
+    except Impossible:
+        return
     except OutOfSteps:
         pass
     events += run.events

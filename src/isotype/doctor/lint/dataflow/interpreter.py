@@ -14,7 +14,7 @@ from typing import Any
 from ..source import Function, SourceFile, last_name
 from . import matrix_products, operators, promotion, writes
 from .events import Event, Kind, Scenario
-from .modules import resolve_function
+from .modules import module_constants, resolve_function
 from .paths import Path
 from .values import (
     NONE,
@@ -63,6 +63,10 @@ class PathEnds(Exception):
     """The code raised, or torch would have: nothing after this is reached."""
 
 
+class Impossible(Exception):
+    """torch has no such kernel for this dtype: nobody runs the function in this scenario along this path."""
+
+
 class OutOfSteps(Exception):
     """The function is too long to be followed."""
 
@@ -99,6 +103,10 @@ class Interpreter:
         self.emit(kind, node, operation, *operands)
         raise PathEnds
 
+    def has_no_kernel(self) -> None:
+        """torch raises here for every caller in this scenario; inside autocast, for those whose autocast chose the dtype."""
+        raise PathEnds if self.autocast else Impossible
+
     # -- calls -----------------------------------------------------------------------------------------------------------
 
     def call_closure(self, closure: Closure, args: list[Any], kwargs: dict[str, Any], node: ast.Call | None = None) -> Any:
@@ -106,9 +114,10 @@ class Interpreter:
             return UNKNOWN
         env = Env(closure.env)
         self._bind(closure, env, args, kwargs)
-        given = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-        if given and all(v.dtype is not None for v in given):
-            self.entered.setdefault(closure.node, set()).add(frozenset(v.dtype for v in given if v.floating))
+        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        told = tensors or [v for v in (*args, *kwargs.values()) if isinstance(v, Dtype)]
+        if told and all((v.dtype if isinstance(v, Tensor) else v.word) is not None for v in told):
+            self.entered.setdefault(closure.node, set()).add(frozenset(v.dtype for v in tensors if v.floating))
         file, self.file = self.file, closure.file
         left_home = file is self.home and self.file is not self.home and node is not None
         if left_home:
@@ -351,6 +360,9 @@ class Interpreter:
         closure = resolve_function(self.file, node.id)
         if closure is not None:
             return closure
+        constant = module_constants(self.file).get(node.id)
+        if constant is not None:
+            return self.evaluate(constant, env)
         return Module(self.file.imports.get(node.id, node.id))
 
     def _eval_Attribute(self, node: ast.Attribute, env: Env) -> Any:

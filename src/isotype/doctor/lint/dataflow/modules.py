@@ -26,6 +26,24 @@ def module_functions(file: SourceFile) -> dict[str, ast.FunctionDef]:
     return file.memo["functions"]
 
 
+def module_constants(file: SourceFile) -> dict[str, ast.expr]:
+    """Numbers, texts and dtypes that the module binds to a name, once: `EPS = 1e-6`, `DTYPE = torch.bfloat16`."""
+    if "constants" not in file.memo:
+        found: dict[str, list[ast.expr]] = {}
+        for node in file.tree.body:
+            if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+                continue
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name):
+                    found.setdefault(target.id, []).append(node.value)
+        file.memo["constants"] = {name: values[0] for name, values in found.items() if len(values) == 1 and _is_plain(file, values[0])}
+    return file.memo["constants"]
+
+
+def _is_plain(file: SourceFile, node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) or (isinstance(node, ast.Attribute) and file.dotted(node).startswith("torch."))
+
+
 def resolve_function(file: SourceFile, name: str) -> Closure | None:
     """The function a name stands for: of this file, or imported from a file of the same package that can be found."""
     own = module_functions(file).get(name)

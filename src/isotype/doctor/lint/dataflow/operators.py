@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import math
 from typing import TYPE_CHECKING, Any
 
 from ....dtypes import parse
 from . import torch_names as names
 from .matrix_products import matrix_product
-from .torch_calls import torch_call
+from .torch_calls import spectrum, torch_call
 from .values import (
     NONE,
     UNFOLLOWED,
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from .interpreter import Interpreter
 
 
+_NUMBERS = {f"{module}.{name}": getattr(math, name) for module in ("math", "torch", "numpy") for name in ("pi", "e", "inf", "nan", "tau")}
+
+
 def attribute(run: Interpreter, owner: Any, node: ast.Attribute) -> Any:
     """`owner.name`: a property of a tensor, an attribute of ctx or self, a dtype of torch, or something to be called."""
     name = node.attr
@@ -48,6 +52,8 @@ def attribute(run: Interpreter, owner: Any, node: ast.Attribute) -> Any:
         return Method(owner, name)
     if isinstance(owner, Module):
         dotted = f"{owner.dotted}.{name}"
+        if dotted in _NUMBERS:
+            return Scalar(_NUMBERS[dotted])
         if dotted.startswith("torch.") and dotted.count(".") == 1:
             try:
                 return Dtype(parse(name), f"{name}, written here", literal=True) if name not in ("int", "long") else Dtype("int64")
@@ -133,12 +139,14 @@ def _call_own_method(run: Interpreter, method: Method, args: list[Any], kwargs: 
 
 def _call_dotted(run: Interpreter, dotted: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call, env: Env) -> Any:
     head, _, name = dotted.rpartition(".")
-    if name == "autocast":
+    if "autocast" in name and ("enabled" in kwargs or name == "autocast"):  # a package's own, made like torch's
         return Method(_autocast_region(run, args, kwargs), "autocast")
     if dotted in ("torch.is_autocast_enabled", "torch.is_autocast_cpu_enabled"):
         return Scalar(run.autocast is not None)
     if dotted in ("torch.get_autocast_dtype", "torch.get_autocast_gpu_dtype", "torch.get_autocast_cpu_dtype"):
         return Dtype(run.autocast or "fp16", "autocast's dtype")
+    if head == "torch.fft":
+        return spectrum(run, name, args)
     if head in ("torch", "torch.nn.functional", "torch.special", "torch.linalg") and name not in ("is_tensor", "jit", "compile"):
         return torch_call(run, name, args, list(node.args), kwargs, node, env)
     if head == "":

@@ -11,7 +11,7 @@ from . import arguments
 from . import torch_names as names
 from .events import Event, Scenario
 from .functions import function_classes
-from .interpreter import Interpreter, OutOfSteps, run_function
+from .interpreter import Impossible, Interpreter, OutOfSteps, run_function
 from .modules import class_attributes
 from .paths import Path, each_path
 from .values import Closure, Env, Instance
@@ -156,6 +156,8 @@ def _run(file: SourceFile, one: _Runs, path: Path) -> None:
     env.names |= arguments.extra(function)
     try:
         run_function(run, Closure(function, file, Env()), env)
+    except Impossible:
+        run.events.clear()  # what was called on the way there is not called so, either
     except OutOfSteps:
         return
     finally:
