@@ -310,7 +310,7 @@ def memory_part(a: argparse.Namespace) -> dict[str, Any]:
             if done.returncode:
                 sys.exit(f"{who} failed:\n{done.stderr[-2000:]}")
             here[who] = json.loads(done.stdout.splitlines()[-1])
-        ratio = round(here["Isotype"]["step MB"] / here["PEFT"]["step MB"], 2)
+        ratio = round(here["Isotype"]["step MB"] / max(1, here["PEFT"]["step MB"]), 2)
         found["with checkpointing" if checkpointing else "without"] = {**here, "step memory, Isotype / PEFT": ratio}
     return found
 

@@ -181,6 +181,12 @@ def gated(op: Callable, activation: Callable) -> Callable:
     return make
 
 
+def tables(positions: int, size: int, device: str | torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin, fp32[1 S R]."""
+    angle = torch.outer(torch.arange(positions, device=device).float(), 10000 ** -(torch.arange(size // 2, device=device) / (size // 2)))
+    return angle.cos()[None], angle.sin()[None]
+
+
 def rope(o: argparse.Namespace) -> tuple[list[Tensor], dict[str, Callable], Callable]:
     heads, size = max(4, o.hidden // 128), 128
     positions = min(512, o.tokens)
@@ -190,10 +196,7 @@ def rope(o: argparse.Namespace) -> tuple[list[Tensor], dict[str, Callable], Call
         x = torch.randn(batch, positions, count, size, device=o.device).to(DTYPES[o.dtype])
         return x.transpose(1, 2).detach().requires_grad_()
 
-    angle = torch.outer(
-        torch.arange(positions, device=o.device).float(), 10000 ** -(torch.arange(size // 2, device=o.device) / (size // 2))
-    )
-    cos, sin = angle.cos()[None], angle.sin()[None]
+    cos, sin = tables(positions, size, o.device)
     q, k = states(heads), states(heads // 2)
 
     def half(x: Tensor) -> Tensor:
@@ -206,6 +209,20 @@ def rope(o: argparse.Namespace) -> tuple[list[Tensor], dict[str, Callable], Call
     return [q, k], {"isotype": lambda q, k: ops.rope(q, k, cos, sin), "plain": plain}, plain
 
 
+def attention(o: argparse.Namespace) -> tuple[list[Tensor], dict[str, Callable], Callable]:
+    """Causal, sequences of 512 at most, heads of 64, as projections leave them; two query heads read a key head."""
+    positions, heads = min(512, o.tokens), max(2, o.hidden // 64)
+    leaves = [
+        torch.randn(o.tokens // positions, positions, count, 64, device=o.device).to(DTYPES[o.dtype]).transpose(1, 2).requires_grad_()
+        for count in (heads, heads // 2, heads // 2)
+    ]
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return leaves, {"isotype": lambda q, k, v: ops.attention(q, k, v, causal=True), "plain": plain}, plain
+
+
 OPS: dict[str, Callable] = {
     "cross_entropy": cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
@@ -214,6 +231,7 @@ OPS: dict[str, Callable] = {
     "gelu_mul": gated(lambda g, u: ops.gelu_mul(g, u), F.gelu),
     "gelu_mul_tanh": gated(lambda g, u: ops.gelu_mul(g, u, approximate="tanh"), lambda g: F.gelu(g, approximate="tanh")),
     "rope": rope,
+    "attention": attention,
 }
 
 
@@ -269,6 +287,10 @@ def floor_seconds(name: str, leaves: list[Tensor], o: argparse.Namespace) -> flo
     if name == "linear_cross_entropy":
         products = 3 if o.head == "trainable" else 2
         return products * 2 * o.tokens * o.hidden * o.vocabulary / peak_flops(o.device, DTYPES[o.dtype])
+    if name == "attention":
+        batch, heads, positions, size = leaves[0].shape
+        # two products forward and five backward, half of each behind the causal mask
+        return 7 * batch * heads * positions**2 * size / peak_flops(o.device, DTYPES[o.dtype])
     moved = sum(x.numel() * x.element_size() for x in leaves)
     # forward reads its inputs, backward reads them and the output's gradient and writes theirs; row ops also write an output
     return moved * (3 if name == "cross_entropy" else 4) / bandwidth(o.device)

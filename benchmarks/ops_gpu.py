@@ -1,23 +1,30 @@
-"""The ops on a GPU beside every peer that is installed, in one run: the curve of the head over its logits' budget, and shares of bandwidth.
+"""The ops on a GPU beside every peer that is installed: the curve of the head over its logits' budget, and shares of bandwidth.
 
-    python benchmarks/ops_gpu.py                       # an H200's sizes
-    python benchmarks/ops_gpu.py --device cpu --tiny   # the same code at sizes of a test, to see that it runs
+    python benchmarks/ops_gpu.py                           # every case, an H200's sizes
+    python benchmarks/ops_gpu.py --case rope --case rms_norm --json rows.json
+    python benchmarks/ops_gpu.py --case unsloth            # alone: importing Unsloth patches torch, transformers and TRL
+    python benchmarks/ops_gpu.py --device cpu --tiny       # the same code at sizes of a test, to see that it runs
 
 Heads: (8192 tokens, hidden 4096, V 128256) and Gemma's (8192, 2304, 256000, softcap 30), frozen and trainable, isotype's with 64, 256
 and 1024 MiB of logits. Logits are trained-like: each token's target stands out, as a trained model's does. Elementwise ops run on tensors
-of 512 MiB, cross-entropy on 1 GiB; their share is of the measured copy bandwidth. The gradient's error is against fp64 on the same values.
-A peer that is missing, or fails, has its line with the reason (Unsloth's head is Cut Cross-Entropy). Every peer has its own copy of the
-inputs: some overwrite them.
+of 512 MiB, cross-entropy on 1 GiB; their share is of the measured copy bandwidth.
+
+A time is the median of rounds of several runs each between two events of the device, so that launches overlap as in training. The
+gradient's error is against fp64 on the same values, for a random upstream gradient, taken from a first run on copies of the inputs: some
+peers overwrite them. A peer that is missing, or fails, has its line with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,18 +45,21 @@ class Head:
     softcap: float | None = None
 
 
-HEADS = [Head(8192, 4096, 128256), Head(8192, 2304, 256000, 30.0)]
-TINY_HEADS = [Head(64, 32, 500), Head(64, 16, 700, 30.0)]
+HEADS = {"llama": Head(8192, 4096, 128256), "gemma": Head(8192, 2304, 256000, 30.0)}
+TINY_HEADS = {"llama": Head(64, 32, 500), "gemma": Head(64, 16, 700, 30.0)}
 BUDGETS = [64, 256, 1024]
+ELEMENTWISE = ("rms_norm", "rms_norm_heads", "silu_mul", "gelu_mul_tanh", "rope", "cross_entropy")
+CASES = (*(f"head-{name}-{kind}" for name in HEADS for kind in ("frozen", "trainable")), *ELEMENTWISE)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes of a test: the figures then mean nothing")
-    parser.add_argument("--part", choices=["all", "head", "elementwise"], default="all")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--case", action="append", choices=(*CASES, "unsloth"), help="may be given several times; default all but unsloth")
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="torch.compile of plain among the peers")
+    parser.add_argument("--json", help="write every row here")
     return parser.parse_args()
 
 
@@ -60,7 +70,9 @@ def peer(make: Callable[[], Callable]) -> Callable:
     """What `make` gives, or a function that raises why there is none."""
     try:
         return make()
-    except Exception as error:
+    except BaseException as error:  # an import may also leave by SystemExit
+        if isinstance(error, KeyboardInterrupt):
+            raise
         reason = f"not installed: {error}" if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
 
         def missing(*_: Tensor) -> Tensor:
@@ -69,7 +81,7 @@ def peer(make: Callable[[], Callable]) -> Callable:
         return missing
 
 
-def head_peers(head: Head, targets: Tensor, compiled: bool) -> Peers:
+def head_peers(head: Head, trainable: bool, targets: Tensor, compiled: bool) -> Peers:
     def plain(x: Tensor, w: Tensor) -> Tensor:
         return bench.plain_loss(bench.capped(F.linear(x, w), head.softcap), targets)
 
@@ -78,36 +90,58 @@ def head_peers(head: Head, targets: Tensor, compiled: bool) -> Peers:
             raise ImportError("F.linear_cross_entropy has no softcap" if head.softcap else "this torch has no F.linear_cross_entropy")
         return lambda x, w: F.linear_cross_entropy(x, w, targets)
 
-    def liger() -> Callable:
+    def liger(**options: Any) -> Callable:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        loss = LigerFusedLinearCrossEntropyLoss(softcap=head.softcap)
+        loss = LigerFusedLinearCrossEntropyLoss(softcap=head.softcap, **options)
         return lambda x, w: loss(w, x, targets)
 
-    def cut() -> Callable:
+    def cut(**options: Any) -> Callable:
         from cut_cross_entropy import linear_cross_entropy
 
-        return lambda x, w: linear_cross_entropy(x, w, targets, softcap=head.softcap)
+        return lambda x, w: linear_cross_entropy(x, w, targets, softcap=head.softcap, **options)
 
     def trl() -> Callable:
-        from trl.trainer import utils
+        from trl.kernels import ChunkedLogProbFunction
 
-        function, size = utils._ChunkedLogProbFunction, utils._CHUNKED_LOGPROB_CHUNK_SIZE
         keep = targets != -100
-
-        def loss(x: Tensor, w: Tensor) -> Tensor:
-            return -function.apply(x[keep], w, None, targets[keep], 1.0, size, head.softcap, 1.0, ("log_probs",))[0].sum() / keep.sum()
-
-        return loss
+        # as trl.trainer.utils calls it: 32,768 classes at once, softcap, no scale, only log-probabilities
+        rest = (None, targets[keep], 1.0, 32768, head.softcap, 1.0, ("log_probs",))
+        return lambda x, w: -ChunkedLogProbFunction.apply(x[keep], w, *rest)[0].sum() / keep.sum()
 
     peers: Peers = {"plain": plain}
     if compiled:
         peers["plain, compiled"] = torch.compile(plain)
-    makers = {"torch F.linear_cross_entropy": torchs, "Liger-Kernel": liger, "Cut Cross-Entropy": cut, "TRL's chunked loss": trl}
+    makers: dict[str, Callable[[], Callable]] = {
+        "torch F.linear_cross_entropy": torchs,
+        "Liger-Kernel": liger,
+        "Cut Cross-Entropy": cut,
+        "Cut Cross-Entropy, unfiltered": lambda: cut(filter_eps=None),
+        "TRL's chunked loss": trl,
+    }
+    if trainable:
+        makers["Liger-Kernel, fp32 sums"] = lambda: liger(accum_dtype=torch.float32)
     return peers | {name: peer(make) for name, make in makers.items()}
 
 
-def elementwise_peers(name: str) -> Peers:
+def unsloth_head(head: Head, targets: Tensor) -> Callable:
+    """What its models' forwards call (its own chunked loss: Cut Cross-Entropy is off in its releases for torch 2.8 and newer)."""
+    import unsloth  # noqa: F401  # sets up what unsloth_zoo needs
+    from unsloth_zoo.fused_losses.cross_entropy_loss import unsloth_fused_ce_loss
+
+    items = (targets != -100).sum()
+    options = {"trainer": None, "lm_head_bias": None, "n_items": items, "shift_labels": False, "logit_softcapping": head.softcap or 0.0}
+    return lambda x, w: unsloth_fused_ce_loss(hidden_states=x[None], lm_head_weight=w, labels=targets[None], **options)
+
+
+def unsloth_loss(targets: Tensor) -> Callable:
+    import unsloth  # noqa: F401
+    from unsloth.kernels.cross_entropy_loss import Fast_CrossEntropyLoss
+
+    return lambda x: Fast_CrossEntropyLoss.apply(x, targets, 0, 0).sum() / (targets != -100).sum()
+
+
+def elementwise_peers(name: str, leaves: list[Tensor]) -> Peers:
     def norm() -> Callable:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
@@ -123,84 +157,134 @@ def elementwise_peers(name: str) -> Peers:
 
         return LigerGELUMulFunction.apply
 
-    makers = {"rms_norm": norm, "silu_mul": silu, "gelu_mul_tanh": gelu}
+    def rope() -> Callable:
+        from liger_kernel.ops.rope import LigerRopeFunction
+
+        cos, sin = (torch.cat((t, t), -1) for t in bench.tables(leaves[0].shape[2], leaves[0].shape[3], leaves[0].device))
+        return lambda q, k: LigerRopeFunction.apply(q, k, cos, sin)
+
+    makers = {"rms_norm": norm, "rms_norm_heads": norm, "silu_mul": silu, "gelu_mul_tanh": gelu, "rope": rope}
     return {"Liger-Kernel": peer(makers[name])} if name in makers else {}
 
 
-def loss_peers(targets: Tensor) -> Peers:
-    def liger() -> Callable:
-        from liger_kernel.transformers import LigerCrossEntropyLoss
+def liger_loss(targets: Tensor) -> Callable:
+    from liger_kernel.transformers import LigerCrossEntropyLoss
 
-        loss = LigerCrossEntropyLoss()
-        return lambda x: loss(x, targets)
-
-    def unsloth() -> Callable:
-        from unsloth.kernels.cross_entropy_loss import Fast_CrossEntropyLoss
-
-        return lambda x: Fast_CrossEntropyLoss.apply(x, targets, 0, 0).sum() / (targets != -100).sum()
-
-    return {"Liger-Kernel": peer(liger), "Unsloth": peer(unsloth)}
+    loss = LigerCrossEntropyLoss()
+    return lambda x: loss(x, targets)
 
 
 # --- measuring
 
 
 @dataclass
-class Measured:
-    """times in seconds; the peak above the inputs in MiB (None on a CPU); the gradients of the last run"""
+class Row:
+    """One peer of one case: seconds a run, the peak above the inputs in MiB (None on a CPU), the gradients' errors; or why not."""
 
+    case: str
+    peer: str
     times: list[float]
     peak: float | None
-    grads: list[Tensor]
+    errors: list[float]
+    failed: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times) if self.times else float("inf")
 
 
-def measure(f: Callable, leaves: list[Tensor], o: argparse.Namespace) -> Measured | str:
-    """One peer on its own copy of the inputs, or why it cannot run."""
-    run = bench.step(f, [x.detach().clone().requires_grad_(x.requires_grad) for x in leaves])
-    cuda = o.device != "cpu"
-    clock = SimpleNamespace(clock="wall", device=o.device)
-    try:
-        for _ in range(1 if o.tiny else 3):  # compiles, tunes and warms up
+def synchronize(o: argparse.Namespace) -> None:
+    if o.device != "cpu":
+        torch.cuda.synchronize()
+
+
+def seconds(o: argparse.Namespace, run: Callable[[], object], repeat: int) -> float:
+    """Of one run, from `repeat` of them without a wait in between."""
+    if o.device == "cpu":
+        start = time.perf_counter()
+        for _ in range(repeat):
             run()
+        return (time.perf_counter() - start) / repeat
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(repeat):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000 / repeat
+
+
+def upstream(outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Fixed random gradients of the outputs: ones would hide errors, and made in every run they would be timed."""
+    g = torch.Generator(outputs[0].device).manual_seed(1)
+    return [torch.randn(y.shape, generator=g, device=y.device).to(y.dtype) if y.dim() else torch.ones_like(y) for y in outputs]
+
+
+def gradients(f: Callable, leaves: list[Tensor], dy: list[Tensor]) -> list[Tensor]:
+    made = f(*leaves)
+    outputs = made if isinstance(made, tuple) else (made,)
+    return list(torch.autograd.grad(outputs, [x for x in leaves if x.requires_grad], [d.to(y.dtype) for d, y in zip(dy, outputs)]))
+
+
+def copies(leaves: list[Tensor]) -> list[Tensor]:
+    return [x.detach().clone().requires_grad_(x.requires_grad) for x in leaves]
+
+
+def measure(case: str, name: str, f: Callable, leaves: list[Tensor], dy: list[Tensor], exact: list[Tensor], o: argparse.Namespace) -> Row:
+    """One peer on copies of the inputs, or why it cannot run."""
+    cuda = o.device != "cpu"
+    try:
+        found = gradients(f, copies(leaves), dy)
+        errors = [float((g.double() - e).norm() / e.norm()) for g, e in zip(found, exact, strict=True)]
+        del found
+        own = copies(leaves)
+
+        def run() -> None:
+            gradients(f, own, dy)
+
+        for _ in range(1 if o.tiny else 3):  # tunes and warms up
+            run()
+        synchronize(o)
+        repeat = 1 if o.tiny else max(1, min(20, int(0.1 / seconds(o, run, 1))))
         if cuda:
-            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() if cuda else 0
-        times = [bench.seconds(run, clock) for _ in range(1 if o.tiny else o.rounds)]
+        times = [seconds(o, run, repeat) for _ in range(1 if o.tiny else o.rounds)]
         peak = (torch.cuda.max_memory_allocated() - before) / MIB if cuda else None
-        return Measured(times, peak, run())
+        return Row(case, name, times, peak, errors)
     except Exception as error:  # a peer's failure is a line of the table
         text = str(error).strip() or type(error).__name__
-        return text.splitlines()[0][:100]
+        row = Row(case, name, [], None, [], text.splitlines()[0][:160])
+    try:
+        synchronize(o)
+    except Exception as error:
+        sys.exit(f"{case}: {name} left the device unusable ({row.failed}): {error}")
+    if cuda:
+        torch.cuda.empty_cache()
+    return row
 
 
-def exact_head_gradients(head: Head, x: Tensor, w: Tensor, targets: Tensor, rows: int = 512) -> list[Tensor]:
-    """The gradients in fp64 on these values, a few rows of logits at a time."""
-    dx = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if x.requires_grad else None
-    w64 = w.detach().double().requires_grad_(w.requires_grad)
-    items = (targets != -100).sum()
-    for start in range(0, x.shape[0], rows):
-        part = slice(start, start + rows)
-        x64 = x.detach()[part].double().requires_grad_(dx is not None)
-        logits = bench.capped(F.linear(x64, w64), head.softcap)
-        (F.cross_entropy(logits, targets[part], reduction="sum") / items).backward()
-        if dx is not None:
-            dx[part] = x64.grad
-    return [g for g in (dx, w64.grad) if g is not None]
+def line(row: Row, ours: float | None, least: float) -> str:
+    if row.failed:
+        return f"  {row.peer:30s} {row.failed}"
+    peak = "" if row.peak is None else f"   peak {row.peak:8.0f} MiB"
+    ratio = "" if ours is None else f"   isotype is {row.median / ours:5.2f}x as fast"
+    errors = " ".join(f"{e:.1e}" for e in row.errors)
+    return f"  {row.peer:30s} {row.median * 1e3:9.3f} ms   {least / row.median:5.0%} of the floor{peak}   gradient error {errors}{ratio}"
 
 
-def error(grads: list[Tensor], exact: list[Tensor]) -> str:
-    return " ".join(f"{float((g.double() - e).norm() / e.norm()):.1e}" for g, e in zip(grads, exact))
+def bandwidth(o: argparse.Namespace) -> float:
+    """Bytes a second of a copy of 1 GiB, read and written."""
+    source = torch.randint(0, 255, (2**20 if o.tiny else 2**30,), dtype=torch.uint8, device=o.device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / min(seconds(o, lambda: target.copy_(source), 1 if o.tiny else 10) for _ in range(3))
 
 
-def line(name: str, found: Measured | str, ours: float | None, exact: list[Tensor] | None, least: float) -> str:
-    if isinstance(found, str):
-        return f"  {name:30s} {found}"
-    median = statistics.median(found.times)
-    peak = "" if found.peak is None else f"   peak {found.peak:8.0f} MiB"
-    ratio = "" if ours is None else f"   isotype is {median / ours:5.2f}x as fast"
-    errors = "" if exact is None else f"   gradient error {error(found.grads, exact)}"
-    return f"  {name:30s} {median * 1e3:9.2f} ms   {least / median:5.0%} of the floor{peak}{errors}{ratio}"
+def peak_flops(o: argparse.Namespace) -> float:
+    """FLOPs a second of a large bf16 product of random values."""
+    n = 256 if o.tiny else 8192
+    a, b = (torch.randn(n, n, device=o.device).bfloat16() for _ in range(2))
+    return 2 * n**3 / min(seconds(o, lambda: a @ b, 1 if o.tiny else 10) for _ in range(4))
 
 
 # --- the head
@@ -217,46 +301,62 @@ def trained_like(head: Head, trainable: bool, o: argparse.Namespace) -> tuple[Te
     return x.bfloat16().requires_grad_(), w.requires_grad_(trainable), targets
 
 
-def compare_head(head: Head, trainable: bool, flops: float, o: argparse.Namespace) -> None:
+def exact_head_gradients(head: Head, x: Tensor, w: Tensor, targets: Tensor, rows: int = 512) -> list[Tensor]:
+    """The gradients in fp64 on these values, a few rows of logits at a time."""
+    dx = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    w64 = w.detach().double().requires_grad_(w.requires_grad)
+    items = (targets != -100).sum()
+    for start in range(0, x.shape[0], rows):
+        part = slice(start, start + rows)
+        x64 = x.detach()[part].double().requires_grad_()
+        logits = bench.capped(F.linear(x64, w64), head.softcap)
+        (F.cross_entropy(logits, targets[part], reduction="sum") / items).backward()
+        dx[part] = x64.grad
+    return [g for g in (dx, w64.grad) if g is not None]
+
+
+def compare_head(case: str, head: Head, trainable: bool, flops: float, o: argparse.Namespace) -> list[Row]:
     x, w, targets = trained_like(head, trainable, o)
     exact = exact_head_gradients(head, x, w, targets)
     products = 3 if trainable else 2
-    least = products * 2 * head.tokens * head.hidden * head.vocabulary / flops
-    kind = "trainable" if trainable else "frozen"
-    print(f"\nlinear_cross_entropy {head} {kind} bf16   floor {least * 1e3:.2f} ms ({products} products)")
+    # ignored rows need no product
+    least = products * 2 * int((targets != -100).sum()) * head.hidden * head.vocabulary / flops
+    print(f"\n{case} {head} bf16   floor {least * 1e3:.2f} ms ({products} products)", flush=True)
     itemsize = 4 if o.device != "cpu" else 2
-    found: dict[str, Measured | str] = {}
+    peers: Peers = {}
     for budget in BUDGETS:
         chunk = max(1, (budget * MIB if not o.tiny else budget * 256) // (head.vocabulary * itemsize))
 
         def ours(x: Tensor, w: Tensor, chunk: int = chunk) -> Tensor:
             return ops.linear_cross_entropy(x, w, targets, softcap=head.softcap, chunk=chunk)
 
-        found[f"isotype, {budget} MiB of logits"] = measure(ours, [x, w], o)
-    best = min((statistics.median(m.times) for m in found.values() if isinstance(m, Measured)), default=None)
-    for name, f in head_peers(head, targets, o.compiled and not o.tiny).items():
-        found[name] = measure(f, [x, w], o)
-    for name, m in found.items():
-        print(line(name, m, None if name.startswith("isotype") else best, exact, least))
-    print("  " + undominated(found, exact))
+        peers[f"isotype, {budget} MiB of logits"] = ours
+    peers["isotype"] = lambda x, w: ops.linear_cross_entropy(x, w, targets, softcap=head.softcap)
+    if case.startswith("unsloth"):
+        peers["Unsloth"] = peer(lambda: unsloth_head(head, targets))
+    else:
+        peers |= head_peers(head, trainable, targets, o.compiled and not o.tiny)
+    dy = [torch.ones((), device=o.device)]
+    rows = [measure(case, name, f, [x, w], dy, exact, o) for name, f in peers.items()]
+    best = min((row.median for row in rows if row.peer.startswith("isotype")), default=None)
+    for row in rows:
+        print(line(row, None if row.peer.startswith("isotype") else best, least))
+    print("  " + undominated(rows), flush=True)
+    return rows
 
 
-def undominated(found: dict[str, Measured | str], exact: list[Tensor]) -> str:
+def undominated(rows: list[Row]) -> str:
     """The claim under test: no peer of equal error is both faster and leaner than every point of our curve."""
-
-    def size(m: Measured) -> float:
-        return max(float((g.double() - e).norm() / e.norm()) for g, e in zip(m.grads, exact))
-
-    ran = {n: m for n, m in found.items() if isinstance(m, Measured)}
-    ours = [m for n, m in ran.items() if n.startswith("isotype")]
-    if not ours or any(m.peak is None for m in ran.values()):
+    ran = [row for row in rows if not row.failed]
+    ours = [row for row in ran if row.peer.startswith("isotype")]
+    if not ours or any(row.peak is None for row in ran):
         return "peak memory is not measured on this device: no verdict"
     better = [
-        n
-        for n, m in ran.items()
-        if not n.startswith("isotype")
-        and all(statistics.median(m.times) < statistics.median(o.times) and m.peak < o.peak for o in ours)  # type: ignore[operator]
-        and size(m) <= 1.1 * min(size(o) for o in ours)
+        row.peer
+        for row in ran
+        if row not in ours
+        and all(row.median < mine.median and row.peak < mine.peak for mine in ours)  # type: ignore[operator]
+        and max(row.errors) <= 1.1 * min(max(mine.errors) for mine in ours)
     ]
     return (
         f"both faster and leaner at no larger error: {', '.join(better)}" if better else "no peer of equal error is both faster and leaner"
@@ -266,52 +366,78 @@ def undominated(found: dict[str, Measured | str], exact: list[Tensor]) -> str:
 # --- the ops that memory bounds
 
 
-def elementwise_cases(o: argparse.Namespace) -> Iterator[tuple[str, list[Tensor], Peers, Callable, int]]:
-    """Name, inputs, peers, the truth, and the bytes that forward and backward must move."""
+def elementwise_case(name: str, o: argparse.Namespace) -> tuple[list[Tensor], Peers, Callable, int]:
+    """Inputs, peers, the truth, and the bytes that forward and backward must move."""
     tokens = 64 if o.tiny else 512 * MIB // (2 * 4096)  # 512 MiB of bf16 at hidden 4096
+    hidden, op = 128 if o.tiny else 4096, name
+    if name == "rms_norm_heads":  # of each head of 128, as Qwen 3 norms its queries
+        tokens, hidden, op = tokens * hidden // 128, 128, "rms_norm"
+    if name == "cross_entropy" and not o.tiny:
+        tokens = 4096  # 1 GiB of logits
+    if name in ("silu_mul", "gelu_mul_tanh") and not o.tiny:
+        tokens = tokens * 4 // 11 + 1  # the width is 11/4 of hidden
     settings = SimpleNamespace(
-        tokens=tokens, hidden=128 if o.tiny else 4096, vocabulary=512 if o.tiny else 128256, dtype="bf16", device=o.device, softcap=None
+        tokens=tokens, hidden=hidden, vocabulary=512 if o.tiny else 128256, dtype="bf16", device=o.device, softcap=None
     )
-    for name in ("rms_norm", "silu_mul", "gelu_mul_tanh", "rope", "cross_entropy"):
-        if name == "cross_entropy" and not o.tiny:
-            settings.tokens = 4096  # 1 GiB of logits
-        if name in ("silu_mul", "gelu_mul_tanh") and not o.tiny:
-            settings.tokens = tokens * 4 // 11 + 1  # the width is 11/4 of hidden
-        leaves, peers, truth = bench.OPS[name](settings)
-        if name == "cross_entropy":
-            (x,) = leaves
-            targets = torch.randint(0, settings.vocabulary, (settings.tokens,), device=o.device)
-            peers = {"isotype": lambda x, t=targets: ops.cross_entropy(x, t), "plain": lambda x, t=targets: bench.plain_loss(x, t)}
-            peers |= loss_peers(targets)
-            moved = 3 * x.numel() * x.element_size()  # read, read again, gradient written
-            truth = lambda x, t=targets: F.cross_entropy(x, t)  # noqa: E731
-        else:
-            peers |= elementwise_peers(name)
-            large = [x for x in leaves if x.dim() > 1]
-            out = large[0] if name != "rope" else None
-            inputs = sum(x.numel() * x.element_size() for x in large)
-            output = inputs if out is None else out.numel() * out.element_size()
-            # forward reads and writes; backward reads the inputs (a rotation needs none) and the output's gradient, and writes theirs
-            moved = inputs + output + output + inputs + (0 if name == "rope" else inputs)
+    leaves, peers, truth = bench.OPS[op](settings)
+    if name == "cross_entropy":
+        (x,) = leaves
+        targets = torch.randint(0, settings.vocabulary, (settings.tokens,), device=o.device)
+        peers = {"isotype": lambda x: ops.cross_entropy(x, targets), "plain": lambda x: bench.plain_loss(x, targets)}
+        peers["Liger-Kernel"] = peer(lambda: liger_loss(targets))
+        peers["Unsloth"] = lambda x: unsloth_loss(targets)(x)
+        # read, read again, gradient written
+        return leaves, peers, lambda x: F.cross_entropy(x, targets), 3 * x.numel() * x.element_size()
+    large = [x for x in leaves if x.dim() > 1]
+    inputs = sum(x.numel() * x.element_size() for x in large)
+    output = inputs if name == "rope" else large[0].numel() * large[0].element_size()
+    # forward reads and writes; backward reads the inputs (a rotation needs none) and the output's gradient, and writes theirs
+    moved = inputs + output + output + inputs + (0 if name == "rope" else inputs)
+    return leaves, peers | elementwise_peers(name, leaves), truth, moved
+
+
+def compare_elementwise(case: str, name: str, copied: float, only: tuple[str, ...] | None, o: argparse.Namespace) -> list[Row]:
+    torch.manual_seed(0)
+    leaves, peers, truth, moved = elementwise_case(name, o)
+    if only is None:
+        peers.pop("Unsloth", None)
         if o.compiled and not o.tiny:
             peers["plain, compiled"] = torch.compile(peers["plain"])
-        yield name, leaves, peers, truth, moved
-        settings.tokens = tokens
+    else:
+        peers = {name: peers[name] for name in only}
+    sizes = " ".join(str(list(x.shape)) for x in leaves)
+    print(f"\n{case} {sizes} bf16   floor {moved / copied * 1e3:.2f} ms ({moved / MIB:.0f} MiB moved)", flush=True)
+    with torch.no_grad():
+        made = peers["isotype"](*leaves)
+    dy = upstream(made if isinstance(made, tuple) else (made,))
+    exact = gradients(truth, [x.detach().double().requires_grad_(x.requires_grad) for x in leaves], dy)
+    rows = [measure(case, peer_name, f, leaves, dy, exact, o) for peer_name, f in peers.items()]
+    mine = next((row.median for row in rows if row.peer == "isotype" and not row.failed), None)
+    for row in rows:
+        print(line(row, None if row.peer == "isotype" else mine, moved / copied), flush=True)
+    return rows
 
 
-def compare_elementwise(o: argparse.Namespace) -> None:
-    copied = bench.bandwidth(o.device)
-    print(f"\ncopy bandwidth {copied / 1e9:.0f} GB/s; the target is 85% of the floor")
-    for name, leaves, peers, truth, moved in elementwise_cases(o):
-        sizes = " ".join(str(list(x.shape)) for x in leaves)
-        print(f"\n{name} {sizes} bf16   floor {moved / copied * 1e3:.2f} ms ({moved / MIB:.0f} MiB moved)")
-        found = {peer_name: measure(f, leaves, o) for peer_name, f in peers.items()}
-        ours = found["isotype"]
-        mine = statistics.median(ours.times) if isinstance(ours, Measured) else None
-        exact = bench.step(truth, [x.detach().double().requires_grad_(x.requires_grad) for x in leaves])()
-        for peer_name, m in found.items():
-            print(line(peer_name, m, None if peer_name == "isotype" else mine, exact, moved / copied))
-        del found, exact
+def run_cases(o: argparse.Namespace) -> Iterator[list[Row]]:
+    heads = TINY_HEADS if o.tiny else HEADS
+    cases = o.case or list(CASES)
+    flops = peak_flops(o) if any(case.startswith(("head", "unsloth")) for case in cases) else 0.0
+    copied = bandwidth(o)
+    print(f"copy bandwidth {copied / 1e9:.0f} GB/s (elementwise ops are asked for 85% of it), bf16 products {flops / 1e12:.1f} TFLOP/s")
+    for case in cases:
+        if case == "unsloth":
+            for name, head in heads.items():
+                for trainable in (False, True):
+                    kind = "trainable" if trainable else "frozen"
+                    yield compare_head(f"unsloth-{name}-{kind}", head, trainable, flops, o)
+            yield compare_elementwise("unsloth-cross_entropy", "cross_entropy", copied, ("isotype", "Unsloth"), o)
+        elif case.startswith("head"):
+            _, name, kind = case.split("-")
+            yield compare_head(case, heads[name], kind == "trainable", flops, o)
+        else:
+            yield compare_elementwise(case, case, copied, None, o)
+        if o.device != "cpu":
+            torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -322,14 +448,14 @@ def main() -> None:
         sys.exit("these sizes are a GPU's: on a CPU use --tiny, or benchmarks/ops.py")
     name = torch.cuda.get_device_name() if o.device != "cpu" else "CPU"
     print(f"{name}, torch {torch.__version__}, bf16, medians of {1 if o.tiny else o.rounds}")
-    if o.part in ("all", "head"):
-        flops = bench.peak_flops(o.device, torch.bfloat16)
-        print(f"matrix products {flops / 1e12:.1f} TFLOP/s")
-        for head in TINY_HEADS if o.tiny else HEADS:
-            for trainable in (False, True):
-                compare_head(head, trainable, flops, o)
-    if o.part in ("all", "elementwise"):
-        compare_elementwise(o)
+    rows: list[Row] = []
+    try:
+        for found in run_cases(o):
+            rows += found
+    finally:
+        if o.json:
+            with open(o.json, "w") as file:
+                json.dump({"device": name, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -17,20 +18,35 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_every_case_and_peer_has_a_line():
-    done = run("--device", "cpu", "--tiny")
+def test_every_case_and_peer_has_a_line(tmp_path):
+    done = run("--device", "cpu", "--tiny", "--json", str(tmp_path / "rows.json"))
     assert done.returncode == 0, done.stderr[-2000:]
-    heads = re.findall(r"^linear_cross_entropy .* (frozen|trainable) bf16", done.stdout, re.MULTILINE)
-    assert heads == ["frozen", "trainable"] * 2
-    for name in ("rms_norm", "silu_mul", "gelu_mul_tanh", "rope", "cross_entropy"):
+    heads = re.findall(r"^head-(\S+) .* bf16", done.stdout, re.MULTILINE)
+    assert heads == ["llama-frozen", "llama-trainable", "gemma-frozen", "gemma-trainable"]
+    for name in ("rms_norm", "rms_norm_heads", "silu_mul", "gelu_mul_tanh", "rope", "cross_entropy"):
         assert re.search(rf"^{name} \[", done.stdout, re.MULTILINE)
     for block in done.stdout.split("\n\n"):
         first = {name: float(error) for name, error in re.findall(r"^  (\S.{29}) .*gradient error (\S+)", block, re.MULTILINE)}
         ours = [error for name, error in first.items() if name.startswith("isotype")]
         plain = [error for name, error in first.items() if name.strip() == "plain"]
         assert not ours or max(ours) <= 2 * plain[0], block
+    written = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert {row["case"] for row in written} >= {"head-gemma-trainable", "rope"}
+    assert all(row["failed"] or (row["times"] and row["errors"]) for row in written)
+    assert not [row for row in written if row["failed"] and row["peer"].startswith(("isotype", "plain"))]
     for peer in ("Liger-Kernel", "Cut Cross-Entropy", "TRL's chunked loss", "torch F.linear_cross_entropy"):
         assert done.stdout.count(f"  {peer}") >= 4
+
+
+@pytest.mark.slow
+def test_a_case_alone_and_a_peer_that_is_not_there():
+    done = run("--device", "cpu", "--tiny", "--case", "unsloth", "--case", "rope")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.findall(r"^(\S+) (?:Head|\[)", done.stdout, re.MULTILINE) == [
+        *(f"unsloth-{name}-{kind}" for name in ("llama", "gemma") for kind in ("frozen", "trainable")),
+        *("unsloth-cross_entropy", "rope"),
+    ]
+    assert done.stdout.count("  Unsloth ") == 5
 
 
 def test_without_a_gpu_it_says_what_to_do():

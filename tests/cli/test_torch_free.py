@@ -40,7 +40,7 @@ def run(*arguments: str, given: str = "") -> dict:
 @pytest.mark.parametrize(
     "arguments",
     [("--help",), ("--version",), ("schema",), ("schema", "--markdown"), ("init", "-"), ("train", "--help"), ("plan", "--help"),
-     ("env", "--help"), ("init", "--help"), ("schema", "--help")],
+     ("env", "--help"), ("cache", "."), ("init", "--help"), ("schema", "--help")],
 )  # fmt: skip
 def test_answers_at_once_without_torch(arguments):
     answer = run(*arguments)

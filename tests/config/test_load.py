@@ -171,3 +171,9 @@ def refused_or_loaded(path: Path) -> None:
         load(path)
     except UsageError as error:
         assert str(path) in str(error)
+
+
+@pytest.mark.parametrize(("word", "means"), [("true", "layers"), ("false", "none"), ("auto", "auto")])
+def test_checkpointing_takes_other_tools_words_and_those_of_old_runs(write, word, means):
+    assert load(write(f"train:\n  gradient_checkpointing: {word}\n")).config.train.gradient_checkpointing == means
+    assert load(None, [f"train.gradient_checkpointing={word}"]).config.train.gradient_checkpointing == means

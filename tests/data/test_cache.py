@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from isotype.cli.app import build_app
 from isotype.config.schema import DataSection
 from isotype.data import cache as cache_module
-from isotype.data.cache import Cache, cache_folder, read_entry
+from isotype.data.cache import Cache, read_entry
+from isotype.data.cache_folder import cache_folder, entries
 from isotype.data.load import load_data
 from isotype.data.rows import LoadedData
+from isotype.errors import UsageError
 
 ROWS = [{"messages": [{"role": "user", "content": f"q {i}"}, {"role": "assistant", "content": f"a {i} " * (i % 9 + 1)}]} for i in range(60)]
 
@@ -163,3 +169,46 @@ def test_where_entries_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.delenv("ISOTYPE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder("auto") == tmp_path / "xdg/isotype/tokens"
+
+
+def test_the_folder_is_held_to_its_bound_and_the_oldest_go_first(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("kept").mkdir()
+    Path("kept/model.safetensors").write_bytes(b"somebody's weights")
+    for age, length in ((300, 40), (200, 41), (100, 42)):
+        load(max_length=length)
+        newest = max(entries(Path("kept")), key=lambda entry: entry.used)
+        os.utime(newest.path, (time.time() - age,) * 2)
+    load(max_length=40)  # used again: now the youngest
+    size = sum(entry.bytes for entry in entries(Path("kept")))
+    monkeypatch.setenv("ISOTYPE_CACHE_GB", str((size + 3000) / 1e9))
+    loaded = load(max_length=43)
+    assert any("cache entries removed, those unused for longest: 1; kept holds at most" in note for note in loaded.facts["notes"])
+    assert said(load(max_length=40)).startswith("from ")
+    assert said(load(max_length=42)).startswith("from ")
+    monkeypatch.setenv("ISOTYPE_CACHE_GB", "0")
+    assert said(load(max_length=41)).startswith("kept in "), "the oldest had gone"
+    assert len(entries(Path("kept"))) == 1, "the one in use stays"
+    assert Path("kept/model.safetensors").is_file()
+    for wrong in ("x", "-1", "nan"):
+        monkeypatch.setenv("ISOTYPE_CACHE_GB", wrong)
+        with pytest.raises(UsageError, match=f"ISOTYPE_CACHE_GB={wrong}: expected gigabytes"):
+            load()
+
+
+def test_the_command_shows_and_clears(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load()
+    Path("kept/model.safetensors").write_bytes(b"somebody's weights")
+
+    def ask(*arguments: str) -> Any:
+        return CliRunner().invoke(build_app(), ["cache", *arguments], catch_exceptions=False)
+
+    shown = json.loads(ask("kept", "--json").stdout)
+    assert [(e["source"], e["rows"]) for e in shown["entries"]] == [("chats.jsonl", 60)]
+    assert "chats.jsonl" in ask("kept").stdout
+    assert json.loads(ask("kept", "--clear", "--older", "1", "--json").stdout)["removed"] == 0
+    assert "removed 1 entry" in ask("kept", "--clear").stdout
+    assert [path.name for path in Path("kept").iterdir()] == ["model.safetensors"]
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "nowhere"))
+    assert "0 entries" in ask().stdout
+    with pytest.raises(UsageError, match="no such folder"):
+        ask("missing")

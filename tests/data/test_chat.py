@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import resource
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from isotype.data import bounded
 from isotype.data.chat import ChatTemplate, chat_template
 from isotype.data.encode import Encoder, Tally
 from isotype.data.formats import Example
@@ -85,3 +89,46 @@ def test_of_several_templates_the_default_is_taken(families: SimpleNamespace) ->
     tokenizer = families.new("chatml")
     tokenizer.chat_template = {"tool_use": TOOLS, "default": END_AT_END}
     assert chat_template(tokenizer, None).text == END_AT_END
+
+
+HOSTILE = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "doubling": "{% set n = namespace(s='word ' * 9) %}{% for a in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s | length }}",
+    "product": "{{ ('word' * 9999999999) | length }}",
+    "text": "{{ 'word ' * 400000 }}",
+}
+
+
+@pytest.mark.parametrize(("kind", "said"), [
+    ("loops", "takes more than 0.3 s"), ("doubling", "takes more than 256 MiB"), ("product", "takes more than 256 MiB"),
+    ("text", "makes 2,000,000 characters"),
+])  # fmt: skip
+def test_a_template_gets_so_much_and_no_more(families: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kind: str, said: str) -> None:
+    for name, value in {"SECONDS": 0.3, "MEMORY": 256 << 20, "CHARACTERS": 1 << 20}.items():
+        monkeypatch.setattr(bounded, name, value)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    template = ChatTemplate(families.of("chatml"), HOSTILE[kind], "tokenizer")
+    with pytest.raises(UsageError) as refused:
+        template.render([{"role": "user", "content": "hi"}], place="x.jsonl:3")
+    assert str(refused.value).startswith("x.jsonl:3: the chat template ")
+    assert said in str(refused.value)
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+    assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
+    assert ChatTemplate(families.of("chatml"), families.templates["chatml"], "file").render([{"role": "user", "content": "hi"}])
+
+
+def test_a_template_runs_unbounded_outside_the_main_thread(families: SimpleNamespace) -> None:
+    template = ChatTemplate(families.of("chatml"), families.templates["chatml"], "file")
+    with ThreadPoolExecutor(1) as pool:
+        rendered = pool.submit(template.render, said("u hi")).result()
+    assert rendered == template.render(said("u hi"))
+
+
+def test_a_template_that_does_not_write_tools_is_named(families: SimpleNamespace) -> None:
+    messages = said("u is it dry?", "a let me see", "t rain", "a it rains")
+    messages[1]["tool_calls"] = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
+    tools = [{"type": "function", "function": {"name": "weather", "description": "d", "parameters": {}}}]
+    for template, unseen in ((families.templates["chatml"], (1, 1)), (TOOLS, (0, 0))):
+        _, tally = learnt(families, template, messages, tools)
+        assert (tally.calls_unseen, tally.tools_unseen) == unseen
+        assert Tally.sum([tally.as_json(), tally.as_json()]).calls_unseen == 2 * unseen[0]

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from isotype.data.read import read_json
+from isotype.data.json_rows import read_json
 from isotype.data.tables import read_csv, read_parquet
 from isotype.errors import UsageError
 

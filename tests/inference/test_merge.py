@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
-from isotype.inference.merge import merge
+from isotype.inference.merge import merge, merged_dtype
+from isotype.precision.presets import PRESETS
 
 
 @pytest.fixture
@@ -79,3 +80,11 @@ def test_an_adapter_that_names_no_base_is_refused(foreign):
     (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": None}))
     with pytest.raises(UsageError, match="which model is this an adapter of"):
         load_run(folder)
+
+
+def test_what_a_merged_model_is_kept_in():
+    assert {name: merged_dtype(precision)[0] for name, precision in PRESETS.items()} == {
+        "fp32": "fp32", "bf16-mixed": "bf16", "bf16-lora": "bf16", "nf4-lora": "bf16", "bf16-pure": "bf16", "fp16-mixed": "fp16",
+    }  # fmt: skip
+    declared = PRESETS["bf16-lora"].but(save="model fp16, adapter fp32")
+    assert merged_dtype(declared) == ("fp16", "precision.save: model fp16, adapter fp32")

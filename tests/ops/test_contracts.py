@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from isotype.ops import add_rms_norm, compiled, cross_entropy, gelu_mul, linear_cross_entropy, rms_norm, rope, silu_mul
+from isotype.ops import add_rms_norm, attention, compiled, cross_entropy, gelu_mul, linear_cross_entropy, rms_norm, rope, silu_mul
+from isotype.ops.attention.contract import ATTENTION
+from isotype.ops.attention.reference import attention_reference
 from isotype.ops.backend import using
 from isotype.ops.contract import OpContract
 from isotype.ops.cross_entropy.contract import CROSS_ENTROPY
@@ -62,6 +64,11 @@ def states(positions: int) -> tuple[torch.Tensor, ...]:
     return drawn(1, 2, positions, 8), drawn(1, 1, positions, 8)
 
 
+def heads(positions: int) -> tuple[torch.Tensor, ...]:
+    # a long sum is over the keys of few queries, or the queries of few keys
+    return drawn(1, 2, min(positions, 40), 16), drawn(1, 1, positions, 16), drawn(1, 1, positions, 16) + 1
+
+
 def tables(positions: int) -> tuple[torch.Tensor, torch.Tensor]:
     angle = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(4) / 4)
     return angle.cos()[None], angle.sin()[None]
@@ -111,6 +118,7 @@ CASES = {
     "silu_mul": both(silu_mul, silu_mul_reference, SILU_MUL, pair),
     "gelu_mul": both(gelu_mul, gelu_mul_reference, GELU_MUL, pair),
     "gelu_mul-tanh": both(gelu_mul, gelu_mul_reference, GELU_MUL, pair, approximate="tanh"),
+    "attention": both(attention, attention_reference, ATTENTION, heads),
     "rope": Case(turned(rope), turned(rope_reference), ROPE, states),
     "rope-interleaved": Case(turned(rope, interleaved=True), turned(rope_reference, interleaved=True), ROPE, states),
 }
@@ -145,7 +153,11 @@ def test_rope_keeps_its_contract_with_tables_of_any_dtype(backend):
 
 
 # one of each kernel with each of its flags
-ON_KERNELS = [name for name in CASES if name not in ("cross_entropy", "linear_cross_entropy", "linear_cross_entropy-none", "rope")]
+ON_KERNELS = [
+    name
+    for name in CASES
+    if name not in ("cross_entropy", "linear_cross_entropy", "linear_cross_entropy-none", "rope", "attention", "attention-causal")
+]
 
 
 @pytest.mark.parametrize("name", ON_KERNELS)

@@ -1,6 +1,7 @@
 """Without C++ kernels, norms, rotary functions and gated MLPs are no faster than the model's own: they stay, and the manifest says why."""
 
 from isotype.ops import build, compiled
+from isotype.ops.attention import cpp as attention
 from isotype.ops.gelu_mul import cpp as gelu
 from isotype.ops.rms_norm import cpp as norm
 from isotype.ops.rope import cpp as rope
@@ -12,7 +13,7 @@ from tests.models import tiny
 def test_row_ops_are_left_to_the_model_and_the_reason_is_said(monkeypatch):
     monkeypatch.setattr(build, "cpu_compiler", lambda: None)
     monkeypatch.setattr(compiled, "_fallbacks", {})
-    for op in (silu, gelu, norm, rope):
+    for op in (silu, gelu, norm, rope, attention):
         monkeypatch.setattr(op.KERNELS, "library", None)
     manifest = optimize(tiny("llama"))
     assert {entry.op for entry in manifest.entries if entry.op} == {"generate", "linear_cross_entropy"}

@@ -9,7 +9,7 @@ from isotype.errors import DtypeError
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision, generating, precision_of
-from isotype.precision.observe import Observer
+from isotype.precision.observe import Observation, Observer
 
 
 def tiny_llama():
@@ -49,6 +49,8 @@ def test_a_step_keeps_the_declaration(preset):
     assert set(seen.dtypes["compute"]) == {precision.compute}
     assert set(seen.dtypes["grads"]) == {"fp32"}
     assert set(seen.dtypes["trainable"]) == {precision.trainable}
+    assert set(seen.dtypes["norms"]) == {"fp32"}
+    assert not any("forward" in module.__dict__ for module in model.modules() if type(module).__name__ == "LlamaRMSNorm")
     assert not seen.promotions, seen.promotions
 
 
@@ -115,3 +117,49 @@ def test_optimizer_states_and_averages_are_looked_at():
         pass
     observer.look(seen, states=lambda p: states[id(p)], averages=[("ema.weight", torch.zeros(2, dtype=torch.bfloat16))])
     assert {f.message.split(" ")[0] for f in seen.violations} == {"exp_avg", "average"}
+
+
+class NarrowRMSNorm(torch.nn.Module):
+    """A norm that sums in the dtype it is given."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.weight, self.eps = inner.weight, inner.variance_epsilon
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def test_a_norm_that_sums_in_bf16_is_named():
+    model = tiny_llama()
+    model.model.layers[1].input_layernorm = NarrowRMSNorm(model.model.layers[1].input_layernorm)
+    apply_precision(model, PRESETS["bf16-mixed"], device_type="cpu")
+    with Observer(model, PRESETS["bf16-mixed"]).watch(1) as seen:
+        model(input_ids=IDS)
+    assert set(seen.dtypes["norms"]) == {"fp32", "bf16"}
+    with pytest.raises(DtypeError, match=r"arithmetic of model\.layers\.1\.input_layernorm is bf16, declared fp32"):
+        seen.raise_if_violated()
+
+
+def test_products_are_watched_while_tokens_are_made():
+    model = prepared("bf16-lora").eval()
+    observer = Observer(model, PRESETS["bf16-lora"])
+    with torch.no_grad(), generating(model), observer.watch(0, role="generate") as seen:
+        model.generate(input_ids=IDS[:1, :4], max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert set(seen.dtypes) == {"generate"}
+    assert set(seen.dtypes["generate"]) == {"bf16"}
+
+
+def test_the_loss_and_the_files_are_looked_at(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.bfloat16), "packed": torch.zeros(2, dtype=torch.uint8)},
+              tmp_path / "model.safetensors")  # fmt: skip
+    observer = Observer(prepared("bf16-lora"), PRESETS["bf16-lora"])
+    seen = Observation(3)
+    observer.look_at_loss(seen, torch.float32)
+    assert not seen.violations
+    observer.look_at_loss(seen, torch.bfloat16)
+    observer.look_at_files(seen, tmp_path, "fp32")
+    assert dict(seen.dtypes["save"]) == {"fp32": 1, "bf16": 1}
+    assert [f.message for f in seen.violations] == ["the loss is bf16, declared fp32", "b in model.safetensors is bf16, declared fp32"]

@@ -99,3 +99,22 @@ def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
     from isotype.report.write import render
 
     assert len(render(read_run(whole(tmp_path / "run", steps=5000)))) < 400_000
+
+
+def test_sources_have_their_rows_and_weights(tmp_path: Path) -> None:
+    files = [
+        {"path": "a.jsonl", "format": "text", "why": "w", "rows": 1200, "kept": 1100},
+        {"path": "b.jsonl", "format": "text", "rows": 5, "kept": 5},
+    ]
+    mix = [{"path": "a.jsonl", "weight": 3.0, "share": 0.75, "passes": 0.5}, "not a mapping", {"path": "b.jsonl", "weight": "?"}]
+    found = page(record(tmp_path, data={"train": {"rows": 1105, "files": files}, "mix": mix}))["data"]["sides"][0]["files"]
+    assert found[0]["counts"] == "1,200 rows, 1,100 here, weight 3: 75.0% of an epoch, each row 0.5 times"
+    assert found[1]["counts"].startswith("5 rows")
+
+
+def test_what_was_not_observed_says_why(tmp_path: Path) -> None:
+    declared = {"reduce": {"value": "fp32"}, "loss": {"value": "fp32"}}
+    made = record(tmp_path, precision={"declared": declared, "observed": {"loss": {"fp32": 1}}, "unobserved": {"reduce": "one process"}})
+    rows = {row["role"]: row for row in page(made)["precision"]["rows"]}
+    assert (rows["reduce"]["observed"], rows["reduce"]["unseen"], rows["reduce"]["mood"]) == ("not observed", "one process", "")
+    assert rows["loss"]["mood"] == "good"

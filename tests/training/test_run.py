@@ -51,6 +51,13 @@ def test_a_run_leaves_what_the_design_says(configured, tmp_path, workshop):
     assert result["check"]["reloaded_loss"] == result["check"]["trained_loss"]
     precision = json.loads((run / "precision.json").read_text())
     assert precision["observed"]["trainable"] == {"fp32": 28}
+    assert precision["observed"]["loss"] == {"fp32": 1}
+    assert precision["observed"]["save"] == {"fp32": 28}
+    assert set(precision["observed"]["generate"]) == {"fp32"}
+    assert {"norms", "reduce"} >= set(precision["unobserved"]) >= {"reduce"}
+    assert set(precision["declared"]) - {"rounding", "loss_scaling"} == set(precision["observed"]) - {"outputs"} | set(
+        precision["unobserved"]
+    )
     assert precision["violations"] == []
     steps = [r for r in losses(run) if r[1] is not None]
     assert [s for s, *_ in steps] == [1, 2, 3, 4, 5, 6]

@@ -43,21 +43,40 @@ def ls(
     from rich.console import Console
     from rich.table import Table
 
+    cells = [[_cell(run[key]) for key in _COLUMNS] for run in runs]
+    console = Console()
+    widths = [max(len(name), *(len(row[i]) for row in cells)) for i, name in enumerate(_COLUMNS.values())]
+    # a run is named to be given to the next command: what is cut on a narrow screen are model and data
+    left = max(16, console.width - sum(widths[:-2]) - 2 * len(widths)) if console.is_terminal else 2 * max(widths)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("run", "status", "step", "loss", "eval loss", "precision", "model", "data"):
-        table.add_column(column, justify="right" if column in ("step", "loss", "eval loss") else "left", overflow="fold")
-    for run in runs:
-        numbers = [f"{run[key]:.4f}" if isinstance(run[key], float) else "" for key in ("loss", "eval_loss")]
-        table.add_row(run["folder"], run["status"], str(run["step"]), *numbers, run["precision"], run["model"], run["data"])
-    Console().print(table)
+    for name in _COLUMNS.values():
+        right, last = name in ("step", "loss", "eval loss"), name in ("model", "data")
+        table.add_column(
+            name,
+            justify="right" if right else "left",
+            overflow="ellipsis" if last else "fold",
+            no_wrap=last,
+            max_width=left // 2 if last else None,
+        )
+    for row in cells:
+        table.add_row(*row)
+    console.print(table) if console.is_terminal else Console(width=sum(widths) + 2 * len(widths)).print(table)
+
+
+_COLUMNS = {"folder": "run", "status": "status", "step": "step", "loss": "loss", "eval_loss": "eval loss", "precision": "precision",
+            "model": "model", "data": "data"}  # fmt: skip
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def _row(folder: Path) -> dict[str, Any]:
+    from ..config.sources import short_names
     from ..report.record import read_run
 
     record = read_run(folder)
     losses = record.curve("loss")
-    data = record.setting("data", "train")
     return {
         "folder": str(folder),
         "status": record.status,
@@ -66,5 +85,5 @@ def _row(folder: Path) -> dict[str, Any]:
         "eval_loss": record.best("eval_loss"),
         "precision": str(record.precision.get("precision", "")),
         "model": Path(str(record.setting("model", "name") or "built")).name,
-        "data": ", ".join(Path(str(d)).name for d in (data if isinstance(data, list) else [data])),
+        "data": short_names(record.setting("data", "train")),
     }

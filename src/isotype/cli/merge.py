@@ -11,6 +11,8 @@ import typer
 
 from .app import RUNS
 
+NOISY = 0.05  # of the adapter's effect: beyond it a wider dtype is worth its size
+
 
 def register(app: typer.Typer) -> None:
     app.command(name="merge", rich_help_panel=RUNS)(merge)
@@ -19,7 +21,7 @@ def register(app: typer.Typer) -> None:
 def merge(
     run: Annotated[Path, typer.Argument(help="The run's folder, or a PEFT adapter's.")],
     out: Annotated[Path | None, typer.Option("--out", help="Where the model goes; RUN/merged by default.")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="fp32, bf16 or fp16; what the run declares for models by default.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="fp32, bf16 or fp16; the base's own dtype by default.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Merge an adapter into its base, as an ordinary Hugging Face folder that other engines load.
@@ -54,6 +56,7 @@ def merge(
     if json_output:
         print(json.dumps({**asdict(merged), "folder": str(merged.folder)}))
         return
-    print(f"merged    {merged.weights} weights into {merged.folder}, {merged.dtype}")
-    print(f"noise     rounding to {merged.dtype} is {merged.noise:.1%} of the adapter's effect on the weights")
+    advice = "; --dtype fp32 keeps all of it" if merged.noise > NOISY else ""
+    print(f"merged    {merged.weights} weights into {merged.folder}, {merged.dtype}: {merged.why}")
+    print(f"noise     rounding to {merged.dtype} is {merged.noise:.1%} of the adapter's effect on the weights{advice}")
     print(f"checked   loss {merged.merged_loss:.4f}, with the adapter apart {merged.adapter_loss:.4f}")

@@ -20,6 +20,8 @@ from .recipes import STRONG, recipe
 from .schema import RunConfig
 from .yaml_text import Entry, YamlError, read_sections, read_value, write_value
 
+# what a key also takes, and what it means: other tools' words, and those of runs from before the key had more than two values
+ALSO: Mapping[str, Mapping[Any, str]] = {"train.gradient_checkpointing": {True: "layers", False: "none"}}
 COMMAND_LINE, DEFAULT = "command line", "default"
 MAX_BYTES = 4 << 20  # a configuration is kilobytes; more is a data file given by mistake
 
@@ -215,8 +217,10 @@ def _unknown(key: str) -> str:
 def _checked(settings: _Settings) -> RunConfig:
     """The configuration, or every complaint in the order of the file's lines, the command line's last."""
     tree: dict[str, dict[str, Any]] = {}
-    for key, value in settings.values.items():
+    for key, value in list(settings.values.items()):
         section, _, name = key.partition(".")
+        if isinstance(value, bool):
+            value = settings.values[key] = ALSO.get(key, {}).get(value, value)
         # pydantic would take true for 1
         if isinstance(value, bool) and not takes(key, "boolean"):
             settings.complaints.append(_wrong(settings, key, value))

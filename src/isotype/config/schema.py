@@ -158,7 +158,8 @@ class TrainSection(Section):
     """Largest gradient norm; 0 for no clipping."""
     gradient_checkpointing: Literal["auto", "none", "layers", "layers+offload"] = "auto"
     """`layers` recomputes layers in backward: less memory, up to a third more time, the same numbers. `layers+offload` also moves what is
-    kept of them to host memory (GPU only). `auto`: none where the memory plan fits, else the fewest layers, then all with offload."""
+    kept of them to host memory (GPU only). `auto`: none where the memory plan fits, else the fewest layers, then all with offload. true and
+    false are read as `layers` and `none`."""
     checkpointed_layers: Literal["all"] | PositiveInt | EveryKth | list[Annotated[int, Field(ge=0)]] = "all"
     """Which layers: `all`, a number (the first ones, which save most), `every 2`, or a list of positions from 0."""
     seed: int = 0

@@ -111,7 +111,17 @@ def _spec(entry: Any, where: str, data: DataSection) -> SourceSpec:
     return SourceSpec(**settings | {"limit": min(limits) if limits else None, "weight": None if weight is None else float(weight)})
 
 
+def names(given: Any) -> list[str]:
+    """The sources of `data.train` or `data.eval` by name, in whatever form they were given, also in a damaged file."""
+    entries = given if isinstance(given, list) else [] if given is None else [given]
+    return [str(entry.get("name", "?") if isinstance(entry, dict) else entry) for entry in entries]
+
+
+def short_names(given: Any) -> str:
+    """`chats.jsonl, share.jsonl`: without their folders, for a line."""
+    return ", ".join(name.rstrip("/").rpartition("/")[2] or name for name in names(given))
+
+
 def first_name(given: Any) -> str:
     """What a run is named after: the first source."""
-    entry = given[0] if isinstance(given, list) and given else given
-    return str(entry.get("name", "data") if isinstance(entry, dict) else entry or "data").removeprefix(HUB)
+    return next(iter(names(given)), "data").removeprefix(HUB)

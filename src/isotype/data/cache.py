@@ -3,6 +3,7 @@
 An entry is one safetensors file named by a hash of everything that shaped its rows: the content of the source, the tokenizer, the
 template, the settings, and `VERSION` of this code. It is written aside and renamed, so that two runs at once, or one that is killed, leave
 whole files only; its metadata hold a checksum, and a file that fails it is made again. Rows are mapped from the file, not read into memory.
+A folder is held to a bound (`cache_folder`).
 """
 
 from __future__ import annotations
@@ -20,23 +21,13 @@ from typing import IO, Any
 
 import numpy as np
 
+from .cache_folder import bound, evict
 from .tokens import COLUMNS, TokenBlock, TokenWriter
 
-VERSION = 1  # raise it whenever the same source gives other rows or other facts
+VERSION = 2  # raise it whenever the same source gives other rows or other facts
 SMALLEST = 1_000_000  # bytes of a source below which `auto` keeps nothing: tokenising them takes a second
 _STALE = 24 * 3600  # seconds after which a file half written is one that its run has left behind
 _CHUNK = 1 << 22
-
-
-def cache_folder(setting: str) -> Path | None:
-    """Where entries lie: a folder as given; `auto` is ISOTYPE_CACHE or the user's cache folder; None for `none`."""
-    if setting == "none":
-        return None
-    if setting != "auto":
-        return Path(setting).expanduser()
-    if given := os.environ.get("ISOTYPE_CACHE"):
-        return None if given == "none" else Path(given).expanduser() / "tokens"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "isotype" / "tokens"
 
 
 def entry_key(parts: Any) -> str:
@@ -66,6 +57,7 @@ class Cache:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.evicted = 0  # entries that went, so that the new one has its room
 
     def path(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"
@@ -105,7 +97,9 @@ class Cache:
             os.replace(aside, path)
         finally:
             aside.unlink(missing_ok=True)
-        return read_entry(path)
+        block = read_entry(path)
+        self.evicted += len(evict(self.folder, keep=path, most=bound()))
+        return block
 
     def _sweep(self) -> None:
         """Removes what killed runs left half written."""

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jinja2
 
 from ..errors import UsageError
+from .bounded import bounded, refuse_endless
 from .formats import Example, Message
 from .read import existing_file, read_text
 
@@ -61,9 +62,13 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, tools: Any = None, generation_prompt: bool = False, place: str = "prompt") -> str:
         """The text of a conversation; a template's own refusal (roles out of order, no system turn) becomes one line."""
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), chat_template=self.text, tools=tools, tokenize=False, add_generation_prompt=generation_prompt
-            )
+            with bounded(place):
+                text = self.tokenizer.apply_chat_template(
+                    list(messages), chat_template=self.text, tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+                )
+            return refuse_endless(text, place)
+        except UsageError:
+            raise
         except jinja2.TemplateSyntaxError as error:
             raise UsageError(f"chat template ({self.source}), line {error.lineno}: {error.message}") from None
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:

@@ -33,6 +33,9 @@ class Tally:
     borders: int = 0
     """Answers that had to be tokenised apart from their prompts."""
     special_in_content: int = 0
+    calls_unseen: int = 0
+    tools_unseen: int = 0
+    """Rows with tool calls, or with tools, whose names are nowhere in the text that the template made."""
 
     def drop(self, reason: str, place: str) -> None:
         self.dropped[reason] += 1
@@ -41,7 +44,8 @@ class Tally:
     def as_json(self) -> dict[str, Any]:
         return {
             "dropped": dict(self.dropped), "first_dropped": self.first_dropped, "end_of_turn": dict(self.end_of_turn),
-            "borders": self.borders, "special_in_content": self.special_in_content,
+            "borders": self.borders, "special_in_content": self.special_in_content, "calls_unseen": self.calls_unseen,
+            "tools_unseen": self.tools_unseen,
         }  # fmt: skip
 
     @classmethod
@@ -54,6 +58,8 @@ class Tally:
             total.end_of_turn.update(one["end_of_turn"])
             total.borders += one["borders"]
             total.special_in_content += one["special_in_content"]
+            total.calls_unseen += one["calls_unseen"]
+            total.tools_unseen += one["tools_unseen"]
         return total
 
 
@@ -108,6 +114,8 @@ class Encoder:
             text = self.template.render(messages, tools=example.tools, place=example.place)
             if tally is not None:
                 tally.special_in_content += any(s in str(m.get("content")) for m in messages for s in self.special.values() if len(s) > 2)
+                tally.calls_unseen += unwritten((call for m in messages for call in m.get("tool_calls") or ()), text)
+                tally.tools_unseen += unwritten(example.tools or (), text)
             spans = [Span(0, len(text), closed=True)] if self.loss_on == "all" else self.template.spans(chat, text)
             return Rendered(example.place, text, spans, literal=False)
         if example.text is not None:
@@ -241,6 +249,14 @@ class Encoder:
             )
             cut_at, kept = span.start, kept + len(left)
         return ids, offsets
+
+
+def unwritten(tools: Iterable[Any], text: str) -> bool:
+    """Whether a tool, or a call of one, is nowhere in the text: the template does not know of tools."""
+    names = [
+        tool.get("function", tool).get("name") for tool in tools if isinstance(tool, dict) and isinstance(tool.get("function", {}), dict)
+    ]
+    return any(isinstance(name, str) and name not in text for name in names)
 
 
 def as_messages(example: Example) -> tuple[Message, ...] | None:

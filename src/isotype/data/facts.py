@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from .bounded import bounded
 from .encode import Encoder, Tally, as_messages
 from .formats import Example
 from .rows import IGNORED
 from .tokens import TokenRows
 
 _BARS = 16  # of the histogram of lengths, at most
+FEW = 10  # rows below which nothing is held out
 COMPARED = 64  # rows of a source whose labels are compared with the template's own mask
 
 
@@ -92,14 +94,15 @@ def compare_with_own_mask(encoder: Encoder, examples: Sequence[Example]) -> dict
         _, row, _ = next(encoder.rows([example], Tally()), (None, None, False))
         if messages is None or row is None or example.learn_from:
             continue
-        own = encoder.tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=template.text,
-            tools=example.tools,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
+        with bounded(example.place):
+            own = encoder.tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=template.text,
+                tools=example.tools,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
         if len(own["input_ids"]) != len(row.input_ids):
             continue
         compared += 1
@@ -154,7 +157,8 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
         most = encoder.tokenizer.model_max_length
         said.append(f"rows have up to {longest} tokens, and the tokenizer says its model takes {most}: lower data.max_length")
     if evaluation["held_out"] and not evaluation["rows"] and facts["eval_split"]:
-        said.append(f"only {train['rows']} rows: none is held out for evaluation")
+        why = f"only {train['rows']} rows" if train["rows"] < FEW else "no row fell into the held-out share, in which copies stay together"
+        said.append(f"{why}: none is held out for evaluation")
     if facts["duplicates_between"]:
         said.append(f"{facts['duplicates_between']} evaluation rows are also training rows: the evaluation loss is too good")
     for one in facts.get("mix") or []:
@@ -185,6 +189,12 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
             f"the template's own mask differs from the derived labels in {own['rows_compared'] - own['rows_equal']} "
             f"of {own['rows_compared']} rows; the derived labels are used"
         )
+    for count, what in (
+        (sum(t.calls_unseen for t in tallies), "tool calls that the chat template does not write: they are not learnt"),
+        (sum(t.tools_unseen for t in tallies), "tools that the chat template does not write: the model does not see them"),
+    ):
+        if count:
+            said.append(f"{count} rows have {what}")
     special = sum(t.special_in_content for t in tallies)
     if special:
         said.append(f"{special} rows have the text of a special token inside a message; the tokenizer reads it as that token")

@@ -16,10 +16,11 @@ import numpy as np
 from ..config.schema import DataSection
 from ..config.sources import source_specs
 from ..errors import UsageError
-from .cache import SMALLEST, Cache, cache_folder, entry_key, tokenizer_fingerprint
+from .cache import SMALLEST, Cache, entry_key, tokenizer_fingerprint
+from .cache_folder import bound, cache_folder
 from .chat import chat_template
 from .encode import Encoder, Tally
-from .facts import COMPARED, add_own_masks, compare_with_own_mask, notes, side_facts, template_facts, token_facts
+from .facts import COMPARED, FEW, add_own_masks, compare_with_own_mask, notes, side_facts, template_facts, token_facts
 from .formats import Example
 from .pack import pack
 from .progress import Meter, watched
@@ -28,8 +29,6 @@ from .rows import LoadedData, Row, SamplePrompt, Share
 from .sources import Source, source
 from .split import held_out
 from .tokens import TokenBlock, TokenRows, TokenWriter
-
-_FEW = 10  # rows below which nothing is held out
 
 
 def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
@@ -102,6 +101,7 @@ def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source]) ->
 def _tokenised(sources: Sequence[Source], encoder: Encoder, data: DataSection) -> TokenRows:
     """The rows of sources, from the cache where it has them."""
     folder = cache_folder(data.cache)
+    bound()  # a mistyped one is said before hours of tokenising
     fingerprint = ""
     blocks = []
     for one in sources:
@@ -136,11 +136,15 @@ def _cached(one: Source, encoder: Encoder, cache: Cache, key: str) -> TokenBlock
     try:
         with cache.writing(key) as writer:
             facts = encode_source(one, encoder, writer)
-            block = cache.store(key, writer, facts)
+            block = cache.store(key, writer, facts | {"source": one.name})
     except OSError as error:
         one.notes.append(f"the cache {cache.folder} cannot be written ({error.strerror or error}): rows are held in memory")
         return _fresh(one, encoder)
     block.facts["cache"] = f"kept in {cache.path(key)}"
+    if cache.evicted:
+        one.notes.append(
+            f"cache entries removed, those unused for longest: {cache.evicted}; {cache.folder} holds at most {bound() / 1e9:g} GB"
+        )
     return block
 
 
@@ -184,7 +188,7 @@ def _limited(rows: TokenRows, limit: int | None) -> TokenRows:
 
 
 def _hold_out(rows: TokenRows, share: float, seed: int) -> tuple[TokenRows, TokenRows]:
-    if share == 0.0 or len(rows) < _FEW:
+    if share == 0.0 or len(rows) < FEW:
         return rows, rows.select(np.zeros(len(rows), bool))
     held = held_out(rows.column("digest"), share, seed)
     return rows.select(~held), rows.select(held)

@@ -1,7 +1,7 @@
-"""Files as lines and records: which endings are read, gzip, encodings; JSON is read here, tables in `tables.py`.
+"""Files as lines: which endings are read, gzip, encodings. Their rows: JSON in `json_rows.py`, tables in `tables.py`.
 
-Lines are read one by one, as bytes, so that a large file costs no more memory than one record, and a byte that is not UTF-8 is
-reported where it is. Every record knows its file and its line, or its row where a file has no lines.
+Lines are read one by one (or blocks, where a file may be one long line), as bytes, so that a large file costs no more memory than one
+record, and a byte that is not UTF-8 is reported where it is. Every record knows its file and its line, or its row where there are no lines.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import difflib
 import gzip
 import hashlib
-import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ TEXT_ENDINGS = (".txt", ".text", ".md", ".rst")
 DATA_ENDINGS = JSON_ENDINGS + TABLE_ENDINGS
 ENDINGS = DATA_ENDINGS + TEXT_ENDINGS
 _BOMS = ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"))
-_SURROGATE = re.compile("[\ud800-\udfff]")
+BLOCK = 1 << 20  # bytes that `text_blocks` reads at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +80,8 @@ def existing_file(name: str, endings: tuple[str, ...] = ENDINGS) -> Path:
 
 
 def decoded(raw: bytes, *, file: str, line: int, offset: int) -> str:
-    """The text of one line; `offset` is the file position of its first byte."""
-    if line == 1:
+    """The text of a line or a block; `offset` is the file position of its first byte, `line` the line that byte is in."""
+    if offset == 0:
         for bom, encoding in _BOMS:
             if raw.startswith(bom):
                 raise UsageError(f"{file}:1: byte 0: the file is {encoding}; save it as UTF-8")
@@ -91,6 +90,7 @@ def decoded(raw: bytes, *, file: str, line: int, offset: int) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         byte = raw[error.start]
+        line += raw.count(b"\n", 0, error.start)
         raise UsageError(f"{file}:{line}: byte {offset + error.start} (0x{byte:02x}) is not UTF-8; save the file as UTF-8") from None
 
 
@@ -102,10 +102,44 @@ def text_lines(path: Path, name: str, meter: Meter | None = None) -> Iterator[tu
             for number, raw in enumerate(file, start=1):
                 yield number, decoded(raw, file=name, line=number, offset=offset)
                 offset += len(raw)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise UsageError(f"{name}:{number + 1}: broken gzip: {error}") from None
-        except OSError as error:
-            raise UsageError(f"{name}:{number + 1}: cannot be read: {error.strerror or error}") from None
+        except _UNREADABLE as error:
+            raise _unreadable(error, name, number + 1) from None
+
+
+def text_blocks(path: Path, name: str, meter: Meter | None = None) -> Iterator[str]:
+    """The text of a plain or gzipped file in blocks of about `BLOCK` bytes, however long its lines are."""
+    offset, line, held = 0, 1, b""
+    with _opened(path, meter) as file:
+        while True:
+            try:
+                block = file.read(BLOCK)
+            except _UNREADABLE as error:
+                raise _unreadable(error, name, line) from None
+            raw = held + block
+            if not raw:
+                return
+            cut = len(raw) - (_unfinished(raw) if block else 0)
+            yield decoded(raw[:cut], file=name, line=line, offset=offset)
+            offset, line, held = offset + cut, line + raw.count(b"\n", 0, cut), raw[cut:]
+
+
+def _unfinished(raw: bytes) -> int:
+    """How many bytes at the end begin a character that goes on in the next block."""
+    for back in range(1, min(4, len(raw) + 1)):
+        byte = raw[-back]
+        if byte & 0b1100_0000 != 0b1000_0000:  # the first byte of a character says how many it has
+            length = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
+            return back if length > back else 0
+    return 0
+
+
+_UNREADABLE = (gzip.BadGzipFile, EOFError, zlib.error, OSError)
+
+
+def _unreadable(error: Exception, name: str, line: int) -> UsageError:
+    if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+        return UsageError(f"{name}:{line}: cannot be read: {error.strerror or error}")
+    return UsageError(f"{name}:{line}: broken gzip: {error}")
 
 
 @contextmanager
@@ -129,87 +163,6 @@ def read_text(path: Path, name: str) -> str:
     return text
 
 
-def read_json(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
-    """The records of a JSON file in order. `skip`: so many are passed over, in a file of lines without being parsed."""
-    if ending(path) == ".json" and _first_character(path, name) == "[":
-        yield from _skipped(_array(path, name), skip)
-    else:
-        yield from _lines(path, name, skip, meter)
-
-
-def _skipped(records: Iterable[Record], skip: int) -> Iterator[Record]:
-    for i, record in enumerate(records):
-        if i >= skip:
-            yield record
-
-
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _first_character(path: Path, name: str) -> str:
-    for _, line in text_lines(path, name):
-        if line.strip():
-            return line.strip()[0]
-    return ""
-
-
-def _lines(path: Path, name: str, skip: int, meter: Meter | None) -> Iterator[Record]:
-    for number, line in text_lines(path, name, meter):
-        if not line.strip():
-            continue
-        if skip:
-            skip -= 1
-            continue
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            hint = "; a .json file holds an array, or one object a line" if ending(path) == ".json" else ""
-            raise UsageError(f"{name}:{number}: broken JSON at column {error.colno}: {error.msg}{hint}") from None
-        except RecursionError:
-            raise UsageError(f"{name}:{number}: JSON nested too deeply") from None
-        except ValueError as error:  # a whole number of more than 4300 digits
-            raise UsageError(f"{name}:{number}: broken JSON: {str(error).partition(';')[0]}") from None
-        yield Record(name, number, _checked(value, line, f"{name}:{number}"))
-
-
-def _array(path: Path, name: str) -> Iterator[Record]:
-    text = "".join(line for _, line in text_lines(path, name))
-    decoder = json.JSONDecoder()
-    blank = re.compile(r"\s*")
-    position = blank.match(text).end() + 1  # type: ignore[union-attr]  # past the opening bracket
-    line, counted = 1, 0
-    separator = "["
-    while True:
-        position = blank.match(text, position).end()  # type: ignore[union-attr]
-        line, counted = line + text.count("\n", counted, position), position
-        if text[position : position + 1] == "]" and separator == "[":
-            return
-        try:
-            value, end = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            raise UsageError(f"{name}:{error.lineno}: broken JSON at column {error.colno}: {error.msg}") from None
-        except RecursionError:
-            raise UsageError(f"{name}:{line}: JSON nested too deeply") from None
-        except ValueError as error:
-            raise UsageError(f"{name}:{line}: broken JSON: {str(error).partition(';')[0]}") from None
-        yield Record(name, line, _checked(value, text[position:end], f"{name}:{line}"))
-        position = blank.match(text, end).end()  # type: ignore[union-attr]
-        separator = text[position : position + 1]
-        if separator == "]":
-            rest = blank.match(text, position + 1).end()  # type: ignore[union-attr]
-            if rest != len(text):
-                raise UsageError(f"{name}:{text.count(chr(10), 0, rest) + 1}: text after the end of the array")
-            return
-        if separator != ",":
-            at = text.count("\n", 0, position) + 1
-            raise UsageError(f"{name}:{at}: broken JSON: ',' or ']' expected" + (", the file ends here" if not separator else ""))
-        position += 1
-
-
-def _checked(value: Any, source: str, place: str) -> Any:
-    """Half of a surrogate pair is valid JSON and no valid text: tokenizers fail on it without naming the row."""
-    if "\\u" in source.lower() and _SURROGATE.search(json.dumps(value, ensure_ascii=False)):
-        raise UsageError(f"{place}: a \\u escape is half of a surrogate pair, which is not text")
-    return value

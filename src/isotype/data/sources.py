@@ -18,8 +18,9 @@ from typing import Any
 from ..config.sources import HUB, STDLIB, SourceSpec
 from ..errors import UsageError
 from .formats import Example, FormatName, detect, example, ignored_keys
+from .json_rows import read_json
 from .progress import Meter
-from .read import DATA_ENDINGS, ENDINGS, JSON_ENDINGS, TEXT_ENDINGS, Record, ending, existing_file, read_json, sha256, text_lines
+from .read import DATA_ENDINGS, ENDINGS, JSON_ENDINGS, TEXT_ENDINGS, Record, ending, existing_file, sha256, text_lines
 from .tables import read_csv, read_parquet
 
 PIECE = 1 << 16  # characters of a plain text handed on at once, cut at line ends

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import TextStreamer
 
+from ..data.chat import chat_template
 from ..precision.apply import generating
 from ..training.sample import generation_config
 from .loaded import LoadedRun
@@ -26,7 +27,7 @@ class Conversation:
         tokenizer, model = self.run.tokenizer, self.run.model
         asked = [*self.messages, {"role": "user", "content": text}]
         if tokenizer.chat_template:
-            text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+            text = chat_template(tokenizer, None).render(asked, generation_prompt=True, place="the question")
         ids = torch.tensor([tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]], device=self.run.device)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if self.stream else None
         with torch.no_grad(), generating(model):

@@ -18,6 +18,7 @@ from ..data.rows import Row
 from ..dtypes import to_torch
 from ..errors import RunError, UsageError
 from ..precision.apply import is_quantised
+from ..precision.precision import Precision
 from ..training.evaluate import evaluate
 from ..training.model import Source
 from ..training.verify import check_rows, load_result
@@ -32,6 +33,7 @@ class Merged:
 
     folder: Path
     dtype: str
+    why: str
     weights: int
     noise: float
     adapter_loss: float
@@ -44,7 +46,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
 
     if not isinstance(run.model, PeftModel):
         raise UsageError(f"{run.folder}: this run trained every weight: {run.folder / 'model'} is merged already")
-    dtype = dtype or run.precision.save_model if run.precision.base != "nf4" else dtype or run.precision.compute
+    dtype, why = (dtype, "as asked") if dtype else merged_dtype(run.precision)
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out}: not empty", fix="--out another folder")
     state, noise, count = merged_state(run.model, to_torch(dtype))
@@ -70,7 +72,16 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
             f"{out}: the merged model's loss is {merged_loss:.4f} where the adapter's is {adapter_loss:.4f}", code="SV001",
             fix="merge into a wider dtype: --dtype fp32",
         )  # fmt: skip
-    return Merged(out, dtype, count, noise, adapter_loss, merged_loss)
+    return Merged(out, dtype, why, count, noise, adapter_loss, merged_loss)
+
+
+def merged_dtype(precision: Precision) -> tuple[str, str]:
+    """What a merged model is kept in, and why: what is declared for models, else the base's dtype, as whoever loads the base expects."""
+    if precision.save_model != precision.save_adapter:
+        return precision.save_model, f"precision.save: {precision.save}"
+    if precision.base == "nf4":
+        return precision.unquantised, "the dtype of what the 4-bit base leaves unquantised"
+    return precision.base, "the base's own dtype"
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .attention.function import attention as attention
     from .contract import OpContract as OpContract
     from .cross_entropy.function import cross_entropy as cross_entropy
     from .gelu_mul.function import gelu_mul as gelu_mul
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "OpContract": "isotype.ops.contract",
+    "attention": "isotype.ops.attention.function",
     "cross_entropy": "isotype.ops.cross_entropy.function",
     "linear_cross_entropy": "isotype.ops.linear_cross_entropy.function",
     "TokenStatistics": "isotype.ops.linear_cross_entropy.function",

@@ -11,14 +11,20 @@ from torch import Tensor
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype autocast would use on `x`'s device, or None where it is off."""
     # torch.is_autocast_enabled() without an argument answers for CUDA only
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return torch.get_autocast_dtype(x.device.type) if _is_on(x.device.type) else None
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[object]:
     """A block in which no op on `x`'s device is cast behind the op's back; free where autocast is already off."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if _is_on(x.device.type) else nullcontext()
+
+
+def _is_on(kind: str) -> bool:
+    if torch.compiler.is_compiling():
+        # a graph's tensors are on real devices, and Dynamo of torch 2.11 breaks at the other question
+        return torch.is_autocast_enabled(kind)
+    # the meta device has none, and asking it raises
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def wide(*dtypes: torch.dtype) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import getpass
 import hashlib
 import os
 import platform
@@ -39,17 +40,16 @@ def folder() -> Path:
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     given = os.environ.get("ISOTYPE_CACHE")
-    kept = () if given == "none" else (given, home / "isotype")
-    for place in (*kept, Path(tempfile.gettempdir()) / f"isotype-{os.getuid()}"):
-        if not place:
-            continue
+    kept = [] if given == "none" else [Path(given).expanduser(), home / "isotype"] if given else [home / "isotype"]
+    user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()  # Windows has no numbers for users
+    for place in (*kept, Path(tempfile.gettempdir()) / f"isotype-{user}"):
         try:
             # of this user alone: what lies there is run
-            Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError:
             continue
-        if os.access(place, os.W_OK) and Path(place).stat().st_uid == os.getuid():
-            return Path(place)
+        if os.access(place, os.W_OK) and (not hasattr(os, "getuid") or place.stat().st_uid == user):
+            return place
     raise BuildError("no folder for compiled kernels can be written: set ISOTYPE_CACHE to one")
 
 
@@ -92,9 +92,15 @@ def library(source: Path) -> ctypes.CDLL:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process builds while the others of this machine (the ranks of a run, test workers) wait."""
-    import fcntl
+    """One process builds while the others of this machine (the ranks of a run, test workers) wait.
 
+    Without `flock` (Windows) each builds for itself: the result is renamed into place, so that the last one wins and all are whole.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,8 +1,8 @@
 """Deferred logits: a tensor that stands for `post * tanh(pre * (hidden @ weight.T + bias))`, or for `pre * (...)`, not yet computed.
 
-The cross-entropy of it is `linear_cross_entropy`; scaling, softcapping, casts, reshapes and row slices of it are deferred logits again;
-anything else turns it into the real tensor, once, with its place in forward's graph intact. Being a wrapper tensor, it has the shape, dtype
-and device of what it stands for, and no memory.
+The cross-entropy of it is `linear_cross_entropy` (a sum waits for its divisor: `deferred_loss`); scaling, softcapping, casts, reshapes and
+row slices of it are deferred logits again; anything else turns it into the real tensor, once, with its place in forward's graph intact.
+Being a wrapper tensor, it has the shape, dtype and device of what it stands for, and no memory.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from ..errors import IsotypeError
 from ..ops import cross_entropy, linear_cross_entropy
 from ..ops.autocast import autocast_dtype, autocast_off, product_dtype
+from .deferred_loss import DeferredLoss
 
 # Where a training step turned deferred logits into real ones: place -> times
 materialised: Counter[str] = Counter()
@@ -204,8 +205,16 @@ def _cross_entropy(
     plain = weight is None and size_average is None and reduce is None and isinstance(target, Tensor)
     if not plain or input.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64 or input.computed is not None:
         return None
-    loss: Tensor = input.recipe.loss(target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
-    return loss.to(input.dtype)
+    recipe, dtype = input.recipe, input.dtype
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    if reduction == "sum" and torch.is_grad_enabled() and _requires_grad(input):
+        # not yet: what divides it next goes into the op
+        return DeferredLoss(
+            lambda by: recipe.loss(target, **options, **({"reduction": "sum"} if by is None else {"num_items": by})).to(dtype),
+            dtype,
+            recipe.hidden.device,
+        )
+    return recipe.loss(target, reduction=reduction, **options).to(dtype)
 
 
 def _own_cross_entropy(

@@ -46,23 +46,27 @@ def taken(module: nn.Module) -> str | None:
     return "already optimized" if _MARK in module.__dict__ else foreign(module)
 
 
-def put(module: nn.Module, forward: Callable[..., Any], settings: Any) -> None:
-    """`forward(self, ...)` becomes the instance's forward; `settings` is what it reads back with `settings_of`."""
+def put(module: nn.Module, forward: Callable[..., Any], settings: Any, places: int = 1) -> None:
+    """`forward(self, ...)` becomes the instance's forward; `settings` is what it reads back with `settings_of`.
+
+    places  how many entries of the manifest it stands for
+    """
     # in the instance's __dict__, past nn.Module's __setattr__, which would register a module found in settings
-    module.__dict__[_MARK] = settings
+    module.__dict__[_MARK] = settings, places
     module.__dict__["forward"] = MethodType(forward, module)
 
 
 def settings_of(module: nn.Module) -> Any:
-    return module.__dict__[_MARK]
+    return module.__dict__[_MARK][0]
 
 
-def take_back(module: nn.Module) -> bool:
-    """Undoes `put`; whether there was anything to undo."""
+def take_back(module: nn.Module) -> int:
+    """Undoes `put`; the number of places, 0 where there was nothing to undo."""
     if _MARK not in module.__dict__:
-        return False
-    del module.__dict__[_MARK], module.__dict__["forward"]
-    return True
+        return 0
+    _, places = module.__dict__.pop(_MARK)
+    del module.__dict__["forward"]
+    return places
 
 
 def stand_in(module: nn.Module, modules: dict[str, nn.Module], parameters: dict[str, nn.Parameter]) -> nn.Module:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 class Entry:
     """One place in the model.
 
-    part     norm, gated mlp, rotary, head, lora, 4-bit, generate, experts, or foreign
+    part     norm, gated mlp, rotary, attention, head, lora, 4-bit, generate, experts, or foreign
     place    the module's path in the model
     kind     its class
     op       the op that runs there now; None when it was left alone

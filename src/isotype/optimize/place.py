@@ -9,12 +9,14 @@ from torch import nn
 
 from ..dtypes import to_torch
 from ..errors import UsageError
+from ..lora import cpp as rank_products
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..ops.compiled import missing
-from . import gated, generation, head, norms, rotary
+from . import attention, gated, generation, head, norms, rotary
 from .base import base_notes
 from .instances import KERNEL_LIBRARIES, foreign, library_of, put, take_back, taken
 from .manifest import Entry, Manifest
+from .private import Replacement, put_rebuilt
 
 
 def causal_lms(model: nn.Module) -> list[nn.Module]:
@@ -37,9 +39,9 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
     device_type  where it will run, for a model that is not there yet; by default where its parameters are
     lora_branch  "fp32" computes the adapters' own products in fp32 beside narrower base products
     ->         the Manifest: print it
-    Norms run `rms_norm`, rotary functions `rope`, gated MLPs `silu_mul` or `gelu_mul`, the head with its loss `linear_cross_entropy`,
-    LoRA layers `lora_linear`, gated MLPs of them `lora_mlp`, and 4-bit layers `linear_4bit`. `model.generate` may be called in a trainer's
-    callback: see `generation`.
+    Norms run `rms_norm`, rotary functions `rope`, attention in bf16 on a CPU `attention`, gated MLPs `silu_mul` or `gelu_mul`, the head
+    with its loss `linear_cross_entropy`, LoRA layers `lora_linear`, gated MLPs of them `lora_mlp`, and 4-bit layers `linear_4bit`.
+    `model.generate` may be called in a trainer's callback: see `generation`.
     Raises  UsageError for something that is no module, and for an unknown lora_branch
     """
     if lora_branch not in ("compute", "fp32"):
@@ -50,19 +52,24 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
     out_dtype: torch.dtype | None = to_torch(word) if word is not None else None
     manifest = Manifest(f"norms give {word}" if word else "")
     on_cpu = device_type == "cpu" if device_type else all(p.device.type == "cpu" for p in model.parameters())
-    why_not = missing("rms_norm", "rope", "silu_mul", "gelu_mul", "cross_entropy") if on_cpu else ""
+    why_not = missing("rms_norm", "rope", "silu_mul", "gelu_mul", "cross_entropy", "attention") if on_cpu else ""
     if why_not:
         # without their C++ kernels these ops are formulas of plain PyTorch: no faster than the model's own
         but = " but for norms, whose output is declared" if out_dtype else ""
-        manifest.notes.append(f"{why_not}: norms, rotary and gated MLPs are left to the model on this CPU{but}")
+        manifest.notes.append(f"{why_not}: norms, rotary, attention and gated MLPs are left to the model on this CPU{but}")
     # first, because a gated MLP asks whether its layers are fused
     adapters = [Entry("lora", line.module, line.kind, line.op, line.reason) for line in fuse_lora(model, branch_fp32=lora_branch == "fp32")]
+    if on_cpu and any(entry.op for entry in adapters):
+        slower = rank_products.why_not()
+        manifest.notes += [f"{slower}: the adapters' own products are PyTorch's on this CPU"] if slower else []
     kind = rotary.table_kind(model)
     for name, module in model.named_modules():
         if is_4bit(module):
             _four_bit(name, module, manifest)
         if not why_not or (out_dtype is not None and norms.is_candidate(module)):
-            _row_ops(name, module, manifest, kind, out_dtype)
+            _row_ops(name, module, manifest, out_dtype)
+        if not why_not:
+            _attention(name, module, manifest, kind, on_cpu)
         if name and hasattr(module, "num_experts") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
             manifest.add("experts", name, module, None, "its experts are one stacked parameter: no op for those")
     for lm in causal_lms(model):
@@ -78,11 +85,11 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
     return manifest
 
 
-def _row_ops(name: str, module: nn.Module, manifest: Manifest, kind: bool | str, out_dtype: torch.dtype | None) -> None:
+def _row_ops(name: str, module: nn.Module, manifest: Manifest, out_dtype: torch.dtype | None) -> None:
     if library_of(type(module)) in KERNEL_LIBRARIES:
         manifest.add("foreign", name, module, None, str(foreign(module)))
         return
-    for part, fits in (("norm", norms.is_candidate), ("gated mlp", gated.is_candidate), ("rotary", rotary.is_candidate)):
+    for part, fits in (("norm", norms.is_candidate), ("gated mlp", gated.is_candidate)):
         if not fits(module):
             continue
         reason = taken(module)
@@ -90,11 +97,26 @@ def _row_ops(name: str, module: nn.Module, manifest: Manifest, kind: bool | str,
             manifest.add(part, name, module, None, reason)
         elif part == "norm":
             manifest.add(part, name, module, *norms.place(module, out_dtype))
-        elif part == "gated mlp":
-            manifest.add(part, name, module, *gated.place(module))
         else:
-            manifest.add(part, name, module, *rotary.place(module, kind))
+            manifest.add(part, name, module, *gated.place(module))
         return
+
+
+def _attention(name: str, module: nn.Module, manifest: Manifest, kind: bool | str, on_cpu: bool) -> None:
+    """The two functions that an attention layer's forward calls, in one rebuilt forward."""
+    found: list[Replacement] = []
+    parts = [("rotary", "rope", rotary.is_candidate, lambda: rotary.find(module, kind))]
+    if on_cpu:
+        parts.append(("attention", "attention", attention.is_candidate, lambda: attention.find(module)))
+    for part, op, fits, find in parts:
+        if not fits(module):
+            continue
+        reason = taken(module)
+        replacement, why = (None, reason) if reason is not None else find()
+        manifest.add(part, name, module, op if replacement else None, why)
+        found += [replacement] if replacement else []
+    if found:
+        put_rebuilt(module, found)
 
 
 def _four_bit(name: str, module: nn.Module, manifest: Manifest) -> None:

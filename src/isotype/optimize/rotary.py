@@ -1,25 +1,22 @@
-"""Rotary embedding: a function of the model's module, reached by rebuilding the instance's forward over private globals.
+"""Rotary embedding: a function of the model's module, reached by rebuilding the instance's forward over private globals (`private`).
 
 It is known by its form, `f(q, k, cos, sin, ...)`, whatever its name, and then by a probe. One that is only named like a rotation is left
 alone, with a line in the manifest.
-
-The globals are a copy of the module's own in which that one name is a function that calls `rope`. They live in a module registered in
-`sys.modules`, where Dynamo looks a function's globals up by name.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..ops import rope
-from .instances import KERNEL_LIBRARIES, library_of, put, same
+from .instances import KERNEL_LIBRARIES, library_of, same
+from .private import Replacement, why_not_rebuilt
 
 # the original function -> (interleaved pairs, tables that repeat each value), or why it cannot be replaced
 _known: dict[Any, tuple[bool, bool] | str] = {}
@@ -122,24 +119,8 @@ def replacement(original: Callable[..., Any], interleaved: bool, repeated: bool)
     return apply_rotary_pos_emb
 
 
-def private_forward(forward: FunctionType, called: str, interleaved: bool, repeated: bool) -> FunctionType:
-    """`forward` over globals in which the rotary function, `called` there, is ours."""
-    name = f"isotype.optimize.private.{forward.__module__}.{called}.{'interleaved' if interleaved else 'half'}"
-    module = sys.modules.get(name)
-    if module is None:
-        module = ModuleType(name, f"Globals of {forward.__module__} with rope in place of {called}.")
-        # __builtins__ comes along with the copy: Dynamo needs it
-        module.__dict__.update({k: v for k, v in forward.__globals__.items() if k not in ("__name__", "__loader__", "__spec__")})
-        module.__dict__[called] = replacement(forward.__globals__[called], interleaved, repeated)
-        sys.modules[name] = module
-    made = FunctionType(forward.__code__, module.__dict__, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__, made.__doc__, made.__annotations__ = forward.__kwdefaults__, forward.__doc__, forward.__annotations__
-    made.__qualname__ = forward.__qualname__
-    return made
-
-
-def place(module: nn.Module, kind: bool | str) -> tuple[str | None, str]:
-    """(op, why)."""
+def find(module: nn.Module, kind: bool | str) -> tuple[Replacement | None, str]:
+    """What takes the place of the rotary function, or None, and why."""
     called, forward = rotary_name(module), type(module).forward
     assert called is not None
     original = inspect.unwrap(forward).__globals__[called]
@@ -147,8 +128,9 @@ def place(module: nn.Module, kind: bool | str) -> tuple[str | None, str]:
         return None, f"{called} was already replaced by {library_of(original)}"
     if not has_the_form(original):
         return None, f"{called}({', '.join(inspect.signature(original).parameters)}) is not of the form (q, k, cos, sin)"
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
-        return None, "its forward is decorated: rebuilt over other globals it would lose the decorator"
+    reason = why_not_rebuilt(forward)
+    if reason:
+        return None, reason
     if isinstance(kind, str):
         return None, kind
     key = original, kind
@@ -157,5 +139,6 @@ def place(module: nn.Module, kind: bool | str) -> tuple[str | None, str]:
     found = _known[key]
     if isinstance(found, str):
         return None, found
-    put(module, private_forward(forward, called, *found), found)
-    return "rope", "interleaved pairs" if found[0] else ""
+    interleaved, repeated = found
+    made = Replacement(called, "interleaved" if interleaved else "half", replacement(original, interleaved, repeated))
+    return made, "interleaved pairs" if interleaved else ""

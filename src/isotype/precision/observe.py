@@ -1,24 +1,36 @@
-"""What a run really did: dtypes of parameters, gradients, optimizer states, module outputs and averages, against what was declared.
+"""What a run really did: dtypes of parameters, gradients, optimizer states, module outputs, averages and files, against what was declared.
 
-`Observer.watch()` hooks every module for one step and nothing between, so observing costs nothing on the other steps.
+`Observer.watch()` hooks every module for one step and nothing between, so observing costs nothing on the other steps. What cannot be seen
+from outside (`UNSEEN`) is said so, with the reason, and never counted as observed (0091).
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..dtypes import FLOATS, itemsize, name
 from ..errors import DtypeError
 from ..finding import Finding, Place, Severity
 from .apply import inner_model, is_norm, is_quantised
 from .precision import Precision
+
+# role -> why no run of one process observes it
+UNSEEN = {
+    "norms": "inside one kernel, Isotype's rms_norm (fp32 by its contract) or PyTorch's layer_norm; what leaves a norm is under compute",
+    "reduce": "one process: nothing was summed across ranks",
+}
+_SUMS = frozenset((torch.ops.aten.mean, torch.ops.aten.pow, torch.ops.aten.rsqrt, torch.ops.aten.var, torch.ops.aten.sqrt))
+_IN_FILES = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "F64": "fp64"}  # safetensors' names
 
 
 @dataclass
@@ -92,32 +104,65 @@ class Observer:
             role, declared = ("trainable", p.trainable) if parameter.requires_grad else ("base", p.unquantised)
             self._note(observation, role, full, name(parameter.dtype), declared)
 
+    def look_at_loss(self, observation: Observation, dtype: torch.dtype) -> None:
+        self._note(observation, "loss", "the loss", name(dtype), self.precision.loss)
+
+    def look_at_files(self, observation: Observation, folder: Path, declared: str) -> None:
+        """The floating tensors of a saved result, as its files have them; integers are packed 4-bit weights or ids."""
+        from safetensors import safe_open
+
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                for full in file.keys():  # noqa: SIM118  # not a mapping
+                    if dtype := _IN_FILES.get(file.get_slice(full).get_dtype()):
+                        self._note(observation, "save", f"{full} in {path.name}", dtype, declared)
+
     @contextmanager
-    def watch(self, step: int) -> Iterator[Observation]:
-        """Within this block the outputs of every module are noted."""
+    def watch(self, step: int, *, role: str = "compute") -> Iterator[Observation]:
+        """Within this block the outputs of every module are noted; `role` generate: of the products, while tokens are made."""
         observation = Observation(step)
         inner = inner_model(self.model)
         hooks = [
-            module.register_forward_hook(self._output_hook(observation, module_name or type(inner).__name__))
+            module.register_forward_hook(self._output_hook(observation, module_name or type(inner).__name__, role))
             for module_name, module in inner.named_modules()
         ]
+        # a forward that is the instance's own is an op's: one kernel, with nothing to see in it
+        plain = [(n, m) for n, m in inner.named_modules() if is_norm(m) and "forward" not in m.__dict__] if role == "compute" else []
+        for module_name, norm in plain:
+            norm.forward = self._with_its_arithmetic(observation, module_name, norm.forward)  # type: ignore[method-assign]
         try:
             yield observation
         finally:
+            for _, norm in plain:
+                del norm.forward
             for hook in hooks:
                 hook.remove()
 
-    def _output_hook(self, observation: Observation, module_name: str) -> Callable[[nn.Module, Any, Any], None]:
-        compute = self.precision.compute
+    def _with_its_arithmetic(self, observation: Observation, module_name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a norm in plain PyTorch, with the dtypes of its sums noted."""
+
+        def noted(dtype: torch.dtype) -> None:
+            self._note(observation, "norms", f"arithmetic of {module_name}", name(dtype), self.precision.norms)
+
+        @functools.wraps(forward)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with _Arithmetic(noted):
+                return forward(*args, **kwargs)
+
+        return watched
+
+    def _output_hook(self, observation: Observation, module_name: str, role: str) -> Callable[[nn.Module, Any, Any], None]:
+        compute = getattr(self.precision, role)
+        generating = role == "generate"  # norms and embeddings leave in `compute` then too: only products are judged
         outermost = inner_model(self.model)
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            declared = isinstance(module, nn.Linear | nn.Embedding) or is_norm(module)
+            declared = isinstance(module, nn.Linear) if generating else isinstance(module, nn.Linear | nn.Embedding) or is_norm(module)
             for tensor in floating_tensors(output):
                 dtype = name(tensor.dtype)
                 if declared:
-                    self._note(observation, "compute", f"output of {module_name} ({type(module).__name__})", dtype, compute)
-                else:
+                    self._note(observation, role, f"output of {module_name} ({type(module).__name__})", dtype, compute)
+                elif not generating:
                     observation.dtypes["outputs"][dtype] += 1
                     if module is not outermost and dtype in FLOATS and itemsize(dtype) > itemsize(compute):
                         observation.promotions[module_name, dtype] += 1
@@ -139,6 +184,20 @@ class Observer:
                     fix="find the cast (isotype trace shows it), or declare what you meant in the precision section",
                 )
             )
+
+
+class _Arithmetic(TorchDispatchMode):
+    """Tells of every sum, power and root by the dtype it was computed in."""
+
+    def __init__(self, noted: Callable[[torch.dtype], None]) -> None:
+        super().__init__()
+        self.noted = noted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _SUMS and isinstance(out, Tensor) and out.is_floating_point():
+            self.noted(out.dtype)
+        return out
 
 
 def floating_tensors(output: Any) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from .chart import length_chart
@@ -34,11 +35,27 @@ def data(record: RunRecord) -> dict[str, Any]:
             {
                 "title": title + (" (held out)" if side.get("held_out") else ""),
                 "facts": [(name, f"{value:,}") for name, value in facts if isinstance(value, int)],
-                "files": rows_of(side.get("files"), "path", "format", "why"),
+                "files": _sources(side, record.data.get("mix") if key == "train" else None),
                 "lengths": length_chart(length_bars(side), label=f"Rows of {title.lower()} data by length"),
             }
         )
     return {"sides": sides, "notes": [str(note) for note in list_of(record.data.get("notes"))]}
+
+
+def _sources(side: dict[str, Any], mix: Any) -> list[dict[str, str]]:
+    """The sources of a side: how many rows each had and gave, and of weighted ones how often a row comes."""
+    found = rows_of(side.get("files"), "path", "format", "why")
+    shares = {str(one.get("path")): one for one in list_of(mix) if isinstance(one, dict)}
+    for shown, file in zip(found, (f for f in list_of(side.get("files")) if isinstance(f, dict))):
+        rows, kept = file.get("rows"), file.get("kept")
+        words = [f"{rows:,} rows"] if isinstance(rows, int) else []
+        if isinstance(kept, int) and kept != rows:
+            words.append(f"{kept:,} here")
+        if (share := shares.get(shown["path"])) is not None:
+            weight, part, passes = (n if isinstance(n := share.get(k), int | float) else math.nan for k in ("weight", "share", "passes"))
+            words.append(f"weight {weight:g}: {part:.1%} of an epoch, each row {passes:.3g} times")
+        shown["counts"] = ", ".join(words)
+    return found
 
 
 def examples(record: RunRecord) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..config.sources import short_names
 from .chart import line_chart
 from .dataset import data, examples
 from .plots import loss_plot, plots, smoothed
@@ -80,7 +81,7 @@ def subtitle(record: RunRecord) -> str:
         f"{count(total)} parameters" if total else None,
         record.precision.get("preset"),
         f"{how}, {percent(trained / total)} trained" if total and kind == "lora" else how,
-        f"on {', '.join(Path(str(t)).name for t in (train if isinstance(train, list) else [train]))}" if train else None,
+        f"on {short_names(train)}" if train else None,
     ]
     return "  ·  ".join(str(part) for part in parts if part)
 

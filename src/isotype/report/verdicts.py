@@ -14,6 +14,7 @@ ROLES = ("base", "trainable", "compute", "grads", "reduce", "optimizer", "loss",
 def precision(record: RunRecord) -> dict[str, Any]:
     """One row a role: declared, why, observed, and whether they agree. A reason that most roles share stands once, in `why`."""
     declared, observed = dict_of(record.precision.get("declared")), dict_of(record.precision.get("observed"))
+    unobserved = dict_of(record.precision.get("unobserved"))
     violations = rows_of(record.precision.get("violations"), "code", "message", "declared")
     broken = " ".join(v["declared"] for v in violations)
     rows = []
@@ -26,7 +27,8 @@ def precision(record: RunRecord) -> dict[str, Any]:
             words = [str(seen)]
         mood = "bad" if f"precision.{role}:" in broken else "good" if words and value is not None else ""
         said = ", ".join(words) or ("" if role in _NOT_A_DTYPE else "not observed")
-        rows.append({"role": role, "declared": value, "reason": str(reason or ""), "observed": said, "mood": mood, "seen": bool(words)})
+        rows.append({"role": role, "declared": value, "reason": str(reason or ""), "observed": said, "mood": mood, "seen": bool(words),
+                     "unseen": str(unobserved.get(role, ""))})  # fmt: skip
     reasons = [row["reason"] for row in rows if row["reason"]]
     usual = max(set(reasons), key=reasons.count) if reasons else ""
     return {

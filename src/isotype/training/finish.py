@@ -35,6 +35,7 @@ def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
         prepared.tokenizer.save_pretrained(str(folder))
 
     write_folder(target, fill)
+    loop.observe_saved(target, precision.save_adapter if adapter else precision.save_model)
     rows = prepared.data.eval or prepared.data.train
     batch_size = config.train.eval_batch_size or config.train.batch_size
     pad = prepared.tokenizer.pad_token_id

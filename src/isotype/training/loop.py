@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +28,7 @@ from ..checkpoint.store import Checkpoint, CheckpointStore
 from ..config.schema import RunConfig
 from ..data.rows import Row, SamplePrompt
 from ..errors import IsotypeError, RunError, UsageError
-from ..precision.observe import Observer
+from ..precision.observe import UNSEEN, Observation, Observer
 from ..precision.resolve import Resolved
 from .batches import Batch, RowFeed, collate
 from .console import Pace, RunConsole
@@ -113,7 +115,7 @@ class Loop:
     peak_flops: float | None
     trackers: Trackers = field(default_factory=Trackers)
     progress: Progress = field(default_factory=Progress)
-    observed: list[dict[str, Any]] = field(default_factory=list)
+    observed: dict[str, Any] = field(default_factory=dict)  # what precision.json says was seen, of each role the last time
     saved_step: int | None = None
 
     def __post_init__(self) -> None:
@@ -202,25 +204,55 @@ class Loop:
             finally:
                 hook.remove()
         self.observer.look(seen, states=lambda p: optimizer.state.get(p, {}), parameters=False)
-        self.observed.append(seen.as_json())
-        self.write_precision()
-        seen.raise_if_violated()
+        if self.stepper.loss_dtype is not None:
+            self.observer.look_at_loss(seen, self.stepper.loss_dtype)
+        self.note(seen)
         return result, sum(seen.promotions.values())
 
+    def observe_saved(self, folder: Path, declared: str) -> None:
+        """The result's own files, as the role `save`. Raises DtypeError DT003."""
+        seen = Observation(self.progress.step)
+        self.observer.look_at_files(seen, folder, declared)
+        self.note(seen)
+
+    def note(self, seen: Observation) -> None:
+        """Adds an observation to precision.json; roles seen before and not now stay as they were. Raises DtypeError DT003."""
+        new, before = seen.as_json(), self.observed
+        stepped = bool(new["dtypes"].get("compute"))
+        self.observed = {
+            "observed": {**before.get("observed", {}), **new["dtypes"]},
+            "violations": new["violations"],
+            "promotions": new["promotions"] if stepped else before.get("promotions", []),
+            "observed_at": before.get("observed_at", []) + [seen.step] * stepped,
+        }
+        self.write_precision()
+        seen.raise_if_violated()
+
     def write_precision(self) -> None:
-        last = self.observed[-1] if self.observed else None
+        seen = self.observed.get("observed", {})
         self.folder.write_json(
             "precision.json",
             {
                 "precision": str(self.resolved.precision),
                 "preset": self.resolved.preset,
                 "declared": self.resolved.as_json(),
-                "observed": last["dtypes"] if last else {},
-                "violations": last["violations"] if last else [],
-                "promotions": last["promotions"] if last else [],
-                "observed_at": [o["step"] for o in self.observed],
+                **self.observed,
+                "unobserved": {role: why for role, why in UNSEEN.items() if role not in seen},
             },
         )
+
+    def _observed_before(self) -> None:
+        """What an earlier part of this run saw; a file that is damaged says nothing."""
+        try:
+            said = self.folder.read_json("precision.json")
+            self.observed = {
+                "observed": {str(role): dict(counts) for role, counts in said["observed"].items()},
+                "violations": [],
+                "promotions": list(said["promotions"]),
+                "observed_at": [int(step) for step in said["observed_at"] if int(step) <= self.progress.step],
+            }
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            self.observed = {}
 
     def _write(self, row: dict[str, Any]) -> None:
         self.metrics.write(**row)
@@ -268,7 +300,12 @@ class Loop:
         return best and progress.step > 0, stop
 
     def _sample(self) -> None:
-        samples = sample(self.model, self.tokenizer, self.prompts, max_new_tokens=self.config.run.sample_tokens, device=self.device)
+        # the first samples of a run are watched; a step's number decides, so that a resumed run does as the undisturbed one did
+        watched = self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
+        with watched as seen:
+            samples = sample(self.model, self.tokenizer, self.prompts, max_new_tokens=self.config.run.sample_tokens, device=self.device)
+        if seen is not None:
+            self.note(seen)
         self.folder.samples.mkdir(exist_ok=True)
         step = self.progress.step
         self.folder.write_json(f"samples/step_{step}.json", {"step": step, "samples": [s.as_json() for s in samples]})
@@ -316,6 +353,7 @@ class Loop:
                 f"checkpoint {where}: whole, but not a state of this run: {type(error).__name__}: {error}", code="CK002",
                 fix=f"remove {where} and resume: the one before is taken",
             ) from error  # fmt: skip
+        self._observed_before()
         self.saved_step = checkpoint.step
         self.metrics.cut_after(checkpoint.step)
 

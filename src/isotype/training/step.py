@@ -40,18 +40,21 @@ class Stepper:
                  precision: Precision, train: TrainSection) -> None:  # fmt: skip
         self.model, self.optimizer, self.accumulator, self.precision, self.train = model, optimizer, accumulator, precision, train
         self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
+        self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for whoever observes
         self._sampled = _sampled_elements(accumulator.parameters)
 
     def accumulate(self, batches: Sequence[Batch]) -> Tensor:
         """Forward and backward of every micro-batch; returns the mean loss over all their supervised tokens."""
-        supervised = sum(b.supervised for b in batches)
-        scale = (self.loss_scale.scale if self.loss_scale else 1.0) / max(1, supervised)
+        supervised = max(1, sum(b.supervised for b in batches))
         total = torch.zeros((), device=batches[0].input_ids.device)
         for batch in batches:
-            loss = batch_loss_sum(self.model, batch, dtype=self.precision.loss)
-            (loss.float() * scale).backward()
+            loss_sum = batch_loss_sum(self.model, batch, dtype=self.precision.loss)
+            self.loss_dtype = loss_sum.dtype
+            # divided first: a deferred loss takes its divisor into the op, whose gradient is then rounded once
+            loss = loss_sum.float() / supervised
+            (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
             total += loss.detach()
-        return total / max(1, supervised)
+        return total
 
     def __call__(self, batches: Sequence[Batch], *, step: int, learning_rate: float, watch_changes: bool) -> StepResult:
         """Raises  RunError NF001 before any weight is touched when the loss or (without loss scaling) the gradient is not finite."""

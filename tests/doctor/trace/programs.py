@@ -554,6 +554,56 @@ def scale_in_python_is_fine(broken):
     model(x_of(), scale=1 / math.sqrt(8))
 
 
+def clipped_before_unscaling(broken):
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(3):
+        with torch.autocast("cpu", torch.float16):
+            loss = model(x_of(torch.float32)).float().pow(2).mean()
+        scaler.scale(loss).backward()
+        if not broken:
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def head_replaced_after_the_optimizer(broken):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 2)).to(bf16)
+
+    def made():
+        return torch.optim.SGD(model.parameters(), 0.5)
+
+    def widened():
+        model[1].weight, model[1].bias = nn.Parameter(model[1].weight.float()), nn.Parameter(model[1].bias.float())
+
+    optimizer = made()
+    widened()
+    if not broken:
+        optimizer = made()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model[1](model[0](x_of()).float()).pow(2).mean().backward()
+        optimizer.step()
+
+
+def master_weights_are_no_orphans(broken):
+    del broken
+    model = nn.Linear(16, 16).to(bf16)
+    masters = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, 0.5)
+    for _ in range(3):
+        model(x_of()).float().pow(2).mean().backward()
+        for master, p in zip(masters, model.parameters()):
+            master.grad, p.grad = p.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters()):
+                p.copy_(master)
+
+
 # ---- silent: what is small is lost a little at a time
 def gradients_accumulated_in_bf16(broken):
     model = nn.Linear(16, 16, bias=False).to(bf16 if broken else torch.float32)
@@ -669,3 +719,22 @@ def a_copy_evaluated_in_bf16(broken):
         copied(x_of())
     copied.to(torch.float32)
     model(x_of(torch.float32)).sum().backward()
+
+
+def eps_that_is_zero_in_fp16(broken):
+    model = nn.Linear(16, 16).to(torch.float16 if broken else torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        (model(x_of(model.weight.dtype) * 1e-2)).float().pow(2).mean().backward()
+        optimizer.step()
+
+
+def infinite_gradient_is_stepped(broken):
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(x_of(torch.float32)).pow(2).mean()
+        (loss * (float("inf") if broken and step == 1 else 1.0)).backward()
+        optimizer.step()

@@ -49,6 +49,10 @@ FAULTS = {
     "gradient_rounded_in_backward": ("TR013", ("RoundingBackward", "bf16", "fp32"), ("dtype",)),
     "validation_casts_the_live_model": ("TR011", ("log_validation", "fp16", "weight"), ("autocast", "deepcopy")),
     "residual_promoted_under_autocast": ("TR010", ("fp32", "promote", "autocast"), (".to(x.dtype)",)),
+    "clipped_before_unscaling": ("TR027", ("clip_grad_norm_", "65536", "GradScaler"), ("unscale_",)),
+    "eps_that_is_zero_in_fp16": ("TR028", ("eps=1e-08", "fp16", "0 / 0"), ("fp32",)),
+    "infinite_gradient_is_stepped": ("TR028", ("gradient", "inf", "weight"), ("error_if_nonfinite",)),
+    "head_replaced_after_the_optimizer": ("TR026", ("weight", "bf16", "fp32"), ("after the last cast",)),
     "double_from_numpy": ("TR010", ("fp64", "promote"), (".to(x.dtype)",)),
     "gradients_accumulated_in_bf16": ("TR024", ("weight", "bf16", "additions"), ("fp32",)),
     "metric_summed_in_bf16": ("TR024", ("metric_summed_in_bf16", "bf16"), ("float32",)),
@@ -91,6 +95,8 @@ def test_fault_is_found_and_told(name):
     assert Path(programs.__file__).name in text
 
 
-@pytest.mark.parametrize("name", [*FAULTS, "scale_in_python_is_fine", "residual_stream_in_place", "a_copy_evaluated_in_bf16"])
+@pytest.mark.parametrize(
+    "name", [*FAULTS, "scale_in_python_is_fine", "residual_stream_in_place", "a_copy_evaluated_in_bf16", "master_weights_are_no_orphans"]
+)
 def test_repaired_program_is_quiet(name):
     assert [f.render() for f in findings_of(name, broken=False)] == []

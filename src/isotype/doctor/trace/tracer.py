@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...dtypes import name as dtype_name
 from ...finding import Finding
 from .autocast import Autocast, Recompute
+from .broken_steps import BrokenSteps
 from .compiled import Compiled
 from .defaults import DefaultDtype
 from .failures import Failures
@@ -25,12 +26,14 @@ from .gradients import Casts
 from .naming import Names
 from .ops import FLOATS, LOW, Op, dtype_of_tensors
 from .origin import Origin
+from .orphans import Orphans
 from .overflow import Overflows
 from .parameters import Parameters
 from .positions import WATCHED, Positions
 from .precision_map import PrecisionMap
 from .promotions import Promotions
 from .provenance import MARK, Provenance
+from .scaling import Scaling
 from .source import Locator, Site, statement
 from .sums import Sums
 from .updates import UPDATES, Updates
@@ -85,6 +88,9 @@ class Tracer(TorchDispatchMode):
         self.positions = Positions(self)
         self.compiled = Compiled(self)
         self.overflows = Overflows(self)
+        self.orphans = Orphans(self)
+        self.broken_steps = BrokenSteps(self)
+        self.scaling = Scaling(self)
         self.picture = PrecisionMap(self)
         self._mapped = mapped
         self._census: Counter[torch.dtype] | None = None
@@ -107,11 +113,15 @@ class Tracer(TorchDispatchMode):
         self._hooks.append(modules.register_module_forward_pre_hook(self._enter_module))
         self._hooks.append(modules.register_module_forward_hook(self._leave_module, always_call=True))
         self._hooks.append(register_optimizer_step_pre_hook(self.updates.stepping))
+        self._hooks.append(register_optimizer_step_pre_hook(self.orphans.stepping))
+        self._hooks.append(register_optimizer_step_pre_hook(self.broken_steps.stepping))
+        self._hooks.append(register_optimizer_step_post_hook(self.broken_steps.stepped))
         self._hooks.append(register_optimizer_step_post_hook(self.updates.stepped))
         self._hooks.append(register_optimizer_step_post_hook(self.parameters.stepped))
         self.defaults.start()
         self.parameters.start()
         self.compiled.start()
+        self.scaling.start()
         self._calls.__enter__()
         super().__enter__()
         return self
@@ -119,6 +129,7 @@ class Tracer(TorchDispatchMode):
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
         self._calls.__exit__(kind, error, traceback)
+        self.scaling.stop()
         self.compiled.stop()
         self.parameters.stop()
         self.defaults.stop()
@@ -313,7 +324,10 @@ class Tracer(TorchDispatchMode):
             *self.promotions.findings(self.failures.told),
             *self.casts.findings(),
             *self.positions.findings(),
-            *self.overflows.findings(),
+            # what broken weights do to values is not the values' fault
+            *(self.broken_steps.findings() or self.overflows.findings()),
+            *self.orphans.findings(),
+            *self.scaling.findings(),
             *self.compiled.findings(),
         ]
 

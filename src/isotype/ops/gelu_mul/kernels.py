@@ -1,4 +1,4 @@
-"""gelu(gate) * up, exact or tanh: load, widen once, compute, narrow once. Flat, one program a block."""
+"""gelu(gate) * up, exact or tanh: load, widen once, compute, narrow once. One program a block of a row, as in `silu_mul`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..compiled import as_rows
+from ..launch import on_its_device
+
+# 8 values a thread at 4 warps: one load of 16 bytes a tensor in bf16, and 2,048 threads of a multiprocessor have 64 KiB on their way
 BLOCK = 1024
 
 
@@ -22,43 +26,77 @@ def halfway(g_fp32, TANH: tl.constexpr):
 
 
 @triton.jit
-def gelu_mul_forward_kernel(gate, up, out, n, TANH: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    g_fp32 = tl.load(gate + i, mask=i < n, other=0.0).to(tl.float32)  # [BLOCK]
-    u_fp32 = tl.load(up + i, mask=i < n, other=0.0).to(tl.float32)  # [BLOCK]
-    tl.store(out + i, (g_fp32 * halfway(g_fp32, TANH) * u_fp32).to(out.dtype.element_ty), mask=i < n)
+def gelu_mul_forward_kernel(gate, up, out, gate_stride, up_stride, columns, blocks, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    # the place of a block takes 64 bits, a place in it 32
+    first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
+    i = tl.arange(0, BLOCK)
+    inside = i < tl.minimum(columns - first, BLOCK).to(tl.int32)
+    g_fp32 = tl.load(gate + (row * gate_stride + first) + i, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    u_fp32 = tl.load(up + (row * up_stride + first) + i, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    tl.store(out + (row * columns + first) + i, (g_fp32 * halfway(g_fp32, TANH) * u_fp32).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def gelu_mul_backward_kernel(gate, up, dy, dgate, dup, n, TANH: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    g_fp32 = tl.load(gate + i, mask=i < n, other=0.0).to(tl.float32)  # [BLOCK]
-    u_fp32 = tl.load(up + i, mask=i < n, other=0.0).to(tl.float32)  # [BLOCK]
-    d_fp32 = tl.load(dy + i, mask=i < n, other=0.0).to(tl.float32)  # [BLOCK]
+def gelu_mul_backward_kernel(
+    gate, up, dy, dgate, dup, out, gate_stride, up_stride, dy_stride, columns, blocks,
+    TANH: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    # the place of a block takes 64 bits, a place in it 32
+    first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
+    i = tl.arange(0, BLOCK)
+    inside = i < tl.minimum(columns - first, BLOCK).to(tl.int32)
+    g_fp32 = tl.load(gate + (row * gate_stride + first) + i, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    u_fp32 = tl.load(up + (row * up_stride + first) + i, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    d_fp32 = tl.load(dy + (row * dy_stride + first) + i, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
     cdf_fp32 = halfway(g_fp32, TANH)
     if TANH:
         slope_fp32 = cdf_fp32 + g_fp32 * cdf_fp32 * (1.0 - cdf_fp32) * 1.5957691216057308 * (1.0 + 0.134145 * g_fp32 * g_fp32)
     else:
         slope_fp32 = cdf_fp32 + g_fp32 * tl.exp(-0.5 * g_fp32 * g_fp32) * 0.3989422804014327
-    tl.store(dgate + i, (d_fp32 * u_fp32 * slope_fp32).to(dgate.dtype.element_ty), mask=i < n)
-    tl.store(dup + i, (d_fp32 * g_fp32 * cdf_fp32).to(dup.dtype.element_ty), mask=i < n)
+    to = row * columns + first
+    tl.store(dgate + to + i, (d_fp32 * u_fp32 * slope_fp32).to(dgate.dtype.element_ty), mask=inside)
+    tl.store(dup + to + i, (d_fp32 * g_fp32 * cdf_fp32).to(dup.dtype.element_ty), mask=inside)
+    if PRODUCT:
+        tl.store(out + to + i, (g_fp32 * cdf_fp32 * u_fp32).to(out.dtype.element_ty), mask=inside)
 
 
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+
+@on_its_device
 def gelu_mul_forward(gate: Tensor, up: Tensor, *, tanh: bool) -> Tensor:
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
+    out = _empty(gate)
     if out.numel():
-        gelu_mul_forward_kernel[(triton.cdiv(out.numel(), BLOCK),)](gate, up, out, out.numel(), TANH=tanh, BLOCK=BLOCK)
+        g_RC, u_RC = as_rows(gate, up)
+        rows, columns = g_RC.shape
+        blocks = triton.cdiv(columns, BLOCK)
+        gelu_mul_forward_kernel[(rows * blocks,)](g_RC, u_RC, out, g_RC.stride(0), u_RC.stride(0), columns, blocks, TANH=tanh, BLOCK=BLOCK)
     return out
 
 
 def gelu_mul_backward(gate: Tensor, up: Tensor, dy: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor]:
-    gate, up, dy = gate.contiguous(), up.contiguous(), dy.contiguous()
-    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-    if dy.numel():
-        gelu_mul_backward_kernel[(triton.cdiv(dy.numel(), BLOCK),)](gate, up, dy, dgate, dup, dy.numel(), TANH=tanh, BLOCK=BLOCK)
+    dgate, dup, _ = _backward(gate, up, dy, tanh=tanh, product=False)
     return dgate, dup
 
 
 def gelu_mul_gradients(gate: Tensor, up: Tensor, dy: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return *gelu_mul_backward(gate, up, dy, tanh=tanh), gelu_mul_forward(gate, up, tanh=tanh)
+    """The backward, and the product again, in one pass: six tensors through memory instead of eight."""
+    return _backward(gate, up, dy, tanh=tanh, product=True)
+
+
+@on_its_device
+def _backward(gate: Tensor, up: Tensor, dy: Tensor, *, tanh: bool, product: bool) -> tuple[Tensor, Tensor, Tensor]:
+    dgate, dup = _empty(gate), _empty(up)
+    out = _empty(gate) if product else dgate
+    if dy.numel():
+        g_RC, u_RC, d_RC = as_rows(gate, up, dy)
+        rows, columns = g_RC.shape
+        blocks = triton.cdiv(columns, BLOCK)
+        gelu_mul_backward_kernel[(rows * blocks,)](
+            g_RC, u_RC, d_RC, dgate, dup, out, g_RC.stride(0), u_RC.stride(0), d_RC.stride(0), columns, blocks,
+            TANH=tanh, PRODUCT=product, BLOCK=BLOCK,
+        )  # fmt: skip
+    return dgate, dup, out

@@ -17,7 +17,7 @@ from ..autocast import wide
 from ..cross_entropy import eager as rows_eager
 from ..cross_entropy.rule import LossRule
 from .chunks import extent
-from .products import gradient_factors, operand_dtype, product, product_over_classes, result_dtype
+from .products import add_product_, gradient_factors, operand_dtype, product, product_over_classes, result_dtype, rows_of_logits
 
 
 class Forward(NamedTuple):
@@ -41,7 +41,7 @@ def kept_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 def like(
     hidden_TH: Tensor, weight_VH: Tensor, want_dhidden: bool, want_dweight: bool, want_dbias: bool, want_statistics: bool, chunk: int
 ) -> Forward:
-    """Outputs of the right shapes and dtypes, zeroed where ignored rows stay zero."""
+    """Outputs of the right shapes and dtypes, zeroed where ignored rows stay zero. The first chunk writes the whole head's gradient."""
     tokens, classes = hidden_TH.shape[0], weight_VH.shape[0]
     fp32 = wide(hidden_TH.dtype)
     kept = kept_dtype(hidden_TH.dtype, hidden_TH.device)
@@ -52,7 +52,7 @@ def like(
         torch.zeros_like(loss_T),
         hidden_TH.new_zeros(hidden_TH.shape if want_dhidden else (0,), dtype=kept),
         # one chunk needs no accumulator: the product's own fp32 sum is rounded once
-        hidden_TH.new_zeros(weight_VH.shape if want_dweight else (0,), dtype=kept if tokens <= chunk else fp32),
+        hidden_TH.new_empty(weight_VH.shape if want_dweight else (0,), dtype=kept if tokens <= chunk else fp32),
         hidden_TH.new_zeros(classes if want_dbias else 0, dtype=fp32),
         hidden_TH.new_zeros(counted, dtype=fp32),
         hidden_TH.new_zeros(counted, dtype=fp32),
@@ -63,8 +63,8 @@ def like(
 def accumulate_(dweight_VH: Tensor, dlogits_NV: Tensor, x_NH: Tensor, back: Tensor | None, first: bool) -> None:
     """dweight += dlogits^T x (times `back`), in blocks of the vocabulary so that the product's own result stays small."""
     result = result_dtype(x_NH.dtype, x_NH.device)
-    if first and dweight_VH.dtype == result and back is None:
-        product(dlogits_NV.t(), x_NH, dweight_VH)
+    if dweight_VH.dtype == result and back is None:
+        (product if first else add_product_)(dlogits_NV.t(), x_NH, dweight_VH)
         return
     size = extent(dweight_VH.shape[0], x_NH.shape[1], 4 * 4, x_NH.device, head=True)
     for start in range(0, dweight_VH.shape[0], size):
@@ -96,12 +96,14 @@ def forward_with_gradients(
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
     kept_N = (targets_T != rule.ignore_index).nonzero().squeeze(-1)
     whole = kept_N.numel() == targets_T.numel()
+    if not kept_N.numel():
+        out.dweight_VH.zero_()
     weight_VH = weight_VH.to(operand)
     bias_V = None if bias_V is None else bias_V.to(result_dtype(operand, device))
     count, classes = min(chunk, kept_N.numel()), weight_VH.shape[0]
-    logits = torch.empty(count, classes, dtype=result_dtype(operand, device), device=device)
+    logits = rows_of_logits(count, classes, result_dtype(operand, device), device)
     wants_gradient = want_dhidden or want_dweight or want_dbias
-    dlogits = logits if logits.dtype == operand else torch.empty(count if wants_gradient else 0, classes, dtype=operand, device=device)
+    dlogits = logits if logits.dtype == operand else rows_of_logits(count if wants_gradient else 0, classes, operand, device)
     into, back = gradient_factors(operand, upstream)
     compute = paths(logits)
     for start in range(0, kept_N.numel(), chunk):
@@ -185,6 +187,9 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.compiler.is_compiling() or x.numel() < 2**22 or x.dtype == dtype == factor.dtype:
         return (x * factor).to(dtype)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if x.is_cuda:
+        # one kernel, which widens and narrows value by value; the parts below would be 1,500 launches for a head of 128k x 4,096
+        return torch.mul(x, factor, out=out)
     step = max(1, 2**20 // max(1, x[0].numel()))
     for start in range(0, x.shape[0], step):
         part = slice(start, start + step)

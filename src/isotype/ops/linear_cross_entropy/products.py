@@ -33,12 +33,27 @@ def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Te
     return torch.full_like(upstream, 1024.0), upstream / 1024.0
 
 
+def rows_of_logits(rows: int, classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Room for logits or their gradient. On a GPU rows start at multiples of 64 values: cuBLAS's fast kernels want 16 bytes of alignment,
+    and a vocabulary with a few added tokens (32,001) has it in no row but one of eight."""
+    apart = -(-classes // 64) * 64 if device.type == "cuda" else classes
+    return torch.empty(rows, apart, dtype=dtype, device=device)[:, :classes]
+
+
 def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     """`left @ right` into `out`, whose dtype is `result_dtype`'s."""
     if out.dtype == left.dtype:
         # every operand and the result have the one dtype decided by the caller, and autocast is off
         return torch.mm(left, right, out=out)
-    return out.copy_(torch.mm(left, right, out_dtype=out.dtype))
+    # straight into `out`: a result of its own would be as large as a chunk of logits, and be written and read once more
+    return torch.mm(left, right, out_dtype=out.dtype, out=out)
+
+
+def add_product_(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
+    """`total += left @ right` in the product's own epilogue: `total`, of `result_dtype`, is read and written once, and nothing else is."""
+    if total.dtype == left.dtype:
+        return torch.addmm(total, left, right, out=total)
+    return torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
 
 
 def product_over_classes(dlogits_NV: Tensor, weight_VH: Tensor, out_NH: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ def _paths(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Any:
     if triton_runs(x) and weight.dtype != torch.float64:
         from . import kernels
 
-        return kernels
+        # a row that does not fit takes plain PyTorch: no model has one, and a loop over it would read it twice
+        return kernels if kernels.fits(x) else eager
     return cpp if out_dtype != torch.float64 and cpp_runs(cpp.KERNELS, x, weight) else eager
 
 

@@ -1,4 +1,8 @@
-"""RMSNorm kernels: forward one program a row; backward one program a run of rows, with the weight's gradient summed in fp32. H hidden."""
+"""RMSNorm kernels: a program a tile of whole rows; short rows (a head's, 64 to 256) share one. H hidden.
+
+The weight's gradient, where it is wanted, is summed in fp32 by programs that each take a run of tiles, and then over the programs: in an
+order that shapes and the device decide, without atomics. A frozen weight, as under LoRA, costs none of that.
+"""
 
 from __future__ import annotations
 
@@ -7,62 +11,88 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Programs of the backward: each keeps one fp32 row of partial sums of the weight's gradient
-PROGRAMS = 256
+from ..launch import multiprocessors, on_its_device, warps
+
+# Values a tile has at least, so that every thread has 16: a row of 128 alone leaves threads with one load of 2 bytes
+TILE = 2048
+# A longer row does not fit in registers: at 32,768 columns the backward spills 20 to 120 values a thread
+LONGEST = 16384
+# Programs a multiprocessor that sum the weight's gradient
+PROGRAMS = 4
 
 
 @triton.jit
-def rms_norm_forward_kernel(x, weight, out, scale, hidden, eps, OFFSET: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def rms_norm_forward_kernel(x, weight, out, scale, rows, hidden, eps, OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     h = tl.arange(0, BLOCK)
-    inside = h < hidden
-    x_fp32 = tl.load(x + row * hidden + h, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-    w_fp32 = tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    inside = (row < rows)[:, None] & (h < hidden)[None, :]
+    at = row[:, None] * hidden + h[None, :]
+    x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+    w_fp32 = tl.load(weight + h, mask=h < hidden, other=0.0).to(tl.float32)  # [BLOCK]
     if OFFSET:
         w_fp32 += 1.0
-    scale_fp32 = 1.0 / tl.sqrt(tl.sum(x_fp32 * x_fp32, 0) / hidden + eps)
-    tl.store(out + row * hidden + h, (x_fp32 * scale_fp32 * w_fp32).to(out.dtype.element_ty), mask=inside)
-    tl.store(scale + row, scale_fp32)
+    scale_fp32 = 1.0 / tl.sqrt(tl.sum(x_fp32 * x_fp32, 1) / hidden + eps)  # [ROWS]
+    tl.store(out + at, (x_fp32 * scale_fp32[:, None] * w_fp32[None, :]).to(out.dtype.element_ty), mask=inside)
+    tl.store(scale + row, scale_fp32, mask=row < rows)
 
 
 @triton.jit
-def rms_norm_backward_kernel(x, weight, scale, dy, dx, partial, rows, hidden, rows_each, OFFSET: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_backward_kernel(
+    x, weight, scale, dy, dx, partial, rows, hidden, tiles_each,
+    OFFSET: tl.constexpr, DWEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
-    inside = h < hidden
-    w_fp32 = tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-    if OFFSET:
-        w_fp32 += 1.0
-    dw_fp32 = tl.zeros([BLOCK], tl.float32)
-    for row in range(program * rows_each, tl.minimum(program * rows_each + rows_each, rows)):
-        x_fp32 = tl.load(x + row * hidden + h, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-        d_fp32 = tl.load(dy + row * hidden + h, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-        scale_fp32 = tl.load(scale + row).to(tl.float32)
+    if DWEIGHT:
+        dw_fp32 = tl.zeros([ROWS, BLOCK], tl.float32)
+    for tile in range(tiles_each):
+        row = (program * tiles_each + tile) * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (h < hidden)[None, :]
+        at = row[:, None] * hidden + h[None, :]
+        x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+        d_fp32 = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+        scale_fp32 = tl.load(scale + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]  # [ROWS, 1]
+        # again for every tile: it is in the cache, and held it would take a register a value (at 16,384 columns 48 values spilled)
+        w_fp32 = tl.load(weight + h, mask=h < hidden, other=0.0).to(tl.float32)  # [BLOCK]
+        if OFFSET:
+            w_fp32 += 1.0
         normed_fp32 = x_fp32 * scale_fp32
-        g_fp32 = d_fp32 * w_fp32
-        dx_fp32 = scale_fp32 * (g_fp32 - normed_fp32 * (tl.sum(g_fp32 * normed_fp32, 0) / hidden))
-        tl.store(dx + row * hidden + h, dx_fp32.to(dx.dtype.element_ty), mask=inside)
-        dw_fp32 += d_fp32 * normed_fp32
-    tl.store(partial + program * hidden + h, dw_fp32, mask=inside)
+        g_fp32 = d_fp32 * w_fp32[None, :]
+        mean_fp32 = (tl.sum(g_fp32 * normed_fp32, 1) / hidden)[:, None]  # [ROWS, 1]
+        tl.store(dx + at, (scale_fp32 * (g_fp32 - normed_fp32 * mean_fp32)).to(dx.dtype.element_ty), mask=inside)
+        if DWEIGHT:
+            dw_fp32 += d_fp32 * normed_fp32
+    if DWEIGHT:
+        tl.store(partial + program * hidden + h, tl.sum(dw_fp32, 0), mask=h < hidden)
 
 
-def _warps(block: int) -> int:
-    return 4 if block <= 2048 else 8 if block <= 8192 else 16
+def fits(x_TH: Tensor) -> bool:
+    """Whether a row of `x_TH` is short enough for these kernels."""
+    return x_TH.shape[-1] <= LONGEST
 
 
+def _tile(hidden: int) -> tuple[int, int]:
+    """(rows, columns) of a tile."""
+    block = triton.next_power_of_2(hidden)
+    return max(1, TILE // block), block
+
+
+@on_its_device
 def rms_norm_forward(x_TH: Tensor, weight_H: Tensor, *, eps: float, unit_offset: bool, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x_TH, weight_H = x_TH.contiguous(), weight_H.contiguous()
     rows, hidden = x_TH.shape
     out = torch.empty(x_TH.shape, dtype=out_dtype, device=x_TH.device)
     scale_T1 = torch.empty(rows, 1, dtype=torch.float32, device=x_TH.device)
     if x_TH.numel():
-        block = triton.next_power_of_2(hidden)
-        rms_norm_forward_kernel[(rows,)](
-            x_TH, weight_H, out, scale_T1, hidden, eps, OFFSET=unit_offset, BLOCK=block, num_warps=_warps(block)
-        )
+        rows_each, block = _tile(hidden)
+        rms_norm_forward_kernel[(triton.cdiv(rows, rows_each),)](
+            x_TH, weight_H, out, scale_T1, rows, hidden, eps,
+            OFFSET=unit_offset, ROWS=rows_each, BLOCK=block, num_warps=warps(rows_each * block),
+        )  # fmt: skip
     return out, scale_T1
 
 
+@on_its_device
 def rms_norm_backward(
     x_TH: Tensor, weight_H: Tensor, scale_T1: Tensor, dy_TH: Tensor, *, unit_offset: bool, want_dweight: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -71,11 +101,13 @@ def rms_norm_backward(
     dx_TH = torch.empty_like(x_TH)
     if not x_TH.numel():
         return dx_TH, torch.zeros_like(weight_H) if want_dweight else None
-    programs = min(rows, PROGRAMS)
-    each = triton.cdiv(rows, programs)
-    partial = torch.empty(programs, hidden, dtype=torch.float32, device=x_TH.device)
-    block = triton.next_power_of_2(hidden)
+    rows_each, block = _tile(hidden)
+    tiles = triton.cdiv(rows, rows_each)
+    tiles_each = triton.cdiv(tiles, min(tiles, PROGRAMS * multiprocessors(x_TH.device))) if want_dweight else 1
+    programs = triton.cdiv(tiles, tiles_each)
+    partial = torch.empty(programs, hidden, dtype=torch.float32, device=x_TH.device) if want_dweight else scale_T1
     rms_norm_backward_kernel[(programs,)](
-        x_TH, weight_H, scale_T1, dy_TH, dx_TH, partial, rows, hidden, each, OFFSET=unit_offset, BLOCK=block, num_warps=_warps(block)
-    )
+        x_TH, weight_H, scale_T1, dy_TH, dx_TH, partial, rows, hidden, tiles_each,
+        OFFSET=unit_offset, DWEIGHT=want_dweight, ROWS=rows_each, BLOCK=block, num_warps=warps(rows_each * block),
+    )  # fmt: skip
     return dx_TH, partial.sum(0).to(weight_H.dtype) if want_dweight else None

@@ -133,4 +133,6 @@ def _language() -> list[tuple[Any, str, Any]]:
         scope.restore()
     # x.sum(1): a JIT function kept on the class binds to nothing by itself
     members = [(name, member) for name, member in vars(tl.tensor).items() if isinstance(member, jit.JITFunction)]
-    return changed + [(tl.tensor, name, _bound(member)) for name, member in members]
+    # Triton before 3.9 asks NumPy for the int of an array of one element, which NumPy 2.5 refuses
+    index = (tl.tensor, "__index__", lambda self: int(self.handle.data.reshape(())))
+    return [*changed, index, *((tl.tensor, name, _bound(member)) for name, member in members)]

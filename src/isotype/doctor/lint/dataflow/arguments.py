@@ -11,7 +11,7 @@ from ..source import Function, SourceFile, keyword, last_name
 from . import torch_names as names
 from .events import Scenario
 from .paths import Path
-from .values import NONE, UNFOLLOWED, UNKNOWN, Dtype, Items, Made, Mapping, Scalar, Tensor
+from .values import NONE, UNFOLLOWED, UNKNOWN, Dtype, Env, Items, Made, Mapping, Scalar, Tensor
 
 # a name ending in one of these holds integers or booleans
 INTEGER = re.compile(
@@ -38,6 +38,8 @@ NUMBER = re.compile(
     r"(^|_)(scale|scaling|alpha|eps|epsilon|dim|axis|size|chunks?|seq_len|theta|base|p|dropout|temperature|softcap|causal|groups?|stride|"
     r"padding|reduction|length|heads?|num_\w+|is_\w+|use_\w+|n_\w+)$"
 )
+_TORCH_TENSOR = re.compile(r"\b(Opt|Optional|Float|Half|BFloat16|Double|D)?Tensor\b")
+_OWN_TENSOR = re.compile(r"\w+Tensor\b")  # SparseTensor, QuantizedTensor: a class of its own, whose dtype is another matter
 _MODEL_DTYPE = re.compile(r"^(torch_|model_|input_|weight_|target_|out_|output_|param_|params_|activation_)?dtype$")
 _DEFAULT_DTYPE = re.compile(r"\btorch\.(float32|float64|float)$")
 
@@ -64,6 +66,17 @@ def bind(file: SourceFile, function: Function, arguments: list[ast.arg], scenari
     return values
 
 
+def enclosing(file: SourceFile, node: ast.AST, scenario: Scenario, path: Path) -> Env:
+    """The arguments of the functions around a function or class, as it sees them; their other names are not known."""
+    env = Env()
+    outer = file.function_of(node)
+    if outer is not None:
+        env = Env(enclosing(file, outer, scenario, path))
+        given = [*outer.args.posonlyargs, *outer.args.args, *outer.args.kwonlyargs]
+        env.names |= bind(file, outer, given, scenario, path, module=True)
+    return env
+
+
 def _value(name: str, annotation: ast.expr | None, default: ast.expr | None, used: bool, scenario: Scenario, module: bool) -> Any:
     hint = ast.unparse(annotation) if annotation is not None else ""
     constant = default.value if isinstance(default, ast.Constant) else None
@@ -81,6 +94,8 @@ def _value(name: str, annotation: ast.expr | None, default: ast.expr | None, use
         return UNKNOWN
     if INTEGER.search(name) or "LongTensor" in hint or "IntTensor" in hint or "BoolTensor" in hint:
         return UNFOLLOWED.but(positional=bool(POSITIONS.search(name)))
+    if _OWN_TENSOR.search(hint) and not _TORCH_TENSOR.search(hint):
+        return UNFOLLOWED
     if "Tensor" in hint or used or ACTIVATION.match(name) or WEIGHT.match(name):
         if WEIGHT.match(name):
             return Tensor(scenario.weights, Made.PARAMETER, f"the argument {name}")

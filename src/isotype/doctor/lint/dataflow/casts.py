@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def cast(run: Interpreter, tensor: Tensor, dtype: Dtype, node: ast.expr) -> Tensor:
     """The tensor in another dtype; a cast to what it already is changes nothing, its history included."""
     if dtype.word is not None and dtype.word == tensor.dtype and not (tensor.positional and tensor.low):
-        return tensor
+        return tensor.but(made=Made.LITERAL) if dtype.literal and tensor.made is Made.DEFAULT else tensor
     made = Made.LITERAL if dtype.literal else Made.FOLLOWS
     lowered = tensor.lowered
     if dtype.word in ("bf16", "fp16") and tensor.positional:
@@ -47,8 +47,10 @@ def cast_call(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, An
             return cast(run, tensor, Dtype(candidate.dtype, "another tensor's"), node)
     if name == "type" and not args[1:] and wanted is None:
         return Dtype(tensor.dtype, "its type()")
+    if wanted is UNKNOWN:
+        return tensor.but(dtype=None, buffer=None)
     # `.to(device)`: an argument that is not understood may be a dtype as well, unless it is called a device
-    doubtful = [a for a in [*args[1:], wanted] if a is UNKNOWN or isinstance(a, Module)]
+    doubtful = [a for a in args[1:] if a is UNKNOWN or isinstance(a, Module)]
     if doubtful and not all("device" in ast.unparse(a) or "rank" in ast.unparse(a) for a in node.args):
         return tensor.but(dtype=None, buffer=None)
     return tensor

@@ -6,6 +6,7 @@ import ast
 from typing import TYPE_CHECKING, Any
 
 from . import torch_names as names
+from .promotion import elementwise
 from .values import (
     UNFOLLOWED,
     UNKNOWN,
@@ -68,6 +69,8 @@ def product_call(
         labelled = [pair for pair in flat if not isinstance(pair[1], Scalar)]
         if name == "einsum" and len(labelled) == 1:
             return labelled[0][1] if isinstance(labelled[0][1], Tensor) else UNKNOWN
+        if name == "einsum" and run.autocast is None and _sums_nothing(args[0]):
+            return elementwise(run, node, [v for _, v in labelled], [])  # torch multiplies, and promotes as for `*`
     if name == names.ATTENTION:
         mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
         labelled = labelled[:3] + ([("attn_mask", mask)] if isinstance(mask, Tensor) and mask.floating else [])
@@ -84,6 +87,15 @@ def product_call(
     dtype = kwargs.get("out_dtype")
     result = matrix_product(run, name, node, labelled)
     return result.but(dtype=dtype.word, made=Made.LITERAL) if isinstance(dtype, Dtype) and isinstance(result, Tensor) else result
+
+
+def _sums_nothing(equation: Any) -> bool:
+    """Whether an einsum of two tensors sums over no index that both have: an outer or an elementwise product."""
+    if not isinstance(equation, Scalar) or not isinstance(equation.value, str) or equation.value.count(",") != 1:
+        return False
+    sources, arrow, result = equation.value.replace(" ", "").partition("->")
+    left, right = map(set, sources.split(","))
+    return left & right <= set(result) if arrow else not left & right - {"."}
 
 
 def _uncovered_product(

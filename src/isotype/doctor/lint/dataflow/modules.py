@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import read
-from ..source import SourceFile, last_name
+from ..source import SourceFile, bindings, last_name
 from .events import Scenario
 from .values import Closure, Env, Items, Layer, Made, Scalar, Tensor
 
@@ -24,6 +24,24 @@ def module_functions(file: SourceFile) -> dict[str, ast.FunctionDef]:
                 found[node.name] = node
         file.memo["functions"] = found
     return file.memo["functions"]
+
+
+def module_constants(file: SourceFile) -> dict[str, ast.expr]:
+    """Numbers, texts and dtypes that the module binds to a name, once: `EPS = 1e-6`, `DTYPE = torch.bfloat16`."""
+    if "constants" not in file.memo:
+        found: dict[str, list[ast.expr]] = {}
+        for node in file.tree.body:
+            if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+                continue
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name):
+                    found.setdefault(target.id, []).append(node.value)
+        file.memo["constants"] = {name: values[0] for name, values in found.items() if len(values) == 1 and _is_plain(file, values[0])}
+    return file.memo["constants"]
+
+
+def _is_plain(file: SourceFile, node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) or (isinstance(node, ast.Attribute) and file.dotted(node).startswith("torch."))
 
 
 def resolve_function(file: SourceFile, name: str) -> Closure | None:
@@ -93,11 +111,13 @@ def _class_attributes(file: SourceFile, cls: ast.ClassDef, weights: str, layers:
         if not isinstance(method, ast.FunctionDef):
             continue
         for node in file.own(method):
-            if isinstance(node, ast.Assign) and len(node.targets) == 1 and _is_self(node.targets[0]):
-                name = node.targets[0].attr  # type: ignore[attr-defined]
-                value = _attribute(file, node.value, name, weights, layers)
-                # two assignments that disagree: not followed
-                found[name] = value if found.get(name, value) == value else None
+            if isinstance(node, ast.Assign):
+                for target, bound in bindings(node):
+                    if _is_self(target):
+                        name = target.attr  # type: ignore[attr-defined]
+                        value = _attribute(file, bound, name, weights, layers)
+                        # two assignments that disagree: not followed
+                        found[name] = value if found.get(name, value) == value else None
             elif isinstance(node, ast.Call) and last_name(node.func) in ("register_buffer", "register_parameter") and node.args:
                 name_node = node.args[0]
                 if isinstance(name_node, ast.Constant) and isinstance(name_node.value, str) and not _is_none(node.args[1:2]):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import math
 from typing import TYPE_CHECKING, Any
 
 from ....dtypes import parse
 from . import torch_names as names
 from .matrix_products import matrix_product
-from .torch_calls import torch_call
+from .torch_calls import spectrum, torch_call
 from .values import (
     NONE,
     UNFOLLOWED,
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from .interpreter import Interpreter
 
 
+_NUMBERS = {f"{module}.{name}": getattr(math, name) for module in ("math", "torch", "numpy") for name in ("pi", "e", "inf", "nan", "tau")}
+
+
 def attribute(run: Interpreter, owner: Any, node: ast.Attribute) -> Any:
     """`owner.name`: a property of a tensor, an attribute of ctx or self, a dtype of torch, or something to be called."""
     name = node.attr
@@ -47,7 +51,12 @@ def attribute(run: Interpreter, owner: Any, node: ast.Attribute) -> Any:
             return owner.attributes[name]
         return Method(owner, name)
     if isinstance(owner, Module):
+        static = _static_method(run, owner.dotted, name)
+        if static is not None:
+            return static
         dotted = f"{owner.dotted}.{name}"
+        if dotted in _NUMBERS:
+            return Scalar(_NUMBERS[dotted])
         if dotted.startswith("torch.") and dotted.count(".") == 1:
             try:
                 return Dtype(parse(name), f"{name}, written here", literal=True) if name not in ("int", "long") else Dtype("int64")
@@ -59,6 +68,19 @@ def attribute(run: Interpreter, owner: Any, node: ast.Attribute) -> Any:
     if isinstance(owner, (Items, Mapping)):
         return Method(owner, name)
     return UNKNOWN
+
+
+def _static_method(run: Interpreter, cls: str, name: str) -> Closure | None:
+    """`Name.method` of a class of this file."""
+    if "static_methods" not in run.file.memo:
+        run.file.memo["static_methods"] = {
+            (c.name, item.name): item
+            for c in run.file.nodes(ast.ClassDef)
+            for item in c.body
+            if isinstance(item, ast.FunctionDef) and [getattr(d, "id", "") for d in item.decorator_list] == ["staticmethod"]
+        }
+    found = run.file.memo["static_methods"].get((cls, name))
+    return Closure(found, run.file, Env()) if found is not None else None
 
 
 def _tensor_attribute(run: Interpreter, owner: Tensor, node: ast.Attribute) -> Any:
@@ -133,14 +155,20 @@ def _call_own_method(run: Interpreter, method: Method, args: list[Any], kwargs: 
 
 def _call_dotted(run: Interpreter, dotted: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call, env: Env) -> Any:
     head, _, name = dotted.rpartition(".")
-    if name == "autocast":
+    if "autocast" in name and ("enabled" in kwargs or name == "autocast"):  # a package's own, made like torch's
         return Method(_autocast_region(run, args, kwargs), "autocast")
     if dotted in ("torch.is_autocast_enabled", "torch.is_autocast_cpu_enabled"):
         return Scalar(run.autocast is not None)
     if dotted in ("torch.get_autocast_dtype", "torch.get_autocast_gpu_dtype", "torch.get_autocast_cpu_dtype"):
         return Dtype(run.autocast or "fp16", "autocast's dtype")
+    if head == "torch.fft":
+        return spectrum(run, name, args)
     if head in ("torch", "torch.nn.functional", "torch.special", "torch.linalg") and name not in ("is_tensor", "jit", "compile"):
-        return torch_call(run, name, args, list(node.args), kwargs, node, env)
+        nodes = list(node.args)
+        if not args and "input" in kwargs:  # torch.sin(input=x)
+            args, nodes = [kwargs["input"]], [k.value for k in node.keywords if k.arg == "input"]
+            kwargs = {k: v for k, v in kwargs.items() if k != "input"}
+        return torch_call(run, name, args, nodes, kwargs, node, env)
     if head == "":
         return _builtin(run, name, args, kwargs, node)
     if head == "math":

@@ -31,6 +31,8 @@ def torch_call(
     """A function of torch or method of a tensor: `args` with the tensor itself first, `nodes` their sources."""
     first = args[0] if args else kwargs.get("input", UNKNOWN)
     out = kwargs.get("out")
+    if name in names.NOT_IN_BF16:
+        return spectrum(run, name, args)
     if name in names.LOWER or name in names.LOWER_IN_PLACE:
         return product_call(run, name, args, nodes, kwargs, node, env)
     if name in names.SCATTER:
@@ -54,7 +56,8 @@ def torch_call(
     if name in names.CASTS and isinstance(first, Tensor):
         return cast(run, first, Dtype(names.CASTS[name], f".{name}()", literal=True), node)
     if name in names.PROMOTE:
-        return promote_call(run, name, args, nodes, kwargs, node)
+        others = [kwargs[k] for k in ("other", "tensor1", "tensor2", "vec2") if k in kwargs]
+        return promote_call(run, name, [*args, *others], nodes, kwargs, node)
     if name == "is_floating_point" and isinstance(first, Tensor) and first.dtype is not None:
         return Scalar(first.floating)
     if name in names.NOT_TENSOR:
@@ -92,6 +95,14 @@ def torch_call(
     if name in names.KEEP:
         return _autocast_result(run, name, _with_dtype(run, first, kwargs, node))
     return UNKNOWN
+
+
+def spectrum(run: Interpreter, name: str, args: list[Any]) -> Any:
+    """A function of torch.fft, or one that factorises: none takes bf16."""
+    if args and isinstance(args[0], Tensor) and args[0].dtype == "bf16":
+        run.has_no_kernel()
+    keeps = name in ("inverse", "pinverse", "inv", "pinv", "cholesky") and args and isinstance(args[0], Tensor)
+    return args[0] if keeps else UNKNOWN
 
 
 def _with_dtype(run: Interpreter, tensor: Tensor, kwargs: dict[str, Any], node: ast.Call) -> Tensor:

@@ -26,6 +26,11 @@ IN_PLACE = frozenset(
     "rsqrt_ neg_ abs_ sigmoid_ tanh_ relu_ silu_ addcmul_ addcdiv_ lerp_ normal_ uniform_ fill_diagonal_ requires_grad_ detach_ "
     "squeeze_ unsqueeze_ transpose_ t_ tril_ triu_ softmax_ nan_to_num_ foreach_add_".split()
 )
+# No kernel for bf16, on a CPU or on CUDA.
+NOT_IN_BF16 = frozenset(
+    "svd svdvals eigh eigvalsh eig eigvals qr cholesky inv pinv solve lstsq det slogdet lu_factor matrix_rank inverse pinverse "
+    "view_as_complex complex stft istft quantile nanquantile".split()
+)
 # In-place writes at indices: source and destination must have one dtype; autocast leaves them alone.
 SCATTER = frozenset(
     "index_add_ index_add index_copy_ index_copy index_put_ index_put scatter_ scatter scatter_add_ scatter_add "
@@ -43,7 +48,7 @@ KEEP = frozenset(
     "masked_select tril triu diag diagonal diag_embed diagonal_scatter slice_scatter select_scatter ravel pad cuda cpu pin_memory unfold fold "
     "requires_grad_ data_parallel glu max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool2d interpolate pixel_shuffle "
     "pixel_unshuffle broadcast_to as_strided to_dense coalesce trace dropout_ nanmean nansum cummax renorm retain_grad rename "
-    "atleast_1d atleast_2d atleast_3d meshgrid_ unsafe_view alias mT inverse pinverse".split()
+    "atleast_1d atleast_2d atleast_3d meshgrid_ unsafe_view alias mT".split()
 )
 # Reductions: without dim= the result has no dimensions.
 REDUCE = frozenset("sum mean prod amax amin norm std var median logsumexp max min trace nansum nanmean".split())

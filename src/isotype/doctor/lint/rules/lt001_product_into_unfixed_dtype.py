@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ....finding import Severity
@@ -70,9 +71,14 @@ class ProductIntoUnfixedDtype(Rule):
 
 
 def _offline(file: SourceFile, event: Event) -> bool:
-    """Work on weights between two runs: a function of its own under no_grad, or inside one, where no trainer has autocast on."""
+    """Work on weights between two runs: a function of its own under no_grad, or inside one, where no trainer has autocast on.
+
+    One whose docstring promises fp32 counts as well.
+    """
     function = file.function_of(event.node)
     while function is not None:
+        if re.search(r"\b(fp32|float32)\b", ast.get_docstring(function, clean=False) or ""):
+            return True
         if any("no_grad" in last_name(d) or "inference" in last_name(d) for d in function.decorator_list) and not isinstance(
             file.parents.get(function), ast.ClassDef
         ):

@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from ..dataflow.arguments import ACTIVATION
 from ..dataflow.plain import PURE, plain_events
 from ..dataflow.values import Made
 from ..rule import Edit, FixSafety, Hit, Rule
@@ -42,7 +43,8 @@ class FloatTensorWithoutDtype(Rule):
     Known problems
     --------------
     Reported in two cases only: the function takes a `dtype` that it never uses, or the tensor can be followed to a product, attention or
-    indexed write that refuses it for bf16 inputs. A constant that merely promotes is not reported.
+    indexed write that refuses it for bf16 inputs, in a module or beside an argument named like an activation. A constant that merely
+    promotes is not reported, nor is one that a cast written out makes fp32.
     """
 
     code = "LT007"
@@ -71,6 +73,8 @@ class FloatTensorWithoutDtype(Rule):
                 if last_name(made.func) not in FACTORIES:
                     continue
                 other = next(v for other_label, v in event.operands if v is not value)
+                if not _of_a_model(file, event.node):
+                    continue
                 seen.add(made)
                 yield Hit(
                     node=made,
@@ -81,6 +85,23 @@ class FloatTensorWithoutDtype(Rule):
                     fix=f"torch.{last_name(made.func)}(..., dtype=...) with the dtype of the tensor that it meets",
                     details=details(event),
                 )
+
+
+def _of_a_model(file: SourceFile, node: ast.AST) -> bool:
+    """Whether bf16 may well come here: into a module, or a function with an argument named like an activation.
+
+    Boxes, coordinates, audio and embeddings to be clustered are handled by plain functions too, and stay in fp32.
+    """
+    function = file.function_of(node)
+    named = False
+    while function is not None:
+        cls = file.parents.get(function)
+        if isinstance(cls, ast.ClassDef):
+            has_forward = any(isinstance(m, ast.FunctionDef) and m.name in ("forward", "__call__") for m in cls.body)
+            return has_forward or any("Module" in last_name(base) for base in cls.bases)
+        named = named or any(ACTIVATION.match(a.arg) for a in (*function.args.args, *function.args.kwonlyargs))
+        function = file.function_of(function)
+    return named
 
 
 def _ignoring_its_dtype(file: SourceFile, function: Function) -> Iterator[ast.Call]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ..dataflow.arguments import ACTIVATION
@@ -8,6 +9,11 @@ from ..dataflow.plain import plain_events
 from ..rule import Hit, Rule
 from ..source import SourceFile, last_name
 from .evidence import details, first_of_each
+
+_SPARES_PRECISION = re.compile(r"fp32|float32|upcast|high_precision|full_precision")
+
+
+_WRITTEN_LOW = re.compile(r"half\(|float16\b|torch\.half\b")  # bfloat16 as well
 
 
 class PositionsInLowPrecision(Rule):
@@ -59,9 +65,13 @@ class PositionsInLowPrecision(Rule):
             if not isinstance(at, (ast.expr, ast.stmt)) or at not in file.parents or file.function_of(at) in seen:
                 continue
             seen.add(file.function_of(at))  # rows and columns of a grid are rounded by the same mistake
+            if any(_SPARES_PRECISION.search(test) for test in event.path):
+                continue  # an option of that name, set the other way: the author knows, and says so
             by_autocast = event.scenario.autocast is not None
-            if not _runs_in_forward(file, at) or (by_autocast and _built_ahead(file, at)):
+            if by_autocast and (_built_ahead(file, at) or not _runs_in_forward(file, at)):
                 continue
+            if not by_autocast and not _runs_in_forward(file, at) and not _WRITTEN_LOW.search(ast.unparse(at)):
+                continue  # built before the model is cast
             how = (
                 "autocast computes this product in bf16"
                 if by_autocast
@@ -85,12 +95,18 @@ def _built_ahead(file: SourceFile, node: ast.AST) -> bool:
     cls = file.parents.get(function) if function is not None else None
     if function is None or not isinstance(cls, ast.ClassDef) or function.name in ("forward", "__call__"):
         return False
-    if any(last_name(n.func) == function.name for n in file.nodes(ast.Call)):
-        called_by = {f.name for f in file.functions() if any(_calls(n, function.name) for n in file.own(f))}
-        if called_by & {"forward", "__call__"}:
-            return False
+    if any(m.name in ("forward", "__call__") for m in _family(file, cls) if any(_calls(n, function.name) for n in file.own(m))):
+        return False
     hints = [ast.unparse(a.annotation) if a.annotation else "" for a in (*function.args.args[1:], *function.args.kwonlyargs)]
     return all("Tensor" not in hint for hint in hints) and not any(ACTIVATION.match(a.arg) for a in function.args.args)
+
+
+def _family(file: SourceFile, cls: ast.ClassDef) -> Iterator[ast.FunctionDef]:
+    """The methods of the class, of its bases and of what derives from it, as far as this file has them."""
+    classes = {c.name: c for c in file.nodes(ast.ClassDef)}
+    names = {cls.name} | {last_name(b) for b in cls.bases} | {c.name for c in classes.values() if cls.name in map(last_name, c.bases)}
+    for name in names & classes.keys():
+        yield from (m for m in classes[name].body if isinstance(m, ast.FunctionDef))
 
 
 def _calls(node: ast.AST, name: str) -> bool:

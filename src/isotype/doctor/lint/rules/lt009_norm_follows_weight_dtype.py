@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ..dataflow.arguments import GRADIENT
@@ -59,7 +60,10 @@ class NormFollowsWeightDtype(Rule):
                 continue  # a table or a filter bank, and no norm's weight
             if value.zero_dim is not False:
                 continue  # a number: a loss
-            if value.dtype == "fp32" and value.made is Made.PARAMETER and _is_norm(file, function):
+            nodes = _nodes(file, function)
+            if value.dtype == "fp32" and value.made is Made.PARAMETER and _is_norm(file, function, nodes):
+                if not (_minds_dtypes(nodes) or _made_fp32(value.node)) or _always_cast(file, function):
+                    continue
                 weight = value.why.removeprefix("the ")
                 yield Hit(
                     node=event.node,
@@ -71,11 +75,8 @@ class NormFollowsWeightDtype(Rule):
                 )
 
 
-def _is_norm(file: SourceFile, function: Function) -> bool:
-    """The root of a mean of squares or of a variance of an input, here or in a method of the same class that this one calls."""
-    names = [a.arg for a in (*function.args.posonlyargs, *function.args.args) if a.arg != "self"]
-    if not names or any(GRADIENT.search(name) for name in names):
-        return False  # a property of weights; an optimizer's update
+def _nodes(file: SourceFile, function: Function) -> list[ast.AST]:
+    """The function's own nodes, and those of methods of the same class that it calls."""
     nodes = list(file.own(function))
     cls = file.parents.get(function)
     if isinstance(cls, ast.ClassDef):
@@ -84,6 +85,46 @@ def _is_norm(file: SourceFile, function: Function) -> bool:
         for method in cls.body:
             if isinstance(method, ast.FunctionDef) and method.name in called:
                 nodes += file.own(method)
+    return nodes
+
+
+def _is_norm(file: SourceFile, function: Function, nodes: list[ast.AST]) -> bool:
+    """The root of a mean of squares or of a variance of an input."""
+    names = [a.arg for a in (*function.args.posonlyargs, *function.args.args) if a.arg != "self"]
+    if not names or any(GRADIENT.search(name) for name in names):
+        return False  # a property of weights; an optimizer's update
     called = {last_name(n.func) for n in nodes if isinstance(n, ast.Call) and not file.dotted(n.func).startswith(("math.", "numpy."))}
     root = bool(called & {"rsqrt", "sqrt"}) or any(is_root(n) for n in nodes)
     return root and bool(called & {"mean", "var", "sum", "square", "pow", "norm"})
+
+
+def _minds_dtypes(nodes: list[ast.AST]) -> bool:
+    """Whether the norm casts at all. One that does not leaves dtypes to its caller, and promises none for its result."""
+    for node in nodes:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if node.func.attr in ("float", "type_as", "type"):
+            return True
+        given = [*node.args, *(k.value for k in node.keywords if k.arg == "dtype")]
+        if any(_names_a_dtype(g) for g in given):
+            return True
+    return False
+
+
+def _names_a_dtype(node: ast.expr) -> bool:
+    return bool(re.search(r"dtype|type$|float\d|bfloat16", last_name(node)))
+
+
+def _made_fp32(node: ast.AST | None) -> bool:
+    """Whether the weight is made in fp32 whatever the model's dtype is."""
+    return node is not None and "torch.float32" in ast.unparse(node)
+
+
+def _always_cast(file: SourceFile, function: Function) -> bool:
+    """Whether every call that the file makes of this function casts the result at once."""
+    calls = [c for c in file.nodes(ast.Call) if last_name(c.func) == function.name]
+    return bool(calls) and all(_is_cast(file.parents.get(call)) for call in calls)
+
+
+def _is_cast(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr in ("to", "type_as", "half", "bfloat16", "float", "type")

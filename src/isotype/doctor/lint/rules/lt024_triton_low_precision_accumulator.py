@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ..rule import Hit, Rule
 from ..source import SourceFile
-from ..triton.kernels import kernels
+from ..triton.kernels import Kernel, KernelEvent, is_activation, kernels
 
 
 class TritonLowPrecisionAccumulator(Rule):
@@ -37,7 +37,8 @@ class TritonLowPrecisionAccumulator(Rule):
 
     Known problems
     --------------
-    A short loop loses little. Integer accumulators are not looked at.
+    How long a loop is that is not written out in numbers is not known here. An accumulator of a pointer's element type is reported where
+    something shows that the pointer holds floats: its name, a cast of what is loaded from it, a product or an fp32 value added.
     """
 
     code = "LT024"
@@ -47,7 +48,7 @@ class TritonLowPrecisionAccumulator(Rule):
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         for kernel in kernels(file):
             for event in kernel.events:
-                if event.kind == "accumulator":
+                if event.kind == "accumulator" and _sums_floats(kernel, event):
                     held = f"the element type of {event.before.loaded}" if event.before.loaded else str(event.before.type)
                     yield Hit(
                         node=event.node,
@@ -55,3 +56,9 @@ class TritonLowPrecisionAccumulator(Rule):
                         cause=f"every addition rounds to {held}: bf16 keeps 8 bits, fp16 overflows at 65504; tl.float32 does neither",
                         fix="tl.zeros(..., dtype=tl.float32), and cast once at the store",
                     )
+
+
+def _sums_floats(kernel: Kernel, event: KernelEvent) -> bool:
+    """Whether the accumulator holds floats for certain: pointers may as well be to counts."""
+    pointer = event.before.loaded
+    return pointer is None or is_activation(pointer) or pointer in kernel.casts or event.after.type in ("fp32", "fp16", "bf16")

@@ -121,6 +121,7 @@ class _Run:
     def statement(self, node: ast.stmt) -> None:
         if isinstance(node, ast.Assign):
             value = self.value(node.value)
+            self.note_assigned_sum(node)
             for target in node.targets:
                 self.assign(target, value, node)
         elif isinstance(node, ast.AnnAssign):
@@ -133,7 +134,7 @@ class _Run:
             left, right = self.value(node.target), self.value(node.value)
             result = self.promote(node, left, right)
             if self.loop_depth and isinstance(node.op, ast.Add) and isinstance(node.target, ast.Name):
-                self.note_sum(node, node.target.id, left)
+                self.note_sum(node, node.target.id, left, right)
             self.assign(node.target, result, node)
         elif isinstance(node, ast.If):
             self.branch(node)
@@ -191,13 +192,14 @@ class _Run:
         # a Python float that a loop carries becomes an fp32 scalar
         self.values = {k: Value(v.type, v.node) if v.number and v.type == "fp32" and not unrolled else v for k, v in self.values.items()}
         before = dict(self.values)
-        self.loop_depth += 1
+        long = not _is_short(node)
+        self.loop_depth += long
         for _ in range(2):
             self.block(node.body)
             if not unrolled:
                 for name, start in before.items():
                     self.compare("loop", node, name, start, self.values.get(name, NOTHING))
-        self.loop_depth -= 1
+        self.loop_depth -= long
         for name, start in before.items():
             if self.values.get(name, start).type != start.type:
                 self.values[name] = NOTHING
@@ -403,11 +405,19 @@ class _Run:
         acc = keyword(node, "acc") or (node.args[2] if len(node.args) > 2 else None)
         if acc is not None and self.loop_depth and isinstance(acc, ast.Name):
             before = self.value(acc)
-            self.note_sum(node, acc.id, before)
+            self.note_sum(node, acc.id, before, Value("fp32", node))
             return Value(before.type, node)
         return Value(out, node)
 
-    def note_sum(self, node: ast.expr | ast.stmt, name: str, before: Value) -> None:
+    def note_assigned_sum(self, node: ast.Assign) -> None:
+        """`acc = acc + x` in a loop."""
+        target, value = node.targets[0], node.value
+        if self.loop_depth and isinstance(target, ast.Name) and isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+            for own, other in ((value.left, value.right), (value.right, value.left)):
+                if isinstance(own, ast.Name) and own.id == target.id:
+                    self.note_sum(node, own.id, self.value(own), self.value(other))
+
+    def note_sum(self, node: ast.expr | ast.stmt, name: str, before: Value, added: Value) -> None:
         """A sum over a run-time loop in less than fp32."""
         made = before.node
         if (
@@ -415,11 +425,20 @@ class _Run:
             and last_name(made.func) in ("zeros", "full", "zeros_like")
             and (before.type in ("fp16", "bf16") or before.loaded)
         ):
-            self.emit("accumulator", made, name, before, before)
+            self.emit("accumulator", made, name, before, added)
 
 
 def _is_float(type_: str | None) -> bool:
     return type_ is not None and (type_ in FLOATS or type_.startswith("elem("))
+
+
+def _is_short(node: ast.For | ast.While) -> bool:
+    """A loop over a few numbers written out: three axes, a pair. A sum of so few parts loses little."""
+    if not isinstance(node, ast.For) or last_name(node.iter) not in ("range", "static_range"):
+        return False
+    arguments = node.iter.args if isinstance(node.iter, ast.Call) else []
+    numbers = [a.value for a in arguments if isinstance(a, ast.Constant) and isinstance(a.value, int)]
+    return len(numbers) == len(arguments) and max(numbers, default=0) <= 8
 
 
 def _ends(body: list[ast.stmt]) -> bool:

@@ -1,0 +1,108 @@
+"""Where the cache of tokenised rows lies, what is in it, and how large it may become. Imports neither torch nor numpy.
+
+When a new entry takes the folder over its bound, those that were not used for longest go. An entry that a run has mapped may go too:
+the system keeps its content until that run ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+
+BOUND = "ISOTYPE_CACHE_GB"
+DEFAULT_GB = 20.0
+_OURS = re.compile(r"[0-9a-f]{32}\.safetensors")  # a name that `cache.entry_key` makes
+_LARGEST_HEADER = 16 << 20  # bytes; a header of ours has some thousands
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One source's rows. `used` is the time of the last use; `source` and `rows` are None where the file does not say."""
+
+    path: Path
+    bytes: int
+    used: float
+    source: str | None = None
+    rows: int | None = None
+
+
+def cache_folder(setting: str) -> Path | None:
+    """Where entries lie: a folder as given; `auto` is ISOTYPE_CACHE or the user's cache folder; None for `none`."""
+    if setting == "none":
+        return None
+    if setting != "auto":
+        return Path(setting).expanduser()
+    if given := os.environ.get("ISOTYPE_CACHE"):
+        return None if given == "none" else Path(given).expanduser() / "tokens"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "isotype" / "tokens"
+
+
+def bound() -> int:
+    """Bytes that a cache folder may hold: ISOTYPE_CACHE_GB, else 20 GB. Raises UsageError for what is no size."""
+    given = os.environ.get(BOUND)
+    try:
+        gigabytes = float(given) if given else DEFAULT_GB
+        return int(gigabytes * 1e9) if gigabytes >= 0 else _refuse(given)
+    except (ValueError, OverflowError):
+        return _refuse(given)
+
+
+def _refuse(given: str | None) -> int:
+    raise UsageError(f"{BOUND}={given}: expected gigabytes, a number of at least 0", fix=f"{BOUND}=20")
+
+
+def entries(folder: Path, *, described: bool = False) -> list[Entry]:
+    """The whole entries of a folder, those that were not used for longest first; `described` opens each for its source and rows."""
+    found = []
+    for path in folder.glob("*.safetensors"):
+        if not _OURS.fullmatch(path.name):  # somebody's weights
+            continue
+        try:
+            stat = path.stat()
+            said = _described(path) if described else {}
+        except OSError:  # another run removed it
+            continue
+        found.append(Entry(path, stat.st_size, stat.st_mtime, said.get("source"), said.get("rows")))
+    return sorted(found, key=lambda entry: entry.used)
+
+
+def evict(folder: Path, *, keep: Path, most: int) -> list[Entry]:
+    """Removes entries, those not used for longest first and never `keep`, until the folder holds at most `most` bytes; those removed."""
+    there = entries(folder)
+    total, gone = sum(entry.bytes for entry in there), []
+    for entry in there:
+        if total <= most:
+            break
+        if entry.path != keep and remove(entry):
+            total -= entry.bytes
+            gone.append(entry)
+    return gone
+
+
+def remove(entry: Entry) -> bool:
+    """Whether the entry is gone: a system may hold on to a file that is mapped."""
+    try:
+        entry.path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def _described(path: Path) -> Mapping[str, Any]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= _LARGEST_HEADER:
+            return {}
+        try:
+            header = json.loads(file.read(length))
+            source = json.loads(header["__metadata__"]["facts"]).get("source")
+            return {"source": str(source) if source is not None else None, "rows": int(header["ends"]["shape"][0])}
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return {}

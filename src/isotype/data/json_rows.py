@@ -1,0 +1,158 @@
+"""The rows of a JSON file: one object a line, or an array, which may be one line of any length.
+
+An array is parsed value by value from a window on the file that grows only as far as the value that is being read, so that a file larger
+than memory can be read, tokenised and kept (0088).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from .progress import Meter
+from .read import Record, ending, text_blocks, text_lines
+
+MOST = 1 << 28  # characters of one row: more is a bracket or a quote that is never closed
+_BLANK = re.compile(r"[ \t\n\r]*")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ESCAPE = 12  # characters that an escape may have: a failure so near to the end of the window may be the window's
+
+
+def read_json(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
+    """The records of a JSON file in order. `skip`: so many are passed over, in a file of lines without being parsed."""
+    if ending(path) == ".json" and _first_character(path, name) == "[":
+        for i, record in enumerate(_array(path, name, meter)):
+            if i >= skip:
+                yield record
+    else:
+        yield from _lines(path, name, skip, meter)
+
+
+def _first_character(path: Path, name: str) -> str:
+    return next((text.strip()[0] for text in text_blocks(path, name) if text.strip()), "")
+
+
+def _lines(path: Path, name: str, skip: int, meter: Meter | None) -> Iterator[Record]:
+    for number, line in text_lines(path, name, meter):
+        if not line.strip():
+            continue
+        if skip:
+            skip -= 1
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            hint = "; a .json file holds an array, or one object a line" if ending(path) == ".json" else ""
+            raise UsageError(f"{name}:{number}: broken JSON at column {error.colno}: {error.msg}{hint}") from None
+        except (RecursionError, ValueError) as error:
+            raise _impossible(error, f"{name}:{number}") from None
+        yield Record(name, number, _checked(value, line, f"{name}:{number}"))
+
+
+class _Window:
+    """A piece of a file's text. `at` is where parsing stands in it."""
+
+    def __init__(self, path: Path, name: str, meter: Meter | None) -> None:
+        self.name = name
+        self._blocks = text_blocks(path, name, meter)
+        self.text, self.at, self.whole = "", 0, False
+        self._mark, self._line, self._begin = (
+            0,
+            1,
+            0,
+        )  # a place, its line in the file, where in the window that begins
+
+    def grow(self, least: int = 1) -> bool:
+        """Lets go of what was parsed and reads at least so many characters more; False at the end of the file."""
+        self.place(self.at)
+        self._mark, self._begin = 0, self._begin - self.at
+        read = [self.text[self.at :]]
+        while least > 0 and (block := next(self._blocks, None)) is not None:
+            read.append(block)
+            least -= len(block)
+        self.whole = least > 0
+        self.text, self.at = "".join(read), 0
+        return len(read) > 1
+
+    def place(self, at: int) -> tuple[int, int]:
+        """Line and column, from 1, of a character of the window that is not before those already asked for."""
+        lines = self.text.count("\n", self._mark, at)
+        if lines:
+            self._begin = self.text.rfind("\n", self._mark, at) + 1
+        self._mark, self._line = at, self._line + lines
+        return self._line, at - self._begin + 1
+
+    def next_character(self) -> str:
+        """The next one that is no white space, "" at the end of the file; parsing then stands there."""
+        while True:
+            self.at = _BLANK.match(self.text, self.at).end()  # type: ignore[union-attr]  # it matches nothing too
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if not self.grow():
+                return ""
+
+    def value(self) -> tuple[Any, str]:
+        """The value that begins here and its source; parsing then stands behind it. A window that is too small is doubled."""
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self.text, self.at)
+                if self.whole or self.text[end - 1] in '}]"' or end + 2 < len(self.text):  # a number may go on with `.5` or `e-5`
+                    source, self.at = self.text[self.at : end], end
+                    return value, source
+            except json.JSONDecodeError as error:
+                if self.whole or not (error.msg.startswith("Unterminated string") or error.pos > len(self.text) - _ESCAPE):
+                    raise self.broken(error) from None
+            except (RecursionError, ValueError) as error:
+                raise _impossible(error, f"{self.name}:{self.place(self.at)[0]}") from None
+            if len(self.text) - self.at > MOST:
+                line, _ = self.place(self.at)
+                raise UsageError(f"{self.name}:{line}: a row of more than {MOST >> 20} M characters: a bracket or a quote is not closed")
+            self.grow(max(1, len(self.text) - self.at))
+
+    def broken(self, error: json.JSONDecodeError) -> UsageError:
+        line, column = self.place(error.pos)
+        return UsageError(f"{self.name}:{line}: broken JSON at column {column}: {error.msg}")
+
+
+_DECODER = json.JSONDecoder()
+
+
+def _array(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
+    window = _Window(path, name, meter)
+    window.next_character()
+    window.at += 1  # past the opening bracket
+    if window.next_character() == "]":
+        return
+    while True:
+        line, _ = window.place(window.at)
+        value, source = window.value()
+        yield Record(name, line, _checked(value, source, f"{name}:{line}"))
+        separator = window.next_character()
+        line, _ = window.place(window.at)
+        if separator == "]":
+            window.at += 1
+            if window.next_character():
+                raise UsageError(f"{name}:{window.place(window.at)[0]}: text after the end of the array")
+            return
+        if separator != ",":
+            raise UsageError(f"{name}:{line}: broken JSON: ',' or ']' expected" + (", the file ends here" if not separator else ""))
+        window.at += 1
+        window.next_character()
+
+
+def _impossible(error: Exception, place: str) -> UsageError:
+    """What is JSON, and no value of Python's: nested too deeply, or a whole number of more than 4300 digits."""
+    if isinstance(error, RecursionError):
+        return UsageError(f"{place}: JSON nested too deeply")
+    return UsageError(f"{place}: broken JSON: {str(error).partition(';')[0]}")
+
+
+def _checked(value: Any, source: str, place: str) -> Any:
+    """Half of a surrogate pair is valid JSON and no valid text: tokenizers fail on it without naming the row."""
+    if "\\u" in source.lower() and _SURROGATE.search(json.dumps(value, ensure_ascii=False)):
+        raise UsageError(f"{place}: a \\u escape is half of a surrogate pair, which is not text")
+    return value

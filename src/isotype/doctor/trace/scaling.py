@@ -1,0 +1,89 @@
+"""Gradients clipped while they still hold the loss scale: the norm compared with the limit is tens of thousands of times too large."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...finding import Finding, Place, Severity
+from .source import Site
+
+if TYPE_CHECKING:
+    from .tracer import Tracer
+
+_CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
+
+
+class Scaling:
+    """Follows GradScaler from `scale(loss)` to `unscale_(optimizer)`, and looks at what is clipped between the two."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._scale = 1.0  # that the gradients hold; 1 where none do
+        self._unscaled: set[int] = set()  # parameters whose gradients hold it no more
+        self._first: tuple[str, float, Site | None] | None = None
+        self._count = 0
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    def start(self) -> None:
+        scaler = torch.amp.GradScaler
+        self._around(scaler, "scale", self._scaled)
+        self._around(scaler, "unscale_", self._unscale)
+        self._around(scaler, "step", self._done)
+        for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+            for name in _CLIPPING:
+                self._around(module, name, self._clipped)
+
+    def stop(self) -> None:
+        for owner, name, function in reversed(self._undo):
+            setattr(owner, name, function)
+        self._undo.clear()
+
+    def _around(self, owner: Any, name: str, told: Callable[..., None]) -> None:
+        function = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            told(name, *args, **kwargs)
+            return function(*args, **kwargs)
+
+        watched.__name__, watched.__doc__ = name, function.__doc__
+        self._undo.append((owner, name, function))
+        setattr(owner, name, watched)
+
+    def _scaled(self, _: str, scaler: Any, *args: Any, **kwargs: Any) -> None:
+        self._scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
+        self._unscaled.clear()
+
+    def _unscale(self, _: str, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._unscaled |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+    def _done(self, *args: Any, **kwargs: Any) -> None:
+        self._scale = 1.0
+
+    def _clipped(self, name: str, parameters: Any, *args: Any, **kwargs: Any) -> None:
+        # a generator is the callee's to read
+        known = [parameters] if isinstance(parameters, torch.Tensor) else parameters if isinstance(parameters, (list, tuple)) else None
+        if self._scale == 1.0 or (self._unscaled if known is None else any(id(p) in self._unscaled for p in known)):
+            return
+        self._count += 1
+        self._first = self._first or (name, self._scale, self._tracer.locator.here(3))
+
+    def findings(self) -> list[Finding]:
+        if self._first is None:
+            return []
+        name, scale, site = self._first
+        return [
+            Finding(
+                code="TR027",
+                severity=Severity.WARNING,
+                message=f"{name} clips gradients that still hold the loss scale of {scale:g}",
+                place=Place(file=site.file if site else None, line=site.line if site else None, symbol=site.function if site else None),
+                cause=f"GradScaler.scale multiplied the loss, and with it every gradient, by {scale:g}: compared like that with the limit, "
+                "nearly every step is clipped, and what is left after unscaling is that much too small",
+                observed=f"{self._count} times" if self._count > 1 else "",
+                fix=f"call scaler.unscale_(optimizer) between backward and {name} (scaler.step then does not unscale again)",
+                details=(("clipped at", f"{site}: {site.text}"),) if site is not None else (),
+            )
+        ]

@@ -1,0 +1,40 @@
+"""Launching Triton kernels: on the device that holds the tensors, with as many warps as the tile fills."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Multiprocessors assumed where no device says: in the interpreter, and when launches are only compiled
+_ELSEWHERE = 32
+
+
+def on_its_device(launching: Callable[P, T]) -> Callable[P, T]:
+    """Triton launches on the current device; a model spread over several has its tensors on others. The first argument says which."""
+
+    @functools.wraps(launching)
+    def launch(*args: P.args, **kwargs: P.kwargs) -> T:
+        x = args[0]
+        if not isinstance(x, Tensor) or not x.is_cuda or x.device.index == torch.cuda.current_device():
+            return launching(*args, **kwargs)
+        with torch.cuda.device(x.device):
+            return launching(*args, **kwargs)
+
+    return launch
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _ELSEWHERE
+
+
+def warps(elements: int) -> int:
+    """For a tile of this many elements: 16 a thread, which is two loads of 16 bytes in bf16, up to 16,384 of them."""
+    return 4 if elements <= 2048 else 8 if elements <= 8192 else 16 if elements <= 16384 else 32

@@ -1,0 +1,50 @@
+"""A forward rebuilt over private globals, in which a function that it calls by name is another: for functions that are no module's own.
+
+The globals are a copy of the module's own. They live in a module registered in `sys.modules`, where Dynamo looks a function's globals up by
+name.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from .instances import put
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """name  as the forward's globals have it     form  tells one replacement of that name from another     value  what is there instead"""
+
+    name: str
+    form: str
+    value: Any
+
+
+def why_not_rebuilt(forward: Any) -> str:
+    plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
+    return "" if plain else "its forward is decorated: rebuilt over other globals it would lose the decorator"
+
+
+def put_rebuilt(module: nn.Module, replacements: list[Replacement]) -> None:
+    """The instance's forward, over globals with these replacements."""
+    put(module, rebuilt(type(module).forward, replacements), [r.form for r in replacements], places=len(replacements))
+
+
+def rebuilt(forward: Any, replacements: list[Replacement]) -> FunctionType:
+    name = ".".join(("isotype.optimize.private", forward.__module__, *(f"{r.name}-{r.form}" for r in replacements)))
+    module = sys.modules.get(name)
+    if module is None:
+        module = ModuleType(name, f"Globals of {forward.__module__} with {', '.join(r.name for r in replacements)} replaced.")
+        # __builtins__ comes along with the copy: Dynamo needs it
+        module.__dict__.update({k: v for k, v in forward.__globals__.items() if k not in ("__name__", "__loader__", "__spec__")})
+        module.__dict__.update({r.name: r.value for r in replacements})
+        sys.modules[name] = module
+    made = FunctionType(forward.__code__, module.__dict__, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__, made.__doc__, made.__annotations__ = forward.__kwdefaults__, forward.__doc__, forward.__annotations__
+    made.__qualname__ = forward.__qualname__
+    return made

@@ -1,0 +1,82 @@
+"""JSON arrays are read through a window: what is read does not depend on where blocks end, and neither does an error's place."""
+
+import json
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isotype.data import json_rows, read
+from isotype.data.json_rows import read_json
+from isotype.errors import UsageError
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+# a half of a surrogate pair is refused by itself
+ROWS = st.lists(VALUES, max_size=6).filter(lambda rows: "\\ud" not in json.dumps(rows))
+
+
+def rows_of(tmp_path, text, block, monkeypatch):
+    file = tmp_path / "a.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    monkeypatch.setattr(read, "BLOCK", block)
+    return [(record.line, record.value) for record in read_json(file, "a.json")]
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=ROWS, block=st.sampled_from([1, 2, 3, 7, 64]), indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans())
+def test_blocks_do_not_show(tmp_path_factory, rows, block, indent, ascii_only):
+    text = json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        found = rows_of(tmp_path_factory.mktemp("rows"), text, block, monkeypatch)
+    assert [value for _, value in found] == rows
+    assert [line for line, _ in found] == sorted(line for line, _ in found)
+
+
+@pytest.mark.parametrize("block", [1, 2, 5, 1 << 20])
+def test_lines_and_places_do_not_depend_on_blocks(tmp_path, monkeypatch, block):
+    text = '[{"a":\n "é"},\n\n 12, true,\n{"b": "x\\n"}]'
+    assert rows_of(tmp_path, text, block, monkeypatch) == [(1, {"a": "é"}), (4, 12), (4, True), (5, {"b": "x\n"})]
+    for broken, said in {
+        '[{"a": 1},\n  {"b": }]': "a.json:2: broken JSON at column 9: Expecting value",
+        '[{"a": 1}, {"b": }]': "a.json:1: broken JSON at column 18: Expecting value",
+        "[1, 2,\n tru]": "a.json:2: broken JSON at column 2: Expecting value",
+        '[{"a": "never closed}]': "a.json:1: broken JSON at column 8: Unterminated string",
+        "[1\n,2": "a.json:2: broken JSON: ',' or ']' expected, the file ends here",
+        "[1,\n2]\n\n[": "a.json:4: text after the end of the array",
+        "[1,": "a.json:1: broken JSON at column 4: Expecting value",
+    }.items():
+        with pytest.raises(UsageError) as refused:
+            rows_of(tmp_path, broken, block, monkeypatch)
+        assert str(refused.value).startswith(said), broken
+    for raw, said in {
+        b'["\xc3\xa9",\n"\xe9"]': "a.json:2: byte 8 (0xe9) is not UTF-8",
+        b'["a", "\xc3': "a.json:1: byte 7 (0xc3) is not UTF-8",
+    }.items():
+        with pytest.raises(UsageError) as refused:
+            rows_of(tmp_path, raw, block, monkeypatch)
+        assert str(refused.value).startswith(said), raw
+
+
+def test_a_row_without_end_is_refused_before_memory_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_rows, "MOST", 1000)
+    with pytest.raises(UsageError, match=r"a row of more than .* characters: a bracket or a quote is not closed"):
+        rows_of(tmp_path, '["' + "a" * 5000, 100, monkeypatch)
+
+
+def test_an_array_in_one_line_takes_the_memory_of_a_row(tmp_path):
+    file = tmp_path / "a.json"
+    row = {"text": "word " * 100}
+    file.write_text("[" + ", ".join([json.dumps(row)] * 20_000) + "]")
+    tracemalloc.start()
+    try:
+        assert sum(record.value == row for record in read_json(file, "a.json")) == 20_000
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert file.stat().st_size > 10_000_000
+    assert peak < 6 * read.BLOCK

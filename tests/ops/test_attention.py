@@ -1,0 +1,163 @@
+"""attention: beside PyTorch's own at every layout, mask and head sharing, and what its blocks could hide."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from isotype.errors import DtypeError, ShapeError
+from isotype.ops import attention, compiled
+from isotype.ops.attention.function import kernels_take
+from isotype.ops.attention.reference import attention_reference
+from tests.ops.trials import FACTOR, error
+
+needs_compiler = pytest.mark.skipif(compiled.cpu_compiler() is None, reason="no C++ compiler")
+# batch, query heads, key heads, queries, keys, head size: below, at and past a block of 64; the last two share work by key heads
+SHAPES = [
+    (2, 4, 4, 128, 128, 64),
+    (1, 4, 2, 77, 77, 96),
+    (2, 4, 1, 70, 131, 16),
+    (1, 2, 2, 65, 40, 80),
+    (8, 4, 2, 33, 33, 32),
+    (16, 1, 1, 3, 5, 128),
+]
+
+
+def plain(query, key, value, *, mask=None, causal=False, scale=None):
+    shared = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shared)
+
+
+def drawn(shape, seed=0):
+    batch, heads, key_heads, queries, keys, size = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def states(count, positions):
+        # heads behind positions, as a projection leaves them
+        return torch.randn(batch, positions, count, size, generator=generator).bfloat16().transpose(1, 2)
+
+    mask = torch.rand(batch, 1, queries, keys, generator=generator) < 0.4
+    mask[..., 0] = True
+    return states(heads, queries), states(key_heads, keys), states(key_heads, keys), states(heads, queries), mask
+
+
+def run(f, inputs, dy, dtype=torch.bfloat16, **options):
+    leaves = [t.to(dtype).detach().requires_grad_() for t in inputs]
+    out = f(*leaves, **options)
+    return out, *torch.autograd.grad(out, leaves, dy.to(dtype))
+
+
+@needs_compiler
+@pytest.mark.parametrize("masked", ["causal", "full", "mask", "mask and causal"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_output_and_gradients_are_as_near_to_fp64_as_pytorchs(shape, masked):
+    *inputs, dy, mask = drawn(shape)
+    options = {"causal": "causal" in masked, "mask": mask if "mask" in masked else None, "scale": 0.3 if masked == "full" else None}
+    assert kernels_take(torch.bfloat16, *inputs, options["mask"])
+    truth = run(attention_reference, inputs, dy, torch.float64, **options)
+    both = options if masked != "mask and causal" else {"mask": mask & torch.ones(shape[3:5], dtype=torch.bool).tril()}
+    theirs = run(plain, inputs, dy, **both)
+    ours = run(attention, inputs, dy, **options)
+    for got, their, true in zip(ours, theirs, truth):
+        assert got.dtype == torch.bfloat16
+        assert got.shape == true.shape
+        assert error(got, true) <= FACTOR * error(their, true)
+
+
+@needs_compiler
+def test_one_mask_serves_every_row_of_a_batch():
+    *inputs, dy, mask = drawn(SHAPES[0])
+    one = mask[:1]
+    for got, want in zip(run(attention, inputs, dy, mask=one), run(attention, inputs, dy, mask=one.expand(2, -1, -1, -1))):
+        assert torch.equal(got, want)
+
+
+@needs_compiler
+def test_a_query_that_attends_to_nothing_gives_zeros_and_no_gradient():
+    *inputs, dy, mask = drawn(SHAPES[1])
+    mask[:, :, 5:70] = False
+    out, dq, *others = run(attention, inputs, dy, mask=mask)
+    assert not out[:, :, 5:70].any()
+    assert not dq[:, :, 5:70].any()
+    assert all(t.isfinite().all() for t in (out, dq, *others))
+
+
+@needs_compiler
+def test_large_scores_neither_overflow_nor_vanish():
+    *inputs, dy, _ = drawn(SHAPES[1])
+    inputs[0] = inputs[0] * 300
+    truth, ours = run(attention_reference, inputs, dy, torch.float64, causal=True), run(attention, inputs, dy, causal=True)
+    theirs = run(plain, inputs, dy, causal=True)
+    for got, their, true in zip(ours, theirs, truth):
+        assert got.isfinite().all()
+        assert error(got, true) <= FACTOR * error(their, true)
+
+
+@needs_compiler
+def test_packed_documents_do_not_see_each_other():
+    *inputs, dy, _ = drawn((1, 2, 2, 200, 200, 32))
+    document = torch.arange(200) // 70
+    mask = (document[:, None] == document)[None, None] & torch.ones(200, 200, dtype=torch.bool).tril()
+    before = run(attention, inputs, dy, mask=mask)
+    changed = [t.clone() for t in inputs]
+    for t in changed:
+        t[:, :, 70:140] += 1
+    after = run(attention, changed, dy, mask=mask)
+    for a, b in zip(before, after):
+        assert torch.equal(a[:, :, :70], b[:, :, :70])
+        assert torch.equal(a[:, :, 140:], b[:, :, 140:])
+        assert not torch.equal(a[:, :, 70:140], b[:, :, 70:140])
+
+
+@needs_compiler
+def test_a_nan_reaches_the_queries_that_see_it_and_no_earlier_block():
+    query, key, value, _, _ = drawn((1, 1, 1, 192, 192, 32))
+    key[:, :, 130] = torch.nan
+    out = attention(query, key, value, causal=True)
+    assert out[:, :, :130].isfinite().all()
+    assert out[:, :, 130:].isnan().all()
+
+
+@needs_compiler
+def test_the_result_does_not_depend_on_the_number_of_threads():
+    *inputs, dy, mask = drawn(SHAPES[1])
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append(run(attention, inputs, dy, mask=mask))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@needs_compiler
+def test_saves_no_matrix_of_queries_by_keys():
+    *inputs, _, _ = drawn((1, 2, 2, 256, 256, 16))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        attention(*(t.requires_grad_() for t in inputs), causal=True)
+    assert max(saved) == 2 * 256 * 16
+
+
+def test_other_dtypes_and_devices_run_pytorchs_own():
+    query, key, value, _, _ = drawn(SHAPES[1])
+    for dtype in (torch.float32, torch.float64):
+        ours, theirs = (f(query.to(dtype), key.to(dtype), value.to(dtype), causal=True) for f in (attention, plain))
+        assert torch.equal(ours, theirs)
+    assert attention(*(t.to("meta") for t in (query, key, value))).shape == query.shape
+    # a head size that is no multiple of 16
+    assert torch.equal(attention(query[..., :20], key[..., :20], value[..., :20]), plain(query[..., :20], key[..., :20], value[..., :20]))
+
+
+def test_refuses_what_does_not_fit():
+    query, key, value, _, _ = drawn(SHAPES[1])
+    with pytest.raises(DtypeError, match="query, key and value are fp32, bf16 and bf16"):
+        attention(query.float(), key, value)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention(query.float(), key, value).dtype == torch.bfloat16
+    for wrong in ((query[0], key, value), (query, key, value[:, :1]), (query, key[..., :8], value[..., :8]), (query[:, :3], key, value)):
+        with pytest.raises(ShapeError, match=r"^SH001|query \["):
+            attention(*wrong)

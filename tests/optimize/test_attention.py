@@ -1,0 +1,105 @@
+"""Attention on a CPU: the op where it serves, the model's own function everywhere else, and the model's own result always."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import logging
+
+from isotype.ops import compiled
+from isotype.optimize import attention as placed
+from isotype.optimize import optimize
+from tests.ops.trials import FACTOR, error
+from tests.optimize.models import batch, tiny
+
+logging.set_verbosity_error()
+pytestmark = pytest.mark.skipif(compiled.cpu_compiler() is None, reason="no C++ compiler")
+SDPA = {"attn_implementation": "sdpa", "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The queries of each call of the op."""
+    seen: list[int] = []
+    real = placed.attention
+    monkeypatch.setattr(placed, "attention", lambda query, *a, **k: (seen.append(query.shape[2]), real(query, *a, **k))[1])
+    return seen
+
+
+def padded(length=75):
+    inputs = batch(rows=3, length=length)
+    inputs["attention_mask"][1, length - 20 :] = 0
+    inputs["labels"][1, length - 20 :] = -100
+    return inputs
+
+
+def gradients(model, inputs):
+    model.zero_grad()
+    model(**inputs).loss.backward()
+    return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "padded"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "gemma3_text", "phi3", "granite", "starcoder2"])
+def test_gradients_are_as_near_to_fp64_as_the_models_own(family, whole, calls):
+    model = tiny(family, dtype=torch.bfloat16, **SDPA, **({"sliding_window": 30} if family == "gemma3_text" else {})).train()
+    mine, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    assert ("attention", "attention") in {(e.part, e.op) for e in optimize(mine).replaced}
+    inputs = batch(rows=3, length=75) if whole else padded()
+    truth = gradients(exact, inputs)
+    theirs, ours = error(gradients(model, inputs), truth), error(gradients(mine, inputs), truth)
+    assert ours <= FACTOR * theirs
+    assert calls == [75, 75]
+
+
+def test_an_eager_model_keeps_its_attention():
+    assert not [e for e in optimize(tiny("llama", dtype=torch.bfloat16)).entries if e.part == "attention"]
+
+
+def test_another_implementation_set_later_is_followed(calls):
+    model = tiny("llama", dtype=torch.bfloat16, **SDPA)
+    optimize(model)
+    twin = copy.deepcopy(model)
+    for m in (model, twin):
+        m.set_attn_implementation("eager")
+    model(**batch(length=40))
+    assert not calls
+    twin.set_attn_implementation("sdpa")
+    twin(**batch(length=40))
+    assert calls == [40, 40]
+
+
+@pytest.mark.parametrize(
+    ("more", "dtype", "length"),
+    [
+        ({"attention_dropout": 0.1}, torch.bfloat16, 40),
+        ({}, torch.float32, 40),
+        ({}, torch.bfloat16, 20),
+        ({"head_dim": 12}, torch.bfloat16, 40),
+    ],
+    ids=["dropout", "fp32", "few queries", "head size"],
+)
+def test_what_the_op_does_not_do_is_left_to_the_model(more, dtype, length, calls):
+    model = tiny("llama", dtype=dtype, **{**SDPA, **more}).train()
+    optimize(model)
+    assert model(**batch(length=length)).loss.isfinite()
+    assert not calls
+
+
+def test_autocast_decides_the_dtype(calls):
+    model = tiny("llama", **SDPA).train()
+    optimize(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**batch(length=40)).loss.backward()
+    assert calls == [40, 40]
+    model(**batch(length=40))
+    assert calls == [40, 40]
+
+
+def test_generation_runs_the_op_on_the_prompt_alone(calls):
+    model = tiny("llama", dtype=torch.bfloat16, **SDPA).eval()
+    optimize(model)
+    model.generate(batch(length=50)["input_ids"], max_new_tokens=4, do_sample=False)
+    assert calls == [50, 50]
