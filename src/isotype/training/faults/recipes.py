@@ -97,13 +97,4 @@ def _table(draw: random.Random, delimiter: str) -> bytes:
     for _ in range(draw.randint(0, 12)):
         width = len(header) if draw.random() < 0.995 else draw.randint(1, 4)
         writer.writerow([text.encode("utf-8", "ignore").decode() or "x" for text in draw.choices(TEXTS, k=width)])
-    return out.getvalue()
-
-
-def _table(draw: random.Random, delimiter: str) -> bytes:
-    out = io.StringIO()
-    writer = csv.writer(out, delimiter=delimiter)
-    writer.writerow(draw.choice((("prompt", "completion"), ("text",), ("instruction", "input", "output"), draw.choices(TEXTS, k=2))))
-    for _ in range(draw.randint(0, 12)):
-        writer.writerow(draw.choices(TEXTS, k=draw.choice((1, 2, 2, 2, 3))))
-    return out.getvalue().encode("utf-8", "surrogatepass")
+    return out.getvalue().encode()
