@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from isotype.config.load import load
@@ -37,6 +38,18 @@ def test_held_memory_is_counted_exactly():
     assert memory.optimizer == 8 * made.trainable
     assert memory.not_simulated is None
     assert memory.peak > memory.frozen + memory.trained + memory.optimizer + memory.activations
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch reaches a GPU here: its step is simulated")
+@pytest.mark.parametrize("overrides", [["precision.preset=bf16-lora"], ["precision.preset=fp32", "adapter.kind=none"]])
+def test_a_gpu_that_pytorch_does_not_reach_is_said_and_does_not_end_the_interpreter(overrides):
+    config = load(None, ["train.gradient_checkpointing=none", *overrides]).config
+    precision = Precision.preset(config.precision.preset)
+    made = outline(AutoConfig.for_model(**LLAMA), config, precision, device_type="cuda")
+    checkpointing = as_configured(made.model, config.train)
+    memory = plan_memory(made, config.train, precision, length=32, checkpointing=checkpointing, device_type="cuda")
+    assert memory.not_simulated == "this PyTorch reaches no GPU to plan a step for"
+    assert memory.peak == memory.held > 0
 
 
 def test_tied_weights_are_counted_once():

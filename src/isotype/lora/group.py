@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ops.autocast import autocast_off
 from .dtypes import LoraDtypes
 from .linear import base_product, base_weight, kept
-from .products import gradient_product, scaled_product
+from .products import add_product_, adds_in_place, gradient_product, scaled_product
 
 
 class Projection(NamedTuple):
@@ -73,7 +73,7 @@ def multiply(x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float
     else:
         a_RK = a_narrow[0] if len(a_narrow) == 1 else torch.cat(a_narrow)
         if all(keep is None for keep in keeps):
-            xa_TR = x_TK @ a_RK.t()
+            xa_TR = scaled_product(x_TK, a_RK.t())
         else:
             xa_TR = torch.cat([kept(x_TK, keep) @ a_RK[part].t() for keep, part in zip(keeps, slices)], 1)
     ys = []
@@ -81,7 +81,7 @@ def multiply(x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float
         assert weight is not None
         y_TO = base_product(x_TK, weight, bias, state)
         if b is not None:
-            y_TO.addmm_(xa_TR[:, part], b.t(), alpha=scale)  # isotype: ignore[LT001] the caller has switched autocast off
+            add_product_(y_TO, xa_TR[:, part], b.t(), scale)
         ys.append(y_TO)
     return Multiplied(ys, xa_TR, a_RK, bs)
 
@@ -110,11 +110,14 @@ def input_gradient(
 ) -> Tensor:
     """The branches' share and every dy W in one sum, in `dtype`. One weight is dequantised at a time.
 
-    The small share is rounded to the products' dtype; each large product is summed onto it inside itself.
+    The small share is rounded to the products' dtype, and each large product is summed onto it inside itself; or, where the kernels
+    run, the share is added to the sum unrounded.
     """
     share_TK = None
-    if all(keep is None for keep in keeps):
-        share_TK = dxa_TR @ a_RK if a_RK.shape[0] else None
+    plain, last = all(keep is None for keep in keeps), False
+    if plain:
+        last = adds_in_place(dtype, dxa_TR, a_RK)
+        share_TK = dxa_TR @ a_RK if a_RK.shape[0] and not last else None
     else:
         for keep, part in zip(keeps, slices):
             if part.stop > part.start:
@@ -131,7 +134,7 @@ def input_gradient(
             else:
                 dx_TK.add_(dy @ w_OK)
     assert dx_TK is not None
-    return dx_TK
+    return add_product_(dx_TK, dxa_TR, a_RK) if last else dx_TK
 
 
 def tensor_gradients(

@@ -18,7 +18,7 @@ from ..errors import ShapeError
 from ..ops.autocast import autocast_off
 from . import wide_branch
 from .dtypes import LoraDtypes, decide
-from .products import gradient_product
+from .products import add_product_, adds_in_place, gradient_product, scaled_product
 from .quantised import dequantised, product_4bit
 
 
@@ -78,8 +78,8 @@ class LoraLinear(torch.autograd.Function):
                 xa_TR = wide_branch.add_branch(y_TO, branch_TK, keep_TK, a, b, branch_scale)
             else:
                 branch_TK, a, b = narrow_TK, a_RK.to(dtypes.compute), b_OR.to(dtypes.compute)
-                xa_TR = kept(branch_TK, keep_TK) @ a.t()
-                y_TO.addmm_(xa_TR, b.t(), alpha=branch_scale)
+                xa_TR = scaled_product(kept(branch_TK, keep_TK), a.t())
+                add_product_(y_TO, xa_TR, b.t(), branch_scale)
         saved_x = branch_TK if needs_a or needs_weight else None
         saved_weight = weight if needs_x else None
         ctx.save_for_backward(saved_x, saved_weight, a, b, xa_TR if needs_b else None, keep_TK if needs_x or needs_a else None)
@@ -107,15 +107,17 @@ class LoraLinear(torch.autograd.Function):
                     dx_TK = (narrow_TO @ base_weight(weight, ctx.quant_state, compute)).to(ctx.x_dtype)
                 da, db = wide_branch.gradients(dy_TO, x_TK, xa_TR, keep_TK, a, b, scale, dx_TK, needs_a=needs_a, needs_b=needs_b)
             else:
-                dxa_TR = narrow_TO @ b if needs_x or needs_a else None
+                dxa_TR = scaled_product(narrow_TO, b) if needs_x or needs_a else None
                 if needs_b:
                     db = gradient_product(narrow_TO, xa_TR, scale, b_dtype)
                 if needs_a:
                     da = gradient_product(dxa_TR, kept(x_TK, keep_TK), scale, a_dtype)
                 if needs_x:
-                    share_TK = kept(dxa_TR @ a, keep_TK)
                     w_OK = base_weight(weight, ctx.quant_state, compute)
-                    dx_TK = input_gradient(share_TK, scale, narrow_TO, w_OK, ctx.x_dtype)
+                    if keep_TK is None and adds_in_place(ctx.x_dtype, dxa_TR, a):
+                        dx_TK = add_product_(narrow_TO @ w_OK, dxa_TR, a, scale)
+                    else:
+                        dx_TK = input_gradient(kept(dxa_TR @ a, keep_TK), scale, narrow_TO, w_OK, ctx.x_dtype)
             da = None if da is None else da.to(a_dtype)
             db = None if db is None else db.to(b_dtype)
             dx = None if dx_TK is None else dx_TK.to(ctx.x_dtype).view(ctx.x_shape)

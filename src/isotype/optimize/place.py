@@ -9,6 +9,7 @@ from torch import nn
 
 from ..dtypes import to_torch
 from ..errors import UsageError
+from ..lora import cpp as rank_products
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..ops.compiled import missing
 from . import attention, gated, generation, head, norms, rotary
@@ -58,6 +59,9 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
         manifest.notes.append(f"{why_not}: norms, rotary, attention and gated MLPs are left to the model on this CPU{but}")
     # first, because a gated MLP asks whether its layers are fused
     adapters = [Entry("lora", line.module, line.kind, line.op, line.reason) for line in fuse_lora(model, branch_fp32=lora_branch == "fp32")]
+    if on_cpu and any(entry.op for entry in adapters):
+        slower = rank_products.why_not()
+        manifest.notes += [f"{slower}: the adapters' own products are PyTorch's on this CPU"] if slower else []
     kind = rotary.table_kind(model)
     for name, module in model.named_modules():
         if is_4bit(module):

@@ -140,10 +140,16 @@ def plan_memory(
     length   tokens of the longest row
     packing  rows are packed: attention gets a mask of every document instead of the causal one it makes itself
     pauses   the evaluations and samples between steps
+    A GPU's step is simulated where PyTorch reaches one; elsewhere what is held is exact, and `not_simulated` says why there is no more.
     """
     length += -length % MULTIPLE
     held = _held(made.model, train, precision)
     apply_checkpointing(made.model, checkpointing)
+    if device_type == "cuda" and not torch.cuda.is_available():
+        # autograd asks a device for its guard, also of a tensor without data: without CUDA that ends the interpreter, past every except
+        return replace(
+            held, peak=held.held, rows=train.batch_size, length=length, not_simulated="this PyTorch reaches no GPU to plan a step for"
+        )
     try:
         return _simulated(
             made.model, train, precision, length=length, device_type=device_type, held=held, packing=packing, pauses=pauses or Pauses()

@@ -21,6 +21,20 @@ BUFFERS = 2
 SMALLEST = 1 << 14  # bytes: below, a copy's own cost is more than what it frees
 
 
+class Streamed:
+    """Copies on a CUDA stream of their own, each begun after what the compute stream has been given so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+
+    def __call__(self, to: Tensor, source: Tensor) -> Any:
+        """Begins the copy and gives its event, for which the compute stream can be made to wait."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            to.copy_(source.detach(), non_blocking=True)
+            return self.stream.record_event()
+
+
 class Away:
     """One input in host memory; dtype and shape are what it had and must have again."""
 
@@ -42,11 +56,14 @@ class Away:
 
 
 class HostMemory:
-    """A checkpoint function for transformers' layers. Without a CUDA device the copies are plain ones, on the spot."""
+    """A checkpoint function for transformers' layers. Without a CUDA device the copies are plain ones, on the spot.
 
-    def __init__(self) -> None:
+    copies  begins a copy and gives something whose `wait()` makes later work wait for it; made for the first CUDA tensor
+    """
+
+    def __init__(self, copies: Callable[[Tensor, Tensor], Any] | None = None) -> None:
         self.leaving: deque[Away] = deque()
-        self.stream: Any = None
+        self.copies = copies
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         # checkpoint saves the layer's inputs outside its own hooks: these see them and nothing else
@@ -93,12 +110,9 @@ class HostMemory:
     def _copy(self, away: Away, to: Tensor, source: Tensor) -> None:
         if isinstance(source, FakeTensor):
             return
-        if away.device.type != "cuda":
+        if self.copies is None and away.device.type == "cuda":
+            self.copies = Streamed(away.device)
+        if self.copies is None:
             to.copy_(source)
-            return
-        if self.stream is None:
-            self.stream = torch.cuda.Stream(away.device)
-        self.stream.wait_stream(torch.cuda.current_stream(away.device))
-        with torch.cuda.stream(self.stream):
-            to.copy_(source.detach(), non_blocking=True)
-            away.copied = self.stream.record_event()
+        else:
+            away.copied = self.copies(to, source)
