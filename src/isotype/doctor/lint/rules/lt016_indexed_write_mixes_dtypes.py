@@ -38,7 +38,7 @@ class IndexedWriteMixesDtypes(Rule):
 
     Known problems
     --------------
-    What submodules return is not followed, except those of torch.nn that the class itself makes.
+    Under autocast: an engine that never opens a region around the code never meets it. What submodules return is not followed, except those of torch.nn that the class itself makes.
     """
 
     code = "LT016"
