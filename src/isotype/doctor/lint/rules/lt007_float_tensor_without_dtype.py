@@ -11,7 +11,7 @@ from ..rule import Edit, FixSafety, Hit, Rule
 from ..source import Function, SourceFile, keyword, last_name
 from .evidence import details
 
-_LIKE_ACTIVATION = re.compile(r"out|inp|hidden|state|feat|tok|embed|logit|score|quer|key|val|attn|seq")
+_LIKE_ACTIVATION = re.compile(r"out|inp|hidden|state|feat|tok|embed|logit|score|quer|key|val|attn|seq|^mat$|^data$")
 FACTORIES = frozenset({"zeros", "ones", "empty", "full", "rand", "randn", "linspace", "eye"})
 
 

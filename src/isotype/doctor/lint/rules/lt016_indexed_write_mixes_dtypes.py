@@ -38,7 +38,8 @@ class IndexedWriteMixesDtypes(Rule):
 
     Known problems
     --------------
-    Under autocast: an engine that never opens a region around the code never meets it. What submodules return is not followed, except those of torch.nn that the class itself makes.
+    An engine that never opens an autocast region never meets what is reported for autocast. What submodules return is not followed, except
+    those of torch.nn that the class itself makes.
     """
 
     code = "LT016"
