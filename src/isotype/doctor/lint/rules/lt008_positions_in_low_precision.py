@@ -54,6 +54,7 @@ class PositionsInLowPrecision(Rule):
 
     code = "LT008"
     name = "positions-in-low-precision"
+    in_tests = False
     words = ("cos", "sin", "polar")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:

@@ -46,6 +46,7 @@ class NormFollowsWeightDtype(Rule):
 
     code = "LT009"
     name = "norm-follows-weight-dtype"
+    in_tests = False
     words = ("sqrt", "0.5")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:

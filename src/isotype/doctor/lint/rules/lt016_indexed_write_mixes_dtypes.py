@@ -43,6 +43,7 @@ class IndexedWriteMixesDtypes(Rule):
 
     code = "LT016"
     name = "indexed-write-mixes-dtypes"
+    in_tests = False
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         events = [e for function in function_classes(file) for e in function.events]
