@@ -69,6 +69,8 @@ class ChatTemplate:
             return refuse_endless(text, place)
         except UsageError:
             raise
+        except RecursionError:
+            raise UsageError(f"chat template ({self.source}): nested too deeply") from None
         except jinja2.TemplateSyntaxError as error:
             raise UsageError(f"chat template ({self.source}), line {error.lineno}: {error.message}") from None
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
