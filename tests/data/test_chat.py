@@ -96,6 +96,7 @@ HOSTILE = {
     "doubling": "{% set n = namespace(s='word ' * 9) %}{% for a in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s | length }}",
     "product": "{{ ('word' * 9999999999) | length }}",
     "text": "{{ 'word ' * 400000 }}",
+    "surrogate": "{{ '\\ud800' }}",
     "brackets": "{{ " + "[" * 3000,
     "macro": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
 }
@@ -103,7 +104,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize(("kind", "said"), [
     ("loops", "takes more than 0.3 s"), ("doubling", "takes more than 256 MiB"), ("product", "takes more than 256 MiB"),
-    ("text", "makes 2,000,000 characters"), ("brackets", "nested too deeply"), ("macro", "nested too deeply"),
+    ("text", "makes 2,000,000 characters"), ("brackets", "nested too deeply"),
+    ("surrogate", "half of a surrogate pair"), ("macro", "nested too deeply"),
 ])  # fmt: skip
 def test_a_template_gets_so_much_and_no_more(families: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kind: str, said: str) -> None:
     for name, value in {"SECONDS": 0.3, "MEMORY": 256 << 20, "CHARACTERS": 1 << 20}.items():
