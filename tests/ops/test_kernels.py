@@ -12,13 +12,14 @@ pytest.importorskip("triton")
 
 from isotype.ops import cross_entropy, gelu_mul, linear_cross_entropy, rms_norm, rope, silu_mul
 from isotype.ops.backend import using
-from isotype.ops.cross_entropy import kernels
+from isotype.ops.cross_entropy import kernels as loss_kernels
 from isotype.ops.cross_entropy.rule import LossRule
 from isotype.ops.gated import gated_gradients, gated_product
 from isotype.ops.rms_norm import kernels as norm_kernels
 from isotype.testing import compile_matrix
 from isotype.testing.interpreter import interpreted
-from tests.ops.trials import error
+from tests.gpu import DEVICE, kernels, on_a_gpu
+from tests.ops.trials import FACTOR, error
 
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 ALL = {"label_smoothing": 0.1, "logit_scale": 1.5, "softcap": 8.0, "z_loss": 1e-2}
@@ -30,8 +31,8 @@ def labels(rows, classes):
     return targets
 
 
-def loss(op, options, *rest):
-    return functools.partial(lambda *a, **k: op(*a, *rest, **k), **options)
+def loss(op, options, targets):
+    return functools.partial(lambda *a, **k: op(*a, targets.to(a[0].device), **k), **options)
 
 
 def tables(positions, pairs):
@@ -41,10 +42,26 @@ def tables(positions, pairs):
 
 def rotary(interleaved, pairs):
     def run(q, k):
-        a, b = rope(q, k, *tables(q.shape[2], pairs), interleaved=interleaved)
+        a, b = rope(q, k, *(t.to(q.device) for t in tables(q.shape[2], pairs)), interleaved=interleaved)
         return torch.cat((a, b), 1)
 
     return run
+
+
+LARGE = {
+    "cross_entropy": (loss(cross_entropy, ALL, labels(512, 128256)), [(512, 128256)]),
+    "cross_entropy-odd": (loss(cross_entropy, {}, labels(33, 50257)), [(33, 50257)]),
+    "linear_cross_entropy": (loss(linear_cross_entropy, {"chunk": 200}, labels(700, 32001)), [(700, 256), (32001, 256)]),
+    "linear_cross_entropy-none": (loss(linear_cross_entropy, {"reduction": "none"}, labels(700, 32001)), [(700, 256), (32001, 256)]),
+    "rms_norm": (rms_norm, [(5000, 4096), (4096,)]),
+    "rms_norm-heads": (rms_norm, [(70000, 128), (128,)]),
+    "rms_norm-odd": (rms_norm, [(33, 2305), (2305,)]),
+    "rms_norm-wide": (rms_norm, [(70, 16384), (16384,)]),
+    "silu_mul-halves": (lambda both: silu_mul(*both.chunk(2, -1)), [(4097, 22016)]),
+    "gelu_mul": (gelu_mul, [(1001, 11007), (1001, 11007)]),
+    "rope": (lambda q, k: rotary(False, 64)(q.transpose(1, 2), k.transpose(1, 2)), [(2, 1024, 32, 128), (2, 1024, 8, 128)]),
+    "rope-partial-interleaved": (rotary(True, 32), [(2, 71, 300, 96), (2, 1, 300, 96)]),
+}
 
 
 class Again(torch.autograd.Function):
@@ -70,8 +87,8 @@ CASES = {
     "cross_entropy": (loss(cross_entropy, {}, labels(5, 300)), [(5, 300)]),
     "cross_entropy-all": (loss(cross_entropy, {**ALL, "reduction": "none"}, labels(5, 300)), [(5, 300)]),
     "cross_entropy-many-blocks": (loss(cross_entropy, {}, labels(2, 40001)), [(2, 40001)]),
-    "linear_cross_entropy": (lambda x, w: linear_cross_entropy(x, w, labels(6, 40), chunk=4), [(6, 8), (40, 8)]),
-    "linear_cross_entropy-none": (lambda x, w: linear_cross_entropy(x, w, labels(6, 40), reduction="none", **ALL), [(6, 8), (40, 8)]),
+    "linear_cross_entropy": (loss(linear_cross_entropy, {"chunk": 4}, labels(6, 40)), [(6, 8), (40, 8)]),
+    "linear_cross_entropy-none": (loss(linear_cross_entropy, {**ALL, "reduction": "none"}, labels(6, 40)), [(6, 8), (40, 8)]),
     "rms_norm": (rms_norm, [(300, 24), (24,)]),
     "rms_norm-gemma": (lambda x, w: rms_norm(x, w, unit_offset=True), [(7, 24), (24,)]),
     "rms_norm-frozen": (lambda x, w: rms_norm(x, w.detach()), [(300, 24), (24,)]),
@@ -95,7 +112,7 @@ def results(op, inputs, backend):
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     with using(backend):
         y = op(*leaves)
-        y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape).to(y.dtype))
+        y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape).to(y))
     return [y, *(x.grad for x in leaves if x.grad is not None)]
 
 
@@ -111,6 +128,27 @@ def test_kernels_compute_what_the_eager_path_does(op, shapes, dtype):
         assert mine.dtype == theirs.dtype
         # both narrow once: they differ where fp32 sums in another order round to the other neighbour
         assert error(mine, theirs) <= 4 * torch.finfo(mine.dtype if mine.dtype == dtype else torch.float32).eps
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("op", "shapes"), [*CASES.values(), *LARGE.values()], ids=[*CASES, *(f"large {name}" for name in LARGE)])
+def test_kernels_on_a_gpu_are_as_near_to_fp64_as_the_eager_path_and_repeat_themselves(op, shapes, dtype):
+    torch.manual_seed(0)
+    if DEVICE == "cpu":
+        if any(n > 30000 for shape in shapes for n in shape):
+            pytest.skip("too large for the interpreter")
+        shapes = [(*(n if n <= 40 else 20 for n in shape[:-1]), shape[-1]) for shape in shapes]
+    inputs = [torch.randn(s, device=DEVICE).to(dtype) for s in shapes]
+    truth = results(op, [x.double() for x in inputs], "eager")
+    theirs = results(op, inputs, "eager")
+    with kernels():
+        mine, again = (results(op, inputs, "triton") for _ in range(2))
+    for ours, plain, exact, repeated in zip(mine, theirs, truth, again, strict=True):
+        assert ours.dtype == plain.dtype
+        assert torch.equal(ours, repeated)
+        # sums of thousands of fp32 values differ by their order
+        assert error(ours, exact) <= FACTOR * error(plain, exact) + 16 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("rows", [1, 300])
@@ -140,7 +178,7 @@ def on_the_loss_kernels(options, narrower=None):
     def run(logits):
         out = logits if narrower is None else torch.empty_like(logits, dtype=narrower)
         targets = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-        return kernels.loss_and_gradient(logits, targets, rule, out, torch.ones(()))
+        return loss_kernels.loss_and_gradient(logits, targets, rule, out, torch.ones(()))
 
     return run
 

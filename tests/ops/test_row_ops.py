@@ -17,6 +17,7 @@ from isotype.ops.rms_norm.reference import rms_norm_reference
 from isotype.ops.rope.reference import rope_reference
 from isotype.ops.silu_mul import cpp as silu_cpp
 from isotype.ops.silu_mul.reference import silu_mul_reference
+from tests.gpu import DEVICE, kernels, on_a_gpu
 from tests.ops.trials import keeps_its_dtypes
 
 
@@ -36,10 +37,10 @@ def tables(positions, pairs):
 
 def rotary(f, interleaved, pairs):
     def run(q, k):
-        cos, sin = (t if q.dtype == k.dtype == torch.float64 else t.float() for t in tables(q.shape[2], pairs))
+        cos, sin = ((t if q.dtype == k.dtype == torch.float64 else t.float()).to(q.device) for t in tables(q.shape[2], pairs))
         q, k = f(q, k, cos[None], sin[None], interleaved=interleaved)
         # one output, so that both gradients are compared
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(q.device.type, enabled=False):
             return torch.cat((q, k.to(q.dtype)), 1)
 
     return run
@@ -127,6 +128,14 @@ def test_dtypes(case, rows):
     inputs = [x.detach() for x in make(case, rows)]
     tried = keeps_its_dtypes(case.op, case.plain, inputs, groups=case.groups, truth=case.reference, out_dtype=lambda own, cast: own[0])
     assert tried == 5 * 3 ** (max(case.groups) + 1)
+
+
+@on_a_gpu
+@each
+def test_dtypes_on_a_gpu(case):
+    inputs = [x.detach().to(DEVICE) for x in make(case, 160 if DEVICE == "cuda" else 4)]
+    with kernels():
+        keeps_its_dtypes(case.op, case.plain, inputs, groups=case.groups, truth=case.reference, out_dtype=lambda own, cast: own[0])
 
 
 @each

@@ -15,8 +15,8 @@ AUTOCAST = (None, torch.bfloat16, torch.float16)
 FACTOR = 2.0
 
 
-def autocast(dtype: torch.dtype | None):
-    return torch.autocast("cpu", dtype) if dtype is not None else nullcontext()
+def autocast(dtype: torch.dtype | None, device: str = "cpu"):
+    return torch.autocast(device, dtype) if dtype is not None else nullcontext()
 
 
 def error(got: Tensor, truth: Tensor) -> float:
@@ -43,9 +43,10 @@ class Raw:
 
 
 def run(f: Callable[..., Tensor], leaves: Sequence[Tensor], dy: Tensor, cast: torch.dtype | None, inside: bool):
-    with autocast(cast):
+    device = leaves[0].device.type
+    with autocast(cast, device):
         y = f(*leaves)
-    with autocast(cast if inside else None):
+    with autocast(cast if inside else None, device):
         y.backward(dy.to(y.dtype).expand_as(y))
     return y, [leaf.grad for leaf in leaves]
 
@@ -78,7 +79,7 @@ def keeps_its_dtypes(
             exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
             y64 = (truth or plain)(*exact)
             torch.manual_seed(1)
-            dy = torch.randn(y64.shape, dtype=torch.float64)
+            dy = torch.randn(y64.shape, dtype=torch.float64).to(y64.device)
             y64.backward(dy)
             got, grads = run(op, leaves, dy, cast, inside)
             assert got.dtype == out_dtype(own, cast), f"{label}: output {got.dtype}"

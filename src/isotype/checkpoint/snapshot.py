@@ -16,7 +16,8 @@ def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     import numpy as np
 
     tensors = {"rng.torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    # asking would take a context (some 500 MB) on every GPU of the machine, also for a run on the CPU
+    if torch.cuda.is_initialized():
         tensors |= {f"rng.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
     kind, words, *rest = np.random.get_state()
     version, internal, gauss = random.getstate()
@@ -28,7 +29,7 @@ def restore_random_state(tensors: dict[str, Tensor], state: dict[str, Any]) -> N
     import numpy as np
 
     torch.set_rng_state(tensors["rng.torch"])
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         for i in range(torch.cuda.device_count()):
             if f"rng.cuda.{i}" in tensors:
                 torch.cuda.set_rng_state(tensors[f"rng.cuda.{i}"], i)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from isotype.errors import DtypeError, IsotypeError, ShapeError, UsageError
 from isotype.ops import cross_entropy
-from isotype.ops.backend import using
 from isotype.ops.cross_entropy import eager
 from isotype.ops.cross_entropy.reference import cross_entropy_reference
 from tests.ops.trials import keeps_its_dtypes
@@ -280,18 +277,3 @@ def test_poisoned_outputs_are_overwritten(monkeypatch):
     loss.sum().backward()
     assert loss.isfinite().all()
     assert x.grad.isfinite().all()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(("dtype", "options"), list(itertools.product([torch.float32, torch.bfloat16], [OPTIONS["plain"], OPTIONS["all"]])))
-def test_kernels_on_a_gpu(dtype, options):
-    logits, targets = make(64, 128256, dtype=dtype)
-    results = []
-    for backend in ("triton", "eager"):
-        x = logits.cuda().requires_grad_()
-        with using(backend):
-            loss = cross_entropy(x, targets.cuda(), **options)
-            loss.backward()
-        results.append((loss, x.grad))
-    torch.testing.assert_close(results[0], results[1])

@@ -10,6 +10,7 @@ from isotype.errors import IsotypeError, ShapeError, UsageError
 from isotype.ops import linear_cross_entropy
 from isotype.ops.linear_cross_entropy import chunks
 from isotype.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
+from tests.gpu import DEVICE, kernels, on_a_gpu
 from tests.ops.trials import FACTOR, error, keeps_its_dtypes
 
 OPTIONS = {
@@ -50,6 +51,22 @@ def test_dtypes(shape, reduction):
         out_dtype=lambda own, cast: torch.float32,
     )
     assert tried == 45
+
+
+@on_a_gpu
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("chunk", [None, 64], ids=["one chunk", "chunks"])
+def test_dtypes_on_a_gpu(reduction, chunk):
+    """Products with fp32 results (`out_dtype`) straight into their place, and sums of them in the product's epilogue."""
+    x, w, _, targets = (t.to(DEVICE) for t in make(*((260, 128, 4099) if DEVICE == "cuda" else (5, 4, 33))))
+    with kernels():
+        keeps_its_dtypes(
+            lambda x, w: linear_cross_entropy(x, w, targets, reduction=reduction, chunk=chunk),
+            lambda x, w: plain(x, w, targets, reduction),
+            [x, w],
+            groups=[0, 1],
+            out_dtype=lambda own, cast: torch.float32,
+        )
 
 
 def plain(x, w, targets, reduction):

@@ -6,6 +6,7 @@ matrices on the bits themselves; it sums fp16 in fp32; and it leaves Python floa
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,9 @@ from .bf16 import narrow, truncate, widen
 
 Handle = stock.TensorHandle
 Builder = stock.InterpreterBuilder
+
+# An interpreter as Triton 3.6 has it, where more is missing than in 3.9
+OLDER = not hasattr(Builder, "get_bf16")
 
 # Operators whose operands and result share a dtype; comparisons among them give int1.
 ELEMENTWISE = [
@@ -89,12 +93,22 @@ def dot(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def fma(original: Callable[..., Any]) -> Callable[..., Any]:
     def operator(self: Any, x: Any, y: Any, z: Any) -> Any:
-        if not is_bf16(z):
-            return original(self, x, y, z)
-        # a bf16 product is exact in fp64, and so is the rounding: one, at the end
-        return Handle(narrow(widen(x.data).astype(np.float64) * widen(y.data) + widen(z.data)), tl.bfloat16)
+        if is_bf16(z):
+            # a bf16 product is exact in fp64, and so is the rounding: one, at the end
+            return Handle(narrow(widen(x.data).astype(np.float64) * widen(y.data) + widen(z.data)), tl.bfloat16)
+        if OLDER and z.dtype.scalar in (tl.float16, tl.float32):
+            # rounded twice there
+            with np.errstate(all="ignore"):
+                return Handle((x.data.astype(np.float64) * y.data + z.data).astype(z.data.dtype), z.dtype.scalar)
+        return original(self, x, y, z)
 
     return operator
+
+
+def _unmodified(operator: Callable[..., Any], *operands: Any, last: Any) -> Any:
+    """A load or store without the modifiers that Triton's versions count differently: the one of 3.9 was two."""
+    rest = len(inspect.signature(operator).parameters) - len(operands)
+    return operator(*operands, *[None] * (rest - 1), last)
 
 
 def atomic(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,9 +125,9 @@ def atomic(original: Callable[..., Any]) -> Callable[..., Any]:
             if not wanted[index]:
                 continue
             one = Handle(np.array([pointers[index]], dtype=np.uint64), ptr.dtype)
-            old = self.create_load(one, None, False)
+            old = _unmodified(self.create_load, one, last=False)
             new = narrow(operation(widen(old.data), widen(values[index])))
-            self.create_store(one, Handle(new, tl.bfloat16), None)
+            _unmodified(self.create_store, one, Handle(new, tl.bfloat16), last=None)
             before[index] = old.data[0]
         return Handle(before, tl.bfloat16)
 
@@ -209,6 +223,8 @@ def repairs() -> Iterator[tuple[Any, str, Any]]:
         attribute = f"create_{name}"
         if hasattr(Builder, attribute):
             yield Builder, attribute, elementwise(getattr(Builder, attribute))
+    if OLDER:  # a Python number beside a bf16 value has no form there
+        yield Builder, "get_bf16", lambda self, value: Handle(narrow(np.array([value], dtype=np.float32)), tl.bfloat16)
     plain = Builder.cast_impl
     for name in CASTS:
         if hasattr(Builder, name):

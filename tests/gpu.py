@@ -1,0 +1,38 @@
+"""Tests that need a GPU: `@on_a_gpu` marks them, and they put what they make on `DEVICE`.
+
+`ISOTYPE_GPU_TESTS_ON=cpu pytest -m gpu` runs the same code on a CPU, with kernels in the interpreter: to see that a test runs before there
+is a GPU for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import pytest
+import torch
+
+DEVICE = os.environ.get("ISOTYPE_GPU_TESTS_ON", "cuda")
+T = TypeVar("T", bound=Callable[..., object])
+
+
+def on_a_gpu(test: T) -> T:
+    missing = DEVICE == "cuda" and not torch.cuda.is_available()
+    return pytest.mark.gpu(pytest.mark.skipif(missing, reason="needs a GPU")(test))
+
+
+@contextmanager
+def kernels() -> Iterator[None]:
+    """Within this block ops run their Triton kernels: on the GPU, or in the interpreter."""
+    from isotype.ops.backend import using
+
+    if DEVICE == "cuda":
+        with using("triton"):
+            yield
+        return
+    from isotype.testing.interpreter import interpreted
+
+    with interpreted(), using("triton"):
+        yield

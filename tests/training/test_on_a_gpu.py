@@ -1,0 +1,88 @@
+"""Whole runs on a GPU: every preset, host memory, resuming, and that what a run says of memory is so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from tests.gpu import DEVICE, on_a_gpu
+from tests.training.test_offload import chain, made
+from tests.training.test_run import losses, same_result
+
+from isotype.checkpoint.store import CheckpointStore
+from isotype.training.run import train
+
+PRESETS = {
+    "fp32": {},
+    "bf16-lora": {},
+    "nf4-lora": {},
+    "bf16-pure": {"adapter": {"kind": "none"}},
+    "bf16-mixed": {"adapter": {"kind": "none"}},
+    "fp16-mixed": {"adapter": {"kind": "none"}},
+}
+
+
+def settings(preset, **more):
+    return {"precision": {"preset": preset}, "model": {"device": DEVICE}} | PRESETS[preset] | more
+
+
+@on_a_gpu
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_run_of_every_preset_keeps_its_contract(configured, tmp_path, preset):
+    if preset == "nf4-lora":
+        pytest.importorskip("bitsandbytes")
+    assert train(configured("here", **settings(preset))) == 0
+    precision = json.loads((tmp_path / "here/precision.json").read_text())
+    assert precision["violations"] == []
+    # the same run on the CPU: the same data, order and initial weights
+    assert train(configured("cpu", **{**settings(preset), "model": {"device": "cpu"}})) == 0
+    for (step, loss, _, evaluation), (_, want, _, evaluated) in zip(losses(tmp_path / "here"), losses(tmp_path / "cpu")):
+        assert (loss or evaluation) == pytest.approx(want or evaluated, rel=2e-2), f"step {step}"
+
+
+@on_a_gpu
+@pytest.mark.parametrize("preset", ["bf16-lora", "bf16-pure"])
+def test_an_interrupted_run_ends_bit_identical(configured, tmp_path, monkeypatch, preset):
+    assert train(configured("whole", **settings(preset))) == 0
+    loaded, original = configured("stopped", **settings(preset)), CheckpointStore.save
+
+    def save_then_interrupt(self, checkpoint, *, best=False):
+        made = original(self, checkpoint, best=best)
+        if checkpoint.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return made
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointStore, "save", save_then_interrupt)
+        assert train(loaded) == 130
+    assert train(loaded, resume=tmp_path / "stopped") == 0
+    same_result(tmp_path / "whole", tmp_path / "stopped")
+
+
+@on_a_gpu
+@pytest.mark.parametrize("checkpointing", ["layers", "layers+offload"])
+def test_recomputing_changes_nothing_that_is_learned(configured, tmp_path, checkpointing):
+    for name, way in (("plain", "none"), ("other", checkpointing)):
+        more = {"train": {"gradient_checkpointing": way, "steps": 4}}
+        assert train(configured(name, **settings("bf16-lora", **more))) == 0
+    for (step, loss, _, evaluation), (_, want, _, evaluated) in zip(losses(tmp_path / "other"), losses(tmp_path / "plain")):
+        assert (loss or evaluation) == pytest.approx(want or evaluated, rel=1e-3), f"step {step}"
+
+
+@on_a_gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="copies beside the device's work")
+def test_inputs_come_back_from_host_memory_as_they_left():
+    from isotype.training.offload import HostMemory
+
+    layers, x = made(12), torch.randn(4096, 128)
+    layers = [layer.to(DEVICE) for layer in layers]
+    results = []
+    for way in (HostMemory(), lambda layer, value: layer(value)):
+        for _ in range(5):  # memory is used again from step to step
+            leaf = x.to(DEVICE).requires_grad_()
+            chain(way, leaf, layers).square().sum().backward()
+            results.append(leaf.grad)
+    assert all(torch.equal(results[0], grad) for grad in results)
