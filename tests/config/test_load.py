@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from isotype.config.elsewhere import ELSEWHERE
 from isotype.config.expected import keys
 from isotype.config.load import load
 from isotype.errors import UsageError
@@ -177,3 +178,14 @@ def refused_or_loaded(path: Path) -> None:
 def test_checkpointing_takes_other_tools_words_and_those_of_old_runs(write, word, means):
     assert load(write(f"train:\n  gradient_checkpointing: {word}\n")).config.train.gradient_checkpointing == means
     assert load(None, [f"train.gradient_checkpointing={word}"]).config.train.gradient_checkpointing == means
+
+
+def test_other_tools_names_are_known(write):
+    path = write("train:\n  lr: 1\n  output_dir: x\nlora_alpha: 3\n")
+    assert complaints(path) == [
+        "run.yaml:2 train.lr: unknown key; here it is train.learning_rate",
+        "run.yaml:3 train.output_dir: unknown key; here it is run.folder",
+        "run.yaml:4 lora_alpha: unknown section; here it is adapter.alpha",
+    ]
+    assert set(ELSEWHERE.values()) <= set(keys())
+    assert not {key.partition(".")[2] for key in keys()} & set(ELSEWHERE)

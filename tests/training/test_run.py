@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from isotype.checkpoint.store import CheckpointStore
 from isotype.errors import RunError, UsageError
+from isotype.training import loop as loop_module
+from isotype.training import run as run_module
 from isotype.training.run import train
 
 
@@ -106,18 +108,50 @@ def test_an_interrupted_run_ends_bit_identical(configured, tmp_path, settings):
     same_result(tmp_path / "whole", tmp_path / "disturbed")
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(configured, tmp_path, capsys):
-    assert train(configured("whole", train={"steps": 40, "eval_every": 40})) == 0
-    loaded = configured("stopped", train={"steps": 40, "eval_every": 40})
+def ctrl_c_before(monkeypatch, owner, name, *, call=1, times=1):
+    """SIGINT right before the `call`-th call of a function, `times` over."""
+    whole, calls = getattr(owner, name), []
+
+    def interrupted(*given, **named):
+        calls.append(1)
+        for _ in range(times if len(calls) == call else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+        return whole(*given, **named)
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.parametrize("stage", ["evaluate", "sample", "collate"])
+def test_ctrl_c_saves_and_says_how_to_go_on(configured, tmp_path, capsys, monkeypatch, stage):
+    assert train(configured("whole")) == 0
     previous = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    signal.setitimer(signal.ITIMER_REAL, 0.35)
-    status = train(loaded)
-    assert status == 130
+    with monkeypatch.context() as patched:
+        ctrl_c_before(patched, loop_module, stage, call=2)
+        assert train(configured("stopped")) == 130
     assert signal.getsignal(signal.SIGINT) is previous
     assert result_of(tmp_path / "stopped")["status"] == "interrupted"
     assert "--resume" in capsys.readouterr().out
-    assert train(loaded, resume=tmp_path / "stopped") == 0
+    assert train(configured("stopped"), resume=tmp_path / "stopped") == 0
+    same_result(tmp_path / "whole", tmp_path / "stopped")
+
+
+@pytest.mark.parametrize("stage", ["prepare", "preflight"])
+def test_ctrl_c_before_step_1_stops_at_once_and_leaves_nothing_begun(configured, tmp_path, capsys, monkeypatch, stage):
+    with monkeypatch.context() as patched:
+        ctrl_c_before(patched, run_module, stage)
+        assert train(configured()) == 130
+    assert "interrupted before step 1: nothing was begun" in capsys.readouterr().out
+    assert not (tmp_path / "run/resolved.yaml").exists()
+    assert train(configured()) == 0
+
+
+def test_a_second_ctrl_c_stops_at_once_and_nothing_saved_is_lost(configured, tmp_path, capsys, monkeypatch):
+    assert train(configured("whole")) == 0
+    with monkeypatch.context() as patched:
+        ctrl_c_before(patched, loop_module, "collate", call=6, times=2)
+        assert train(configured("stopped")) == 130
+    assert "interrupted at once, without a save: the last checkpoint is step " in capsys.readouterr().out
+    assert train(configured("stopped"), resume=tmp_path / "stopped") == 0
     same_result(tmp_path / "whole", tmp_path / "stopped")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import UsageError
+from .elsewhere import ELSEWHERE
 from .expected import expected, keys, sections, takes
 from .recipes import STRONG, recipe
 from .schema import RunConfig
@@ -191,6 +192,8 @@ def _from_override(settings: _Settings, override: str) -> None:
 def _unknown(key: str) -> str:
     section, dot, name = key.partition(".")
     elsewhere = [k for k in keys() if k.partition(".")[2] == (name if dot else key)]
+    if not elsewhere and (name if dot else key) in ELSEWHERE:
+        return f"unknown {'key' if dot else 'section'}; here it is {ELSEWHERE[name if dot else key]}"
     if elsewhere:
         return f"unknown {'key' if dot else 'section'}, did you mean {elsewhere[0]}?"
     if not dot:

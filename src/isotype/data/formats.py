@@ -190,6 +190,9 @@ def _unknown(row: Mapping[str, Any]) -> str:
         for key, missing in zip(form.keys, form.keys[::-1]):
             if key in row and missing not in row:
                 return f"the row has {key} but no {missing}"
+    inside = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if len(inside) == 1:
+        return f"the rows are inside the key {inside[0]}: give a file that is that list alone"
     shown = ", ".join(list(row)[:6]) or "none"
     return f"no known format in the keys ({shown}): use messages, or prompt and completion, or text, or name them in data.columns"
 

@@ -47,7 +47,9 @@ def _lines(path: Path, name: str, skip: int, meter: Meter | None) -> Iterator[Re
             value = json.loads(line)
         except json.JSONDecodeError as error:
             hint = "; a .json file holds an array, or one object a line" if ending(path) == ".json" else ""
-            raise UsageError(f"{name}:{number}: broken JSON at column {error.colno}: {error.msg}{hint}") from None
+            ends = error.pos >= len(line.rstrip())
+            where = ": the line ends within a value" if ends else f" at column {error.pos + 1}: {error.msg}"
+            raise UsageError(f"{name}:{number}: broken JSON{where}{hint}") from None
         except (RecursionError, ValueError) as error:
             raise _impossible(error, f"{name}:{number}") from None
         yield Record(name, number, _checked(value, line, f"{name}:{number}"))

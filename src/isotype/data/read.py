@@ -84,14 +84,29 @@ def decoded(raw: bytes, *, file: str, line: int, offset: int) -> str:
     if offset == 0:
         for bom, encoding in _BOMS:
             if raw.startswith(bom):
-                raise UsageError(f"{file}:1: byte 0: the file is {encoding}; save it as UTF-8")
+                raise UsageError(f"{file}:1: byte 0: the file is {encoding}; save it as UTF-8", fix=_converted(file, encoding))
         raw = raw.removeprefix(b"\xef\xbb\xbf")
+    if (at := raw.find(b"\0")) >= 0:  # every second byte of English in UTF-16; in JSON it is no character
+        line += raw.count(b"\n", 0, at)
+        raise UsageError(
+            f"{file}:{line}: byte {offset + at} is zero: UTF-16 without its mark, or no text", fix=_converted(file, "UTF-16LE")
+        )
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         byte = raw[error.start]
         line += raw.count(b"\n", 0, error.start)
-        raise UsageError(f"{file}:{line}: byte {offset + error.start} (0x{byte:02x}) is not UTF-8; save the file as UTF-8") from None
+        raise UsageError(
+            f"{file}:{line}: byte {offset + error.start} (0x{byte:02x}) is not UTF-8; save the file as UTF-8",
+            fix=_converted(file, "CP1252") + "   # if it is Windows' or Latin-1",
+        ) from None
+
+
+def _converted(file: str, encoding: str) -> str:
+    """A command for a file that is not compressed; its name may not be one a shell takes as it is."""
+    import shlex
+
+    return f"iconv -f {encoding} -t UTF-8 {shlex.quote(file)} > utf8{Path(file).suffix}"
 
 
 def text_lines(path: Path, name: str, meter: Meter | None = None) -> Iterator[tuple[int, str]]:

@@ -29,7 +29,7 @@ def why_not() -> str:
     """Why PyTorch's products run on this CPU instead, or ""."""
     if not KERNELS.loaded():
         return fallbacks()[KERNELS.op]
-    return "" if native() else "this processor has no AVX512-BF16"
+    return "" if native() else "no AVX512-BF16 in this processor, or in its compiler"
 
 
 def runs(*tensors: Tensor) -> bool:

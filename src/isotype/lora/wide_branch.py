@@ -64,7 +64,7 @@ def gradients(
         if da is not None:
             assert x_TK is not None
             x_fp32 = _kept(x_TK, keep_TK, rows)
-            da.addmm_(dxa_fp32.t(), x_fp32, alpha=scale)  # isotype: ignore[LT001] the caller has switched autocast off
+            da.addmm_(dxa_fp32.t(), x_fp32, alpha=scale)
         if dx_TK is not None:
             share = dxa_fp32 @ a_RK if keep_TK is None else (dxa_fp32 @ a_RK).mul_(keep_TK[rows])
             dx_TK[rows] = share.mul_(scale).add_(dx_TK[rows]).to(dx_TK.dtype)

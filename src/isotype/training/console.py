@@ -96,7 +96,9 @@ class RunConsole:
 
 
 class Pace:
-    """Seconds a step, smoothed, for the ETA; the first step warms up and does not count."""
+    """Seconds a step, the mean of about the last WINDOW, for the ETA; the first step warms up and does not count."""
+
+    WINDOW = 50
 
     def __init__(self) -> None:
         self._seconds: float | None = None
@@ -111,7 +113,8 @@ class Pace:
         seconds = time.perf_counter() - self._at
         self._seen += 1
         if self._seen > 1:
-            self._seconds = seconds if self._seconds is None else 0.9 * self._seconds + 0.1 * seconds
+            known = self._seconds or 0.0
+            self._seconds = known + (seconds - known) / min(self._seen - 1, self.WINDOW)
         return seconds
 
     def eta(self, steps: int) -> float | None:

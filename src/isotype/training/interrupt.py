@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks the loop to save and stop, the second stops at once."""
+"""Ctrl-C and SIGTERM: before the first step they stop at once; then the first has the loop save and stop, and the second stops at once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from types import FrameType
 
 
 class Interrupt:
-    """A context in which `asked` becomes true on SIGINT or SIGTERM."""
+    """A context in which `asked` becomes true on SIGINT or SIGTERM.
+
+    `training`: there is something to save, which the loop does after its step. Before, KeyboardInterrupt: tokenising may take hours.
+    """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = self.training = False
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Interrupt:
@@ -25,6 +28,6 @@ class Interrupt:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.asked or not self.training:
             raise KeyboardInterrupt
         self.asked = True

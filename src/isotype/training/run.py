@@ -69,6 +69,9 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool
                 f"out of memory: {str(error).splitlines()[0]}",
                 fix="a smaller train.batch_size with more train.accumulate gives the same result; train.gradient_checkpointing: layers",
             ) from error
+        except KeyboardInterrupt:
+            console.settle()
+            status, result = INTERRUPTED, _stopped_at_once(folder, console, trained=interrupt.training)
         except PreflightError:
             # nothing was started: the folder holds only the record, and the same command may be given again
             if json_output:
@@ -87,6 +90,18 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool
     if json_output:
         print(json.dumps(result))
     return status
+
+
+def _stopped_at_once(folder: RunFolder, console: RunConsole, *, trained: bool) -> dict[str, Any]:
+    """What is there after a stop without a save: before step 1, or by a second Ctrl-C."""
+    step, _ = CheckpointStore(folder.checkpoints).newest_whole()
+    if not folder.is_run:
+        console.say("interrupted before step 1: nothing was begun, and the same command starts again")
+    else:
+        where = f"the last checkpoint is step {step}" if step is not None else "there was no checkpoint yet"
+        what = "interrupted at once, without a save" if trained else "interrupted before it went on"
+        console.say(f"{what}: {where}. Go on with: isotype train --resume {folder.path}")
+    return {"status": "interrupted", "folder": str(folder.path), "steps": step}
 
 
 def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:

@@ -397,3 +397,102 @@ def one_specialised_fixed(x_ptr, out_ptr, stride, n, BLOCK: tl.constexpr):
     for _ in range(n):
         offset = offset + stride
     tl.store(out_ptr + cols, tl.load(x_ptr + cols + offset))
+
+
+@triton.jit
+def block_pointer_store(x_ptr, out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i[:, None] * N + i[None, :]).to(tl.float32)
+    out = tl.make_block_ptr(out_ptr, shape=(N, N), strides=(N, 1), offsets=(0, 0), block_shape=(N, N), order=(1, 0))
+    tl.store(out, x * 2)  # fault
+
+
+@triton.jit
+def block_pointer_store_fixed(x_ptr, out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i[:, None] * N + i[None, :]).to(tl.float32)
+    out = tl.make_block_ptr(out_ptr, shape=(N, N), strides=(N, 1), offsets=(0, 0), block_shape=(N, N), order=(1, 0))
+    tl.store(out, (x * 2).to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def block_through_one_pointer(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK)).to(tl.float32)
+    tl.store(out_ptr, x)
+
+
+@triton.jit
+def fp64_limit(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i).to(tl.float32)
+    limit = tl.full([BLOCK], 3.4e38, tl.float64)
+    tl.store(out_ptr + i, tl.where(x < 0, limit, x) + limit)  # fault
+
+
+@triton.jit
+def fp64_limit_fixed(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i).to(tl.float32)
+    limit = tl.full([BLOCK], 3.4e38, tl.float32)
+    tl.store(out_ptr + i, tl.where(x < 0, limit, x) + limit)
+
+
+@triton.jit
+def tanh_by_ptx(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    """An instruction that sm_80 does not have and sm_90 has."""
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i)
+    y = tl.inline_asm_elementwise("tanh.approx.bf16x2 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
+    tl.store(out_ptr + i, y)
+
+
+@triton.jit
+def wide_tiles(a_ptr, b_ptr, out_ptr, K, M: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr):
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, STEP)
+    acc = tl.zeros([M, N], tl.float32)
+    for at in range(0, K, STEP):
+        a = tl.load(a_ptr + m[:, None] * K + (at + k)[None, :])
+        b = tl.load(b_ptr + (at + k)[:, None] * N + n[None, :])
+        acc = tl.dot(a, b, acc)
+    tl.store(out_ptr + m[:, None] * N + n[None, :], acc)
+
+
+@triton.autotune(configs=[triton.Config({}, num_warps=1)], key=[])
+@triton.jit
+def three_rows_in_one_warp(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < n, other=0.0).to(tl.float32)
+    y = tl.load(x_ptr + n + i, mask=i < n, other=0.0).to(tl.float32)
+    z = tl.load(x_ptr + 2 * n + i, mask=i < n, other=0.0).to(tl.float32)
+    s = tl.sum(x * y * z, 0)
+    tl.store(out_ptr + i, x * s + y, mask=i < n)
+    tl.store(out_ptr + n + i, z * s, mask=i < n)
+
+
+@triton.jit
+def _add_two(a, b):
+    return a + b
+
+
+@triton.jit
+def own_reduction(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK))
+    tl.store(out_ptr, tl.reduce(x, 0, _add_two))  # fault
+
+
+@triton.jit
+def own_reduction_fixed(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK)).to(tl.float32)
+    tl.store(out_ptr, tl.reduce(x, 0, _add_two))
+
+
+@triton.jit
+def atomic_sum(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.atomic_add(out_ptr + i, tl.load(x_ptr + i))  # fault
+
+
+@triton.jit
+def atomic_sum_fixed(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.atomic_add(out_ptr + i, tl.load(x_ptr + i).to(tl.float32))

@@ -57,6 +57,9 @@ CASES = [
     Case("low_sum_loop", "KN020", "acc", low(**XO, n="i32"), {"BLOCK": 64}, ("bf16", "tl.float32"), Severity.WARNING),
     Case("low_block_sum", "KN020", "x", low(**XO, n="i32"), {"BLOCK": 64}, ("bf16", ".to(tl.float32)"), Severity.WARNING),
     Case("low_dot", "KN020", "", {"fp16": {"a_ptr": "*fp16", "b_ptr": "*fp16", "out_ptr": "*fp16"}}, {"N": 32}, ("fp16", "out_dtype"), Severity.WARNING),
+    Case("own_reduction", "KN020", "x", low(**XO), {"BLOCK": 64}, ("_add_two", ".to(tl.float32)"), Severity.WARNING),
+    Case("atomic_sum", "KN020", "out_ptr", low(**XO), {"BLOCK": 64}, ("atomic_add", "fp32 buffer"), Severity.WARNING, fixed_signatures=low(x_ptr="*F", out_ptr="*fp32")),
+    Case("fp64_limit", "KN021", "tl.where(x < 0, limit, x)", low(**XO), {"BLOCK": 64}, ("fp64", "tl.float32"), Severity.WARNING),
     Case("loop_bound_float", "KN008", "steps", low(**XO, steps="fp32"), {}, ("steps",)),
 ]  # fmt: skip
 
@@ -99,3 +102,36 @@ def test_the_repaired_form_is_quiet(case: Case) -> None:
             values[name] = 64 if name == "BLOCK" else 32
     found = loud(check(getattr(kernels, f"{case.name}_fixed"), signatures, values))
     assert not found, [f.render() for f in found]
+
+
+@pytest.mark.skipif(
+    not hasattr(triton.language, "make_block_ptr") or triton.__version__ >= "3.8", reason="Triton 3.8 casts, 3.9 has no block pointers"
+)
+def test_a_store_through_a_block_pointer_casts_nothing() -> None:
+    (found,) = loud(check(kernels.block_pointer_store, low(**XO), {"N": 16}))
+    assert found.code == "KN007"
+    assert "(x * 2).to(tl." in str(found.fix)
+    assert not loud(check(kernels.block_pointer_store_fixed, low(**XO), {"N": 16}))
+
+
+def test_a_block_through_one_pointer_is_no_matter_of_dtypes() -> None:
+    assert {f.code for f in check(kernels.block_through_one_pointer, low(**XO), {"BLOCK": 64})} == {"KN009"}
+
+
+BINARY = [  # kernel, code, signature, constexprs, target, and constexprs and a target for which it is quiet
+    ("tanh_by_ptx", "KN010", {"x_ptr": "*bf16", "out_ptr": "*bf16"}, {"BLOCK": 256}, "sm_80", {"BLOCK": 256}, "sm_90"),
+    ("wide_tiles", "KN011", {"a_ptr": "*fp32", "b_ptr": "*fp32", "out_ptr": "*fp32", "K": "i32"}, {"M": 128, "N": 128, "STEP": 128}, "sm_80", {"M": 32, "N": 32, "STEP": 32}, "sm_80"),
+    ("three_rows_in_one_warp", "KN012", {"x_ptr": "*bf16", "out_ptr": "*bf16", "n": "i32"}, {"BLOCK": 4096}, "sm_90", {"BLOCK": 256}, "sm_90"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "code", "types", "values", "target", "fine", "there"), BINARY, ids=[row[1] for row in BINARY])
+def test_machine_code(name, code, types, values, target, fine, there, capfd) -> None:
+    kernel = getattr(kernels, name)
+    (found,) = check(kernel, [types], values, [target], binary=True, extend=False)
+    assert found.code == code, found.render()
+    assert found.severity > Severity.NOTE
+    assert found.cause
+    assert target in found.render()
+    assert not check(kernel, [types], fine, [there], binary=True, extend=False)
+    assert capfd.readouterr().out == ""

@@ -56,3 +56,20 @@ def test_its_fix_silences_it(code, tmp_path):
         untouched = tmp_path / "untouched.py"
         untouched.write_bytes((FIXTURES / code / "bad.py").read_bytes())
         assert lint_command([untouched], select=[code], fix="safe").fixed == 0
+
+
+def test_default_dtype_left_for_good(tmp_path):
+    """A file of its own: where other code sets the default too, nothing is said."""
+    file = tmp_path / "load.py"
+    source = """import torch
+def load(path, build):
+    torch.set_default_dtype({dtype})
+    model = build()
+    model.load_state_dict(torch.load(path))
+    return model
+"""
+    for dtype, told in (("torch.bfloat16", True), ("torch.float64", False)):
+        file.write_text(source.format(dtype=dtype))
+        assert [f.finding.place.line for f in lint(file, ["LT006"])] == ([3] if told else [])
+    file.write_text(source.format(dtype="torch.bfloat16") + "def reset():\n    torch.set_default_dtype(torch.float32)\n")
+    assert not lint(file, ["LT006"])

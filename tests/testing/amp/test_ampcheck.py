@@ -220,3 +220,22 @@ def test_leaves_nothing_behind():
 def test_under_no_grad_it_still_differentiates():
     with torch.no_grad():
         assert "AC008" in ampcheck(*FAULTY["gradient overwritten"][:2], raises=False).codes()
+
+
+def gemma_norm(x, w, *, widened: bool):
+    x_fp32 = x.float()
+    n_fp32 = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (n_fp32 * (1.0 + w.float())).to(x.dtype) if widened else n_fp32.to(x.dtype) * (1 + w)
+
+
+def test_a_weight_rounded_before_its_use_is_seen_without_a_reference():
+    inputs = (drawn(4, 32), (drawn(32, seed=1) * 0.02).detach().requires_grad_())
+    report = ampcheck(lambda x, w: gemma_norm(x, w, widened=False), inputs, raises=False)
+    assert report.codes() == ["AC022"], report.render()
+    assert page("AC022")
+    assert ampcheck(lambda x, w: gemma_norm(x, w, widened=True), inputs).ok
+
+
+@pytest.mark.parametrize("module", [torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 16), torch.nn.LayerNorm(16)])
+def test_statistics_of_rows_are_no_weights(module):
+    assert ampcheck(module, (drawn(8, 16),), raises=False).codes() == []

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ...finding import Finding, Place, Severity
 from .collect import Collection, collect
-from .compile import compile_record
 from .devices import parse as parse_device
+from .effective import effective_precision
 from .programs import process_environment
 from .record import ROLES, Record
 from .rules import RULES
@@ -49,7 +49,7 @@ def check(paths: Iterable[str], *, device: str | None = None, environment: bool 
         if any(d.tool == "isotype" for d in facts.documents):
             findings += _isotype(facts, found)
             continue
-        record = compile_record(facts)
+        record = effective_precision(facts)
         if record.roles or any(d.tool in MAIN or d.tool in ("accelerate", "deepspeed") for d in facts.documents):
             records.append(record)
         for function in RULES.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import subprocess
 import tempfile
@@ -61,7 +63,8 @@ def _compiled(function: Any, observation: Observation, target: Any) -> tuple[lis
         ("reach", combination.reach.words),
     )
     try:
-        usage = machine_code(function, combination, target)
+        with contextlib.redirect_stdout(io.StringIO()):  # Triton prints a whole PTX file when ptxas refuses it
+            usage = machine_code(function, combination, target)
     except Exception as error:
         text = " ".join(str(error).split())[:400] or type(error).__name__
         cause = f"the front end accepts {combination.label}; a later stage for {where} does not: {type(error).__name__}: {text}"

@@ -412,8 +412,8 @@ def _atomic(scene: Scene) -> Fault | None:
 
 def _store(scene: Scene) -> Fault | None:
     found = re.search(r"element type ?\((\w+)\) and value element type ?\((\w+)\) mismatch", scene.message)
-    if not found and call_name(scene.node) != "store":
-        return None
+    if not found and (call_name(scene.node) != "store" or not re.search(r"dtype|element type|cast|convert", scene.message)):
+        return None  # a block stored through one pointer, a mask of another shape: no matter of dtypes
     call = scene.node
     method = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and names_in(call.func.value) != ["tl"]
     value = call.args[1] if isinstance(call, ast.Call) and len(call.args) > 1 else None
@@ -424,8 +424,9 @@ def _store(scene: Scene) -> Fault | None:
     if not found and method is False and got not in ("fp64", "fp32", "bf16", "fp16"):
         return None
     cause = f"`{source_text(call)}` stores {got} where the memory holds {wanted}: {scene.message}"
+    stored = name if value is None or isinstance(value, ast.Name) else f"({source_text(value)})"
     fix = (
-        f"cast before the store: {name}.to(tl.{_tl(wanted)})"
+        f"cast before the store: {stored}.to(tl.{_tl(wanted)})"
         if found
         else f"cast {name} to the pointer's element type before the store: .to(ptr.dtype.element_ty)"
     )
@@ -459,7 +460,7 @@ def _inside_other(part: ast.AST, whole: ast.AST, scene: Scene) -> bool:
 
 def _refused(scene: Scene) -> Fault | None:
     """An operation that does not take these dtypes: `%` on floats, `&` on a float, a float index, pointer arithmetic with a float."""
-    if not _REFUSED.search(scene.message):
+    if not _REFUSED.search(scene.message) or re.search(r"block type|shape", scene.message):
         return None
     parts = _parts(scene)
     seen = [(variable_of(n), scene.frame.dtypes[n]) for n in parts if not scene.frame.dtypes[n].startswith("constexpr")]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -216,7 +217,7 @@ def observe(kernel: Any, combination: Combination, target: Any) -> Observation:
             "context": context,
         }
         wanted = inspect.signature(source.make_ir).parameters  # 3.4 takes no target
-        with _recording(observation):
+        with _recording(observation), contextlib.redirect_stdout(io.StringIO()):  # a module that does not verify is printed whole
             module = source.make_ir(**{name: given[name] for name in wanted})
         observation.ttir = str(module)
     except Exception as error:

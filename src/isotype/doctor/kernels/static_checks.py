@@ -13,7 +13,7 @@ from .diagnose import Fault
 from .observe import Frame, Observation
 from .provenance import LOW, assigns, call_name, names_in, origin, source_text, variable_of
 
-_SUMS = ("sum", "cumsum", "reduce", "associative_scan")
+_SUMS = ("sum", "cumsum")
 
 
 def static_faults(kernel: str, observation: Observation) -> Iterator[Fault]:
@@ -22,6 +22,8 @@ def static_faults(kernel: str, observation: Observation) -> Iterator[Fault]:
         if frame.in_triton or frame.tree is None:
             continue
         yield from _low_precision_sums(kernel, frame)
+        yield from _own_reductions(kernel, frame, observation)
+        yield from _low_precision_atomics(kernel, frame)
         yield from _low_precision_dots(kernel, frame)
         yield from _fp64_arithmetic(kernel, frame)
         yield from _int32_offsets(kernel, frame)
@@ -68,12 +70,7 @@ def _low_precision_sums(kernel: str, frame: Frame) -> Iterator[Fault]:
     for call in [n for n in ast.walk(frame.tree) if isinstance(n, ast.Call) and call_name(n) in _SUMS]:  # type: ignore[arg-type]
         argument = call.args[0] if call.args else call.func.value if isinstance(call.func, ast.Attribute) else None
         dtype = frame.dtypes.get(call)
-        if (
-            argument is None
-            or dtype not in LOW
-            or frame.dtypes.get(argument) not in LOW
-            or call_name(call) in ("reduce", "associative_scan")
-        ):
+        if argument is None or dtype not in LOW or frame.dtypes.get(argument) not in LOW:
             continue
         cause = f"`{source_text(call)}` adds in {dtype}: Triton's {call_name(call)} keeps its argument's dtype"
         yield _fault(
@@ -87,6 +84,54 @@ def _low_precision_sums(kernel: str, frame: Frame) -> Iterator[Fault]:
             cause=cause,
             fix=f"widen first: {variable_of(argument)}.to(tl.float32), and cast the result",
             dtypes=(dtype, "fp32"),
+        )
+
+
+def _own_reductions(kernel: str, frame: Frame, observation: Observation) -> Iterator[Fault]:
+    """`tl.reduce` and `tl.associative_scan` with a function of the program's own that adds its arguments."""
+    adding = {one.name.rpartition(".")[2] for one in observation.frames if one.tree is not None and _returns_a_sum(one.tree)}
+    for call in [n for n in ast.walk(frame.tree) if isinstance(n, ast.Call) and call_name(n) in ("reduce", "associative_scan")]:  # type: ignore[arg-type]
+        dtype = frame.dtypes.get(call)
+        combine = next((a.id for a in [*call.args, *(k.value for k in call.keywords)] if isinstance(a, ast.Name) and a.id in adding), None)
+        if dtype not in LOW or combine is None or not call.args:
+            continue
+        yield _fault(
+            "KN020",
+            Severity.WARNING,
+            kernel,
+            frame,
+            call,
+            variable_of(call.args[0]),
+            f"{combine} over {variable_of(call.args[0])} is computed in {dtype}",
+            cause=f"`{source_text(call)}` adds in {dtype}: {combine} gets its arguments in their own dtype and every addition rounds",
+            fix=f"widen first: {variable_of(call.args[0])}.to(tl.float32), and cast the result",
+            dtypes=(dtype, "fp32"),
+        )
+
+
+def _returns_a_sum(tree: ast.AST) -> bool:
+    returns = [n.value for n in ast.walk(tree) if isinstance(n, ast.Return)]
+    return len(returns) == 1 and isinstance(returns[0], ast.BinOp) and isinstance(returns[0].op, ast.Add)
+
+
+def _low_precision_atomics(kernel: str, frame: Frame) -> Iterator[Fault]:
+    """`tl.atomic_add` to a bf16 or fp16 buffer: whatever is computed in fp32 before, the running sum is not."""
+    for call in [n for n in ast.walk(frame.tree) if isinstance(n, ast.Call) and call_name(n) == "atomic_add"]:  # type: ignore[arg-type]
+        pointer = call.args[0] if call.args else None
+        held = frame.dtypes.get(pointer, "").lstrip("*") if pointer is not None else ""
+        if held not in LOW or pointer is None:
+            continue
+        yield _fault(
+            "KN020",
+            Severity.WARNING,
+            kernel,
+            frame,
+            call,
+            variable_of(pointer),
+            f"atomic_add sums in {held}, in the memory of {variable_of(pointer)}",
+            cause=f"`{source_text(call)}` adds to {held} memory: each addition rounds, and in an order that differs from run to run",
+            fix="add into an fp32 buffer and cast it once afterwards",
+            dtypes=(held, "fp32"),
         )
 
 

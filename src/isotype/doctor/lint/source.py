@@ -128,6 +128,16 @@ def keyword(call: ast.Call, *names: str) -> ast.expr | None:
     return None
 
 
+def bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What an assignment binds: `a, b = c, d` gives (a, c) and (b, d); nothing for what is no assignment."""
+    for target in node.targets if isinstance(node, ast.Assign) else ():
+        assert isinstance(node, ast.Assign)
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple) and len(target.elts) == len(node.value.elts):
+            yield from zip(target.elts, node.value.elts)
+        else:
+            yield target, node.value
+
+
 def last_name(node: ast.AST) -> str:
     """`a.b.c` -> c; `c` -> c; a call answers for its function; anything else is ""."""
     if isinstance(node, ast.Call):

@@ -23,6 +23,7 @@ from .numerics import Numerics
 from .places import failure_of
 from .relations import relation_faults, state_faults, wrapped_faults
 from .report import ConformanceError, Report, merged
+from .rounded_weights import rounded_weights
 from .samples import Sample, read_samples
 from .settings import LOW, Setting, settings
 from .subjects import Subject
@@ -162,6 +163,10 @@ class _Check:
                 self._note(inexact(ran[setting], setting, self.numerics), setting)
         if any(finding.code == "AC006" for _, finding, _ in self.seen):
             return  # the longer run would say the same again
+        for setting in [s for s in judged if len(self.sample.met(s.by_group)) == 1 and s.autocast is None][:3]:
+            if faults := rounded_weights(self.numerics, setting):
+                self._note(faults, setting)
+                break
         # as built when that is low, else all of it low, else fp32 under autocast
         low = [s for s in judged if s.lowest(self.sample) in LOW]
         lowest = [s for s in low if s.autocast is None][:1] + [s for s in low if s.autocast is not None][:1]

@@ -120,7 +120,7 @@ def _inputs(material: Material, name: str, target: Target, seed: int, first: int
     folder, violations = place / "input", list[str]()
     place.mkdir(parents=True, exist_ok=True)
     _quiet()
-    if name == "data rows":
+    if name.startswith("data"):
         material.tokenizer  # loaded before the watch begins  # noqa: B018
     watching = [False]
     sys.addaudithook(lambda event, arguments: _watch(event, arguments, str(place), watching, violations))

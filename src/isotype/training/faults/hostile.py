@@ -279,12 +279,19 @@ class _bad_is_fine:
         return isinstance(error, self.kinds)
 
 
+def _recipes(material: Material, folder: Path, draw: random.Random) -> None:
+    from .recipes import recipes
+
+    recipes(material, folder, draw)
+
+
 Target = Callable[[Material, Path, random.Random], None]
 # share of all inputs: an adapter takes a model, a run folder is copied, a configuration is a line
 TARGETS: dict[str, tuple[Target, float]] = {
     "configuration": (configuration, 0.12),
-    "data rows": (rows, 0.45),
-    "safetensors headers": (weights, 0.38),
+    "data rows": (rows, 0.35),
+    "data recipes": (_recipes, 0.15),
+    "safetensors headers": (weights, 0.33),
     "adapters": (adapter, 0.03),
     "run folders": (run_folder, 0.02),
 }

@@ -22,6 +22,7 @@ from .disk import disk_too_small
 from .labels import end_never_learnt, nothing_to_learn, prompts_learnt
 from .memory import out_of_memory
 from .packing import packed_documents_apart
+from .positions import beyond_the_positions
 from .rehearsal import rehearsed_evaluation, rehearsed_generation, rehearsed_step
 from .schedule import never_leaves_warmup
 from .subject import Subject
@@ -54,6 +55,7 @@ PHASES: Mapping[str, tuple[Check, ...]] = {
         Check(("PF008",), beyond_the_embeddings),
         Check(("PF009",), untrained_new_tokens),
         Check(("PF010",), missing_template),
+        Check(("PF020",), beyond_the_positions),
     ),
     "memory": (Check(("PF011",), out_of_memory),),
     "real": (

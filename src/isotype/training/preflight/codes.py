@@ -27,6 +27,7 @@ CODES: Mapping[str, str] = {
     "PF017": "a generation runs",
     "PF018": "packed documents do not see each other",
     "PF019": "a continued adapter is on its own base",
+    "PF020": "rows fit into the model's positions",
 }
 NOT_SKIPPED = {"PF008": "the run would read outside its embeddings"}
 

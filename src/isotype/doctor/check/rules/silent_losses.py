@@ -81,9 +81,10 @@ def fp16_weights_without_scaling(r: Record) -> Iterator[Finding]:
     precision = lightning_precision(r.facts)
     if precision is None or str(precision.value) != "16-true" or r.value("trained") != "fp16":
         return
+    document = r.facts.tool("lightning")
     yield found(
         "CF017",
-        WARNING,
+        NOTE if document is not None and document.attributes.get("made_by") == "Fabric" else WARNING,  # Fabric also serves inference
         "fp16 weights are trained without a loss scale or an fp32 master",
         precision,
         r.by("trained"),

@@ -11,7 +11,7 @@ from ..source import Function, SourceFile, keyword, last_name
 from . import torch_names as names
 from .events import Scenario
 from .paths import Path
-from .values import NONE, UNFOLLOWED, UNKNOWN, Dtype, Items, Made, Mapping, Scalar, Tensor
+from .values import NONE, UNFOLLOWED, UNKNOWN, Dtype, Env, Items, Made, Mapping, Scalar, Tensor
 
 # a name ending in one of these holds integers or booleans
 INTEGER = re.compile(
@@ -64,6 +64,17 @@ def bind(file: SourceFile, function: Function, arguments: list[ast.arg], scenari
             value = NONE if path.take(f"{name} is None") else value
         values[name] = value
     return values
+
+
+def enclosing(file: SourceFile, node: ast.AST, scenario: Scenario, path: Path) -> Env:
+    """The arguments of the functions around a function or class, as it sees them; their other names are not known."""
+    env = Env()
+    outer = file.function_of(node)
+    if outer is not None:
+        env = Env(enclosing(file, outer, scenario, path))
+        given = [*outer.args.posonlyargs, *outer.args.args, *outer.args.kwonlyargs]
+        env.names |= bind(file, outer, given, scenario, path, module=True)
+    return env
 
 
 def _value(name: str, annotation: ast.expr | None, default: ast.expr | None, used: bool, scenario: Scenario, module: bool) -> Any:

@@ -14,8 +14,9 @@ from typing import Any
 
 from ..source import SourceFile, keyword, last_name
 from . import arguments
+from .endings import Impossible, OutOfSteps
 from .events import Event, Scenario
-from .interpreter import Impossible, Interpreter, OutOfSteps, run_function
+from .interpreter import Interpreter, run_function
 from .paths import Path, each_path
 from .values import UNFOLLOWED, Closure, Context, Dtype, Env, Items, Made, Scalar, Tensor
 
@@ -58,6 +59,7 @@ def function_classes(file: SourceFile) -> list[FunctionClass]:
     """Every autograd.Function of the file, with what was seen in it."""
     if "function_classes" not in file.memo:
         found = [_read(file, cls) for cls in file.nodes(ast.ClassDef) if _is_function(file, cls)]
+        found = [function for function in found if function.forward or function.backward]
         for function in found:
             _follow(file, function)
         file.memo["function_classes"] = found
@@ -65,18 +67,30 @@ def function_classes(file: SourceFile) -> list[FunctionClass]:
 
 
 def _is_function(file: SourceFile, cls: ast.ClassDef) -> bool:
-    for base in cls.bases:
-        dotted = file.dotted(base)
-        if dotted.endswith("autograd.Function") or dotted == "torch.autograd.function.Function":
-            return True
-    return False
+    """Whether it derives from torch.autograd.Function, or from a class of this file that does."""
+    bases = [base for c in family(file, cls) for base in c.bases]
+    return any(dotted.endswith("autograd.Function") or dotted == "torch.autograd.function.Function" for dotted in map(file.dotted, bases))
+
+
+def family(file: SourceFile, cls: ast.ClassDef) -> list[ast.ClassDef]:
+    """The class and those of this file from which it inherits, nearest first."""
+    if "classes" not in file.memo:
+        file.memo["classes"] = {c.name: c for c in file.nodes(ast.ClassDef)}
+    found = [cls]
+    for one in found:  # grows while it is read
+        found += [c for base in one.bases if (c := file.memo["classes"].get(last_name(base))) is not None and c not in found]
+    return found
 
 
 def _read(file: SourceFile, cls: ast.ClassDef) -> FunctionClass:
     function = FunctionClass(cls)
-    for item in cls.body:
-        if isinstance(item, ast.FunctionDef) and item.name in ("forward", "backward", "setup_context"):
-            setattr(function, item.name, item)
+    own = {item.name for item in cls.body if isinstance(item, ast.FunctionDef)}
+    if not own & {"forward", "backward", "setup_context"}:
+        return function  # told where its base is
+    for one in reversed(family(file, cls)):
+        for item in one.body:
+            if isinstance(item, ast.FunctionDef) and item.name in ("forward", "backward", "setup_context"):
+                setattr(function, item.name, item)
     function.custom_fwd = _decorator(file, function.forward, "custom_fwd")
     function.custom_bwd = _decorator(file, function.backward, "custom_bwd")
     return function
@@ -103,10 +117,11 @@ def _decorator(file: SourceFile, method: ast.FunctionDef | None, name: str) -> D
 
 
 def _bound_at_module_level(file: SourceFile, decorator: ast.expr) -> ast.expr:
-    """What `name = ...` of the module says that `@name` is; the decorator itself when nothing does."""
-    if isinstance(decorator, ast.Name):
+    """What `name = ...` of the module says that `@name` or `@name()` is; the decorator itself when nothing does."""
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    if isinstance(called, ast.Name):
         for node in file.own(file.tree):
-            if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == decorator.id for t in node.targets):
+            if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == called.id for t in node.targets):
                 return node.value
     return decorator
 
@@ -157,7 +172,7 @@ def _run_forward(run: Interpreter, file: SourceFile, function: FunctionClass, ct
             k: v.but(dtype=word, why=f"{k}, cast by custom_fwd") if isinstance(v, Tensor) and v.floating else v for k, v in values.items()
         }
         run.autocast = None
-    env = Env()
+    env = Env(arguments.enclosing(file, forward, run.scenario, run.path))
     env.names |= values | arguments.extra(forward)
     if first:
         env.names[first] = ctx
@@ -180,7 +195,7 @@ def _run_backward(run: Interpreter, file: SourceFile, function: FunctionClass, c
     casts = function.custom_fwd is not None and function.custom_fwd.cast_inputs is not None
     run.autocast = run.scenario.autocast if restored and not casts else None
     names = [a.arg for a in (*backward.args.posonlyargs, *backward.args.args)]
-    env = Env()
+    env = Env(arguments.enclosing(file, backward, run.scenario, run.path))
     env.names |= arguments.extra(backward)
     if names:
         env.names[names[0]] = ctx

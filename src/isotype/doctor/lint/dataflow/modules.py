@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import read
-from ..source import SourceFile, last_name
+from ..source import SourceFile, bindings, last_name
 from .events import Scenario
 from .values import Closure, Env, Items, Layer, Made, Scalar, Tensor
 
@@ -111,11 +111,13 @@ def _class_attributes(file: SourceFile, cls: ast.ClassDef, weights: str, layers:
         if not isinstance(method, ast.FunctionDef):
             continue
         for node in file.own(method):
-            if isinstance(node, ast.Assign) and len(node.targets) == 1 and _is_self(node.targets[0]):
-                name = node.targets[0].attr  # type: ignore[attr-defined]
-                value = _attribute(file, node.value, name, weights, layers)
-                # two assignments that disagree: not followed
-                found[name] = value if found.get(name, value) == value else None
+            if isinstance(node, ast.Assign):
+                for target, bound in bindings(node):
+                    if _is_self(target):
+                        name = target.attr  # type: ignore[attr-defined]
+                        value = _attribute(file, bound, name, weights, layers)
+                        # two assignments that disagree: not followed
+                        found[name] = value if found.get(name, value) == value else None
             elif isinstance(node, ast.Call) and last_name(node.func) in ("register_buffer", "register_parameter") and node.args:
                 name_node = node.args[0]
                 if isinstance(name_node, ast.Constant) and isinstance(name_node.value, str) and not _is_none(node.args[1:2]):

@@ -51,6 +51,9 @@ def attribute(run: Interpreter, owner: Any, node: ast.Attribute) -> Any:
             return owner.attributes[name]
         return Method(owner, name)
     if isinstance(owner, Module):
+        static = _static_method(run, owner.dotted, name)
+        if static is not None:
+            return static
         dotted = f"{owner.dotted}.{name}"
         if dotted in _NUMBERS:
             return Scalar(_NUMBERS[dotted])
@@ -65,6 +68,19 @@ def attribute(run: Interpreter, owner: Any, node: ast.Attribute) -> Any:
     if isinstance(owner, (Items, Mapping)):
         return Method(owner, name)
     return UNKNOWN
+
+
+def _static_method(run: Interpreter, cls: str, name: str) -> Closure | None:
+    """`Name.method` of a class of this file."""
+    if "static_methods" not in run.file.memo:
+        run.file.memo["static_methods"] = {
+            (c.name, item.name): item
+            for c in run.file.nodes(ast.ClassDef)
+            for item in c.body
+            if isinstance(item, ast.FunctionDef) and [getattr(d, "id", "") for d in item.decorator_list] == ["staticmethod"]
+        }
+    found = run.file.memo["static_methods"].get((cls, name))
+    return Closure(found, run.file, Env()) if found is not None else None
 
 
 def _tensor_attribute(run: Interpreter, owner: Tensor, node: ast.Attribute) -> Any:
@@ -148,7 +164,11 @@ def _call_dotted(run: Interpreter, dotted: str, args: list[Any], kwargs: dict[st
     if head == "torch.fft":
         return spectrum(run, name, args)
     if head in ("torch", "torch.nn.functional", "torch.special", "torch.linalg") and name not in ("is_tensor", "jit", "compile"):
-        return torch_call(run, name, args, list(node.args), kwargs, node, env)
+        nodes = list(node.args)
+        if not args and "input" in kwargs:  # torch.sin(input=x)
+            args, nodes = [kwargs["input"]], [k.value for k in node.keywords if k.arg == "input"]
+            kwargs = {k: v for k, v in kwargs.items() if k != "input"}
+        return torch_call(run, name, args, nodes, kwargs, node, env)
     if head == "":
         return _builtin(run, name, args, kwargs, node)
     if head == "math":

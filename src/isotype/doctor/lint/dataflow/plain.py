@@ -9,9 +9,10 @@ from functools import partial
 from ..source import Function, SourceFile, keyword, last_name
 from . import arguments
 from . import torch_names as names
+from .endings import Impossible, OutOfSteps
 from .events import Event, Scenario
 from .functions import function_classes
-from .interpreter import Impossible, Interpreter, OutOfSteps, run_function
+from .interpreter import Interpreter, run_function
 from .modules import class_attributes
 from .paths import Path, each_path
 from .values import Closure, Env, Instance
@@ -141,7 +142,7 @@ def _run(file: SourceFile, one: _Runs, path: Path) -> None:
     run = Interpreter(file, scenario, path)
     spec = function.args
     given = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs]
-    env = Env()
+    env = Env(arguments.enclosing(file, function, scenario, path))
     cls = file.parents.get(function)
     decorators = {last_name(d) for d in function.decorator_list}
     if any("autocast" in name for name in decorators):

@@ -56,7 +56,8 @@ def torch_call(
     if name in names.CASTS and isinstance(first, Tensor):
         return cast(run, first, Dtype(names.CASTS[name], f".{name}()", literal=True), node)
     if name in names.PROMOTE:
-        return promote_call(run, name, args, nodes, kwargs, node)
+        others = [kwargs[k] for k in ("other", "tensor1", "tensor2", "vec2") if k in kwargs]
+        return promote_call(run, name, [*args, *others], nodes, kwargs, node)
     if name == "is_floating_point" and isinstance(first, Tensor) and first.dtype is not None:
         return Scalar(first.floating)
     if name in names.NOT_TENSOR:

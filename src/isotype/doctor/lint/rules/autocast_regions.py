@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..source import SourceFile, keyword, last_name
+from ..source import Function, SourceFile, keyword, last_name
 
 
-def autocast_regions(file: SourceFile) -> Iterator[ast.With]:
-    """`with` statements that switch autocast on (possibly on a condition): not those with a literal `enabled=False`."""
+def autocast_regions(file: SourceFile) -> Iterator[ast.With | Function]:
+    """`with` statements and decorated functions that switch autocast on , not those with a literal `enabled=False`."""
     named = _named_contexts(file)
     for node in file.nodes(ast.With):
         for item in node.items:
@@ -17,6 +17,9 @@ def autocast_regions(file: SourceFile) -> Iterator[ast.With]:
             if is_autocast_call(expression) or (isinstance(expression, ast.Name) and expression.id in named):
                 yield node
                 break
+    for function in file.functions():
+        if any(is_autocast_call(d) for d in function.decorator_list):
+            yield function
 
 
 def is_autocast_call(node: ast.AST) -> bool:

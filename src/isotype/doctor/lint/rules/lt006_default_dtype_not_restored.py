@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ..rule import Edit, FixSafety, Hit, Rule
 from ..source import Function, SourceFile, last_name, own_nodes
 
+_RETURN_FORMER = ("get_default_dtype",)
+_LOW = re.compile(r"bfloat16|float16|half", re.IGNORECASE)
+_SETS_UP = re.compile(r"dtype|precision|default|set_?up|init|config|main|worker|environ|seed", re.IGNORECASE)
 SETTERS = ("set_default_dtype", "set_default_tensor_type")
 
 
@@ -45,8 +49,9 @@ class DefaultDtypeNotRestored(Rule):
 
     Known problems
     --------------
-    A program that sets the default once and means it for good is not reported; neither is a pair of `__enter__` and `__exit__`.
-    A restore by a helper function of another name is not recognised as one.
+    A program that sets the default once and means it for good is not reported: a function that restores nothing is, where it hands back
+    what it made and no other code of its file sets the default. Nor is a pair of `__enter__` and `__exit__`. A restore by a helper of
+    another file is not recognised as one.
     """
 
     code = "LT006"
@@ -58,13 +63,17 @@ class DefaultDtypeNotRestored(Rule):
         for function in file.functions():
             if any(last_name(d) == "fixture" for d in function.decorator_list):
                 continue  # pytest goes on after the yield whatever the test raised
-            hit = _unguarded(file, function)
+            hit = _unguarded(file, function) or _for_good(file, function)
             if hit:
                 yield hit
 
 
 def _unguarded(file: SourceFile, function: Function) -> Hit | None:
-    calls = [n for n in own_nodes(function) if isinstance(n, ast.Call) and file.dotted(n.func).rpartition(".")[2] in SETTERS]
+    helpers = _helpers(file)
+    if function.name in helpers:
+        return None  # judged where it is called
+    setters = {*SETTERS, *helpers}
+    calls = [n for n in own_nodes(function) if isinstance(n, ast.Call) and file.dotted(n.func).rpartition(".")[2] in setters]
     calls.sort(key=lambda c: c.lineno)
     saved = _saved(file, function)
     guarded = any(_is_guarded(file, call, function) for call in calls)
@@ -102,9 +111,51 @@ def _saved(file: SourceFile, function: Function) -> dict[str, ast.expr]:
     for node in own_nodes(function):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and len(node.targets) == 1:
             target, called = node.targets[0], file.dotted(node.value.func).rpartition(".")[2]
-            if isinstance(target, ast.Name) and (called == "get_default_dtype" or ("default" in called and "dtype" in called)):
+            if isinstance(target, ast.Name) and (called in _RETURN_FORMER or called in _helpers(file) or _speaks_of_it(called)):
                 found[target.id] = node.value
+        elif isinstance(node, ast.NamedExpr) and last_name(node.value) == "get_default_dtype":
+            found[node.target.id] = node.value
     return found
+
+
+def _speaks_of_it(called: str) -> bool:
+    return "default" in called and "dtype" in called
+
+
+def _helpers(file: SourceFile) -> set[str]:
+    """Functions of this file that set the default to what they are handed, and leave it so: `def enter(dtype): ...`."""
+    if "default_dtype_helpers" not in file.memo:
+        found = set()
+        for function in file.functions():
+            calls = [n for n in own_nodes(function) if isinstance(n, ast.Call) and last_name(n.func) in SETTERS]
+            arguments = {a.arg for a in (*function.args.args, *function.args.kwonlyargs)}
+            handed = len(calls) == 1 and bool(calls[0].args) and last_name(calls[0].args[0]) in arguments
+            waits = any(isinstance(n, (ast.Yield, ast.YieldFrom, ast.Try, ast.With)) for n in own_nodes(function))
+            if handed and not waits and sum(isinstance(n, ast.Call) for n in own_nodes(function)) <= 3:
+                found.add(function.name)
+        file.memo["default_dtype_helpers"] = found
+    return file.memo["default_dtype_helpers"]
+
+
+def _for_good(file: SourceFile, function: Function) -> Hit | None:
+    """A function that hands back what it made, and leaves the default low for the rest of the process."""
+    calls = [n for n in file.nodes(ast.Call) if last_name(n.func) in SETTERS]
+    if len(calls) != 1 or file.function_of(calls[0]) is not function or not calls[0].args or _SETS_UP.search(function.name):
+        return None
+    (call,) = calls
+    if not (_LOW.search(ast.unparse(call.args[0])) or last_name(call.args[0]).endswith("dtype")) or _is_guarded(file, call, function):
+        return None
+    made = [n for n in own_nodes(function) if isinstance(n, (ast.Return, ast.Yield)) and n.lineno > call.lineno]
+    made = [n for n in made if isinstance(n, ast.Yield) or not (n.value is None or last_name(n.value).endswith("dtype"))]
+    if not made:
+        return None
+    return Hit(
+        node=call,
+        message=f"{function.name} changes the default dtype and never restores it",
+        cause=f"set_default_dtype is global: after {function.name} every tensor made without dtype=, in any library, has the dtype set by "
+        f"{file.snippet(call, 50)}, whether or not an exception came between",
+        fix="keep torch.get_default_dtype() first, and in `try: ... finally:` set it back",
+    )
 
 
 def _is_guarded(file: SourceFile, call: ast.Call, function: Function) -> bool:

@@ -13,6 +13,9 @@ from .evidence import details, first_of_each
 _SPARES_PRECISION = re.compile(r"fp32|float32|upcast|high_precision|full_precision")
 
 
+_WRITTEN_LOW = re.compile(r"half\(|float16\b|torch\.half\b")  # bfloat16 as well
+
+
 class PositionsInLowPrecision(Rule):
     """positions are rounded to bf16 before sin and cos
 
@@ -65,8 +68,10 @@ class PositionsInLowPrecision(Rule):
             if any(_SPARES_PRECISION.search(test) for test in event.path):
                 continue  # an option of that name, set the other way: the author knows, and says so
             by_autocast = event.scenario.autocast is not None
-            if not _runs_in_forward(file, at) or (by_autocast and _built_ahead(file, at)):
+            if by_autocast and (_built_ahead(file, at) or not _runs_in_forward(file, at)):
                 continue
+            if not by_autocast and not _runs_in_forward(file, at) and not _WRITTEN_LOW.search(ast.unparse(at)):
+                continue  # built before the model is cast
             how = (
                 "autocast computes this product in bf16"
                 if by_autocast

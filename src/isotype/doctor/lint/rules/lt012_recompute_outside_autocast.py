@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ..dataflow.functions import FunctionClass, function_classes
 from ..rule import Hit, Rule
-from ..source import SourceFile, last_name, own_nodes
+from ..source import SourceFile, bindings, last_name, own_nodes
 
 
 class RecomputeOutsideAutocast(Rule):
@@ -73,10 +73,8 @@ def _fault(file: SourceFile, function: FunctionClass) -> Hit | None:
     if any("autocast" in word for word in _words(backward)):
         return None
     kept = _callables_kept(forward)
-    for node in own_nodes(backward):
-        if not isinstance(node, ast.With) or not any(last_name(i.context_expr) in ("enable_grad", "set_grad_enabled") for i in node.items):
-            continue
-        local = _names_for(backward, kept)
+    local = _names_for(backward, kept)
+    for node in _with_gradients(backward):
         for inner in own_nodes(node):
             if isinstance(inner, ast.Call) and _called(inner) in (kept | local):
                 return Hit(
@@ -90,6 +88,17 @@ def _fault(file: SourceFile, function: FunctionClass) -> Hit | None:
     return None
 
 
+def _with_gradients(backward: ast.FunctionDef) -> Iterator[ast.AST]:
+    """The blocks that run with gradients on: `with enable_grad()`; all of it after `set_grad_enabled(True)` or under the decorator."""
+    if any(last_name(d) == "enable_grad" for d in backward.decorator_list):
+        yield backward
+    for node in own_nodes(backward):
+        if isinstance(node, ast.With) and any(last_name(i.context_expr) in ("enable_grad", "set_grad_enabled") for i in node.items):
+            yield node
+        elif isinstance(node, ast.Expr) and last_name(node.value) == "set_grad_enabled":
+            yield backward
+
+
 def _words(function: ast.FunctionDef) -> Iterator[str]:
     for node in own_nodes(function):
         if isinstance(node, (ast.Name, ast.Attribute)):
@@ -97,37 +106,43 @@ def _words(function: ast.FunctionDef) -> Iterator[str]:
 
 
 def _callables_kept(forward: ast.FunctionDef) -> set[str]:
-    """`ctx.NAME` of a callable that forward calls, as "ctx.NAME"."""
-    called = {n.func.id for n in own_nodes(forward) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-    arguments = {a.arg for a in forward.args.args}
+    """`ctx.NAME` of a callable, or a list of them, that forward calls, as "ctx.NAME"."""
+    arguments = {a.arg for a in (*forward.args.args, *forward.args.kwonlyargs)}
+    called = {_plain_callee(n) for n in own_nodes(forward) if isinstance(n, ast.Call)}
+    for loop in own_nodes(forward):
+        if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Name) and last_name(loop.target) in called:
+            called.add(loop.iter.id)
     kept: set[str] = set()
     for node in own_nodes(forward):
-        for target, value in _pairs(node):
+        for target, value in bindings(node):
             if isinstance(target, ast.Attribute) and isinstance(value, ast.Name) and value.id in called & arguments:
                 kept.add(f"ctx.{target.attr}")
     return kept
 
 
-def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """What an assignment binds: `a, b = c, d` gives (a, c) and (b, d)."""
-    for target in node.targets if isinstance(node, ast.Assign) else ():
-        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):  # type: ignore[attr-defined]
-            yield from zip(target.elts, node.value.elts)  # type: ignore[attr-defined]
-        else:
-            yield target, node.value  # type: ignore[attr-defined]
+def _plain_callee(node: ast.Call) -> str:
+    """`run(x)` and `module.forward(x)` -> run, module."""
+    function = node.func
+    if isinstance(function, ast.Attribute) and function.attr in ("forward", "__call__"):
+        function = function.value
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def _names_for(backward: ast.FunctionDef, kept: set[str]) -> set[str]:
-    """Local names that stand for what was kept: `fn = ctx.fn`."""
+    """Local names that stand for what was kept: `fn = ctx.fn`, `for layer in ctx.layers`."""
     found: set[str] = set()
     for node in own_nodes(backward):
-        for target, value in _pairs(node):
+        pairs = [(node.target, node.iter)] if isinstance(node, ast.For) else bindings(node)
+        for target, value in pairs:
             if isinstance(target, ast.Name) and isinstance(value, ast.Attribute) and f"ctx.{value.attr}" in kept:
                 found.add(target.id)
     return found
 
 
 def _called(node: ast.Call) -> str:
-    if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
-        return f"ctx.{node.func.attr}"
-    return last_name(node.func)
+    function = node.func
+    if isinstance(function, ast.Attribute) and function.attr in ("forward", "__call__"):
+        function = function.value
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        return f"ctx.{function.attr}"
+    return last_name(function)

@@ -57,6 +57,8 @@ class IntegerIdsCastToFloat(Rule):
             name = _key(receiver)
             if IDS.search(name):
                 yield _hit(file, call, name, "holds token ids, which are integers")
+            elif (batch := _each_of(file, call, receiver, encoded)) is not None:
+                yield _hit(file, call, batch, "has the integer input_ids among its values, and the loop casts each of them")
             elif isinstance(receiver, ast.Name) and _every_value(file, call, receiver.id, encoded):
                 yield _hit(file, call, receiver.id, "goes through every value of the batch, the integer input_ids among them")
 
@@ -77,8 +79,24 @@ def _casts_low(file: SourceFile, call: ast.Call) -> bool:
         return True
     if call.func.attr not in ("to", "type"):
         return False
-    given = [*call.args, keyword(call, "dtype")]
-    return any(file.dotted(a) in LOW for a in given if a is not None)
+    given = [a for a in (*call.args, keyword(call, "dtype")) if a is not None]
+    return any(file.dotted(a) in LOW or (isinstance(a, ast.Name) and a.id in _names_for_low(file, call)) for a in given)
+
+
+def _names_for_low(file: SourceFile, call: ast.Call) -> set[str]:
+    """Names that stand for a low precision: assigned once in this function or the module, or an argument's default."""
+    function = file.function_of(call)
+    found: set[str] = set()
+    spec = function.args if function is not None else None
+    if spec is not None:
+        positional = [*spec.posonlyargs, *spec.args]
+        defaults = [*zip(reversed(positional), reversed(spec.defaults)), *zip(spec.kwonlyargs, spec.kw_defaults)]
+        found |= {a.arg for a, default in defaults if default is not None and file.dotted(default) in LOW}
+    for scope in (file.tree, function):
+        for node in file.own(scope) if scope is not None else ():
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and file.dotted(node.value) in LOW:
+                found.add(node.targets[0].id)
+    return found
 
 
 def _key(node: ast.expr) -> str:
@@ -91,7 +109,7 @@ def _key(node: ast.expr) -> str:
 def _made_by_tokenizer(file: SourceFile) -> set[str]:
     found: set[str] = set()
     for node in file.nodes(ast.Assign):
-        if isinstance(node.value, ast.Call) and re.search(r"tokenizer|apply_chat_template", last_name(node.value.func)):
+        if isinstance(node.value, ast.Call) and re.search(r"^tok$|tokenizer|apply_chat_template", last_name(node.value.func)):
             found |= {t.id for t in node.targets if isinstance(t, ast.Name)}
     return found
 
@@ -111,6 +129,23 @@ def _every_value(file: SourceFile, call: ast.Call, name: str, encoded: set[str])
                 return _is_batch(generator.iter, encoded)
         child, parent = parent, file.parents.get(parent)
     return False
+
+
+def _each_of(file: SourceFile, call: ast.Call, receiver: ast.expr, encoded: set[str]) -> str | None:
+    """The batch, when `for key in batch:` casts `batch[key]` whatever the key is."""
+    if not isinstance(receiver, ast.Subscript) or not isinstance(receiver.slice, ast.Name) or not isinstance(receiver.value, ast.Name):
+        return None
+    parent = file.parents.get(call)
+    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.Module, ast.If, ast.IfExp)):
+        generators = getattr(parent, "generators", [])
+        for loop in [parent] if isinstance(parent, ast.For) else generators:
+            source = loop.iter
+            if isinstance(source, ast.Call) and isinstance(source.func, ast.Attribute) and source.func.attr == "keys":
+                source = source.func.value
+            if last_name(loop.target) == receiver.slice.id and not getattr(loop, "ifs", []) and last_name(source) == receiver.value.id:
+                return receiver.value.id if receiver.value.id in encoded or BATCH.search(receiver.value.id) else None
+        parent = file.parents.get(parent)
+    return None
 
 
 def _is_value_of(target: ast.expr, name: str) -> bool:

@@ -55,6 +55,7 @@ class CastOverFp32Modules(Rule):
 
 def _in_order(file: SourceFile, nodes: list[ast.Call | ast.Assign], keeping: set[str]) -> Iterator[Hit]:
     raised: dict[str, ast.Call] = {}  # model name -> the cast of one of its parts to fp32
+    parts = _loop_names(file, nodes)
     built: dict[str, str] = {}  # model name -> its class
     for node in nodes:
         if isinstance(node, ast.Assign):
@@ -68,9 +69,9 @@ def _in_order(file: SourceFile, nodes: list[ast.Call | ast.Assign], keeping: set
         if not isinstance(node.func, ast.Attribute):
             continue
         receiver = node.func.value
-        if _casts_to(file, node, frozenset({"torch.float32", "torch.float"}), ("float",)) and isinstance(receiver, ast.Attribute):
-            root = _root(receiver)
-            if root and isinstance(file.parents.get(node), ast.Expr):  # a module: a tensor's cast would be used
+        if _casts_to(file, node, frozenset({"torch.float32", "torch.float"}), ("float",)):
+            root = _root(receiver) if isinstance(receiver, ast.Attribute) else parts.get(last_name(receiver))
+            if root and _in_place(file, node, receiver):
                 raised[root] = node
         elif _casts_to(file, node, LOW, ("half", "bfloat16")):
             name = receiver.id if isinstance(receiver, ast.Name) else None
@@ -125,8 +126,29 @@ def _casts_to(file: SourceFile, node: ast.Call, dtypes: frozenset[str], methods:
 
 
 def _root(node: ast.Attribute) -> str | None:
-    """`model.layers.norm` -> model; of `self.model.norm` nothing is known here."""
+    """`model.layers.norm` -> model; `self.norm` -> self, which counts where `self` itself is cast."""
     current: ast.expr = node
     while isinstance(current, ast.Attribute):
         current = current.value
-    return current.id if isinstance(current, ast.Name) and current.id != "self" else None
+    return current.id if isinstance(current, ast.Name) else None
+
+
+def _loop_names(file: SourceFile, nodes: list[ast.Call | ast.Assign]) -> dict[str, str]:
+    """A loop's name for a part -> the model: `for m in model.modules()`, `for name, m in model.named_modules()`."""
+    found: dict[str, str] = {}
+    for node in nodes:
+        loop = file.parents.get(node)
+        if isinstance(loop, ast.For) and loop.iter is node and last_name(node).endswith(("modules", "children")):
+            target = loop.target.elts[-1] if isinstance(loop.target, ast.Tuple) else loop.target
+            receiver = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+            if isinstance(receiver, ast.Name):
+                found[last_name(target)] = receiver.id
+    return found
+
+
+def _in_place(file: SourceFile, node: ast.Call, receiver: ast.expr) -> bool:
+    """A module's cast: nothing uses its result, but for the name it already has. A tensor's would be used."""
+    parent = file.parents.get(node)
+    if isinstance(parent, ast.Assign):
+        return len(parent.targets) == 1 and ast.unparse(parent.targets[0]) == ast.unparse(receiver)
+    return isinstance(parent, ast.Expr)

@@ -121,6 +121,7 @@ class _Run:
     def statement(self, node: ast.stmt) -> None:
         if isinstance(node, ast.Assign):
             value = self.value(node.value)
+            self.note_assigned_sum(node)
             for target in node.targets:
                 self.assign(target, value, node)
         elif isinstance(node, ast.AnnAssign):
@@ -407,6 +408,14 @@ class _Run:
             self.note_sum(node, acc.id, before, Value("fp32", node))
             return Value(before.type, node)
         return Value(out, node)
+
+    def note_assigned_sum(self, node: ast.Assign) -> None:
+        """`acc = acc + x` in a loop."""
+        target, value = node.targets[0], node.value
+        if self.loop_depth and isinstance(target, ast.Name) and isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+            for own, other in ((value.left, value.right), (value.right, value.left)):
+                if isinstance(own, ast.Name) and own.id == target.id:
+                    self.note_sum(node, own.id, self.value(own), self.value(other))
 
     def note_sum(self, node: ast.expr | ast.stmt, name: str, before: Value, added: Value) -> None:
         """A sum over a run-time loop in less than fp32."""

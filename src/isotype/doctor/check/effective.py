@@ -1,4 +1,4 @@
-"""From a run's settings to its record: which tool's compiler reads them, and what all of them share."""
+"""From a run's settings to its record: which tool's reading of them holds, and what all of them share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .trainers_record import axolotl, lightning, llamafactory, torchtitan, torch
 from .transformers_record import hf
 
 
-def compile_record(facts: Facts) -> Record:
-    tool = next((d.tool for d in facts.documents if d.tool in _COMPILERS), "hf")
+def effective_precision(facts: Facts) -> Record:
+    tool = next((d.tool for d in facts.documents if d.tool in _TOOLS), "hf")
     record = Record(tool, facts)
     record.device = _device(facts)
-    _COMPILERS[tool](record)
+    _TOOLS[tool](record)
     _shared(record)
     return record
 
@@ -57,7 +57,7 @@ def _shared(record: Record) -> None:
         record.set("norms", "fp32", "autocast runs norms in fp32")
 
 
-_COMPILERS: dict[str, Callable[[Record], None]] = {
+_TOOLS: dict[str, Callable[[Record], None]] = {
     "simpletuner": simpletuner,
     "axolotl": axolotl,
     "llamafactory": llamafactory,

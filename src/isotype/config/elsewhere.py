@@ -1,0 +1,41 @@
+"""What other tools call a key, for whoever comes from them; names that are close to ours anyway are found without this."""
+
+from __future__ import annotations
+
+_NAMES = {
+    "train.learning_rate": "lr",
+    "train.epochs": "num_train_epochs num_epochs",
+    "train.steps": "max_steps",
+    "train.batch_size": "per_device_train_batch_size micro_batch_size batch",
+    "train.eval_batch_size": "per_device_eval_batch_size",
+    "train.accumulate": "gradient_accumulation_steps",
+    "train.schedule": "lr_scheduler_type lr_scheduler scheduler",
+    "train.warmup": "warmup_ratio warmup_steps",
+    "train.clip": "max_grad_norm",
+    "train.beta1": "adam_beta1",
+    "train.beta2": "adam_beta2",
+    "train.epsilon": "adam_epsilon",
+    "train.optimizer": "optim",
+    "train.eval_every": "eval_steps",
+    "train.patience": "early_stopping_patience",
+    "data.max_length": "max_seq_length max_seq_len sequence_len cutoff_len",
+    "data.train": "dataset datasets train_file",
+    "data.eval": "validation_file",
+    "data.packing": "sample_packing",
+    "data.eval_split": "val_set_size",
+    "adapter.r": "lora_r rank lora_rank",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.targets": "target_modules lora_target_modules",
+    "adapter.rslora": "use_rslora",
+    "model.name": "model_name_or_path base_model",
+    "model.attention": "attn_implementation",
+    "run.folder": "output_dir",
+    "run.save_every": "save_steps",
+    "run.log_every": "logging_steps",
+    "run.keep": "save_total_limit",
+    "run.trackers": "report_to",
+    "precision.preset": "bf16 fp16 mixed_precision load_in_4bit",
+    "precision.base": "torch_dtype",
+}
+ELSEWHERE = {theirs: ours for ours, names in _NAMES.items() for theirs in names.split()}
