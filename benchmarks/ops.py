@@ -46,6 +46,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--compiled", action="store_true", help="also time torch.compile of the plain ops (slow to compile)")
     parser.add_argument("--memory", action="store_true", help="also measure each peer's peak memory, each in a process of its own")
     parser.add_argument("--no-errors", action="store_true", help="leave out the gradient errors: fp64 takes minutes at a large vocabulary")
+    parser.add_argument("--peer", action="append", help="beside isotype only this one; may be given several times")
     parser.add_argument("--only", help="run one peer once and print its peak memory in MiB (what --memory starts)")
     return parser.parse_args()
 
@@ -337,6 +338,8 @@ def compare(name: str, o: argparse.Namespace) -> None:
     leaves, peers, truth = OPS[name](o)
     if o.compiled:
         peers["plain, compiled"] = torch.compile(peers["plain"])
+    if o.peer:
+        peers = {"isotype": peers["isotype"], **{peer: peers[peer] for peer in o.peer}}
     runs = {peer: step(f, leaves) for peer, f in peers.items()}
     times: dict[str, list[float]] = {peer: [] for peer in runs}
     for round_ in range(o.rounds + 1):
