@@ -180,6 +180,12 @@ def test_checkpointing_takes_other_tools_words_and_those_of_old_runs(write, word
     assert load(None, [f"train.gradient_checkpointing={word}"]).config.train.gradient_checkpointing == means
 
 
+def test_a_file_of_mistakes_is_a_page_not_a_book(write):
+    said = complaints(write("train:\n" + "".join(f"  zzz{i}{'y' * 900}: 1\n" for i in range(60))))
+    assert (len(said), said[-1]) == (41, "and 20 more")
+    assert max(map(len, said)) <= 600
+
+
 def test_other_tools_names_are_known(write):
     path = write("train:\n  lr: 1\n  output_dir: x\nlora_alpha: 3\n")
     assert complaints(path) == [

@@ -96,12 +96,16 @@ HOSTILE = {
     "doubling": "{% set n = namespace(s='word ' * 9) %}{% for a in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s | length }}",
     "product": "{{ ('word' * 9999999999) | length }}",
     "text": "{{ 'word ' * 400000 }}",
+    "surrogate": "{{ '\\ud800' }}",
+    "brackets": "{{ " + "[" * 3000,
+    "macro": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
 }
 
 
 @pytest.mark.parametrize(("kind", "said"), [
     ("loops", "takes more than 0.3 s"), ("doubling", "takes more than 256 MiB"), ("product", "takes more than 256 MiB"),
-    ("text", "makes 2,000,000 characters"),
+    ("text", "makes 2,000,000 characters"), ("brackets", "nested too deeply"),
+    ("surrogate", "half of a surrogate pair"), ("macro", "nested too deeply"),
 ])  # fmt: skip
 def test_a_template_gets_so_much_and_no_more(families: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kind: str, said: str) -> None:
     for name, value in {"SECONDS": 0.3, "MEMORY": 256 << 20, "CHARACTERS": 1 << 20}.items():
@@ -110,7 +114,7 @@ def test_a_template_gets_so_much_and_no_more(families: SimpleNamespace, monkeypa
     template = ChatTemplate(families.of("chatml"), HOSTILE[kind], "tokenizer")
     with pytest.raises(UsageError) as refused:
         template.render([{"role": "user", "content": "hi"}], place="x.jsonl:3")
-    assert str(refused.value).startswith("x.jsonl:3: the chat template ")
+    assert str(refused.value).startswith(("x.jsonl:3: the chat template ", "chat template (tokenizer): "))
     assert said in str(refused.value)
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
     assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0

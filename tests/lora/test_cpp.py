@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from isotype.lora import cpp, products
 from isotype.lora.products import add_product_, product_fp32, scaled_product
@@ -89,6 +92,19 @@ def test_a_sum_does_not_depend_on_the_number_of_threads():
 
 
 @kernels
+def test_tensors_without_data_have_results_without_data(monkeypatch):
+    # a plan may be what asks first whether the kernels are there
+    monkeypatch.setattr(cpp, "native", cache(cpp.native.__wrapped__))
+    with FakeTensorMode():
+        x, a, left = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((40, 64), (6, 64), (40, 6)))
+        assert cpp.runs(x, a, left)
+        assert scaled_product(x, a.t()).shape == (40, 6)
+        assert add_product_(x, left, a) is x
+        grad = product_fp32(left, x)
+    assert (grad.shape, grad.dtype) == ((6, 64), torch.float32)
+
+
+@kernels
 def test_what_is_not_finite_comes_through():
     x, a, left = operands(64, 64, 4)
     x[3, 5] = float("inf")
@@ -128,6 +144,7 @@ def test_without_them_pytorchs_products_run_and_the_manifest_says_why(monkeypatc
     monkeypatch.setattr(build, "cpu_compiler", lambda: None)
     monkeypatch.setattr(compiled, "_fallbacks", {})
     monkeypatch.setattr(cpp.KERNELS, "library", None)
+    monkeypatch.setattr(cpp, "native", cpp.native.__wrapped__)
     manifest = optimize(model)
     assert "no C++ compiler (g++ or clang++) was found: the adapters' own products are PyTorch's on this CPU" in manifest.notes
     monkeypatch.undo()

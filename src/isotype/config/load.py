@@ -24,6 +24,7 @@ from .yaml_text import Entry, YamlError, read_sections, read_value, write_value
 # what a key also takes, and what it means: other tools' words, and those of runs from before the key had more than two values
 ALSO: Mapping[str, Mapping[Any, str]] = {"train.gradient_checkpointing": {True: "layers", False: "none"}}
 COMMAND_LINE, DEFAULT = "command line", "default"
+MOST_SAID = 40  # complaints shown at once
 MAX_BYTES = 4 << 20  # a configuration is kilobytes; more is a data file given by mistake
 
 
@@ -236,7 +237,9 @@ def _checked(settings: _Settings) -> RunConfig:
         wrong = dict.fromkeys(".".join(str(part) for part in item["loc"][:2]) for item in error.errors(include_url=False))
         settings.complaints += [_wrong(settings, key, settings.values[key]) for key in wrong]
     if settings.complaints:
-        raise UsageError("\n".join(sorted(settings.complaints, key=_line)))
+        said = [line if len(line) <= 600 else f"{line[:597]}..." for line in sorted(settings.complaints, key=_line)]
+        more = [f"and {len(said) - MOST_SAID} more"] if len(said) > MOST_SAID else []
+        raise UsageError("\n".join(said[:MOST_SAID] + more))
     assert config is not None, "without complaints there is a configuration"
     return config
 

@@ -47,10 +47,14 @@ def bounded(place: str) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def refuse_endless(text: str, place: str) -> str:
-    """The text, unless it is one that no tokenizer should be given."""
+def refuse_no_text(text: str, place: str) -> str:
+    """The text, unless it is one that no tokenizer takes: too long, or with half a surrogate pair, which a template's literals may hold."""
     if len(text) > CHARACTERS:
         raise UsageError(f"{place}: the chat template makes {len(text):,} characters of it", fix=_FIX)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{place}: the chat template writes half of a surrogate pair, which is not text", fix=_FIX) from None
     return text
 
 

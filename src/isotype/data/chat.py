@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jinja2
 
 from ..errors import UsageError
-from .bounded import bounded, refuse_endless
+from .bounded import bounded, refuse_no_text
 from .formats import Example, Message
 from .read import existing_file, read_text
 
@@ -66,9 +66,11 @@ class ChatTemplate:
                 text = self.tokenizer.apply_chat_template(
                     list(messages), chat_template=self.text, tools=tools, tokenize=False, add_generation_prompt=generation_prompt
                 )
-            return refuse_endless(text, place)
+            return refuse_no_text(text, place)
         except UsageError:
             raise
+        except RecursionError:
+            raise UsageError(f"chat template ({self.source}): nested too deeply") from None
         except jinja2.TemplateSyntaxError as error:
             raise UsageError(f"chat template ({self.source}), line {error.lineno}: {error.message}") from None
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:

@@ -50,9 +50,14 @@ def triton_runs(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and has_triton()
 
 
+def cpp_allowed() -> bool:
+    """Whether C++ kernels may run now: not in a graph, and not where another path is asked for."""
+    return not torch.compiler.is_compiling() and _forced.get() in (None, "cpp")
+
+
 def cpp_runs(kernels: CppKernels, *tensors: Tensor) -> bool:
     """Whether the op's C++ kernels run on these tensors: not for fp64, not in a graph, and only where a compiler built them."""
-    if torch.compiler.is_compiling() or _forced.get() not in (None, "cpp"):
+    if not cpp_allowed():
         return False
     if isinstance(tensors[0], FakeTensor) and tensors[0].device.type != "cpu":
         # a plan for another device: its kernels make the results that these make, and nothing on the way

@@ -96,7 +96,7 @@ def tiles(record: RunRecord) -> list[Tile]:
     if evaluations:
         step, best = min(evaluations, key=lambda p: p[1])
         first = f", from {plain(evaluations[0][1])}" if len(evaluations) > 1 else ""
-        found.append(Tile("evaluation loss", plain(best), f"best, step {step:,.0f}{first}"))
+        found.append(Tile("best evaluation loss", plain(best), f"step {step:,.0f}{first}"))
     steps = max((s for s, _ in loss), default=None)
     if steps is not None:
         tokens = [v for _, v in record.curve("tokens") if math.isfinite(v)]

@@ -79,7 +79,7 @@ class Plan:
             self._data_line(),
             *[f"  {line}" for line in [*d["sources"], *d["notes"]]],
             f"schedule    {s['steps']:,} steps of {s['rows_per_step']} rows ({s['epochs']:.3g} epochs), learning rate "
-            f"{s['learning_rate']:g} {s['shape']}, {s['warmup']} steps of warm-up, ends at {s['last_learning_rate']:.2g}",
+            f"{s['learning_rate']:g} {s['shape']}, {s['warmup']} of them warm-up, ends at {s['last_learning_rate']:.2g}",
             f"  evaluation every {s['eval_every']}, checkpoint every {s['save_every']}, samples every {s['sample_every']} steps"
             if s["eval_every"]
             else f"  no evaluation, checkpoint every {s['save_every']}, samples every {s['sample_every']} steps",

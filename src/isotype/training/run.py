@@ -251,7 +251,8 @@ def _restore(loop: Loop, console: RunConsole) -> None:
         return
     loop.restore(loop.store.load(step))
     loop.store.tidy(loop.progress.best_step)
-    console.say(f"resume    from step {step}")
+    done = f", which was the last: train.steps={2 * step} or train.epochs=N goes on" if step >= loop.plan.total else ""
+    console.say(f"resume    from step {step}{done}")
 
 
 def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) -> list[tuple[str, str]]:

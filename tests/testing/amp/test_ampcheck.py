@@ -239,3 +239,8 @@ def test_a_weight_rounded_before_its_use_is_seen_without_a_reference():
 @pytest.mark.parametrize("module", [torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 16), torch.nn.LayerNorm(16)])
 def test_statistics_of_rows_are_no_weights(module):
     assert ampcheck(module, (drawn(8, 16),), raises=False).codes() == []
+
+
+def test_a_function_that_compiles_itself_meets_no_recompilation_limit():
+    compiled = torch.compile(lambda x, w: torch.tanh(x) * w, backend="eager", fullgraph=True)
+    assert ampcheck(lambda x, w: compiled(x, w), (drawn(4, 8), drawn(8)), raises=False).codes() == []

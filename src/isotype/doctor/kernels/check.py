@@ -182,7 +182,9 @@ def _some_compile(observations: Sequence[Observation]) -> bool:
 
 def _severity(one: Seen, observations: Sequence[Observation]) -> Severity:
     if one.fault.severity is not None:
-        return one.fault.severity if one.reach > Reach.LATENT else Severity.NOTE
+        # the buffer of an atomic sum is its launcher's choice: fp32 in cut-cross-entropy, whatever the other pointers are
+        guessed = one.reach == Reach.INFERRED and one.fault.statistic
+        return one.fault.severity if one.reach > Reach.LATENT and not guessed else Severity.NOTE
     if one.reach == Reach.INFERRED and one.fault.code != "KN005":
         # a guess under which nothing compiles is a wrong guess more likely than a kernel that nobody ever ran
         inferred = [o for o in observations if o.combination.reach == Reach.INFERRED]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ...finding import Severity
 from .diagnose import Fault
@@ -121,7 +122,7 @@ def _low_precision_atomics(kernel: str, frame: Frame) -> Iterator[Fault]:
         held = frame.dtypes.get(pointer, "").lstrip("*") if pointer is not None else ""
         if held not in LOW or pointer is None:
             continue
-        yield _fault(
+        fault = _fault(
             "KN020",
             Severity.WARNING,
             kernel,
@@ -133,6 +134,7 @@ def _low_precision_atomics(kernel: str, frame: Frame) -> Iterator[Fault]:
             fix="add into an fp32 buffer and cast it once afterwards",
             dtypes=(held, "fp32"),
         )
+        yield replace(fault, statistic=True)
 
 
 def _accumulated(statement: ast.AST) -> str | None:

@@ -67,6 +67,7 @@ class Rule:
     """Base of every rule.
 
     words  the rule is asked only about files whose text has one of them (a cheap first look)
+    in_tests  False for a rule that supposes dtypes: a function called test_... fixes its own
     on     False for a rule that has to be selected by name because it errs too often, or is a matter of taste
     """
 
@@ -76,6 +77,7 @@ class Rule:
     fix_safety: ClassVar[FixSafety] = FixSafety.NONE
     on: ClassVar[bool] = True
     words: ClassVar[tuple[str, ...]] = ("torch",)
+    in_tests: ClassVar[bool] = True
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         raise NotImplementedError

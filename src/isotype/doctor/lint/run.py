@@ -97,6 +97,8 @@ def lint_text(text: str, path: Path, *, active: Sequence[str], config: LintConfi
         if ignored and rule.code.startswith(ignored):
             continue
         for hit in rule.visit(file):
+            if not rule.in_tests and file.in_a_test(hit.node):
+                continue
             last = min(hit.node.end_lineno or hit.node.lineno, hit.node.lineno + 20)
             silent = [s for s in silenced if s.silences(rule.code, hit.node.lineno, last)]  # all of them, so that each counts as used
             if not silent:

@@ -98,6 +98,15 @@ class SourceFile:
             current = self.parents.get(current)
         return current
 
+    def in_a_test(self, node: ast.AST) -> bool:
+        """Whether it stands in a function called `test_...`, or inside one."""
+        function = self.function_of(node)
+        while function is not None:
+            if function.name.startswith("test_"):
+                return True
+            function = self.function_of(function)
+        return False
+
     def symbol(self, node: ast.AST) -> str | None:
         """`Class.method` around a node, or None at module level."""
         names = []

@@ -96,5 +96,5 @@ def _table(draw: random.Random, delimiter: str) -> bytes:
     writer.writerow(header)
     for _ in range(draw.randint(0, 12)):
         width = len(header) if draw.random() < 0.995 else draw.randint(1, 4)
-        writer.writerow([text.encode("utf-8", "ignore").decode() or "x" for text in draw.choices(TEXTS, k=width)])
-    return out.getvalue().encode()
+        writer.writerow([text or "x" for text in draw.choices(TEXTS, k=width)])
+    return out.getvalue().encode("utf-8", "ignore" if draw.random() < 0.9 else "surrogatepass")

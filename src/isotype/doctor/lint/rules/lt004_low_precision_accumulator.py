@@ -52,6 +52,7 @@ class LowPrecisionAccumulator(Rule):
 
     code = "LT004"
     name = "low-precision-accumulator"
+    in_tests = False
     fix_safety = FixSafety.UNSAFE
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:

@@ -9,6 +9,7 @@ from ..source import Function, SourceFile, last_name, own_nodes
 
 _RETURN_FORMER = ("get_default_dtype",)
 _LOW = re.compile(r"bfloat16|float16|half", re.IGNORECASE)
+_HANDED_IN = re.compile(r"(torch_|model_|param_|compute_)?dtype$")  # a default_dtype or orig_dtype is what it is set back to
 _SETS_UP = re.compile(r"dtype|precision|default|set_?up|init|config|main|worker|environ|seed", re.IGNORECASE)
 SETTERS = ("set_default_dtype", "set_default_tensor_type")
 
@@ -143,7 +144,7 @@ def _for_good(file: SourceFile, function: Function) -> Hit | None:
     if len(calls) != 1 or file.function_of(calls[0]) is not function or not calls[0].args or _SETS_UP.search(function.name):
         return None
     (call,) = calls
-    if not (_LOW.search(ast.unparse(call.args[0])) or last_name(call.args[0]).endswith("dtype")) or _is_guarded(file, call, function):
+    if not (_LOW.search(ast.unparse(call.args[0])) or _HANDED_IN.match(last_name(call.args[0]))) or _is_guarded(file, call, function):
         return None
     made = [n for n in own_nodes(function) if isinstance(n, (ast.Return, ast.Yield)) and n.lineno > call.lineno]
     made = [n for n in made if isinstance(n, ast.Yield) or not (n.value is None or last_name(n.value).endswith("dtype"))]
@@ -170,8 +171,8 @@ def _is_guarded(file: SourceFile, call: ast.Call, function: Function) -> bool:
 
 
 def _in_sequence(file: SourceFile, first: ast.Call, last: ast.Call) -> bool:
-    """Whether the second certainly follows the first: not the two arms of one `if`, and another argument."""
-    if ast.dump(first.args[0]) == ast.dump(last.args[0]) if first.args and last.args else True:
+    """Whether the second certainly follows the first: not the two arms of one `if`, and another precision."""
+    if _precision(first) == _precision(last) if first.args and last.args else True:
         return False
     above: list[tuple[ast.AST, ast.AST]] = []
     child: ast.AST = first
@@ -185,6 +186,11 @@ def _in_sequence(file: SourceFile, first: ast.Call, last: ast.Call) -> bool:
                 return (branch in parent.body) == (child in parent.body)
         child = parent
     return True
+
+
+def _precision(call: ast.Call) -> str:
+    """`torch.FloatTensor` and `torch.cuda.FloatTensor` are one."""
+    return ast.unparse(call.args[0]).replace(".cuda", "").strip("'\"")
 
 
 def _edit(file: SourceFile, first: ast.expr, restore: ast.Call) -> Edit | None:

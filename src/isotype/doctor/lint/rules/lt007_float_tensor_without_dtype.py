@@ -4,13 +4,14 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..dataflow.arguments import ACTIVATION
+from ..dataflow.arguments import ACTIVATION, WEIGHT
 from ..dataflow.plain import PURE, plain_events
-from ..dataflow.values import Made
+from ..dataflow.values import Made, Tensor
 from ..rule import Edit, FixSafety, Hit, Rule
 from ..source import Function, SourceFile, keyword, last_name
 from .evidence import details
 
+_LIKE_ACTIVATION = re.compile(r"out|inp|hidden|state|feat|tok|embed|logit|score|quer|key|val|attn|seq|^mat$|^data$")
 FACTORIES = frozenset({"zeros", "ones", "empty", "full", "rand", "randn", "linspace", "eye"})
 
 
@@ -49,6 +50,7 @@ class FloatTensorWithoutDtype(Rule):
 
     code = "LT007"
     name = "float-tensor-without-dtype"
+    in_tests = False
     fix_safety = FixSafety.UNSAFE
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
@@ -73,7 +75,7 @@ class FloatTensorWithoutDtype(Rule):
                 if last_name(made.func) not in FACTORIES:
                     continue
                 other = next(v for other_label, v in event.operands if v is not value)
-                if not _of_a_model(file, event.node):
+                if not _of_a_model(file, event.node) or _kept_apart(file, event.node, other):
                     continue
                 seen.add(made)
                 yield Hit(
@@ -102,6 +104,15 @@ def _of_a_model(file: SourceFile, node: ast.AST) -> bool:
         named = named or any(ACTIVATION.match(a.arg) for a in (*function.args.args, *function.args.kwonlyargs))
         function = file.function_of(function)
     return named
+
+
+def _kept_apart(file: SourceFile, node: ast.AST, other: Tensor) -> bool:
+    """Whether what the constant meets is an argument of a function that names none as activations or weights are: cameras, boxes, audio."""
+    function = file.function_of(node)
+    if function is None or not other.why.startswith("the argument "):
+        return False
+    names = [a.arg for a in (*function.args.args, *function.args.kwonlyargs)]
+    return not any(ACTIVATION.match(name) or WEIGHT.match(name) or _LIKE_ACTIVATION.search(name) for name in names)
 
 
 def _ignoring_its_dtype(file: SourceFile, function: Function) -> Iterator[ast.Call]:

@@ -41,11 +41,13 @@ class NormFollowsWeightDtype(Rule):
 
     Known problems
     --------------
-    A model whose norm weights always have the model's dtype never meets it.
+    A model whose norm weights always have the model's dtype never meets it. A norm without any cast is not reported: it leaves dtypes to
+    its caller, and promises none. Nor is a function whose result every call in the file casts at once.
     """
 
     code = "LT009"
     name = "norm-follows-weight-dtype"
+    in_tests = False
     words = ("sqrt", "0.5")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:

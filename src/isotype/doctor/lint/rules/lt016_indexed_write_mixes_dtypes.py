@@ -38,11 +38,13 @@ class IndexedWriteMixesDtypes(Rule):
 
     Known problems
     --------------
-    What submodules return is not followed, except those of torch.nn that the class itself makes.
+    An engine that never opens an autocast region never meets what is reported for autocast. What submodules return is not followed, except
+    those of torch.nn that the class itself makes.
     """
 
     code = "LT016"
     name = "indexed-write-mixes-dtypes"
+    in_tests = False
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         events = [e for function in function_classes(file) for e in function.events]

@@ -105,6 +105,7 @@ class _Run:
         self.compile_time = set(kernel.constexprs)
         self.values: dict[str, Value] = {}
         self.loop_depth = 0
+        self.innermost: ast.stmt | None = None  # the loop being run
         self.done: set[tuple[str, int, str]] = set()
 
     def emit(self, kind: Kind, node: ast.expr | ast.stmt, name: str, before: Value, after: Value, test: ast.expr | None = None) -> None:
@@ -194,12 +195,14 @@ class _Run:
         before = dict(self.values)
         long = not _is_short(node)
         self.loop_depth += long
+        outer, self.innermost = self.innermost, node
         for _ in range(2):
             self.block(node.body)
             if not unrolled:
                 for name, start in before.items():
                     self.compare("loop", node, name, start, self.values.get(name, NOTHING))
         self.loop_depth -= long
+        self.innermost = outer
         for name, start in before.items():
             if self.values.get(name, start).type != start.type:
                 self.values[name] = NOTHING
@@ -418,10 +421,11 @@ class _Run:
                     self.note_sum(node, own.id, self.value(own), self.value(other))
 
     def note_sum(self, node: ast.expr | ast.stmt, name: str, before: Value, added: Value) -> None:
-        """A sum over a run-time loop in less than fp32."""
+        """A sum over a run-time loop in less than fp32, in something made before the loop."""
         made = before.node
         if (
             isinstance(made, ast.Call)
+            and not (self.innermost and self.innermost.lineno <= made.lineno <= (self.innermost.end_lineno or 0))
             and last_name(made.func) in ("zeros", "full", "zeros_like")
             and (before.type in ("fp16", "bf16") or before.loaded)
         ):
