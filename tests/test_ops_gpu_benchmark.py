@@ -28,11 +28,12 @@ def test_every_case_and_peer_has_a_line(tmp_path):
     assert done.stdout.count("  Unsloth ") == 5
     for name in ELEMENTWISE:
         assert re.search(rf"^{name} \[", done.stdout, re.MULTILINE)
+    assert done.stdout.count("  plain ") == 4 + len(ELEMENTWISE)
     for block in done.stdout.split("\n\n"):
         first = {name: float(error) for name, error in re.findall(r"^  (\S.{29}) .*gradient error (\S+)", block, re.MULTILINE)}
         ours = [error for name, error in first.items() if name.startswith("isotype")]
         plain = [error for name, error in first.items() if name.strip() == "plain"]
-        assert not ours or max(ours) <= 2 * plain[0], block
+        assert not plain or max(ours) <= 2 * plain[0], block
     written = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert {row["case"] for row in written} >= {"head-gemma-trainable", "rope"}
     assert all(row["failed"] or (row["times"] and row["errors"]) for row in written)

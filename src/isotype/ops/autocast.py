@@ -32,6 +32,14 @@ def wide(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`, and `x` itself where that is its own: how a result leaves an autograd function's forward.
+
+    In a graph of torch 2.11 a forward whose output is a `.to` that changes nothing has no gradient: every input gets zeros, without a word.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def product_dtype(x: Tensor, *others: Tensor) -> torch.dtype:
     """The dtype a matrix product of these tensors has, decided once: autocast's where it is on (fp64 is exempt), else the promoted one."""
     dtype = x.dtype

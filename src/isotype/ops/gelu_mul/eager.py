@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autocast import wide
+from ..autocast import narrowed, wide
 
 _ROOT = math.sqrt(2 / math.pi)
 _CUBE = 0.044715
@@ -26,7 +26,7 @@ def value_and_slope(g: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
 
 def gelu_mul_forward(gate: Tensor, up: Tensor, *, tanh: bool) -> Tensor:
     g = gate.to(wide(gate.dtype))
-    return (F.gelu(g, approximate="tanh" if tanh else "none") * up.to(g.dtype)).to(gate.dtype)
+    return narrowed(F.gelu(g, approximate="tanh" if tanh else "none") * up.to(g.dtype), gate.dtype)
 
 
 def gelu_mul_backward(gate: Tensor, up: Tensor, dy: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..autocast import wide
+from ..autocast import narrowed, wide
 
 
 def rms_norm_forward(x_TH: Tensor, weight_H: Tensor, *, eps: float, unit_offset: bool, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -13,7 +13,7 @@ def rms_norm_forward(x_TH: Tensor, weight_H: Tensor, *, eps: float, unit_offset:
     x = x_TH.to(wide(x_TH.dtype, weight_H.dtype))
     w = weight_H.to(x.dtype) + 1.0 if unit_offset else weight_H.to(x.dtype)
     scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
-    return (x * scale * w).to(out_dtype), scale
+    return narrowed(x * scale * w, out_dtype), scale
 
 
 def dx_formula(x_TH: Tensor, weight_H: Tensor, scale_T1: Tensor, dy_TH: Tensor, *, unit_offset: bool) -> Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..autocast import wide
+from ..autocast import narrowed, wide
 
 
 def silu_mul_forward(gate: Tensor, up: Tensor) -> Tensor:
     g = gate.to(wide(gate.dtype))
-    return (g * torch.sigmoid(g) * up.to(g.dtype)).to(gate.dtype)
+    return narrowed(g * torch.sigmoid(g) * up.to(g.dtype), gate.dtype)
 
 
 def silu_mul_backward(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
