@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import resource
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -119,6 +120,14 @@ def test_a_template_gets_so_much_and_no_more(families: SimpleNamespace, monkeypa
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
     assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
     assert ChatTemplate(families.of("chatml"), families.templates["chatml"], "file").render([{"role": "user", "content": "hi"}])
+
+
+def test_the_memory_of_what_was_loaded_since_is_not_the_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded, "MEMORY", 256 << 20)
+    with bounded.bounded("before"):
+        pass
+    with mmap.mmap(-1, 2 * bounded.MEMORY), bounded.bounded("after"):  # address space alone: nothing of it is touched
+        assert bytearray(64 << 20)
 
 
 def test_a_template_runs_unbounded_outside_the_main_thread(families: SimpleNamespace) -> None:
