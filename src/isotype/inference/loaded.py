@@ -12,11 +12,11 @@ from torch import nn
 
 from ..checkpoint.folder import fault
 from ..checkpoint.snapshot import restore_model
-from ..checkpoint.store import CheckpointStore
+from ..checkpoint.store import Checkpoint, CheckpointStore
 from ..config.load import load
 from ..config.schema import ModelSection, RunConfig
 from ..dtypes import name as name_of
-from ..errors import UsageError
+from ..errors import RunError, UsageError
 from ..hardware import detect
 from ..precision.precision import Precision
 from ..precision.quantised_base import of_config
@@ -28,6 +28,8 @@ from ..training.verify import load_result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_TRIES = 5  # a run would have to save, and remove its oldest, once in each
 
 
 @dataclass(frozen=True)
@@ -66,16 +68,36 @@ def load_run(folder: Path) -> LoadedRun:
         model = load_result(result, source, precision, config=config.model, device=device)
         return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, result.name)
     store = CheckpointStore(run.checkpoints)
+    _newest(store, folder)
+    tokenizer = load_tokenizer(config.model)
+    model, _ = build_model(config, precision, source, tokenizer, device)
+    # chosen again: a running run has gone on meanwhile, and keeps only its last checkpoints
+    checkpoint = _load_newest(store, folder)
+    restore_model(model, checkpoint.tensors)
+    return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, f"checkpoint step_{checkpoint.step}")
+
+
+def _newest(store: CheckpointStore, folder: Path) -> int:
     step, passed = store.newest_whole()
     if step is None:
         raise UsageError(
             f"{folder}: neither a result nor a whole checkpoint yet" + "".join(f"; {reason}" for reason in passed),
             fix=f"isotype train --resume {folder}",
         )
-    tokenizer = load_tokenizer(config.model)
-    model, _ = build_model(config, precision, source, tokenizer, device)
-    restore_model(model, store.load(step).tensors)
-    return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, f"checkpoint step_{step}")
+    return step
+
+
+def _load_newest(store: CheckpointStore, folder: Path) -> Checkpoint:
+    """The newest whole checkpoint, also where the run removes one while it is read."""
+    for _ in range(_TRIES):
+        step = _newest(store, folder)
+        try:
+            return store.load(step)
+        except RunError:
+            # whole a moment ago: if it still is, something else is wrong with it
+            if store.fault(step) is None:
+                raise
+    return store.load(_newest(store, folder))
 
 
 def load_adapter(folder: Path) -> LoadedRun:

@@ -1,0 +1,51 @@
+"""A run that goes on while it is looked at removes checkpoints: the newest one is taken, whichever that is by then."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from isotype.checkpoint.store import Checkpoint, CheckpointStore
+from isotype.errors import RunError, UsageError
+from isotype.inference.loaded import _load_newest
+
+
+def saved(folder, *steps):
+    store = CheckpointStore(folder)
+    for step in steps:
+        store.save(Checkpoint(step, {"w": torch.full((2,), float(step))}, {}))
+    return store
+
+
+def test_a_checkpoint_that_goes_while_it_is_read_is_replaced_by_the_next(tmp_path, monkeypatch):
+    store = saved(tmp_path, 2)
+    load = CheckpointStore.load
+
+    def overtaken(self, step):
+        if step == 2:
+            saved(tmp_path, 4)
+            shutil.rmtree(self.path(2), ignore_errors=True)
+        return load(self, step)
+
+    monkeypatch.setattr(CheckpointStore, "load", overtaken)
+    found = _load_newest(store, tmp_path)
+    assert found.step == 4
+    assert found.tensors["w"].tolist() == [4.0, 4.0]
+
+
+def test_one_that_is_whole_and_cannot_be_read_is_said(tmp_path, monkeypatch):
+    store = saved(tmp_path, 2)
+
+    def refuse(self, step):
+        raise RunError("not one of ours", code="CK002", fix="")
+
+    monkeypatch.setattr(CheckpointStore, "load", refuse)
+    with pytest.raises(RunError, match="not one of ours"):
+        _load_newest(store, tmp_path)
+
+
+def test_none_is_said(tmp_path):
+    with pytest.raises(UsageError, match="neither a result nor a whole checkpoint yet"):
+        _load_newest(CheckpointStore(tmp_path), tmp_path)
