@@ -67,12 +67,10 @@ def load_run(folder: Path) -> LoadedRun:
         tokenizer = load_tokenizer(ModelSection(name=str(result)))
         model = load_result(result, source, precision, config=config.model, device=device)
         return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, result.name)
-    store = CheckpointStore(run.checkpoints)
-    _newest(store, folder)
+    # read before the model is built: a running run goes on meanwhile, and keeps only its last checkpoints
+    checkpoint = _load_newest(CheckpointStore(run.checkpoints), folder)
     tokenizer = load_tokenizer(config.model)
     model, _ = build_model(config, precision, source, tokenizer, device)
-    # chosen again: a running run has gone on meanwhile, and keeps only its last checkpoints
-    checkpoint = _load_newest(store, folder)
     restore_model(model, checkpoint.tensors)
     return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, f"checkpoint step_{checkpoint.step}")
 
