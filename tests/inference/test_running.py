@@ -35,6 +35,20 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_replaced_by_the_next(tmp_pat
     assert found.tensors["w"].tolist() == [4.0, 4.0]
 
 
+def test_a_newer_one_is_found_where_all_that_were_looked_at_have_gone(tmp_path, monkeypatch):
+    store = saved(tmp_path, 2)
+    fault = CheckpointStore.fault
+
+    def overtaken(self, step):
+        if step == 2:
+            shutil.rmtree(self.path(2), ignore_errors=True)
+            saved(tmp_path, 4)
+        return fault(self, step)
+
+    monkeypatch.setattr(CheckpointStore, "fault", overtaken)
+    assert _load_newest(store, tmp_path).step == 4
+
+
 def test_one_that_is_whole_and_cannot_be_read_is_said(tmp_path, monkeypatch):
     store = saved(tmp_path, 2)
 
