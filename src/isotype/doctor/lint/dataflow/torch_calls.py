@@ -92,6 +92,8 @@ def torch_call(
         return result.but(zero_dim=True) if whole else result
     if name == "embedding":
         return args[1] if len(args) > 1 else UNFOLLOWED
+    if name == "cuda":
+        first = first.but(on_cpu=False)
     if name in names.KEEP:
         return _autocast_result(run, name, _with_dtype(run, first, kwargs, node))
     return UNKNOWN

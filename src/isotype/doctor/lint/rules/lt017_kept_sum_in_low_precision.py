@@ -4,6 +4,7 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ..dataflow.plain import PURE
 from ..dataflow.torch_names import LIKE
 from ..rule import Hit, Rule
 from ..source import Function, SourceFile, keyword, last_name
@@ -84,6 +85,7 @@ def _hit(file: SourceFile, name: str, made: _Made, node: ast.stmt | ast.expr, wh
         cause=f"`{file.snippet(made.node, 50)}` gives the buffer {dtype}: in bf16 (bfloat16) each `{file.snippet(node, 50)}` rounds to 8 "
         "bits, and what is added in small parts is lost; float32 keeps it",
         fix="keep it in float32: `dtype=torch.float32`, or `.float()` on the copy, and cast where it is read",
+        scenario=PURE,
     )
 
 
