@@ -135,7 +135,7 @@ def _not_dtype(incident: Incident | None, source: str | None) -> Finding:
     else:
         situation = read(incident.frames)
         frame = situation.users or situation.innermost
-        first = incident.text.strip().splitlines()[0][:200]
+        first = _said(incident).strip().splitlines()[0][:200]
         named = half_words(incident.text)
         what = f"no dtype error that isotype knows: {first}" if named else f"not a dtype error: {first}"
         if named:

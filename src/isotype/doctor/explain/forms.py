@@ -55,6 +55,10 @@ FORMS: tuple[tuple[str, str], ...] = (
     ("norm", r"mixed dtype \(CPU\)"),
     ("slow norm", r"Mismatch dtype between input and (?:weight|module): input dtype = <left>,? (?:weight|module) dtype = <right>"),
     ("recurrent layer", r"RNN input dtype \(<left>\) does not match weight dtype \(<right>\)"),
+    (
+        "recurrent layer",
+        r"Input and \w+ tensors are not (?:at )?the same dtype,? found input tensor with <left> and \w+ tensor with <right>",
+    ),
     ("recurrent layer", r"input must have the type <right>,? got type <left>"),
     # attention
     ("hardware without bf16", r"No operator found for `memory_efficient_attention[\s\S]*?bf16 is only supported on A100"),
@@ -177,6 +181,8 @@ FORMS: tuple[tuple[str, str], ...] = (
     # what a dtype lacks
     ("device without bf16", r"(?i:bfloat16 (?:is not supported on MPS|to the (?P<_device>\w+) backend but it does not have support))"),
     ("device without bf16", r"(?i:\.bf16' requires \.target (?P<_target>sm_\d+)|\bbf(?:16)? conversion instruction not supported)"),
+    ("device without bf16", r"cutlassF: no kernel found to launch"),
+    ("device without fp8", r"_scaled_mm (?:is|are) only supported on[^\n]{0,60}(?:compute capability|devices)"),
     ("device without bf16", r"CUBLAS_STATUS_NOT_SUPPORTED[^\n]*CUDA_R_16BF"),
     ("fp8 arithmetic", r"Promotion for Float8 Types is not supported, attempted to promote <left> and <right>"),
     ("hardware without bf16", r"(?i:(?:CUDA device|GPU|hardware) (?:does ?n.t|does not|doest not|do not) supp?ot?r?t? `?b(?:float|f)16)"),
@@ -234,6 +240,7 @@ FORMS: tuple[tuple[str, str], ...] = (
     ("numpy", r"Got unsupported ScalarType (?P<_dtype>BFloat16|Float8\w*)"),
     ("numpy", r"(?:Cannot interpret|can'?t convert)[^\n]{0,40}(?P<_dtype>torch\.bfloat16|bfloat16)[^\n]{0,40}numpy"),
     ("overflowing constant", r"value cannot be converted to type (?:at::|c10::)?(?P<_dtype>\w+) without overflow"),
+    ("unsafe to autocast", r"(?P<_name>binary_cross_entropy)[^\n]{0,60} (?:is|are) unsafe to autocast"),
     ("autocast", r"Unexpected floating ScalarType in at::autocast::prioritize"),
     ("dtype string", r"module '?torch'? has no attribute '?(?P<_word>torch\.(?:bfloat16|float16|float32|half)|bf16|fp16|fp32|float8\w*)'?"),
     # distributed
@@ -269,6 +276,10 @@ FORMS: tuple[tuple[str, str], ...] = (
         r"\w*mixed_precision\w*|load_in_[48]bit|quantization_config)'",
     ),
     ("Lightning precision", r"Precision '?(?P<_word>[\w-]+)'? is invalid\. Allowed precision values: \((?P<_allowed>[^)]*)\)"),
+    (
+        "Lightning precision",
+        r"precision='(?P<_word>[\w-]+)'\)?`? is not supported in (?P<_where>\w+)\. `?precision`? must be one of: \((?P<_allowed>[^)]*)\)",
+    ),
     ("dtype string", r"argument (?P<_flag>--?\w*dtype\w*): invalid choice: '(?P<_word>torch\.\w+)' \(choose from"),
     (
         "both halves",

@@ -31,6 +31,8 @@ _STRICT = re.compile(
     r"(?<![\w.])(?:struct "
     r")?(?:c10::(?:BFloat16|Half|Float\w*)|torch\.(?:cuda\.)?(?:bfloat16|float16|float32|half|float64|float|BFloat16Tensor|HalfTensor|FloatTensor|float8_\w+)|"
     r"BFloat16|Half|Float|Double|bfloat16|float16|float32|float64|bf16|fp16|fp32|fp64)(?![\w])"
+    # `tensor(float16)` of ONNX, `tensor<1x3xf16>` of MLIR, and words that are dtypes only where the text says so
+    r"|(?<=tensor\()\w+(?=\))|(?<=[<x])(?:bf16|f16|f32|f64|i1|i64)(?=>)|(?<=dtype )(?:float|half|double)\b"
 )
 _HALF = re.compile(r"(?i)(?<![\w.-])(?:torch\.|c10::|at::|tl\.)?(?:bfloat16|bf16|float16|fp16|half|float8\w*|fp8\w*)(?:tensor)?(?![\w-])")
 _ODD = {"unsigned char": "uint8", "byte": "uint8", "char": "int8", "signed char": "int8", "short": "int16", "long int": "int64"}
@@ -60,7 +62,7 @@ def _known(word: str) -> bool:
 # Text without a word of each kind is not about dtypes; a test holds every form to it. (Trying a hundred forms takes forty times longer.)
 _SUBJECTS = (
     "type", "half", "float", "bf16", "fp16", "fp32", "fp8", "tf32", "bf conv", "_16bf", "nan", "inf", "scal", "precision", "quant",
-    "grad", "full_", "autocast", "flash", "parameter", "tensor", "mode", "'lower'", "load_in", "requires it", "config",
+    "grad", "full_", "autocast", "flash", "parameter", "tensor", "mode", "'lower'", "load_in", "requires it", "config", "cutlass",
 )  # fmt: skip
 _VERBS = (
     "same", "match", "expected", "must", "should", "found", "sup", "both", "not ", "n't", "_not_", "only", "cannot", "invalid", "!=",
@@ -78,11 +80,12 @@ def _hinted(text: str) -> bool:
 _REFUSES = re.compile(
     r"(?i)\b(?:(?:not|isn't|aren't|n't) (?:be )?(?:natively |currently |yet )*"
     r"(?:supp?ort\w*|implemented|available|allowed|compatible|enabled)"
-    r"|unsupported|un-?implemented|(?:only|does ?n[o']t|do ?n[o']t|cannot|can't) (?:supports?|accepts?|takes?|handles?)"
+    r"|un-?supported|un-?implemented|(?:only|does ?n[o']t|do ?n[o']t|cannot|can't) (?:supports?|accepts?|takes?|handles?)"
     r"|only (?:available|works|supported)"
     r"|no (?:kernel|support|implementation|conversion)|has no|requires?|invalid (?:data ?type|dtype)|incompatible)\b"
 )
 _PATHLIKE = re.compile(r"[\w.~-]*[/\\][\w./\\~-]+|[\w-]+\.(?:safetensors|bin|ckpt|pth?|gguf|onnx|py|json|ya?ml|so|dll)\b|--[\w-]+=?")
+_SAME_TYPE = re.compile(r"(?i)same (?:element |data |scalar )?d?types?\b")
 _META = re.compile(r"different metadata than during the forward pass")
 _META_PAIR = re.compile(
     (
@@ -92,7 +95,7 @@ _META_PAIR = re.compile(
     re.S,
 )
 _DISAGREE = re.compile(
-    r"(?i)\b(?:same|match\w*|mismatch\w*|expected|but (?:got|found)|does not "
+    r"(?i)\b(?:same|requires the same|not broadcast compatible|match\w*|mismatch\w*|expected|but (?:got|found)|does not "
     r"equal|inconsistent|differ\w*|incompatible|should be|must be|cannot be cast|!=|vs\.?)\b|!="
 )
 
@@ -159,12 +162,11 @@ def operator_of(situation: Situation) -> str:
 
 def _unknown_wording(text: str, situation: Situation) -> Seen | None:
     """Two different dtypes and a disagreement in one line: a dtype error whose wording is new."""
-    for line in text.splitlines():
-        found: list[str] = []
-        for match in _STRICT.finditer(line):
-            word = dtype_word(match[0])
-            if word not in found:
-                found.append(word)
+    lines = text.splitlines()
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        if _SAME_TYPE.search(line) and not _STRICT.search(line):
+            line = f"{line}\n{following}"  # the types stand in a note of their own
+        found = [word for word in dict.fromkeys(dtype_word(match[0]) for match in _STRICT.finditer(line)) if _known(word)]
         if len(found) >= 2 and _DISAGREE.search(line) and re.search(r"(?i)error|dtype|type|precision|expected|must|got", line):
             return Seen(
                 text=line,
@@ -173,6 +175,9 @@ def _unknown_wording(text: str, situation: Situation) -> Seen | None:
                 words={"operator": operator_of(situation) if situation.frames else ""},
                 situation=situation,
             )
+    if re.search(r"(?m)^AssertionError: assert .*(?:dtype|scalar_type|element_ty|\.is_(?:fp|bf)\d+\(|is_floating)", text):
+        asserted = text.partition("assert ")[2]
+        return Seen(text=text, operator="unknown wording", words={"asserted": asserted}, situation=situation)
     if re.search(
         r"(?i)(?:scalar types?|dtypes?) of .{1,60}(?:same|match|differ)|(?:same|matching|different|mismatched) (?:dtypes?|scalar types?)\b",
         text,

@@ -103,6 +103,19 @@ def refused_configuration(s: Seen) -> Explained:
         )
     if s.operator == "Lightning precision":
         word, allowed = s.words.get("word", ""), s.words.get("allowed", "")
+        if "where" in s.words:
+            return Explained(
+                message=f"{s.words['where']} does not take precision={word!r}",
+                causes=[
+                    Cause(
+                        name="precision that this strategy does not have",
+                        score=4,
+                        why=f"with {s.words['where']} as strategy Lightning takes {allowed}; {word} is for others",
+                        fix=f"precision={word.replace('-true', '-mixed')!r}, or another strategy (fsdp, ddp)",
+                        because="the text lists what it takes",
+                    )
+                ],
+            )
         older = "-mixed" not in allowed or "-true" not in allowed
         return Explained(
             message=f"this Lightning does not know precision={word!r}",
@@ -158,7 +171,7 @@ def refused_configuration(s: Seen) -> Explained:
     )
 
 
-@family("EX018", "hardware without bf16", "device without bf16")
+@family("EX018", "hardware without bf16", "device without bf16", "device without fp8")
 def hardware(s: Seen) -> Explained:
     """The device has no bf16 (or TF32)
 
@@ -169,6 +182,22 @@ def hardware(s: Seen) -> Explained:
 
     **What to do.** `fp16=True` with fp32 weights there; `use_cpu=True` if a CPU run is meant.
     """
+    if s.operator == "device without fp8":
+        return Explained(
+            message="this device has no fp8 products",
+            causes=[
+                Cause(
+                    name="fp8 arithmetic on a GPU before Ada",
+                    score=3,
+                    why=(
+                        "fp8 products need compute capability 8.9 (Ada, 40xx) or 9.0 (Hopper): 30xx and A100 store fp8 weights, and must "
+                        "compute in bf16 or fp16"
+                    ),
+                    fix="switch fp8 arithmetic off (fp8_fast, fp8_e4m3fn_fast, float8 training) and keep fp8 as storage only, or use bf16",
+                    because="the text names the product and the capability",
+                )
+            ],
+        )
     if s.operator == "device without bf16":
         mps = "mps" in s.text.lower()
         target = s.words.get("target", "sm_80")

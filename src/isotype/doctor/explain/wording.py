@@ -57,6 +57,20 @@ def unknown_wording(s: Seen) -> Explained:
     first, second, operator = s.dtype("first", "two dtypes"), s.dtypes.get("second"), s.words.get("operator") or "an operator"
     pair = f"{first} and {second}" if second else "tensors of two dtypes"
     quoted = " ".join(s.text.split())[:160]
+    if asserted := s.words.get("asserted"):
+        return Explained(
+            message=f"an assertion about a dtype failed: {asserted[:160]}",
+            severity=Severity.WARNING,
+            causes=[
+                *outside_autocast(s),
+                Cause(
+                    name="a tensor is not in the dtype this code was written for",
+                    score=1,
+                    why=f"the code asserts {asserted}, and a tensor came in another dtype: a cast, autocast or an fp32 parameter upstream",
+                    fix="cast the tensor that the assertion names before the call (x = x.to(...)), or run that part in the dtype it takes",
+                ),
+            ],
+        )
     return Explained(
         message=f"{pair} met in {operator}: {quoted}",
         severity=Severity.WARNING,
