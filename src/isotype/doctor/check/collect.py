@@ -15,7 +15,7 @@ from .identify import identify
 from .programs import from_environment, from_python, from_recipe, from_script
 from .readers import json_lines, notebook, pickled, python_calls, safetensors_header, toml_lines, yaml_lines
 from .readers.tree import Tree
-from .settings import Document
+from .settings import Document, truth
 from .versions import is_version_file, read_versions
 
 SKIPPED_FOLDERS = {
@@ -172,10 +172,12 @@ def _trouble(file: str, line: int | None, what: str, severity: Severity = Severi
 
 def _document(tree: Tree, name: str, shown: str) -> Document | None:
     tool, inside = identify(tree.data, name), ""
+    if tool is None and (inside := _arguments_within(tree.data)):
+        tool = "hf"
+    if tool in (None, "model") and _both_halves_within(tree.data):
+        tool = "other"
     if tool is None:
-        tool, inside = "hf", _arguments_within(tree.data)
-        if not inside:
-            return None
+        return None
     document = Document(tool, shown)
     document.attributes["repeated"] = [(".".join(map(str, path)), line) for path, line in tree.repeated]
     for key, value, line in tree.leaves():
@@ -209,6 +211,25 @@ def _arguments_within(data: Any, prefix: str = "", depth: int = 3) -> str:
             found.append(here if named else _arguments_within(value, here, depth - 1))
     found = [f for f in found if f]
     return found[0] if len(found) == 1 else ""
+
+
+_TRAINS = re.compile(r"learning_rate|^lr$|optim|epochs|max_(?:steps|update|iters)|batch_size|max_tokens")
+
+
+def _both_halves_within(data: Any) -> bool:
+    """Whether some mapping of a training configuration of whatever tool has both fp16 and bf16 on."""
+
+    def keys(node: Any) -> Iterator[str]:
+        for key, value in node.items() if isinstance(node, dict) else ():
+            yield str(key)
+            yield from keys(value)
+
+    def both(node: Any, depth: int = 6) -> bool:
+        if not isinstance(node, dict) or not depth:
+            return False
+        return (truth(node.get("fp16")) is True and truth(node.get("bf16")) is True) or any(both(v, depth - 1) for v in node.values())
+
+    return both(data) and any(_TRAINS.search(key) for key in keys(data))
 
 
 def _safetensors(path: Path, shown: str) -> Document | None:
