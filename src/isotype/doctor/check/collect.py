@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,14 @@ def collect(paths: Iterable[str]) -> Collection:
         path = Path(given)
         if not path.exists():
             raise UsageError(f"{given}: no such file or folder")
+        if not path.is_file() and not path.is_dir():
+            raise UsageError(f"{given}: neither a file nor a folder")
         explicit = path.is_file()
-        for file in [path] if explicit else _walk(path):
-            found.files += 1
-            if found.files > MOST_FILES:
-                raise UsageError(f"{given}: more than {MOST_FILES} files; give the folder with the configurations")
+        files = [path] if explicit else list(islice(_walk(path), MOST_FILES + 1))
+        found.files += len(files)
+        if found.files > MOST_FILES:
+            raise UsageError(f"{given}: more than {MOST_FILES} files that may be configurations; give the folder with those that are")
+        for file in files:
             _read(file, found, explicit=explicit)
     return found
 
@@ -88,7 +92,8 @@ def _walk(folder: Path) -> Iterator[Path]:
         folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith((".", "checkpoint-")))
         for name in sorted(files):
             path = Path(here, name)
-            if path.suffix.lower() in _SUFFIXES or name == ".env" or is_version_file(name) or _RECIPE.match(name):
+            wanted = path.suffix.lower() in _SUFFIXES or name == ".env" or is_version_file(name) or _RECIPE.match(name)
+            if wanted and path.is_file():  # no pipe, no link to nowhere
                 yield path
 
 
@@ -158,6 +163,10 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
         found.trouble.append(_trouble(shown, None, str(error)))
     except OSError as error:
         found.trouble.append(_trouble(shown, None, error.strerror or str(error)))
+    except UsageError:
+        raise
+    except Exception as error:  # one file that defeats its reader is no reason to say nothing of the others
+        found.trouble.append(_trouble(shown, None, f"{type(error).__name__}: {error}"))
 
 
 def _trouble(file: str, line: int | None, what: str, severity: Severity = Severity.ERROR) -> Finding:
