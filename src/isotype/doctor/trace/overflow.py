@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 _GRADIENTS = 64  # gradients whose cast to fp16 is looked at
 _SAMPLE = 4_096
-_LOOKS = 4  # forwards that are looked at; then those whose number is a power of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,7 @@ class Overflows:
 
     def left(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """A module's forward has ended."""
-        count = self._tracer.forwards
-        if self._first is not None or (count > _LOOKS and count & (count - 1)):
+        if self._first is not None or not self._tracer.pace.looking:
             return
         out = output[0] if isinstance(output, (tuple, list)) and output else output
         if type(out) is not torch.Tensor or out.dtype != torch.float16 or not out.numel() or bool(torch.isfinite(out).all()):

@@ -34,19 +34,26 @@ class Scaling:
         self._around(scaler, "step", self._done)
         for module in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in _CLIPPING:
-                self._around(module, name, self._clipped)
+                self._around(module, name, self._clipped, rests=True)
+        for owner in (torch.optim.Optimizer, torch.nn.Module):
+            self._around(owner, "zero_grad", self._zeroed, rests=True)
 
     def stop(self) -> None:
         for owner, name, function in reversed(self._undo):
             setattr(owner, name, function)
         self._undo.clear()
 
-    def _around(self, owner: Any, name: str, told: Callable[..., None]) -> None:
-        function = getattr(owner, name)
+    def _around(self, owner: Any, name: str, told: Callable[..., None], *, rests: bool = False) -> None:
+        function, tracer = getattr(owner, name), self._tracer
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             told(name, *args, **kwargs)
-            return function(*args, **kwargs)
+            if not (rests and tracer.pace.call_rests(name) and tracer.rest(hooks=False)):
+                return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                tracer.wake()
 
         watched.__name__, watched.__doc__ = name, function.__doc__
         self._undo.append((owner, name, function))
@@ -58,6 +65,9 @@ class Scaling:
 
     def _unscale(self, _: str, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         self._unscaled |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+    def _zeroed(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
     def _done(self, *args: Any, **kwargs: Any) -> None:
         self._scale = 1.0

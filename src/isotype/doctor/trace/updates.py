@@ -72,11 +72,11 @@ class Updates:
         self._optimizer: torch.optim.Optimizer | None = None
         self._lost: dict[tuple[str, str, str], list[Watched]] = defaultdict(list)
 
-    def stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         self._tracer.sums.settled(optimizer)
         self._optimizer = optimizer
 
-    def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = None
 
     def before(self, op: Op, args: tuple, kwargs: dict | None) -> list[_Sample] | None:
@@ -136,7 +136,7 @@ class Updates:
             watched.source = StorageWeakRef(args[1].untyped_storage())
         if watched.role == "tensor" and watched.calls == 1:
             return None  # not known yet to live longer than one step
-        due = watched.calls <= 4 or watched.calls & (watched.calls - 1) == 0
+        due = watched.calls <= 4 or watched.calls & (watched.calls - 1) == 0 or (self._tracer.stack and self._tracer.pace.sampled)
         return watched if due else None
 
     def _begin(self, op: Op, target: torch.Tensor, storage: Any) -> Watched:
