@@ -35,6 +35,7 @@ from .positions import WATCHED, Positions
 from .precision_map import PrecisionMap
 from .promotions import Promotions
 from .provenance import MARK, Provenance
+from .running_statistics import NORMS, RunningStatistics
 from .scaling import Scaling
 from .source import Locator, Site, statement
 from .sums import Sums
@@ -91,6 +92,7 @@ class Tracer(TorchDispatchMode):
         self.defaults = DefaultDtype()
         self.updates = Updates(self)
         self.sums = Sums(self)
+        self.statistics = RunningStatistics(self)
         self.parameters = Parameters(self)
         self.promotions = Promotions(self)
         self.casts = Casts(self)
@@ -269,6 +271,10 @@ class Tracer(TorchDispatchMode):
                 if len(self._forward_sites) > _KEPT_SITES:
                     for old in list(self._forward_sites)[: _KEPT_SITES // 2]:
                         del self._forward_sites[old]
+        if op.multiplies:
+            first = out[0] if type(out) in (tuple, list) else out
+            if first is not None and first.dtype is torch.float16 and torch._C._current_autograd_node() is not None:
+                self.overflows.made(op, args, kwargs, first)
         if type(out) is torch.Tensor:
             if out.dtype in FLOATS:
                 if self._mapped and (node := torch._C._current_autograd_node()) is not None and not op.view:
@@ -301,6 +307,8 @@ class Tracer(TorchDispatchMode):
             op.before = self.sums.multiplied
         if op.name in UPDATES:
             op.before, op.after = self.updates.before, self.updates.after
+        if op.name in NORMS:
+            op.before, op.after = self.statistics.before, self.statistics.after
         return op
 
     # ---- what the others ask
@@ -379,6 +387,7 @@ class Tracer(TorchDispatchMode):
             *self.parameters.findings(),
             *self.updates.findings(),
             *self.sums.findings(),
+            *self.statistics.findings(),
         ]
         return [
             *found,
