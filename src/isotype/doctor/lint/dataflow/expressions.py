@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..source import Function, SourceFile, last_name
-from . import matrix_products, operators, promotion
+from . import matrix_products, operators, promotion, writes
 from .conditions import bool_op, compare, decide, is_another_class, unary_op
 from .modules import module_constants, resolve_function
+from .operators import mapping_of
 from .statements import assign
-from .values import UNKNOWN, Closure, Env, Items, Mapping, Module, Scalar, Tensor
+from .values import UNKNOWN, Closure, Env, Items, Mapping, Module, Partial, Scalar, Tensor
 
 if TYPE_CHECKING:
     from .interpreter import Interpreter
@@ -43,7 +44,7 @@ def _subscript(run: Interpreter, node: ast.Subscript, env: Env) -> Any:
     owner = run.evaluate(node.value, env)
     index = run.evaluate(node.slice, env)
     if isinstance(owner, Tensor):
-        return owner
+        return owner if owner.buffer is None or writes.is_whole(node.slice) else owner.but(buffer=None)
     if isinstance(owner, Items):
         return _item(run, owner, node.slice, index)
     if isinstance(owner, Scalar):
@@ -128,6 +129,11 @@ def _comprehension(run: Interpreter, node: ast.GeneratorExp | ast.ListComp | ast
     return Items(each=run.evaluate(node.elt, inner))
 
 
+def _dict_comprehension(run: Interpreter, node: ast.DictComp, env: Env) -> Any:
+    pairs = ast.copy_location(ast.ListComp(ast.Tuple([node.key, node.value], ast.Load()), node.generators), node)
+    return mapping_of(_comprehension(run, pairs, env))
+
+
 def _bin_op(run: Interpreter, node: ast.BinOp, env: Env) -> Any:
     left, right = run.evaluate(node.left, env), run.evaluate(node.right, env)
     if isinstance(node.op, ast.MatMult):
@@ -148,6 +154,10 @@ def _call(run: Interpreter, node: ast.Call, env: Env) -> Any:
         else:
             args.append(run.evaluate(argument, env))
     kwargs = _keywords(run, node, env)
+    sources = list(node.args)
+    while isinstance(function, Partial):
+        args, sources, kwargs = [*function.args, *args], [*function.nodes, *sources], function.kwargs | kwargs
+        function = function.function
     if isinstance(function, Closure):
         own = {"file": function.file, "name": getattr(function.node, "name", "")}
         cast = _is_autocast_decorated(own["file"], function.node)
@@ -159,7 +169,7 @@ def _call(run: Interpreter, node: ast.Call, env: Env) -> Any:
                 is_another_class(run, argument, env)
         run.found_subclass = False
         return result
-    return operators.call(run, function, args, kwargs, node, env)
+    return operators.call(run, function, args, kwargs, node, env, sources)
 
 
 def _keywords(run: Interpreter, node: ast.Call, env: Env) -> dict[str, Any]:
@@ -201,4 +211,5 @@ EXPRESSIONS: dict[type, Callable[[Interpreter, Any, Env], Any]] = {
     ast.GeneratorExp: _comprehension,
     ast.ListComp: _comprehension,
     ast.SetComp: _comprehension,
+    ast.DictComp: _dict_comprehension,
 }  # fmt: skip

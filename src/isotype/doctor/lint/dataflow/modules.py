@@ -41,6 +41,9 @@ def module_constants(file: SourceFile) -> dict[str, ast.expr]:
 
 
 def _is_plain(file: SourceFile, node: ast.expr) -> bool:
+    """Also `product = functools.partial(torch.matmul, ...)`."""
+    if isinstance(node, ast.Call) and file.dotted(node.func) == "functools.partial":
+        return True
     return isinstance(node, ast.Constant) or (isinstance(node, ast.Attribute) and file.dotted(node).startswith("torch."))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from . import matrix_products, promotion, writes
 from .conditions import decide
 from .endings import Leave, PathEnds, Return
-from .values import NONE, UNKNOWN, Closure, Context, Env, Instance, Items, Mapping, Method, Scalar, Tensor
+from .values import NONE, UNKNOWN, Closure, Context, Env, Instance, Items, Loop, Mapping, Method, Scalar, Tensor
 
 if TYPE_CHECKING:
     from .interpreter import Interpreter
@@ -73,7 +73,7 @@ def _while(run: Interpreter, node: ast.While, env: Env) -> None:
 
 
 def _loop(run: Interpreter, node: ast.For | ast.While, env: Env, rounds: list[Any]) -> None:
-    run.loops.append((node, set(env.names)))
+    run.loops.append(Loop(node, set(env.names), env))
     try:
         for value in rounds:
             if isinstance(node, ast.For):

@@ -64,6 +64,8 @@ DEVICE_DEPENDENT = frozenset(
 )
 # Several tensors of the input's dtype.
 SPLIT = frozenset("split chunk unbind tensor_split split_with_sizes hsplit vsplit dsplit tolist_".split())
+# Some elements of the tensor; other names of KEEP leave the same memory or make new.
+PART = frozenset("narrow select index_select".split())
 # (values in the input's dtype, integers)
 VALUES_AND_INDICES = frozenset("topk sort kthvalue mode".split())
 
