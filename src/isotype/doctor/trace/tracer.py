@@ -118,6 +118,7 @@ class Tracer(TorchDispatchMode):
         self._hooks.append(register_optimizer_step_post_hook(self.broken_steps.stepped))
         self._hooks.append(register_optimizer_step_post_hook(self.updates.stepped))
         self._hooks.append(register_optimizer_step_post_hook(self.parameters.stepped))
+        self.provenance.start()
         self.defaults.start()
         self.parameters.start()
         self.compiled.start()
@@ -133,6 +134,7 @@ class Tracer(TorchDispatchMode):
         self.compiled.stop()
         self.parameters.stop()
         self.defaults.stop()
+        self.provenance.stop()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
