@@ -30,6 +30,7 @@ WEIGHT = re.compile(
     r"^((.*_)?(w|weights?|wt|bias|gamma|beta|kernel|emb|embedding|proj|lora_?[ab]|experts?)(_?[a-z0-9]{1,2}|_proj)?|"
     r"w[a-z0-9]{0,2}(_t)?|[AB]|b|W\w{0,2})$",
 )
+_WEIGHTS = re.compile(r"weight|param|expert|head|kernel|^ws?$|lora")
 ACTIVATION = re.compile(
     r"^(x|xs|X|q|k|v|Q|K|V|query|key|value|queries|keys|values|hidden|hidden_states?|h|inputs?|inp|input_|xq|xk|xv|query_states|key_states|"
     r"value_states|residual|attn_\w+|logits|embeds?|inputs_embeds|features|latents|activations?)$"
@@ -167,16 +168,27 @@ def _find_tensor_uses(function: Function) -> set[str]:
     return used
 
 
+def _saved_in_full(function: Function) -> set[str]:
+    """Names in `ctx.save_for_backward(..., *names)`, which takes tensors only."""
+    saving = [n for n in ast.walk(function) if isinstance(n, ast.Call) and last_name(n.func) == "save_for_backward"]
+    return {a.value.id for call in saving for a in call.args if isinstance(a, ast.Starred) and isinstance(a.value, ast.Name)}
+
+
 def _adds_a_dimension(index: ast.expr) -> bool:
     """`x[:, None]`."""
     return isinstance(index, ast.Tuple) and any(isinstance(e, ast.Constant) and e.value is None for e in index.elts)
 
 
-def extra(function: Function) -> dict[str, Any]:
-    """*args and **kwargs: anything."""
+def extra(function: Function, scenario: Scenario | None = None) -> dict[str, Any]:
+    """*args and **kwargs: anything; tensors, of which two stand for any number, where the function saves them for backward."""
     values: dict[str, Any] = {}
     if function.args.vararg:
-        values[function.args.vararg.arg] = Items(each=UNKNOWN)
+        name = function.args.vararg.arg
+        if scenario is not None and name in _saved_in_full(function):
+            role = (scenario.weights, Made.PARAMETER) if _WEIGHTS.search(name) else (scenario.inputs, Made.INPUT)
+            values[name] = Items(known=[Tensor(*role, f"one of the arguments {name}")] * 2)
+        else:
+            values[name] = Items(each=UNKNOWN)
     if function.args.kwarg:
         values[function.args.kwarg.arg] = Mapping(open=True)
     return values

@@ -12,7 +12,7 @@ from .conditions import bool_op, compare, decide, is_another_class, unary_op
 from .modules import module_constants, resolve_function
 from .operators import mapping_of
 from .statements import assign
-from .values import UNKNOWN, Closure, Env, Items, Mapping, Module, Partial, Scalar, Tensor
+from .values import NONE, UNKNOWN, Closure, Env, Items, Mapping, Module, Partial, Scalar, Tensor
 
 if TYPE_CHECKING:
     from .interpreter import Interpreter
@@ -46,7 +46,7 @@ def _subscript(run: Interpreter, node: ast.Subscript, env: Env) -> Any:
     if isinstance(owner, Tensor):
         return owner if owner.buffer is None or writes.is_whole(node.slice) else owner.but(buffer=None)
     if isinstance(owner, Items):
-        return _item(run, owner, node.slice, index)
+        return _item(run, owner, node.slice, index, env)
     if isinstance(owner, Scalar):
         return Scalar()
     if isinstance(owner, Mapping) and isinstance(index, Scalar):
@@ -54,16 +54,16 @@ def _subscript(run: Interpreter, node: ast.Subscript, env: Env) -> Any:
     return UNKNOWN
 
 
-def _item(run: Interpreter, owner: Items, where: ast.expr, index: Any) -> Any:
+def _item(run: Interpreter, owner: Items, where: ast.expr, index: Any, env: Env) -> Any:
     if owner.known is None:
         return Items(each=owner.each) if isinstance(where, ast.Slice) else owner.each
     if isinstance(index, Scalar) and isinstance(index.value, int) and -len(owner.known) <= index.value < len(owner.known):
         return owner.known[index.value]
     if isinstance(where, ast.Slice) and where.step is None:
-        start, stop = where.lower, where.upper
-        if all(b is None or (isinstance(b, ast.Constant) and isinstance(b.value, int)) for b in (start, stop)):
-            first, last = (b.value if isinstance(b, ast.Constant) else None for b in (start, stop))
-            return Items(known=owner.known[first:last])  # type: ignore[index]
+        bounds = [run.evaluate(b, env) if b is not None else NONE for b in (where.lower, where.upper)]
+        numbers: list[Any] = [b.value if isinstance(b, Scalar) else UNKNOWN for b in bounds]
+        if all(n is None or isinstance(n, int) for n in numbers):
+            return Items(known=owner.known[numbers[0] : numbers[1]])
     return owner.element()
 
 

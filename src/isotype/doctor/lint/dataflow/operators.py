@@ -135,8 +135,8 @@ def _call_method(run: Interpreter, method: Method, args: list[Any], kwargs: dict
         return _of_mapping(method.of, method.name, args)
     if isinstance(method.of, Items):
         if method.name in ("append", "insert", "extend", "pop"):
-            if method.name == "append" and args and method.of.known == []:
-                method.of.known, method.of.each = None, args[0]
+            if method.name == "append" and args and method.of.known is not None and len(method.of.known) < 4:
+                method.of.known = [*method.of.known, args[0]]
             elif method.name != "append" or not args or method.of.each != args[0]:
                 method.of.known, method.of.each = None, UNKNOWN
             method.of.filled = method.name in ("append", "insert")
@@ -222,6 +222,8 @@ def _call_dotted(
 def _builtin(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
     """Python's own functions that matter to the flow of tensors."""
     first = args[0] if args else UNKNOWN
+    if name == "len" and isinstance(first, Items) and first.known is not None:
+        return Scalar(len(first.known))
     if name in ("int", "float", "bool", "len", "str", "round", "id", "hash", "type"):
         return Scalar()
     if name in ("abs",):
@@ -229,6 +231,8 @@ def _builtin(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any
     if name == "dict":
         given = mapping_of(first) if args else Mapping()
         return Mapping(given.entries | kwargs, given.open or any(k.arg is None for k in node.keywords))
+    if name == "reversed" and isinstance(first, Items) and first.known is not None:
+        return Items(known=first.known[::-1])
     if name in ("list", "tuple", "reversed", "sorted", "iter"):
         return Items(known=list(first.known)) if isinstance(first, Items) and first.known is not None else Items(each=run.element_of(first))
     if name == "range":

@@ -165,6 +165,13 @@ def _unpack(run: Interpreter, targets: list[ast.expr], value: Any, env: Env, nod
         for target, item in zip(targets, known):
             assign(run, target, item, env, node)
         return
+    star = next((i for i, t in enumerate(targets) if isinstance(t, ast.Starred)), None)
+    if known is not None and star is not None and len(known) >= len(targets) - 1:
+        end = len(known) - (len(targets) - star - 1)
+        for target, item in zip([*targets[:star], *targets[star + 1 :]], [*known[:star], *known[end:]]):
+            assign(run, target, item, env, node)
+        assign(run, targets[star].value, Items(known=known[star:end]), env, node)  # type: ignore[attr-defined]
+        return
     for target in targets:
         assign(run, target, run.element_of(value) if known is None else UNKNOWN, env, node)
 

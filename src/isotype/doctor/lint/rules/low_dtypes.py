@@ -32,7 +32,8 @@ def casts_low(file: SourceFile, call: ast.Call, also: frozenset[str] = frozenset
 def is_low(file: SourceFile, node: ast.expr) -> bool:
     """A dtype written out, the name of one, the model's dtype, or one of two of which at least one is low."""
     if isinstance(node, ast.IfExp):
-        return is_low(file, node.body) or is_low(file, node.orelse)
+        asks = any(last_name(n) in ("is_floating_point", "dtype") for n in ast.walk(node.test))
+        return not asks and (is_low(file, node.body) or is_low(file, node.orelse))
     if file.dotted(node) in LOW:
         return True
     if isinstance(node, ast.Name):

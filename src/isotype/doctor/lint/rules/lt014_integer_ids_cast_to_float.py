@@ -123,6 +123,8 @@ def _key(node: ast.expr) -> str:
 def _holds_ids(file: SourceFile, node: ast.expr) -> str:
     """The name by which this is known to be token ids: its own, or that of what it was last assigned from before this line."""
     node = _plain(node)
+    if isinstance(node, ast.Call) and _ENCODES.search(ast.unparse(node.func)):
+        return file.snippet(node, 40)
     name = _key(node)
     if IDS.search(name) or not isinstance(node, ast.Name):
         return name if IDS.search(name) else ""
