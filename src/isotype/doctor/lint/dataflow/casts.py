@@ -111,9 +111,22 @@ _COUNTS_FEATURES = re.compile(r"dim|feat|channel|half|embed|freq")
 
 
 def _is_float_text(node: ast.Call) -> bool:
-    """full(..., float("-inf")), full(..., torch.finfo(dtype).min), full(..., -math.inf): certainly floating."""
-    if len(node.args) < 2 and not any(k.arg == "fill_value" for k in node.keywords):
-        return False
-    fill = node.args[1] if len(node.args) > 1 else next(k.value for k in node.keywords if k.arg == "fill_value")
-    text = ast.unparse(fill).replace(" ", "")
-    return any(word in text for word in ("float(", "finfo(", "math.inf", "torch.inf", "np.inf"))
+    """full(..., float("-inf")), full(..., torch.finfo(dtype).min), full(..., dim**-0.5), full(..., 1 / n): certainly floating."""
+    fill = node.args[1] if len(node.args) > 1 else next((k.value for k in node.keywords if k.arg == "fill_value"), None)
+    return fill is not None and _is_float(fill)
+
+
+def _is_float(node: ast.expr) -> bool:
+    """Whether a number is certainly no integer, as it is written."""
+    if isinstance(node, ast.UnaryOp):
+        return _is_float(node.operand)
+    if isinstance(node, ast.BinOp):
+        if isinstance(node.op, ast.Pow):  # a negative power of an integer is a float as well
+            return _is_float(node.left) or _is_float(node.right) or isinstance(node.right, ast.UnaryOp)
+        return isinstance(node.op, ast.Div) or _is_float(node.left) or _is_float(node.right)
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, float)
+    return any(word in ast.unparse(node) for word in _FLOATS)
+
+
+_FLOATS = ("float(", "finfo(", "math.inf", "torch.inf", "np.inf", "math.sqrt", "math.log", "math.exp")

@@ -91,4 +91,9 @@ def promote_call(run: Interpreter, name: str, args: list[Any], nodes: list[ast.e
             result = elementwise(run, node, values, [])
             return result.but(zero_dim=False) if isinstance(result, Tensor) else UNKNOWN
         return UNKNOWN
+    if name == "meshgrid":
+        axes = args[0].known if args and isinstance(args[0], Items) else args
+        return Items(known=list(axes)) if axes is not None else UNKNOWN
+    if name == "where" and len(args) == 1:
+        return Items(each=Tensor("int64"))
     return elementwise(run, node, args[1:] if name == "where" and len(args) == 3 else args, nodes)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..dataflow.arguments import GRADIENT
 from ..dataflow.plain import FP32_WEIGHTS, is_root, plain_events
-from ..dataflow.values import Made, Tensor
+from ..dataflow.values import Items, Made, Tensor
 from ..rule import Hit, Rule
 from ..source import Function, SourceFile, last_name
 from .evidence import details, first_of_each
@@ -52,7 +52,7 @@ class NormFollowsWeightDtype(Rule):
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         for event in first_of_each((e for e in plain_events(file) if e.scenario == FP32_WEIGHTS), "returned"):
-            value = event.value
+            value = _one_of(event.value)
             function = file.function_of(event.node)
             if not isinstance(value, Tensor) or function is None or not isinstance(event.node, ast.Return) or event.node.value is None:
                 continue
@@ -75,6 +75,13 @@ class NormFollowsWeightDtype(Rule):
                     fix="cast the whole product: `(weight * x).to(input_dtype)`",
                     details=details(event),
                 )
+
+
+def _one_of(value: object) -> object:
+    """What is returned, or of several tensors the first that a parameter has made wider: a query and a key."""
+    if not isinstance(value, Items) or value.known is None:
+        return value
+    return next((v for v in value.known if isinstance(v, Tensor) and v.made is Made.PARAMETER and v.dtype == "fp32"), None)
 
 
 def _nodes(file: SourceFile, function: Function) -> list[ast.AST]:
