@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import resource
 
 import pytest
@@ -91,6 +93,31 @@ def test_nothing_is_left_patched_or_hooked():
     )
     assert after == before
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_what_is_saved_holds_nothing_of_the_trace():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+
+    def written(thing):
+        file = io.BytesIO()
+        torch.save(thing, file)
+        file.seek(0)
+        torch.load(file)  # weights only: refuses any other class
+        return len(file.getvalue())
+
+    def kept():
+        return [model.state_dict(), list(model.parameters()), optimizer.state_dict(), copy.deepcopy(optimizer.state_dict()), output]
+
+    with trace(model):
+        output = model(torch.randn(4, 16))
+        output.sum().backward()
+        optimizer.step()
+        output = output.detach()
+        during = [written(thing) for thing in kept()]
+    after = [written(thing) for thing in kept()]
+    assert during == after
+    assert [p.__dict__ for p in model.parameters()] == [{}] * len(list(model.parameters()))
 
 
 def test_memory_does_not_grow_with_steps():

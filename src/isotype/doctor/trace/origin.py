@@ -46,6 +46,9 @@ class Origin:
                 *_, self.via = self.via.chain()
             self.depth = self.via.depth + 1
 
+    def __deepcopy__(self, memo: Any) -> Origin:
+        return self  # a copied tensor came to its dtype as the first did
+
     def chain(self) -> Iterator[Origin]:
         """This origin, then upstream."""
         origin: Origin | None = self

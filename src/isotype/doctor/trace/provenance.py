@@ -1,7 +1,12 @@
-"""The origin of every tensor, kept on it and, for the copies that autograd unpacks, on its storage; and how an op makes one."""
+"""The origin of every tensor, kept on it and, for the copies that autograd unpacks, on its storage; and how an op makes one.
+
+What torch.save and pickle write of a tensor holds none of it: they would write whatever hangs on it.
+"""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +26,31 @@ class Provenance:
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
+        self._state: Callable[[Any], Any] = torch._utils._get_obj_state
 
-    def set(self, tensor: torch.Tensor, origin: Origin, writer: tuple[str, Any] | None = None) -> None:
-        """writer: the op and the module that wrote the values last."""
+    def start(self) -> None:
+        inner = self._state
+
+        def unmarked(thing: Any) -> Any:
+            state = inner(thing)
+            if type(state) is dict and MARK in state:
+                return {key: value for key, value in state.items() if key != MARK} or None
+            return state
+
+        torch._utils._get_obj_state = unmarked
+
+    def stop(self) -> None:
+        torch._utils._get_obj_state = self._state
+
+    @staticmethod
+    def forget() -> None:
+        """Takes the marks off whatever is left, once nothing is to be explained any more."""
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor):
+                thing.__dict__.pop(MARK, None)
+
+    def set(self, tensor: torch.Tensor, origin: Origin, writer: tuple[str, str] | None = None) -> None:
+        """writer: the op and the path of the module that wrote the values last."""
         tensor.__dict__[MARK] = (origin, writer)
         with suppress(RuntimeError, NotImplementedError):  # no memory of its own (fake, sparse, functional)
             tensor.untyped_storage().__dict__[MARK] = origin
@@ -52,7 +79,7 @@ class Provenance:
         if mark is None or mark[1] is None:
             return ""
         op, module = mark[1]
-        return f"{op} in {self._tracer.names.of(module)}" if module is not None else op
+        return f"{op} in {module}" if module else op
 
     def record(self, op: Op, inputs: list[torch.Tensor], out: torch.Tensor) -> None:
         """Gives an op's floating result its origin: handed on when the dtype is kept, new when it changed."""
@@ -64,7 +91,7 @@ class Provenance:
             else:
                 out.__dict__[MARK] = (self.get(inputs[0]) if inputs[0].dtype == out.dtype else self._made(op, inputs, out), None)
             return
-        module = tracer.stack[-1] if tracer.stack else None
+        module = tracer.names.of(tracer.stack[-1]) if tracer.stack else ""
         dtype = out.dtype
         same = None
         narrower = False  # whether an operand was widened to the result's dtype

@@ -50,6 +50,7 @@ class trace:
                 )
         if self._map is not None:
             self._tracer.picture.write(self._map, self.findings)
+        self._tracer.provenance.forget()
 
     @property
     def failure(self) -> Finding | None:

@@ -4,6 +4,7 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ..dataflow.plain import PURE
 from ..dataflow.torch_names import LIKE
 from ..rule import Hit, Rule
 from ..source import Function, SourceFile, keyword, last_name
@@ -60,6 +61,8 @@ class KeptSumInLowPrecision(Rule):
         for cls in file.nodes(ast.ClassDef):
             methods = [m for m in cls.body if isinstance(m, Function)]
             kept = {name: made for method in methods for name, made in _kept(file, method)}
+            for name in kept.keys() & _widened(file, cls):
+                del kept[name]
             seen: set[str] = set()
             for method in methods if kept else ():
                 for name, node, what in _sums(file, method, set(kept)):
@@ -84,6 +87,7 @@ def _hit(file: SourceFile, name: str, made: _Made, node: ast.stmt | ast.expr, wh
         cause=f"`{file.snippet(made.node, 50)}` gives the buffer {dtype}: in bf16 (bfloat16) each `{file.snippet(node, 50)}` rounds to 8 "
         "bits, and what is added in small parts is lost; float32 keeps it",
         fix="keep it in float32: `dtype=torch.float32`, or `.float()` on the copy, and cast where it is read",
+        scenario=PURE,
     )
 
 
@@ -102,6 +106,16 @@ def _kept(file: SourceFile, method: Function) -> Iterator[tuple[str, _Made]]:
             yield from ((owner.attr, one) for one in made)  # type: ignore[attr-defined]
 
 
+def _widened(file: SourceFile, cls: ast.ClassDef) -> set[str]:
+    """Attributes of self that some statement of the class casts to fp32: `self.average.float()`."""
+    calls = [n for n in ast.walk(cls) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and _is_self(n.func.value)]
+    return {
+        call.func.value.attr  # type: ignore[attr-defined]
+        for call in calls
+        if last_name(call.func) in ("float", "double") or any(file.dotted(a) in WIDE for a in (*call.args, keyword(call, "dtype")) if a)
+    }
+
+
 def _makers(file: SourceFile, value: ast.expr, over: set[str]) -> Iterator[_Made]:
     if isinstance(value, (ast.DictComp, ast.ListComp)):
         over = over | {n for g in value.generators if _reads_parameters(g.iter, over) for n in _targets(g.target)}
@@ -116,6 +130,8 @@ def _low(file: SourceFile, value: ast.expr, over: set[str]) -> bool | None:
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
         return None
     name, dtype = last_name(value.func), keyword(value, "dtype")
+    if file.dotted(value.func) == "copy.deepcopy":
+        return False  # a whole model, in its parameters' dtype
     given = [a for a in (*value.args, dtype) if a is not None]
     if any(file.dotted(a) in LOW for a in given) or (name in ("half", "bfloat16") and not value.args):
         return True if _roots(value) & over or name.startswith(("zeros", "empty", "full")) else None
@@ -132,7 +148,7 @@ def _low(file: SourceFile, value: ast.expr, over: set[str]) -> bool | None:
                 return None
             inner = inner.func.value
         return False if (_roots(value) & over) else None
-    if name in ("detach", "to", "cpu", "cuda", "requires_grad_", "pin_memory", "contiguous") and not any(
+    if name in ("detach", "to", "cpu", "cuda", "requires_grad_", "pin_memory", "contiguous", "eval", "train") and not any(
         "dtype" in ast.unparse(g) for g in given
     ):
         return _low(file, value.func.value, over)
