@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from ..errors import UsageError
-from ..training.folder import without_run
 from .app import RUNS
 
 
@@ -54,6 +53,7 @@ def sample(
     from ..data.load import load_data
     from ..data.prompts import prompts_from
     from ..inference.loaded import load_run
+    from ..training.folder import without_run
     from ..training.sample import sample as answer
 
     loaded = load_run(run)
@@ -80,5 +80,6 @@ def sample(
 def _chats(run: Path) -> bool:
     """Whether a prompt is a question to the template's assistant: where the run's rows were chats, and where there is no run to say so."""
     from ..report.record import read_run
+    from ..training.folder import without_run
 
     return without_run(run) is not None or bool(read_run(run).data.get("template"))
