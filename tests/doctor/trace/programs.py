@@ -738,3 +738,71 @@ def infinite_gradient_is_stepped(broken):
         loss = model(x_of(torch.float32)).pow(2).mean()
         (loss * (float("inf") if broken and step == 1 else 1.0)).backward()
         optimizer.step()
+
+
+def batch_norm_statistics_in_bf16(broken):
+    """Momentum 0.003: the mean stops where 0.003 of the distance is below half a step of bf16."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=0.003)).to(bf16)
+    if not broken:
+        model[1].float()
+    for _ in range(260):
+        model(torch.randn(32, 8).to(bf16) + 3)
+
+
+def batch_norm_that_arrived_in_bf16(broken):
+    """At the usual momentum bf16 keeps statistics within a few per cent: no fault, in either form."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(bf16)
+    for _ in range(260):
+        model(torch.randn(32, 8).to(bf16) + 3)
+
+
+def steps_counted_in_a_bf16_buffer(broken):
+    class WarmUp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("calls", torch.zeros((), dtype=None if broken else torch.long))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.linear(x) * (self.calls.to(x.dtype) / 1000)
+
+    model = WarmUp().to(bf16)
+    for _ in range(390):
+        model(x_of(d=8))
+
+
+def scaler_that_takes_no_step(broken):
+    """The squares overflow fp16 whatever the scale is."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(12):
+        with torch.autocast("cpu", torch.float16):
+            out = model(100 * x_of(torch.float32)) * 100
+            loss = (out if broken else out.float() / 1e4).pow(2).mean()
+        optimizer.zero_grad()
+        scaler.scale(loss.float()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def products_flush_in_fp16(broken):
+    """What enters the fp16 part of the backward is there; multiplied by small weights it is below fp16's smallest value."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    with torch.no_grad():
+        for layer in (model[2], model[4]):
+            layer.weight.mul_(1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0, enabled=not broken)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.float16):
+            loss = model(x_of(torch.float32)).float().sub(1).pow(2).sum() / 1e6
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()

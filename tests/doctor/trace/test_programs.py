@@ -62,6 +62,10 @@ FAULTS = {
     "positions_counted_in_bf16": ("TR015", ("counts", "600", "bf16"), ("fp32",)),
     "trained_weights_reloaded_rounded": ("TR011", ("overwritten", "bf16", "weight"), ("fp32",)),
     "fp16_without_a_scaler": ("TR025", ("flush", "fp16"), ("GradScaler",)),
+    "batch_norm_statistics_in_bf16": ("TR018", ("1.running_mean", "bf16", "0.003"), ("norm.float()",)),
+    "steps_counted_in_a_bf16_buffer": ("TR018", ("calls", "bf16", "256"), ("torch.long",)),
+    "scaler_that_takes_no_step": ("TR029", ("GradScaler", "12 steps", "took none"), ("bf16",)),
+    "products_flush_in_fp16": ("TR025", ("flush", "fp16"), ("GradScaler",)),
     "data_replaced_by_rounded": ("TR012", ("weight", "bf16", ".data"), ("master",)),
 }
 
@@ -96,7 +100,15 @@ def test_fault_is_found_and_told(name):
 
 
 @pytest.mark.parametrize(
-    "name", [*FAULTS, "scale_in_python_is_fine", "residual_stream_in_place", "a_copy_evaluated_in_bf16", "master_weights_are_no_orphans"]
+    "name",
+    [
+        *FAULTS,
+        "scale_in_python_is_fine",
+        "residual_stream_in_place",
+        "batch_norm_that_arrived_in_bf16",
+        "a_copy_evaluated_in_bf16",
+        "master_weights_are_no_orphans",
+    ],
 )
 def test_repaired_program_is_quiet(name):
     assert [f.render() for f in findings_of(name, broken=False)] == []

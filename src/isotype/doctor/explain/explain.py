@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -13,6 +14,8 @@ from .recognise import half_words, recognise
 from .situation import read
 
 MOST_DISTINCT = 200  # different errors kept of one log
+MOST_PLAIN = 5000  # passages without an error that are remembered
+_NUMBER = re.compile(r"\d+")
 
 
 def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]:
@@ -22,7 +25,11 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
     """
     found: dict[tuple[str, str, str], tuple[Finding, int]] = {}
     last_incident: Incident | None = None
+    plain: set[str] = set()  # loose passages that were nothing, but for their numbers: a log says the same ten thousand times
     for incident in incidents(lines):
+        loose = _NUMBER.sub("#", incident.text) if incident.exception is None and not incident.frames else ""
+        if loose in plain:
+            continue
         seen = recognise(_said(incident), read(incident.frames))
         if (
             seen is not None
@@ -33,6 +40,8 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
         ):
             seen = None  # loose prose about dtypes is no error
         if seen is None:
+            if loose and len(plain) < MOST_PLAIN:
+                plain.add(loose)
             if incident.exception or _speaks_of_an_error(incident.text):
                 last_incident = incident
             continue

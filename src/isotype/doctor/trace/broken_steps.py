@@ -35,14 +35,14 @@ class BrokenSteps:
         self._before: dict[int, str] | None = None  # id of a parameter that is finite -> what its gradient holds
         self._first: Broken | None = None
 
-    def stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         count = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         self._before = None
         if self._first is None and (count <= _LOOKS or not count & (count - 1)):
             with torch.no_grad():
                 self._before = {id(p): unfit(p.grad) for p, _ in _stepped(optimizer) if not unfit(p)}
 
-    def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._before:
             return
         with torch.no_grad():

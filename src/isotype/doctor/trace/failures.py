@@ -54,6 +54,22 @@ class Failures:
         named = [(labels[i] if i < len(labels) else f"argument {i}", value) for i, value in enumerate(args)] + list((kwargs or {}).items())
         self._explain(error, name, list(floating(named)))
 
+    def again(self, error: Exception, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        """A forward failed that nobody watched: the same forward once more says with what operands."""
+        if hasattr(error, _MARK) or not MENTIONS_DTYPE.search(f"{type(error).__name__}: {error}"):
+            return
+        tracer = self._tracer
+        outer, tracer.stack = tracer.stack, [module]
+        try:
+            with torch.random.fork_rng():
+                module.forward(*args, **kwargs)
+        except Exception as repeated:
+            if (finding := getattr(repeated, _MARK, None)) is not None:
+                error.add_note(finding.render())
+                setattr(error, _MARK, finding)
+        finally:
+            tracer.stack = outer
+
     def launch_failed(self, error: Exception, kernel: str, arguments: list[tuple[str, Any]]) -> None:
         """A Triton kernel that did not compile or launch for what it got."""
         self._explain(error, kernel, list(floating(arguments)), any_error=True)

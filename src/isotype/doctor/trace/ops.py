@@ -24,13 +24,14 @@ class Op:
     """One overload: what kind it is, and who wants to see it run.
 
     product a matrix product or attention: where a promotion costs
+    multiplies a product or the backward of one
     factory takes no tensor
     view    its result shares memory with its input
     before  called with (op, args, kwargs) first; what it returns goes to `after`
     after   called with (op, args, kwargs, result, token)
     """
 
-    __slots__ = ("after", "before", "cast", "factory", "func", "lift", "name", "product", "view")
+    __slots__ = ("after", "before", "cast", "factory", "func", "lift", "multiplies", "name", "product", "view")
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -38,6 +39,7 @@ class Op:
         self.name: str = schema.name.partition("::")[2]
         self.lift = self.name in LIFTS
         self.product = self.name in PRODUCTS
+        self.multiplies = self.product or (self.name.endswith("_backward") and ("attention" in self.name or "convolution" in self.name))
         self.view = bool(schema.returns) and schema.returns[0].alias_info is not None and not schema.is_mutable and not self.lift
         self.cast = self.name in CASTS
         self.factory = self.lift or not any("Tensor" in str(a.type) for a in schema.arguments)

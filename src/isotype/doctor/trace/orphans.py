@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,7 +31,7 @@ class Orphans:
         self._looked: set[int] = set()
         self._found: dict[str, Orphan] = {}
 
-    def stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         if id(optimizer) in self._looked:
             return
         self._looked.add(id(optimizer))

@@ -1,4 +1,4 @@
-"""Values that leave fp16's range: the first module that turns finite inputs into inf or NaN."""
+"""Values that leave fp16's range: the first module that turns finite inputs into inf or NaN, and gradients that become zero."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...finding import Finding, Place, Severity
+from .ops import Op
 from .source import Site
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 _GRADIENTS = 64  # gradients whose cast to fp16 is looked at
 _SAMPLE = 4_096
-_LOOKS = 4  # forwards that are looked at; then those whose number is a power of two
+_PRODUCTS = 256  # products of a backward that are looked at
+_TIMES = 2  # that products, or most casts, must lose most of their values: once it may be a gradient that is nearly zero by right
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +38,12 @@ class Overflows:
         self._gradients = 0  # gradients cast down to fp16 that were looked at, and those that mostly became zero
         self._flushed = 0
         self._site: Site | None = None
+        self._products = 0
+        self._lost: list[tuple[str, Site | None]] = []  # modules and lines of the forward whose gradients' products became zero
 
     def left(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """A module's forward has ended."""
-        count = self._tracer.forwards
-        if self._first is not None or (count > _LOOKS and count & (count - 1)):
+        if self._first is not None or not self._tracer.pace.looking:
             return
         out = output[0] if isinstance(output, (tuple, list)) and output else output
         if type(out) is not torch.Tensor or out.dtype != torch.float16 or not out.numel() or bool(torch.isfinite(out).all()):
@@ -62,15 +65,39 @@ class Overflows:
             self._flushed += 1
             self._site = self._site or self._tracer.here()[0]
 
+    def made(self, op: Op, args: tuple, kwargs: dict | None, out: torch.Tensor) -> None:
+        """A product of a backward without a loss scale came out in fp16: if it is mostly zero, whether it is so in fp32."""
+        if self._products > _PRODUCTS or self._tracer.scaling.scaled or not out.numel():
+            return
+        self._products += 1
+        if int((out == 0).sum()) * 2 < out.numel():
+            return
+
+        def widen(value: Any) -> Any:
+            return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.float16 else value
+
+        with torch.no_grad():
+            wide = op.func(*map(widen, args), **{key: widen(value) for key, value in (kwargs or {}).items()})
+            wide = wide[0] if isinstance(wide, (tuple, list)) else wide
+            there = int((wide != 0).sum())
+            if there and int(((out == 0) & (wide != 0)).sum()) * 2 > there:
+                site, module, _ = self._tracer.here()
+                self._lost.append((module, site))
+
     def _underflow(self) -> list[Finding]:
-        if self._flushed < 2 or self._flushed * 2 < self._gradients:
+        casts = self._flushed >= _TIMES and self._flushed * 2 >= self._gradients
+        if not casts and len(self._lost) < _TIMES:
             return []
-        site = self._site
+        modules = list(dict.fromkeys(module for module, _ in self._lost if module))
+        site = self._site if casts else self._lost[0][1]
         return [
             Finding(
                 code="TR025",
                 severity=Severity.WARNING,
-                message=f"gradients flush to zero in fp16: {self._flushed} of {self._gradients} lost more than half of their values",
+                message=f"gradients flush to zero in fp16: {self._flushed} of {self._gradients} lost more than half of their values"
+                if casts
+                else f"gradients flush to zero in fp16: {len(self._lost)} products lost more than half of their values, in "
+                + ", ".join(modules[:4]),
                 place=Place(file=site.file if site else None, line=site.line if site else None, symbol=site.function if site else None),
                 cause="fp16's smallest value is 6e-8: a gradient below half of it is zero, and everything before it in the network gets "
                 "none; the loss was not scaled (or not enough)",

@@ -131,7 +131,7 @@ class Parameters:
         if not torch.is_grad_enabled():
             self._evaluated[key] = self._calls[key]
 
-    def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """After an optimizer's step: a parameter that was stepped in a wider dtype or cast down by an evaluation trains rounded."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self._written:

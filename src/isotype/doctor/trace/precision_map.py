@@ -21,7 +21,6 @@ from .origin import Origin
 if TYPE_CHECKING:
     from .tracer import Tracer
 
-_LOOKS = 3  # forwards of a model that are drawn; then those whose number is a power of two
 _CHANGES = 64  # conversions listed for one module
 
 
@@ -37,8 +36,7 @@ class PrecisionMap:
 
     @property
     def looking(self) -> bool:
-        count = self._tracer.forwards
-        return count <= _LOOKS or count & (count - 1) == 0
+        return self._tracer.pace.looking
 
     def left(self, module: torch.nn.Module, args: Any, output: Any, *, root: bool) -> None:
         """A module's forward has ended."""

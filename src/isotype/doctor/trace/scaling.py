@@ -1,4 +1,7 @@
-"""Gradients clipped while they still hold the loss scale: the norm compared with the limit is tens of thousands of times too large."""
+"""The loss scale of fp16: gradients clipped while they still hold it, and a scaler that skips step after step.
+
+Clipped like that, the norm compared with the limit is tens of thousands of times too large.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from .source import Site
 if TYPE_CHECKING:
     from .tracer import Tracer
 
+_START = 10  # skipped steps from which on a run that has taken none counts as stuck: from 65536 down to 64
+_ROW = 16  # skipped steps in a row, later on
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 
 
@@ -25,28 +30,45 @@ class Scaling:
         self._unscaled: set[int] = set()  # parameters whose gradients hold it no more
         self._first: tuple[str, float, Site | None] | None = None
         self._count = 0
+        self._skipped = 0  # steps in a row
+        self._worst = 0
+        self._taken = False
+        self._stepped_at: Site | None = None
         self._undo: list[tuple[Any, str, Any]] = []
+
+    @property
+    def scaled(self) -> bool:
+        """Whether gradients hold a loss scale now."""
+        return self._scale != 1.0
 
     def start(self) -> None:
         scaler = torch.amp.GradScaler
         self._around(scaler, "scale", self._scaled)
         self._around(scaler, "unscale_", self._unscale)
         self._around(scaler, "step", self._done)
+        self._around(scaler, "update", self._updates)
         for module in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in _CLIPPING:
-                self._around(module, name, self._clipped)
+                self._around(module, name, self._clipped, rests=True)
+        for owner in (torch.optim.Optimizer, torch.nn.Module):
+            self._around(owner, "zero_grad", self._zeroed, rests=True)
 
     def stop(self) -> None:
         for owner, name, function in reversed(self._undo):
             setattr(owner, name, function)
         self._undo.clear()
 
-    def _around(self, owner: Any, name: str, told: Callable[..., None]) -> None:
-        function = getattr(owner, name)
+    def _around(self, owner: Any, name: str, told: Callable[..., None], *, rests: bool = False) -> None:
+        function, tracer = getattr(owner, name), self._tracer
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             told(name, *args, **kwargs)
-            return function(*args, **kwargs)
+            if not (rests and tracer.pace.call_rests(name) and tracer.rest(hooks=False)):
+                return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                tracer.wake()
 
         watched.__name__, watched.__doc__ = name, function.__doc__
         self._undo.append((owner, name, function))
@@ -58,6 +80,21 @@ class Scaling:
 
     def _unscale(self, _: str, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         self._unscaled |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+    def _updates(self, _: str, scaler: Any, new_scale: Any = None) -> None:
+        """Before `scaler.update()`: whether the step was skipped."""
+        states = scaler._per_optimizer_states.values() if scaler.is_enabled() and new_scale is None else ()
+        found = [value for state in states for value in state["found_inf_per_device"].values()]
+        if not found:
+            return
+        skipped = any(float(value) for value in found)
+        self._skipped = self._skipped + 1 if skipped else 0
+        self._taken = self._taken or not skipped
+        self._worst = max(self._worst, self._skipped)
+        self._stepped_at = self._stepped_at or self._tracer.locator.here(3)
+
+    def _zeroed(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
     def _done(self, *args: Any, **kwargs: Any) -> None:
         self._scale = 1.0
@@ -71,6 +108,28 @@ class Scaling:
         self._first = self._first or (name, self._scale, self._tracer.locator.here(3))
 
     def findings(self) -> list[Finding]:
+        return [*self._clip_finding(), *self._skip_finding()]
+
+    def _skip_finding(self) -> list[Finding]:
+        if self._worst < (_ROW if self._taken else _START):
+            return []
+        site = self._stepped_at
+        return [
+            Finding(
+                code="TR029",
+                severity=Severity.WARNING,
+                message=f"GradScaler skipped {self._worst} steps in a row" + ("" if self._taken else " and took none"),
+                place=Place(file=site.file if site else None, line=site.line if site else None, symbol=site.function if site else None),
+                cause="the gradients of every one of these steps held inf or NaN, so the weights stand still while the loss is logged: "
+                "a few skipped steps find the scale, so many mean that fp16 overflows at any scale (a loss or an activation beyond "
+                "65504, a NaN in the data or a weight), or that the scale falls too slowly (backoff_factor near 1)",
+                fix="run in bf16, which has the range of fp32 and needs no scaler; or keep what overflows in fp32 (the loss and its sum "
+                "first), and leave backoff_factor at 0.5",
+                details=(("updated at", f"{site}: {site.text}"),) if site is not None else (),
+            )
+        ]
+
+    def _clip_finding(self) -> list[Finding]:
         if self._first is None:
             return []
         name, scale, site = self._first

@@ -37,8 +37,10 @@ class _Sum:
     gradient: bool
     fp32: torch.Tensor
     version: int
+    inside: bool  # added to by a forward or a backward
     additions: int = 0
     forwards: set[int] = field(default_factory=set)
+    last: int = 0
     off: float = 0.0
     after: int = 0  # additions when `off` was measured
 
@@ -76,7 +78,13 @@ class Sums:
         known.fp32.add_(_sample(other.detach().expand_as(target)).float(), alpha=factor)
         known.additions += 1
         known.version += 1
-        known.forwards.add(self._tracer.forwards)
+        known.last = self._tracer.forwards
+        known.forwards.add(known.last)
+
+    def grows(self) -> bool:
+        """Whether the last forward, or its backward, went on with a sum of earlier ones."""
+        before = self._tracer.forwards - 1
+        return any(known.inside and known.last == before and len(known.forwards) > 1 for known in self._sums.values())
 
     def multiplied(self, op: Op, args: tuple, kwargs: dict | None) -> None:
         """Before `tensor * 0.999`: in bf16 that is the tensor."""
@@ -103,6 +111,7 @@ class Sums:
             variable is not None,
             _sample(target).float(),
             target._version,
+            bool(self._tracer.stack) or node is not None,
         )
 
     def _measure(self, known: _Sum, target: torch.Tensor) -> None:

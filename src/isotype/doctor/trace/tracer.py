@@ -1,6 +1,7 @@
 """The tracer: one dispatch mode (what every op really got), one function mode (what the program called), and module hooks (where it was).
 
-The modes only watch: each op runs once, unchanged, and its result is returned as it is.
+The modes only watch: each op runs once, unchanged, and its result is returned as it is. While the program repeats itself they
+rest (`pace`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ...dtypes import name as dtype_name
 from ...finding import Finding
@@ -28,17 +29,20 @@ from .ops import FLOATS, LOW, Op, dtype_of_tensors
 from .origin import Origin
 from .orphans import Orphans
 from .overflow import Overflows
+from .pace import Pace
 from .parameters import Parameters
 from .positions import WATCHED, Positions
 from .precision_map import PrecisionMap
 from .promotions import Promotions
 from .provenance import MARK, Provenance
+from .running_statistics import NORMS, RunningStatistics
 from .scaling import Scaling
 from .source import Locator, Site, statement
 from .sums import Sums
 from .updates import UPDATES, Updates
 
 _CASTING = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy", "tensor", "as_tensor", "cpu", "cuda"})
+_BACKWARD = frozenset({"backward", "grad"})
 _KEPT_SITES = 20_000  # autograd nodes whose forward place is remembered; a step makes a few thousand
 
 
@@ -50,17 +54,23 @@ class Calls(TorchFunctionMode):
         self._tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func.__name__
+        if name == "__get__":
+            return func(*args)  # an attribute: half of all calls, and no op
         tracer = self._tracer
         outer, tracer.calling = tracer.calling, func
         tracer.autocast_around = torch.is_autocast_enabled(tracer.device)
+        resting = name in _BACKWARD and tracer.pace.backward_rests() and tracer.rest(hooks=True)
         try:
-            if func.__name__ == "__set__" and len(args) == 2:
+            if name == "__set__" and len(args) == 2:
                 tracer.attribute_set(func, *args)
             return func(*args, **kwargs) if kwargs else func(*args)
         except Exception as error:
             tracer.call_failed(error, func, args, kwargs)
             raise
         finally:
+            if resting:
+                tracer.wake()
             tracer.calling = outer
 
 
@@ -82,6 +92,7 @@ class Tracer(TorchDispatchMode):
         self.defaults = DefaultDtype()
         self.updates = Updates(self)
         self.sums = Sums(self)
+        self.statistics = RunningStatistics(self)
         self.parameters = Parameters(self)
         self.promotions = Promotions(self)
         self.casts = Casts(self)
@@ -91,6 +102,7 @@ class Tracer(TorchDispatchMode):
         self.orphans = Orphans(self)
         self.broken_steps = BrokenSteps(self)
         self.scaling = Scaling(self)
+        self.pace = Pace(self)
         self.picture = PrecisionMap(self)
         self._mapped = mapped
         self._census: Counter[torch.dtype] | None = None
@@ -103,21 +115,17 @@ class Tracer(TorchDispatchMode):
         self._ops: dict[int, Op] = {}
         self._forward_sites: dict[int, tuple[torch.nn.Module | None, Site | None]] = {}
         self._hooks: list[Any] = []
+        self._module_hooks: list[Any] = []
         self._calls = Calls(self)
+        self._resting: tuple[bool, bool] | None = None  # whether the function mode and the hooks are off too, while the dispatch mode is
         if model is not None:
             self.learn(model)
 
     # ---- lifetime
     def __enter__(self) -> Tracer:
-        modules = torch.nn.modules.module
-        self._hooks.append(modules.register_module_forward_pre_hook(self._enter_module))
-        self._hooks.append(modules.register_module_forward_hook(self._leave_module, always_call=True))
-        self._hooks.append(register_optimizer_step_pre_hook(self.updates.stepping))
-        self._hooks.append(register_optimizer_step_pre_hook(self.orphans.stepping))
-        self._hooks.append(register_optimizer_step_pre_hook(self.broken_steps.stepping))
-        self._hooks.append(register_optimizer_step_post_hook(self.broken_steps.stepped))
-        self._hooks.append(register_optimizer_step_post_hook(self.updates.stepped))
-        self._hooks.append(register_optimizer_step_post_hook(self.parameters.stepped))
+        self._hook_modules()
+        self._hooks.append(register_optimizer_step_pre_hook(self._stepping))
+        self._hooks.append(register_optimizer_step_post_hook(self._stepped))
         self.provenance.start()
         self.defaults.start()
         self.parameters.start()
@@ -128,6 +136,8 @@ class Tracer(TorchDispatchMode):
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self.wake()
+        self.pace.stop()
         super().__exit__(kind, error, traceback)
         self._calls.__exit__(kind, error, traceback)
         self.scaling.stop()
@@ -135,9 +145,43 @@ class Tracer(TorchDispatchMode):
         self.parameters.stop()
         self.defaults.stop()
         self.provenance.stop()
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._module_hooks):
             hook.remove()
         self._hooks.clear()
+        self._module_hooks.clear()
+
+    def _hook_modules(self) -> None:
+        modules = torch.nn.modules.module
+        self._module_hooks = [
+            modules.register_module_forward_pre_hook(self._enter_module),
+            modules.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+
+    def rest(self, *, hooks: bool) -> bool:
+        """Takes the modes off until `wake`, and the hooks of modules with them; not when the program put a mode of its own above ours."""
+        if self._resting is not None or _get_current_dispatch_mode() is not self:
+            return False
+        super().__exit__(None, None, None)
+        calls = _get_current_function_mode() is self._calls
+        if calls:
+            self._calls.__exit__(None, None, None)
+        if hooks:
+            for hook in self._module_hooks:
+                hook.remove()
+        self._resting = calls, hooks
+        return True
+
+    def wake(self) -> None:
+        if self._resting is None:
+            return
+        calls, hooks = self._resting
+        self._resting = None
+        self.pace.woken()
+        if hooks:
+            self._hook_modules()
+        if calls:
+            self._calls.__enter__()
+        super().__enter__()
 
     def learn(self, root: torch.nn.Module) -> None:
         """Names a model, and gives its parameters and buffers their origins."""
@@ -151,12 +195,29 @@ class Tracer(TorchDispatchMode):
                 if known is None or known.kind not in ("parameter", "buffer"):
                     self.provenance.set(tensor, Origin(tensor.dtype, kind, name, via=None))
 
+    def _stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.wake()  # should an exception have ended what rested
+        self.rest(hooks=False)  # what the watchers do is no part of the program
+        for watcher in (self.updates, self.orphans, self.broken_steps):
+            watcher.stepping(optimizer)
+        if not self.pace.step_rests(optimizer, args, kwargs):
+            self.wake()
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.rest(hooks=False)
+        for watcher in (self.broken_steps, self.updates, self.parameters):
+            watcher.stepped(optimizer)
+        self.wake()
+
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         key = id(module)
         if key not in self.names.modules:
             self.learn(module)
         if not self.stack:
+            self.wake()
             self.forwards += 1
+            if self.pace.begins(module, args):
+                return
             self.updates.prune()
             self.sums.prune()
             self.defaults.look()
@@ -210,6 +271,10 @@ class Tracer(TorchDispatchMode):
                 if len(self._forward_sites) > _KEPT_SITES:
                     for old in list(self._forward_sites)[: _KEPT_SITES // 2]:
                         del self._forward_sites[old]
+        if op.multiplies:
+            first = out[0] if type(out) in (tuple, list) else out
+            if first is not None and first.dtype is torch.float16 and torch._C._current_autograd_node() is not None:
+                self.overflows.made(op, args, kwargs, first)
         if type(out) is torch.Tensor:
             if out.dtype in FLOATS:
                 if self._mapped and (node := torch._C._current_autograd_node()) is not None and not op.view:
@@ -242,6 +307,8 @@ class Tracer(TorchDispatchMode):
             op.before = self.sums.multiplied
         if op.name in UPDATES:
             op.before, op.after = self.updates.before, self.updates.after
+        if op.name in NORMS:
+            op.before, op.after = self.statistics.before, self.statistics.after
         return op
 
     # ---- what the others ask
@@ -320,6 +387,7 @@ class Tracer(TorchDispatchMode):
             *self.parameters.findings(),
             *self.updates.findings(),
             *self.sums.findings(),
+            *self.statistics.findings(),
         ]
         return [
             *found,
@@ -359,6 +427,7 @@ class Tracer(TorchDispatchMode):
 
     def dtypes_changed(self) -> None:
         self._census = None
+        self.pace.changed()
 
     def census(self) -> Counter[torch.dtype]:
         """Parameter elements by dtype of the model that is running."""

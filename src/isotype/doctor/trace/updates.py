@@ -29,6 +29,7 @@ _ARITHMETIC = ("add_", "sub_", "mul_", "div_", "lerp_", "addcdiv_", "addcmul_")
 UPDATES = frozenset({*_ARITHMETIC, "copy_", *(f"_foreach_{name}" for name in _ARITHMETIC), "_foreach_copy_"}) | frozenset(
     f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad")
 )
+_STANDING = 2  # samples in a row in which a counter does not move
 _PAIR = 2  # tensors of a list that are compared
 
 
@@ -47,8 +48,10 @@ class Watched:
     agreement: float = 0.0
     meant: float = 0.0
     still: float = 0.0
+    standing: int = 0  # of the last samples, those in which nothing moved
     source: StorageWeakRef | None = None
     from_master: bool = False
+    constant: bool = False  # a number is added, not a tensor
 
     @property
     def moved(self) -> float:
@@ -72,11 +75,11 @@ class Updates:
         self._optimizer: torch.optim.Optimizer | None = None
         self._lost: dict[tuple[str, str, str], list[Watched]] = defaultdict(list)
 
-    def stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         self._tracer.sums.settled(optimizer)
         self._optimizer = optimizer
 
-    def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = None
 
     def before(self, op: Op, args: tuple, kwargs: dict | None) -> list[_Sample] | None:
@@ -117,6 +120,7 @@ class Updates:
             watched.agreement += float((real.double() * meant.double()).sum())
             watched.meant += size
             watched.still += float((real == 0).float().mean())
+            watched.standing = 0 if bool(real.any()) else watched.standing + 1
 
     def _due(self, op: Op, target: torch.Tensor, args: tuple) -> Watched | None:
         if op.name.endswith("copy_"):
@@ -129,6 +133,7 @@ class Updates:
         if watched is None or watched.storage.expired():
             self._keep(key)
             watched = self._watched[key] = self._begin(op, target, storage)
+            self._count_alone(watched, key, args)
         watched.calls += 1
         if op.name.endswith("copy_"):
             # a copy from a tensor that lives on is a copy from master weights: rounding there loses nothing
@@ -136,8 +141,16 @@ class Updates:
             watched.source = StorageWeakRef(args[1].untyped_storage())
         if watched.role == "tensor" and watched.calls == 1:
             return None  # not known yet to live longer than one step
-        due = watched.calls <= 4 or watched.calls & (watched.calls - 1) == 0
+        due = watched.calls <= 4 or watched.calls & (watched.calls - 1) == 0 or (self._tracer.stack and self._tracer.pace.sampled)
         return watched if due else None
+
+    def _count_alone(self, watched: Watched, key: tuple[int, str], args: tuple) -> None:
+        """A tensor that numbers are added to, and nothing else happens to, is a counter."""
+        others = [self._watched[storage, op] for storage, op in ((key[0], name) for name in _ARITHMETIC) if (storage, op) in self._watched]
+        watched.constant = key[1] in ("add_", "sub_") and isinstance(args[1], (int, float)) and others == [watched]
+        if not watched.constant:
+            for other in others:
+                other.constant = False
 
     def _begin(self, op: Op, target: torch.Tensor, storage: Any) -> Watched:
         tracer = self._tracer
@@ -184,6 +197,8 @@ class Updates:
 
     @staticmethod
     def _counts(watched: Watched) -> bool:
+        if watched.role == "tensor" and watched.constant and watched.standing >= _STANDING:
+            return True  # a counter that went as far as its dtype counts
         enough = 1 if watched.role == "parameter" and not watched.op.endswith("copy_") else 3
         return watched.samples >= enough and watched.moved < LOST and not watched.from_master
 
@@ -204,8 +219,12 @@ class Updates:
             found.append(self._parameters(groups["parameter"], states))
         elif states:
             found.append(self._states(states))
-        if "tensor" in groups:
-            found.append(self._tensors(groups["tensor"]))
+        counters = [w for w in groups.get("tensor", []) if w.constant]
+        if counters:
+            found.append(self._counters(counters))
+        averages = [w for w in groups.get("tensor", []) if not w.constant]
+        if averages:
+            found.append(self._tensors(averages))
         return found
 
     def _parameters(self, lost: list[Watched], states: list[Watched]) -> Finding:
@@ -279,6 +298,21 @@ class Updates:
             "in an update",
             fix="keep the average or accumulator in fp32 (`ema = p.detach().float().clone()`), and cast it down only where it is used",
             details=(("updated at", f"{first.site}: {first.site.text}"),) if first.site is not None else (),
+        )
+
+    def _counters(self, stuck: list[Watched]) -> Finding:
+        first = stuck[0]
+        word, site = dtype_name(first.dtype), first.site
+        return Finding(
+            code="TR018",
+            severity=Severity.WARNING,
+            message=f"a counter kept in {word} stands still: {', '.join(dict.fromkeys(w.name for w in stuck))}",
+            place=Place(file=site.file if site else None, line=site.line if site else None, symbol=first.name),
+            cause=f"{word} keeps {_bits(word)} significant bits, so counting by ones ends at {2 ** _bits(word)}: one more rounds back "
+            "to it (a float buffer takes the model's dtype with model.to)",
+            observed=f"the last {first.standing} of {first.samples} sampled additions changed nothing",
+            fix="count in an integer: torch.zeros((), dtype=torch.long), which model.to(dtype) leaves as it is",
+            details=(("updated at", f"{site}: {site.text}"),) if site is not None else (),
         )
 
 

@@ -100,6 +100,8 @@ def torch_call(
         return args[1] if len(args) > 1 else UNFOLLOWED
     if name == "cumsum" and first.dtype in ("int64", "int32", "bool"):
         return Tensor("int64", positional=True)  # ones counted up
+    if name == "cuda":
+        first = first.but(on_cpu=False)
     if name in names.PART:
         first = first.but(buffer=None)
     if name in names.KEEP:

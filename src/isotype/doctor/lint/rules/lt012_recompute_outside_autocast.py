@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from ..dataflow.functions import FunctionClass, function_classes
+from ..dataflow.plain import AUTOCAST
 from ..rule import Hit, Rule
 from ..source import SourceFile, bindings, last_name, own_nodes
 
@@ -84,6 +85,7 @@ def _fault(file: SourceFile, function: FunctionClass) -> Hit | None:
                     "recomputation runs in other dtypes than the forward pass it repeats, or a matmul in it gets mixed dtypes",
                     fix="re-enter autocast around the recomputation with the state noted in forward (torch.is_autocast_enabled, "
                     "torch.get_autocast_dtype), decorate with torch.amp.custom_fwd and custom_bwd, or use torch.utils.checkpoint",
+                    scenario=AUTOCAST,
                 )
     return None
 

@@ -4,6 +4,7 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ..dataflow.plain import PURE
 from ..dataflow.torch_names import LIKE
 from ..rule import Hit, Rule
 from ..source import Function, SourceFile, keyword, last_name
@@ -54,7 +55,7 @@ class KeptSumInLowPrecision(Rule):
 
     code = "LT017"
     name = "kept-sum-in-low-precision"
-    words = ("grad", "decay", "lerp", "ema", "beta", "momentum")
+    words = ("grad", "decay", "lerp", "ema", "beta", "momentum", "mean", "average", "avg")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         for cls in file.nodes(ast.ClassDef):
@@ -87,6 +88,7 @@ def _hit(file: SourceFile, name: str, made: _Made, node: ast.stmt | ast.expr, wh
         cause=f"`{file.snippet(made.node, 50)}` gives the buffer {dtype}: in bf16 (bfloat16) each `{file.snippet(node, 50)}` rounds to 8 "
         "bits, and what is added in small parts is lost; float32 keeps it",
         fix="keep it in float32: `dtype=torch.float32`, or `.float()` on the copy, and cast where it is read",
+        scenario=PURE,
     )
 
 
