@@ -49,7 +49,7 @@ _DEFAULT_DTYPE = re.compile(r"\btorch\.(float32|float64|float)$")
 def bind(file: SourceFile, function: Function, arguments: list[ast.arg], scenario: Scenario, path: Path, *, module: bool) -> dict[str, Any]:
     """Name -> value for these parameters. module: of a plain function, whose defaults are what most callers leave as they are."""
     defaults = _defaults(function)
-    used = _tensor_uses(file, function)
+    used = tensor_uses(file, function)
     values: dict[str, Any] = {}
     names_given = [a.arg for a in arguments]
     if any(map(WEIGHT.match, names_given)) and not any(ACTIVATION.match(n) or _LIKE_ACTIVATION.search(n) for n in names_given):
@@ -144,7 +144,7 @@ def _defaults(function: Function) -> dict[str, ast.expr]:
     return found
 
 
-def _tensor_uses(file: SourceFile, function: Function) -> set[str]:
+def tensor_uses(file: SourceFile, function: Function) -> set[str]:
     """Names used as only tensors are: multiplied with @, saved for backward, asked for their dtype or transpose."""
     known = file.memo.setdefault("tensor_uses", {})
     if function not in known:

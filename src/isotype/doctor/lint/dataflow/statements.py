@@ -62,8 +62,19 @@ def _for(run: Interpreter, node: ast.For, env: Env) -> None:
     if isinstance(source, Items) and source.known is not None and len(source.known) <= 4:
         rounds = list(source.known)
     else:
-        rounds = [run.element_of(source)] * 2
+        element = run.element_of(source)
+        rounds = [_first(node.iter, element), element]
     _loop(run, node, env, rounds)
+
+
+def _first(source: ast.expr, element: Any) -> Any:
+    """What the first round gets: counting begins with 0."""
+    counts = source.func.id if isinstance(source, ast.Call) and isinstance(source.func, ast.Name) else ""
+    if counts == "range" and (len(source.args) == 1 or (isinstance(source.args[0], ast.Constant) and source.args[0].value == 0)):  # type: ignore[attr-defined]
+        return Scalar(0)
+    if counts == "enumerate" and len(source.args) == 1 and not source.keywords and isinstance(element, Items):  # type: ignore[attr-defined]
+        return Items(known=[Scalar(0), *(element.known or [])[1:]])
+    return element
 
 
 def _while(run: Interpreter, node: ast.While, env: Env) -> None:

@@ -31,6 +31,7 @@ class Tensor:
     zero_dim   True and False are certain: a tensor without dimensions does not promote one that has them
     positional made from arange or position ids; lowered: where it was rounded to a low precision after that
     buffer     where it was allocated, for a tensor made by zeros_like and the like
+    on_cpu     made without `device=`, or only of such: autocast of another device leaves it alone
     """
 
     dtype: str | None
@@ -41,6 +42,7 @@ class Tensor:
     positional: bool = False
     lowered: ast.AST | None = None
     buffer: ast.AST | None = None
+    on_cpu: bool = False
 
     @property
     def floating(self) -> bool:
@@ -90,7 +92,10 @@ class Dtype:
 
 @dataclass(slots=True)
 class Items:
-    """A tuple, list, or anything iterated over. known: exactly these; otherwise any number like `each`, at least one where `filled`."""
+    """A tuple, list, or anything iterated over. known: exactly these; otherwise any number like `each`, at least one where `filled`.
+
+    A list that something was appended to has both: `known` is what a loop of two rounds left in it.
+    """
 
     known: list[Any] | None = None
     each: Any = UNKNOWN

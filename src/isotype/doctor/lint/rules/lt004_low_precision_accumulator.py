@@ -45,7 +45,7 @@ class LowPrecisionAccumulator(Rule):
 
     Known problems
     --------------
-    Only buffers of autograd.Functions, those whose name says gradient, and sums of matrix
+    A sum into an argument is left to the caller. Only buffers of autograd.Functions, those whose name says gradient, and sums of matrix
     products in a function whose name does, are looked at. How many parts are
     summed is not known here: a loop over two experts loses little.
     """
@@ -110,6 +110,8 @@ def _hit(event: Event, at: ast.expr | ast.stmt, symbol: str | None) -> Hit:
         fix=f"{'allocate it with' if allocated else 'start from torch.zeros(...) with'} dtype=torch.float32, and cast once after the loop",
         details=details(event),
         symbol=symbol,
+        scenario=event.scenario,
+        weak="the caller made what is added to, in a dtype of its choice" if not allocated and buffer.why == f"the argument {name}" else "",
         edit=Edit.at("keyword", at, "dtype=torch.float32")
         if isinstance(at, ast.Call) and how.endswith("_like") and not keyword(at, "dtype")
         else None,

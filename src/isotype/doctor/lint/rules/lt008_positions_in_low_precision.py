@@ -90,6 +90,7 @@ class PositionsInLowPrecision(Rule):
                 fix="keep positions and inverse frequencies in torch.float32 and cast after cos and sin"
                 + (", with autocast switched off around the product" if by_autocast else ""),
                 details=details(event),
+                scenario=event.scenario,
             )
 
 
