@@ -1,4 +1,4 @@
-"""The outputs shown in docs/doctor are what the commands print for docs/doctor/examples (of the commands that need no torch)."""
+"""The outputs shown in docs/doctor are what the commands print for docs/doctor/examples."""
 
 from __future__ import annotations
 
@@ -31,14 +31,41 @@ def test_output_is_todays(page: str, command: str, output: str):
     assert printed(command) == output
 
 
+FRONT = (DOCS / "README.md").read_text(encoding="utf-8")
+NAMED = re.findall(r"`isotype ((?:conform|kernels|trace) \w+\.py:\w+)`", FRONT)
+
+
+def shown_whole(block: str, text: str) -> None:
+    """Every line of a block, up to where it is cut, is in what the commands print."""
+    for line in block.splitlines():
+        for piece in line.split("..."):
+            assert " ".join(piece.split()).strip(" ,;") in text, line
+
+
 def test_the_front_page_cuts_but_does_not_change():
-    """Every line of the front page's blocks of `check` and `explain`, up to where it is cut, is in what the commands print."""
     text = " ".join("\n".join(printed(command) for _, command, _ in SHOWN).split())
-    front = (DOCS / "README.md").read_text(encoding="utf-8")
-    blocks = [b for b in re.findall(r"```\n(.*?)\n```", front, re.DOTALL) if re.search(r"^error (?:EX|CF)\d", b, re.MULTILINE)]
+    blocks = [b for b in re.findall(r"```\n(.*?)\n```", FRONT, re.DOTALL) if re.search(r"^error (?:EX|CF)\d", b, re.MULTILINE)]
     assert len(blocks) >= 2
-    for line in "\n".join(blocks).splitlines():
-        assert " ".join(line.partition(" ...")[0].split()) in text, line
+    shown_whole("\n".join(blocks), text)
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow] if c.startswith("trace") else []) for c in NAMED])
+def test_the_front_page_shows_what_running_prints(command: str):
+    pytest.importorskip("peft" if command.startswith("trace") else "triton" if command.startswith("kernels") else "torch")
+    block = FRONT.partition(f"`isotype {command}`")[2].partition("```\n")[2].partition("\n```")[0]
+    shown_whole(block, " ".join(printed(command).replace(f"{DOCS / 'examples'}/", "").split()))
+
+
+def test_the_front_page_shows_the_summary_of_everything():
+    block = FRONT.partition("## All of it at once")[2].partition("```\n")[2].partition("\n```")[0]
+    assert block
+    assert printed("doctor . --static").endswith(block)
+
+
+def test_lint_names_the_same_lines():
+    """What the front page says of lint: the codes it names, for the files it names them for."""
+    for file, codes in (("fused_lora.py", {"LT002"}), ("cross_entropy.py", {"LT020"}), ("fused_linear_ce.py", {"LT001", "LT004"})):
+        assert all(code in FRONT and re.search(rf"^(?:error|warning) {code} ", printed(f"lint {file}"), re.MULTILINE) for code in codes)
 
 
 def test_something_is_shown():

@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 from typer.testing import CliRunner
@@ -57,10 +58,58 @@ def test_one_summary_and_an_exit_status(project, tmp_path):
     answer = json.loads(done.stdout)
     assert {part["part"] for part in answer["parts"]} == {"check", "lint", "explain", "kernels"}
     text = CliRunner().invoke(build_app(), ["doctor", str(project)]).stdout
-    assert "kernels  1 Triton kernels in 1 files" in text
+    assert "kernels  1 Triton kernel in 1 file" in text
     (tmp_path / "clean").mkdir()
     (tmp_path / "clean/a.py").write_text("x = 1\n")
     assert CliRunner().invoke(build_app(), ["doctor", str(tmp_path / "clean")]).exit_code == 0
+
+
+def test_sarif(project):
+    done = CliRunner().invoke(build_app(), ["doctor", str(project), "--static", "--sarif"])
+    assert done.exit_code == 1
+    log = json.loads(done.stdout)
+    assert log["version"] == "2.1.0"
+    assert {"CF001", "LT006"} & {result["ruleId"] for result in log["runs"][0]["results"]}
+
+
+def test_a_folder_with_nothing_says_so(tmp_path):
+    done = CliRunner().invoke(build_app(), ["doctor", str(tmp_path)])
+    assert done.exit_code == 0
+    assert "nothing here is a configuration" in done.stdout
+
+
+@pytest.mark.parametrize(("name", "part"), [("train.log", "explain"), ("a.py", "lint"), ("a.yaml", "check"), ("note.md", "check")])
+def test_a_single_file_gets_the_parts_that_are_its(tmp_path, name, part):
+    (tmp_path / name).write_text("x = 1\n")
+    assert part in {one.part for one in visit(tmp_path / name)}
+
+
+def test_what_a_kernel_file_does_when_imported_stays_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("isotype.doctor.kernels_apart.SILENT", 20.0)
+    for name, end in (("a_leaves", "raise SystemExit(3)"), ("b_dies", "import os; os._exit(5)"), ("c_asks", "input('name? ')")):
+        (tmp_path / f"{name}.py").write_text(f"{KERNEL}\nprint('noise')\n{end}\n")
+    (tmp_path / "d_fine.py").write_text(KERNEL)
+    done = {one.part: one for one in visit(tmp_path)}["kernels"]
+    assert [f.place.file.rpartition("/")[2] for f in done.findings if f.code == "KN000"] == ["a_leaves.py", "b_dies.py", "c_asks.py"]
+    assert done.subject.startswith("1 Triton kernel in 4 files")
+    assert any(f.code == "KN001" for f in done.findings)
+
+
+def test_kernels_have_a_time(project):
+    assert "1 file not reached in 0 s" in {one.part: one for one in visit(project, seconds=0)}["kernels"].subject
+
+
+def test_pipes_and_links_to_nowhere_are_passed_over(project):
+    for suffix in (".py", ".yaml", ".log"):
+        os.mkfifo(project / f"pipe{suffix}")
+        (project / f"gone{suffix}").symlink_to("nowhere")
+    (project / "loop").mkdir()
+    (project / "loop/up").symlink_to("..")
+    (project / "deep.yaml").write_text("bf16: {a: " * 2000)
+    (project / "bomb.yaml").write_text("bf16: 1\na: &a [x, x, x, x]\n" + "".join(f"a{i}: &a [*a, *a, *a, *a]\n" for i in range(20)))
+    (project / "cells.ipynb").write_text('{"cells": 3}')
+    codes = {f.code for one in visit(project, static=True) for f in one.findings}
+    assert {"CF001", "CF099", "EX001"} <= codes
 
 
 def test_a_missing_path_is_one_line():

@@ -1,5 +1,6 @@
 """Where compiled kernels are kept, and that one process at a time builds, where the system can say so."""
 
+import os
 import sys
 
 import pytest
@@ -28,3 +29,16 @@ def test_a_build_goes_on_where_there_is_no_flock(tmp_path, monkeypatch, windows)
         assert build.folder() == tmp_path / "mine"
     with build.locked(tmp_path / "x.lock"):
         assert (tmp_path / "x.lock").exists() is not windows
+
+
+@pytest.mark.skipif(build.cpu_compiler() is None, reason="no C++ compiler")
+def test_a_kept_library_that_is_used_is_young_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "kept"))
+    source = tmp_path / "one" / "kernels.cpp"
+    source.parent.mkdir()
+    source.write_text('extern "C" int one() { return 1; }\n')
+    assert build.library(source).one() == 1
+    (built,) = (path for path in build.built_files() if path.suffix == ".so")
+    os.utime(built, (0, 0))
+    assert build.library(source).one() == 1
+    assert built.stat().st_mtime > 0

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
+import shutil
 import sys
+import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..errors import UsageError
-from ..finding import Severity
+from ..finding import Severity, exit_code, worst_first
 from .app import DOCTOR
 
 HELP = """Everything the doctor can say about a folder: configurations, source code, logs, Triton kernels.
 
-Kernels are compiled, for which their files are imported; `--static` leaves that out.
+Kernels are compiled, for which their files are imported in a process of its own; `--static` leaves that out.
 
 Examples:
 
     isotype doctor .
 
     isotype doctor my_trainer --static --fail-on warning
+
+    isotype doctor . --sarif > isotype.sarif
 """
 
 
@@ -32,26 +38,67 @@ def register(app: typer.Typer) -> None:
 def doctor(
     path: Annotated[Path, typer.Argument(help="A folder or a file.")] = Path("."),
     static: Annotated[bool, typer.Option("--static", help="Import nothing: leave kernels out.")] = False,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time for compiling kernels; what is not reached is counted.")] = 120.0,
     fail_on: Annotated[str, typer.Option("--fail-on", help="Exit 1 from this severity on: error, warning or note.")] = "error",
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0.")] = False,
 ) -> None:
-    from ..doctor.everything import visit
+    from ..doctor.everything import count, visit
     from ..doctor.output import answer
 
     try:
         threshold = Severity.parse(fail_on)
     except ValueError as error:
         raise UsageError(f"--fail-on: {error}") from None
-    # what imported files print must not mix with the answer
-    with contextlib.redirect_stdout(sys.stderr):
-        visits = visit(path, static=static)
+    if json_output and sarif:
+        raise UsageError("--json and --sarif: give one of them")
+    tell, wipe = _progress()
+    try:
+        visits = visit(path, static=static, seconds=seconds, tell=tell)
+    finally:
+        wipe()
     findings = [finding for one in visits for finding in one.findings]
+    if sarif:
+        from ..doctor.sarif import as_sarif
+
+        print(json.dumps(as_sarif(worst_first(findings)), indent=1))
+        raise typer.Exit(exit_code(findings, threshold))
     shown = findings if json_output else [f for f in findings if f.severity > Severity.NOTE]
     parts = [{"part": one.part, "subject": one.subject, "findings": len(one.findings)} for one in visits]
     status = answer(shown, subject=str(path), json_output=json_output, fail_on=threshold, parts=parts)
     if not json_output:
         for one in visits:
-            notes = sum(f.severity == Severity.NOTE for f in one.findings)
-            told = f"{len(one.findings) - notes} findings" + (f", {notes} notes (isotype {one.part} shows them)" if notes else "")
-            print(f"  {one.part:9}{one.subject}: {told}")
+            left_out = [f for f in one.findings if f.code == "KN000"]
+            notes = sum(f.severity == Severity.NOTE for f in one.findings) - len(left_out)
+            told = count(len(one.findings) - notes - len(left_out), "finding")
+            codes = Counter(f.code for f in worst_first(one.findings) if f.severity > Severity.NOTE)
+            told += f" ({', '.join(f'{number} {code}' for code, number in codes.items())})" if len(one.findings) > 1 and codes else ""
+            told += f", {count(notes, 'note')} (isotype {one.part} shows them)" if notes else ""
+            print(f"  {one.part:9}{one.subject}: {told}" if one.looked_at else f"  {one.part:9}{one.subject}")
+            for finding in left_out[:5]:
+                print(f"           {finding.place}: {finding.message}")
+            if len(left_out) > 5:
+                print(f"           and {len(left_out) - 5} more (--json)")
+        if not any(one.looked_at for one in visits):
+            print("  nothing here is a configuration, a Python file, a log (*.log, *.err, *.out) or a Triton kernel")
     raise typer.Exit(status)
+
+
+def _progress() -> tuple[Callable[[str], None], Callable[[], None]]:
+    """What is being done, on stderr: on a terminal one line that is written over, elsewhere a line every ten seconds."""
+    terminal, last = sys.stderr.isatty(), [time.monotonic()]
+
+    def tell(line: str) -> None:
+        if terminal:
+            sys.stderr.write("\r\x1b[2K" + line[: shutil.get_terminal_size().columns - 1])
+            sys.stderr.flush()
+        elif time.monotonic() - last[0] > 10:
+            last[0] = time.monotonic()
+            print(line, file=sys.stderr)
+
+    def wipe() -> None:
+        if terminal:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
+
+    return tell, wipe

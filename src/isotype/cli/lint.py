@@ -23,10 +23,12 @@ Examples:
 
     isotype lint src --sarif > isotype.sarif    # for code scanning
 
+    isotype lint src --weak                     # also, as notes, what the code or its repository speaks against
+
     isotype lint --rules                        # every rule, and whether it is on
 
 Silence one line with `# isotype: ignore[LT004] reason`, a file with `# isotype: ignore-file[LT004] reason`; configure in
-`[tool.isotype.lint]` of pyproject.toml (select, extend-select, ignore, exclude, per-file-ignores). Exit status 1 when there is a
+`[tool.isotype.lint]` of pyproject.toml (select, extend-select, ignore, exclude, weak, per-file-ignores). Exit status 1 when there is a
 finding of `--fail-on` severity or worse.
 """
 
@@ -41,6 +43,7 @@ def lint(
     extend_select: str = typer.Option("", help="These as well."),
     ignore: str = typer.Option("", help="Never these."),
     exclude: str = typer.Option("", help="Glob patterns of files and folders to leave out, comma separated."),
+    weak: bool = typer.Option(False, "--weak", help="Also, as notes, what the code or its repository speaks against."),
     config: Annotated[Path | None, typer.Option(help="A pyproject.toml; else the nearest with [tool.isotype].", show_default=False)] = None,
     fail_on: str = typer.Option("warning", help="Exit 1 from this severity on: error, warning or note."),
     json_output: bool = typer.Option(False, "--json", help="Print one JSON object."),
@@ -70,6 +73,7 @@ def lint(
         extend_select=extend_select.split(","),
         ignore=ignore.split(","),
         exclude=[pattern.strip() for pattern in exclude.split(",") if pattern.strip()],
+        weak=weak,
         fix=("unsafe" if unsafe_fixes else "safe") if fix else None,
     )
     if sarif:

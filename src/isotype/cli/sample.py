@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..errors import UsageError
+from ..training.folder import without_run
 from .app import RUNS
 
 
@@ -17,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
 
 def sample(
-    run: Annotated[Path, typer.Argument(help="The run's folder, finished or not.")],
+    run: Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's or a model's too.")],
     prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="Prompts; the run's own by default.")] = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="A file with a prompt a line.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest answer in tokens.")] = 128,
@@ -58,6 +59,8 @@ def sample(
     loaded = load_run(run)
     texts = texts or list(loaded.config.run.samples)
     template = loaded.tokenizer.chat_template if _chats(run) else None
+    if not texts and without_run(run) is not None:
+        raise UsageError(f"{run}: not a run, so that it has no prompts of its own", fix=f'isotype sample {run} "a question"')
     if texts:
         asked = prompts_from(texts, loaded.tokenizer, chat_template=template)
     else:
@@ -75,7 +78,7 @@ def sample(
 
 
 def _chats(run: Path) -> bool:
-    """Whether the run's rows were chats: then a prompt is a question to the template's assistant."""
+    """Whether a prompt is a question to the template's assistant: where the run's rows were chats, and where there is no run to say so."""
     from ..report.record import read_run
 
-    return bool(read_run(run).data.get("template"))
+    return without_run(run) is not None or bool(read_run(run).data.get("template"))

@@ -1,14 +1,15 @@
 """`isotype doctor PATH`: every part of the doctor that applies to what lies there, and one summary.
 
-check   configurations       lint    Python files
-explain logs (*.log, *.err)  kernels files that define Triton kernels; these are imported, which `static` leaves out
+check   configurations                  lint    Python files
+explain logs (*.log, *.err, *.out)      kernels files that define Triton kernels; these are imported, which `static` leaves out
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,43 +17,70 @@ from ..errors import UsageError
 from ..finding import Finding, Place, Severity
 from .lint.files import SKIPPED_FOLDERS
 
+SECONDS = 120.0  # for all kernels together
 _KERNEL = re.compile(r"^\s*@(?:triton\.)?jit\b", re.MULTILINE)
-_LOGS = (".log", ".err")
+_LOGS = (".log", ".err", ".out")
 _LONGEST = 2_000_000  # bytes of a source file that may hold kernels
+
+Tell = Callable[[str], None]
 
 
 @dataclass
 class Visit:
-    """One part's visit: what it looked at, in words, and what it found."""
+    """One part's visit: what it looked at, in words, and what it found; or, where it did not look, why."""
 
     part: str
     subject: str
     findings: list[Finding] = field(default_factory=list)
+    looked_at: bool = True
 
 
-def visit(path: Path, *, static: bool = False) -> list[Visit]:
-    """Raises  UsageError for a path that does not exist."""
+def visit(path: Path, *, static: bool = False, seconds: float = SECONDS, tell: Tell = lambda line: None) -> list[Visit]:
+    """seconds  for the kernels of all files together; what is not reached is counted in the subject
+    tell     is told what is being looked at, a line at a time
+
+    Raises  UsageError for a path that does not exist.
+    """
     if not path.exists():
         raise UsageError(f"{path}: no such file or folder")
     files = list(_files(path))
     python = [f for f in files if f.suffix == ".py"]
-    visits = [_check(path)]
+    logs = [f for f in files if f.suffix in _LOGS and not _binary(f)]
+    visits = []
+    if path.is_dir() or not logs:
+        tell("check   configurations")
+        visits.append(_check(path))
     if python:
-        visits.append(_lint(path))
-    if logs := [f for f in files if f.suffix in _LOGS]:
+        tell(f"lint    {count(len(python), 'Python file')}")
+        visits.append(_lint(path, python))
+    if logs:
+        tell(f"explain {count(len(logs), 'log')}")
         visits.append(_explain(logs))
-    if kernels := [f for f in python if _has_kernels(f)]:
-        visits.append(_not_imported(kernels) if static else _kernels(kernels))
+    if kernels := sorted((f for f in python if _has_kernels(f)), key=_tests_last):
+        visits.append(_not_imported(kernels) if static else _kernels(kernels, seconds, tell))
     return visits
 
 
+def count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def _files(path: Path) -> Iterator[Path]:
+    """Regular files: no pipe, no link to nowhere."""
     if path.is_file():
         yield path
         return
     for here, folders, names in os.walk(path):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS)
-        yield from (Path(here, name) for name in sorted(names))
+        yield from (file for name in sorted(names) if (file := Path(here, name)).is_file())
+
+
+def _binary(file: Path) -> bool:
+    try:
+        with file.open("rb") as stream:
+            return b"\0" in stream.read(4096)
+    except OSError:
+        return True
 
 
 def _has_kernels(file: Path) -> bool:
@@ -65,17 +93,29 @@ def _has_kernels(file: Path) -> bool:
     return "triton" in text and _KERNEL.search(text) is not None
 
 
+def _tests_last(file: Path) -> bool:
+    return bool({"test", "tests", "benchmark", "benchmarks", "examples"} & set(file.parts))
+
+
 def _check(path: Path) -> Visit:
     from .check.check import check
 
-    found = check([str(path)])
-    return Visit("check", f"{found.files} configuration files, {len(found.records)} runs", list(found.findings))
+    try:
+        found = check([str(path)])
+    except UsageError as error:
+        if path.is_file():
+            return Visit("check", "no configuration", looked_at=False)
+        return Visit("check", f"left out: {error.message}", looked_at=False)
+    if not found.files:
+        return Visit("check", "no file that may be a configuration", looked_at=False)
+    return Visit("check", f"{count(found.files, 'configuration file')}, {count(len(found.records), 'run')}", list(found.findings))
 
 
-def _lint(path: Path) -> Visit:
+def _lint(path: Path, python: list[Path]) -> Visit:
     from .lint.command import lint_command
 
-    run = lint_command([path])
+    named = sum(name.endswith(".py") for _, _, names in os.walk(path) for name in names)
+    run = lint_command(python if path.is_dir() and named != len(python) else [path])
     return Visit("lint", run.subject, run.findings)
 
 
@@ -86,24 +126,23 @@ def _explain(logs: list[Path]) -> Visit:
     for log in logs:
         with log.open(encoding="utf-8", errors="replace") as lines:
             findings += [f for f in explain(lines, source=str(log)) if f.severity > Severity.NOTE]
-    return Visit("explain", f"{len(logs)} logs", findings)
+    return Visit("explain", count(len(logs), "log"), findings)
 
 
-def _kernels(files: list[Path]) -> Visit:
-    try:
-        from .kernels.target import check_target
-    except ImportError:
-        return Visit("kernels", f"{len(files)} files with Triton kernels, and no Triton here: pip install 'isotype[kernels]'")
-    findings, kernels, compiled = [], 0, 0
-    for file in files:
-        try:
-            report = check_target(str(file))
-        except UsageError as error:
-            findings.append(_left_out(file, error.message))
-            continue
-        findings += report.findings
-        kernels, compiled = kernels + len(report.kernels), compiled + report.compiled
-    return Visit("kernels", f"{kernels} Triton kernels in {len(files)} files, {compiled} compilations", findings)
+def _kernels(files: list[Path], seconds: float, tell: Tell) -> Visit:
+    if importlib.util.find_spec("triton") is None:
+        what = f"{count(len(files), 'file')} with Triton kernels, and no Triton here: pip install 'isotype[kernels]'"
+        return Visit("kernels", what, looked_at=False)
+    from .kernels_apart import compile_apart
+
+    tell(f"kernels {count(len(files), 'file')}")
+    done = compile_apart(files, seconds=seconds, tell=tell)
+    subject = (
+        f"{count(done.kernels, 'Triton kernel')} in {count(len(files) - done.not_reached, 'file')}, {count(done.compiled, 'compilation')}"
+    )
+    if done.not_reached:
+        subject += f"; {count(done.not_reached, 'file')} not reached in {seconds:.0f} s (--seconds)"
+    return Visit("kernels", subject, [*done.findings, *(_left_out(file, why) for file, why in done.left_out)])
 
 
 def _left_out(file: Path, why: str) -> Finding:
@@ -117,4 +156,4 @@ def _left_out(file: Path, why: str) -> Finding:
 
 
 def _not_imported(files: list[Path]) -> Visit:
-    return Visit("kernels", f"{len(files)} files with Triton kernels, not imported (--static)")
+    return Visit("kernels", f"{count(len(files), 'file')} with Triton kernels, not imported (--static)", looked_at=False)

@@ -7,13 +7,14 @@ import getpass
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +22,7 @@ HEADERS = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
 # a build that takes longer says so, while it runs
 PATIENCE_S = 5.0
+_OURS = re.compile(r"\w+-[0-9a-f]{16}\.(so|lock|\d+\.tmp)")  # a library, its lock, a build that was killed
 
 
 class BuildError(Exception):
@@ -53,6 +55,11 @@ def folder() -> Path:
     raise BuildError("no folder for compiled kernels can be written: set ISOTYPE_CACHE to one")
 
 
+def built_files() -> list[Path]:
+    """The libraries in the folder, with what builds left beside them; of no use to others, and built again where one is missing."""
+    return sorted(path for path in folder().iterdir() if _OURS.fullmatch(path.name))
+
+
 @cache
 def machine(compiler: str) -> str:
     """What `-march=native` and the compiler make of a source, apart from the source."""
@@ -81,6 +88,8 @@ def library(source: Path) -> ctypes.CDLL:
                 if not built.exists():
                     build(compiler, source, built)
         try:
+            with suppress(OSError):  # somebody else's folder
+                os.utime(built)  # `isotype cache` shows and clears by the last use
             return ctypes.CDLL(str(built))
         except OSError as error:
             # half a file, left by a machine that stopped: build it again, once

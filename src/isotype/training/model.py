@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -42,6 +44,7 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     if name is None:
         raise UsageError("model.tokenizer: a model built from model.config needs a tokenizer (a folder or hub id)")
     with _explained(name, "tokenizer"):
+        _reach(name, section.revision if section.tokenizer is None else None)
         tokenizer = AutoTokenizer.from_pretrained(
             name,
             revision=section.revision if section.tokenizer is None else None,
@@ -75,6 +78,7 @@ def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase 
         return _random_config(section, tokenizer)
     assert section.name is not None, "the command line asks for a model before anything is loaded"
     with _explained(section.name, "model"):
+        _reach(section.name, section.revision)
         return AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
 
 
@@ -167,6 +171,22 @@ def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) ->
         return AutoConfig.for_model(kind, **given)
     except (ValueError, TypeError) as error:
         raise UsageError(f"model.config: {_first_line(error)}") from None
+
+
+def _reach(name: str, revision: str | None) -> None:
+    """Raises  LocalEntryNotFoundError for a model that is not here, where the hub does not answer.
+
+    transformers asks it for one file after another, and waits half a minute for each.
+    """
+    if Path(name).exists():
+        return
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+            hf_hub_download(name, "config.json", revision=revision)
+    except LocalEntryNotFoundError:
+        raise
+    except (HfHubHTTPError, ValueError):  # the hub answered, or the name is none of its: transformers says what is wrong
+        return
 
 
 @contextmanager

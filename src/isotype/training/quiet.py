@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
+import sys
 import warnings
+
+_HUB = "huggingface_hub.utils._http"  # where each failed try is logged, for half a minute and more
+_FAILED = re.compile(r"(.*) thrown while requesting \w+ \w+://([^/\s]+)", re.DOTALL)
+_WAITING = re.compile(r"Rate limited\. Waiting ([\d.]+) ?s")
 
 
 def quiet_libraries() -> None:
@@ -12,7 +18,35 @@ def quiet_libraries() -> None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    hub = logging.getLogger(_HUB)
+    if not any(isinstance(there, HubTries) for there in hub.filters):
+        hub.addFilter(HubTries())
     for library in ("peft", "bitsandbytes"):
         logging.getLogger(library).setLevel(logging.ERROR)
     for module in ("transformers", "peft", "torch"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
+
+
+class HubTries(logging.Filter):
+    """Of the hub's failed tries only the first of a host is said, at once; that it never answered is the error's to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        failed, waiting = _FAILED.match(text), _WAITING.match(text)
+        if waiting is not None:
+            _say(f"the hub asks for patience: the next try is in {float(waiting[1]):.0f} s")
+        elif failed is not None and failed[2] not in self.said:
+            self.said.add(failed[2])
+            _say(
+                f"{failed[2]} does not answer ({failed[1].strip(chr(39))}): trying again for about half a minute. "
+                "Ctrl-C stops; HF_HUB_OFFLINE=1 takes what was downloaded before"
+            )
+        return record.levelno > logging.WARNING
+
+
+def _say(text: str) -> None:
+    print(f"isotype: {text}", file=sys.stderr, flush=True)

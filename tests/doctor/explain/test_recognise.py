@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from isotype.doctor.explain import explain
-from isotype.doctor.explain.recognise import dtype_word, recognise
+from isotype.doctor.explain.forms import FORMS
+from isotype.doctor.explain.recognise import _hinted, dtype_word, recognise
 from isotype.doctor.explain.situation import Situation
 
 TEXTS = [
@@ -142,6 +147,23 @@ TEXTS = [
     ("EX026", "TypeError: Got unsupported ScalarType BFloat16", "bf16"),
     ("EX027", "RuntimeError: value cannot be converted to type at::Half without overflow", "fp16"),
     ("EX028", "RuntimeError: Unexpected floating ScalarType in at::autocast::prioritize", ""),
+    ("EX001", "RuntimeError: self and mat2 must have the same dtype", ""),
+    ("EX014", "ValueError: Cannot flatten integer dtype tensors", ""),
+    ("EX016", "AssertionError: bfloat16 is not enabled but one or several model parameters have dtype of bfloat16", ""),
+    ("EX017", "TypeError: LlamaForCausalLM.__init__() got an unexpected keyword argument 'dtype'", ""),
+    (
+        "EX018",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx( handle, opa, a, CUDA_R_16BF, lda, b)`",
+        "",
+    ),
+    (
+        "EX026",
+        "RuntimeError: Promotion for Float8 Types is not supported, attempted to promote BFloat16 and Float8_e4m3fn",
+        "bf16 fp8_e4m3",
+    ),
+    ("EX030", "ValueError: bfloat16 weights are unsupported by the foo backend", "bf16"),
+    ("EX031", "FloatingPointError: Minimum loss scale reached (0.0001).", ""),
+    ("EX032", "RuntimeError: Function 'LogSoftmaxBackward0' returned nan values in its 0th output.", ""),
     ("EX030", "AssertionError: my_op: x is torch.bfloat16, w must match but is torch.float32", "bf16 fp32"),
 ]
 
@@ -162,6 +184,11 @@ NOT_DTYPE = [
     "Recomputed values for the following tensors have different metadata than during the forward pass.\ntensor at position 46:\nsaved metadata: {'shape': torch.Size([965, 5120]), 'dtype': torch.bfloat16, 'device': device(type='xpu', index=3)}\nrecomputed metadata: {'shape': torch.Size([964, 5120]), 'dtype': torch.bfloat16, 'device': device(type='xpu', index=3)}",
     "Loading model in torch.bfloat16; optimizer state in torch.float32",
     "{'loss': 1.2, 'grad_norm': 0.5, 'learning_rate': 2e-05, 'epoch': 0.1}",
+    "ValueError: invalid literal for int() with base 10: 'bf16'",
+    "KeyError: 'bf16'",
+    "FileNotFoundError: [Errno 2] No such file or directory: 'model-bf16.safetensors'",
+    "ImportError: cannot import name 'float8_linear' from 'torchao.float8'",
+    "error: unrecognized arguments: --bf16",
     "ValueError: Expected input batch_size (4) to match target batch_size (5).",
 ]
 
@@ -200,3 +227,38 @@ def test_not_a_dtype_error(text: str):
 )
 def test_a_dtype_in_any_spelling(word: str, canonical: str):
     assert dtype_word(word) == canonical
+
+
+@pytest.mark.parametrize(("operator", "form"), FORMS)
+def test_no_form_is_kept_from_its_texts(operator: str, form: str):
+    """The quick check before the forms lets every text of every form through."""
+    texts = st.from_regex(re.compile(re.sub(r"(?<!\?P)<(\w+)>", "BFloat16", form), re.ASCII), fullmatch=True)
+
+    @settings(max_examples=10, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(texts)
+    def holds(text: str) -> None:
+        assert _hinted(text), operator
+
+    holds()
+
+
+def test_an_assertion_without_words_is_read_from_its_line():
+    log = """Traceback (most recent call last):
+  File "/env/site-packages/triton/language/semantic.py", line 1609, in dot
+    assert acc.type.shape == ret_ty.shape and acc.type.element_ty == out_dtype
+AssertionError
+"""
+    assert explain(log.splitlines())[0].code == "EX022"
+
+
+def test_a_log_of_nan_losses_is_one_finding_at_its_first():
+    lines = ["{'loss': 1.2, 'grad_norm': 0.5}", *["{'loss': 0.0, 'grad_norm': nan, 'learning_rate': 1e-05}"] * 200]
+    (finding,) = explain(lines, source="train.log")
+    assert (finding.code, finding.place.line) == ("EX032", 2)
+
+
+def test_what_names_a_dtype_is_not_called_no_dtype_error():
+    (finding,) = explain(["RuntimeError: the bfloat16 frobnicator broke"])
+    assert finding.code == "EX000"
+    assert "not a dtype error" not in finding.message
+    assert "bf16" in finding.cause

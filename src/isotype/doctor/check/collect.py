@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from .identify import identify
 from .programs import from_environment, from_python, from_recipe, from_script
 from .readers import json_lines, notebook, pickled, python_calls, safetensors_header, toml_lines, yaml_lines
 from .readers.tree import Tree
-from .settings import Document
+from .settings import Document, truth
 from .versions import is_version_file, read_versions
 
 SKIPPED_FOLDERS = {
@@ -74,11 +75,14 @@ def collect(paths: Iterable[str]) -> Collection:
         path = Path(given)
         if not path.exists():
             raise UsageError(f"{given}: no such file or folder")
+        if not path.is_file() and not path.is_dir():
+            raise UsageError(f"{given}: neither a file nor a folder")
         explicit = path.is_file()
-        for file in [path] if explicit else _walk(path):
-            found.files += 1
-            if found.files > MOST_FILES:
-                raise UsageError(f"{given}: more than {MOST_FILES} files; give the folder with the configurations")
+        files = [path] if explicit else list(islice(_walk(path), MOST_FILES + 1))
+        found.files += len(files)
+        if found.files > MOST_FILES:
+            raise UsageError(f"{given}: more than {MOST_FILES} files that may be configurations; give the folder with those that are")
+        for file in files:
             _read(file, found, explicit=explicit)
     return found
 
@@ -88,7 +92,8 @@ def _walk(folder: Path) -> Iterator[Path]:
         folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith((".", "checkpoint-")))
         for name in sorted(files):
             path = Path(here, name)
-            if path.suffix.lower() in _SUFFIXES or name == ".env" or is_version_file(name) or _RECIPE.match(name):
+            wanted = path.suffix.lower() in _SUFFIXES or name == ".env" or is_version_file(name) or _RECIPE.match(name)
+            if wanted and path.is_file():  # no pipe, no link to nowhere
                 yield path
 
 
@@ -158,6 +163,10 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
         found.trouble.append(_trouble(shown, None, str(error)))
     except OSError as error:
         found.trouble.append(_trouble(shown, None, error.strerror or str(error)))
+    except UsageError:
+        raise
+    except Exception as error:  # one file that defeats its reader is no reason to say nothing of the others
+        found.trouble.append(_trouble(shown, None, f"{type(error).__name__}: {error}"))
 
 
 def _trouble(file: str, line: int | None, what: str, severity: Severity = Severity.ERROR) -> Finding:
@@ -172,10 +181,12 @@ def _trouble(file: str, line: int | None, what: str, severity: Severity = Severi
 
 def _document(tree: Tree, name: str, shown: str) -> Document | None:
     tool, inside = identify(tree.data, name), ""
+    if tool is None and (inside := _arguments_within(tree.data)):
+        tool = "hf"
+    if tool in (None, "model") and _both_halves_within(tree.data):
+        tool = "other"
     if tool is None:
-        tool, inside = "hf", _arguments_within(tree.data)
-        if not inside:
-            return None
+        return None
     document = Document(tool, shown)
     document.attributes["repeated"] = [(".".join(map(str, path)), line) for path, line in tree.repeated]
     for key, value, line in tree.leaves():
@@ -209,6 +220,25 @@ def _arguments_within(data: Any, prefix: str = "", depth: int = 3) -> str:
             found.append(here if named else _arguments_within(value, here, depth - 1))
     found = [f for f in found if f]
     return found[0] if len(found) == 1 else ""
+
+
+_TRAINS = re.compile(r"learning_rate|^lr$|optim|epochs|max_(?:steps|update|iters)|batch_size|max_tokens")
+
+
+def _both_halves_within(data: Any) -> bool:
+    """Whether some mapping of a training configuration of whatever tool has both fp16 and bf16 on."""
+
+    def keys(node: Any) -> Iterator[str]:
+        for key, value in node.items() if isinstance(node, dict) else ():
+            yield str(key)
+            yield from keys(value)
+
+    def both(node: Any, depth: int = 6) -> bool:
+        if not isinstance(node, dict) or not depth:
+            return False
+        return (truth(node.get("fp16")) is True and truth(node.get("bf16")) is True) or any(both(v, depth - 1) for v in node.values())
+
+    return both(data) and any(_TRAINS.search(key) for key in keys(data))
 
 
 def _safetensors(path: Path, shown: str) -> Document | None:

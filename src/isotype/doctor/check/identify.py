@@ -47,7 +47,9 @@ KEYS: dict[str, tuple[str, str]] = {
         "model_type pretrained_model_name_or_path mixed_precision optimizer max_train_steps fsdp_enable resume_from_checkpoint lora_rank",
     ),
     "lightning": (
-        "trainer.precision trainer.accelerator trainer.max_epochs trainer.strategy",
+        "trainer.precision trainer.accelerator trainer.max_epochs trainer.strategy "
+        # litgpt, which is Fabric
+        "quantize lora_query lora_key lora_value lora_projection lora_mlp lora_head train.global_batch_size train.max_seq_length",
         "precision accelerator strategy devices max_epochs trainer.devices",
     ),
     "accelerate": (
@@ -129,6 +131,8 @@ def identify(data: Any, name: str = "") -> str | None:
         scores["deepspeed"] += 2
     if keys & {"base_model"} == set() and scores["axolotl"] < 6:
         scores["axolotl"] = 0
+    if not keys & {"checkpointer", "tokenizer.path"}:
+        scores["torchtune"] = 0  # without a component of its own, words that everybody uses
     if not keys & {"finetuning_type", "pure_bf16", "quantization_bit", "upcast_layernorm", "template", "stage"}:
         scores["llamafactory"] = 0
     if keys & {"finetuning_type", "pure_bf16"}:

@@ -22,14 +22,19 @@ def _plain(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
+_CALLS = re.compile(
+    r"TrainingArguments|from_pretrained|Config\(|Accelerator|Trainer\(|Fabric\(|autocast|GradScaler|environ|FSDPStrategy|get_peft_model"
+)
+_DECIDING = re.compile(  # without one of these words a file's calls say nothing of precision, and its syntax tree is not built
+    r"bf16|fp16|fp8|float16|half\(|precision|load_in_|GradScaler|autocast|TrainingArguments|ACCELERATE_|FSDP_|FSDPStrategy|TRITON_|GPU"
+    r"|LoraConfig|get_peft_model|kbit|Fast\w+Model|FullySharded|(?:SFT|DPO|GRPO|ORPO|CPO|KTO|RLOO|Reward|PRM|BCO|GKD|MD|XPO|PPO)Config\b"
+)
 _TRL = re.compile(r"^(?:SFT|DPO|GRPO|ORPO|CPO|KTO|RLOO|Reward|PRM|BCO|GKD|OnlineDPO|NashMD|XPO|PPO)Config$")
 
 
 def from_python(text: str, shown: str) -> list[Document]:
     """The calls that decide precision, as documents of their tools."""
-    if not re.search(
-        r"TrainingArguments|from_pretrained|Config\(|Accelerator|Trainer\(|Fabric\(|autocast|GradScaler|environ|FSDPStrategy", text
-    ):
+    if not _CALLS.search(text) or not _DECIDING.search(text):
         return []
     documents: list[Document] = []
 

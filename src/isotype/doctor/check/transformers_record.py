@@ -7,11 +7,13 @@ from .record import Record
 from .settings import Facts, Setting, dtype_of, truth
 from .sharded import deepspeed_setting, uses_deepspeed, uses_fsdp
 
+_KINDS = ("hf.train_type", "hf.tuner_type", "hf.sft_type", "hf.finetuning_type")  # ms-swift's words for it, old and new
+
 
 def hf(record: Record) -> None:
     facts = record.facts
     dtype, dtype_by = model_dtype(facts)
-    adapter_from(record, "model.adapter", "hf.adapter", "model.use_peft", "hf.use_peft", "hf.use_lora", "model.peft")
+    adapter_from(record, "model.adapter", "hf.adapter", "model.use_peft", "hf.use_peft", "hf.use_lora", "model.peft", *_KINDS)
     quantised(record, f"model.{BNB}", "model", "hf", f"hf.model_init_kwargs.{BNB}", f"checkpoint.{BNB}", f"hf.{BNB}")
     record.set("parameters", dtype, "as loaded", dtype_by)
     flag, launcher = mixed_flag(facts), launcher_mode(facts)

@@ -32,7 +32,7 @@ def output_buffer(s: Seen) -> Explained:
                 )
             ],
         )
-    frame = s.situation.mentions(r"out\s*=|addmm_|addbmm_")
+    frame = s.situation.mentions(r"[(,]\s*out\s*=|addmm_|addbmm_")
     seen = f"written by {frame.code or frame.function} at {frame.file}:{frame.line}" if frame else ""
     where = "in a custom backward " if "custom backward" in s.situation or "backward" in s.situation else ""
     return Explained(

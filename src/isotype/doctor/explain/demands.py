@@ -25,6 +25,11 @@ def demanded(s: Seen) -> Explained:
     name = s.words.get("name", "an operator").strip()
     met = dtype_word(s.words["met"]) if "met" in s.words else None
     half = "torch.float16" if only == "fp16" else "torch.float32" if only == "fp32" else "torch.bfloat16"
+    cast = f"cast next to the call: {name}.to({half})" if f"{name}.dtype" in s.text or "scale_" in name else ""
+    if "call" in s.words:
+        cast = f"cast next to the call: torch.{name}(x.float()).to(x.dtype)"
+    whole = f"load and train with dtype={half}" if only != "fp32" else ""
+    int4 = name in ("A", "scales") and only == "bf16"
     return Explained(
         message=f"{name} takes {only}" + (f", not {met}" if met else ""),
         causes=[
@@ -33,11 +38,17 @@ def demanded(s: Seen) -> Explained:
                 name=f"{name} exists for {only} only",
                 score=3,
                 why=(
-                    f"{name} is checked against {only} and has another dtype" + (f" ({met})" if met else "") + ": the run's precision is "
-                    "another, an fp32 norm or adapter promoted it, or `model.to(dtype)` cast what has to stay (scales)"
+                    f"{name} is checked against {only} and has another dtype"
+                    + (f" ({met})" if met else "")
+                    + (
+                        ": it was computed in half precision (bf16 or fp16 weights, or autocast)"
+                        if "call" in s.words
+                        else ": the run's precision is another, an fp32 norm or adapter promoted it, or `model.to(dtype)` cast what has to "
+                        "stay (scales)"
+                    )
+                    + ("; torch's int4 weight-only product (quanto, torchao) takes bf16 on CUDA" if int4 else "")
                 ),
-                fix=(f"cast next to the call: {name}.to({half}), or " if f"{name}.dtype" in s.text or "scale_" in name else "")
-                + f"load and train with dtype={half}",
+                fix=", or ".join(part for part in (cast, whole) if part) or f"cast next to the call: x.to({half})",
                 because="the text names it",
             ),
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -9,10 +10,12 @@ from ...finding import Finding, Place, Severity
 from . import pages  # noqa: F401  registers the families
 from .family import FAMILIES, Explained, Seen
 from .log import Incident, incidents
-from .recognise import recognise
+from .recognise import half_words, recognise
 from .situation import read
 
 MOST_DISTINCT = 200  # different errors kept of one log
+MOST_PLAIN = 5000  # passages without an error that are remembered
+_NUMBER = re.compile(r"\d+")
 
 
 def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]:
@@ -22,8 +25,12 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
     """
     found: dict[tuple[str, str, str], tuple[Finding, int]] = {}
     last_incident: Incident | None = None
+    plain: set[str] = set()  # loose passages that were nothing, but for their numbers: a log says the same ten thousand times
     for incident in incidents(lines):
-        seen = recognise(incident.text, read(incident.frames))
+        loose = _NUMBER.sub("#", incident.text) if incident.exception is None and not incident.frames else ""
+        if loose in plain:
+            continue
+        seen = recognise(_said(incident), read(incident.frames))
         if (
             seen is not None
             and seen.operator == "unknown wording"
@@ -33,12 +40,15 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
         ):
             seen = None  # loose prose about dtypes is no error
         if seen is None:
+            if loose and len(plain) < MOST_PLAIN:
+                plain.add(loose)
             if incident.exception or _speaks_of_an_error(incident.text):
                 last_incident = incident
             continue
         finding = _finding(seen, incident, source)
-        key = (finding.code, finding.message, str(finding.place.file and finding.place))
-        _, count = found.pop(key, (finding, 0))  # a repeated error takes its last position
+        key = (finding.code, finding.message, str(finding.place) if incident.frames else "")
+        first, count = found.pop(key, (finding, 0))  # a repeated error takes its last position
+        finding = finding if incident.frames else first  # and, without a traceback, keeps its first line
         if len(found) >= MOST_DISTINCT:
             found.pop(next(iter(found)))
         found[key] = (finding, count + 1)
@@ -55,6 +65,12 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
             finding = replace(finding, severity=min(finding.severity, Severity.WARNING))
         findings.append(replace(finding, details=details))
     return findings[::-1]
+
+
+def _said(incident: Incident) -> str:
+    """The exception's text; an assertion without a message says what its own line asserts."""
+    code = incident.frames[-1].code if incident.frames else ""
+    return f"{incident.text}: {code}" if incident.text == "AssertionError" and code.startswith("assert ") else incident.text
 
 
 def _speaks_of_an_error(text: str) -> bool:
@@ -93,7 +109,7 @@ def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
     place = (
         Place(file=frame.file, line=frame.line, symbol=frame.function or None)
         if frame
-        else Place(file=source, line=incident.line if source else None)
+        else Place(file=source, line=_line_of(incident, seen) if source else None)
     )
     return Finding(
         code=code,
@@ -112,19 +128,33 @@ def _telling_line(text: str, seen: Seen) -> str:
     return (names[-1] if names else text.splitlines()[0]).strip()[:300]
 
 
+def _line_of(incident: Incident, seen: Seen) -> int:
+    """The log's line that a passage was recognised by; a traceback's first line."""
+    if incident.exception is None:
+        for offset, line in enumerate(incident.text.splitlines()):
+            if recognise(line, seen.situation):
+                return incident.line + offset
+    return incident.line
+
+
 def _not_dtype(incident: Incident | None, source: str | None) -> Finding:
+    cause = "nothing in it speaks of a disagreement between dtypes"
     if incident is None:
         what, place = "no error found in the text", Place(file=source)
     else:
         situation = read(incident.frames)
         frame = situation.users or situation.innermost
-        what = f"not a dtype error: {incident.text.strip().splitlines()[0][:200]}"
+        first = _said(incident).strip().splitlines()[0][:200]
+        named = half_words(incident.text)
+        what = f"no dtype error that isotype knows: {first}" if named else f"not a dtype error: {first}"
+        if named:
+            cause = f"it names {', '.join(named)}, and no disagreement or refusal that isotype knows; another reason may be named beside it"
         place = Place(file=frame.file, line=frame.line, symbol=frame.function or None) if frame else Place(file=source)
     return Finding(
         code="EX000",
         severity=Severity.NOTE,
         message=what,
         place=place,
-        cause="nothing in it speaks of a disagreement between dtypes",
+        cause=cause,
         fix="if you think it is one: give the whole traceback, from its first line",
     )

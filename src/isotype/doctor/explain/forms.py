@@ -55,6 +55,10 @@ FORMS: tuple[tuple[str, str], ...] = (
     ("norm", r"mixed dtype \(CPU\)"),
     ("slow norm", r"Mismatch dtype between input and (?:weight|module): input dtype = <left>,? (?:weight|module) dtype = <right>"),
     ("recurrent layer", r"RNN input dtype \(<left>\) does not match weight dtype \(<right>\)"),
+    (
+        "recurrent layer",
+        r"Input and \w+ tensors are not (?:at )?the same dtype,? found input tensor with <left> and \w+ tensor with <right>",
+    ),
     ("recurrent layer", r"input must have the type <right>,? got type <left>"),
     # attention
     ("hardware without bf16", r"No operator found for `memory_efficient_attention[\s\S]*?bf16 is only supported on A100"),
@@ -104,6 +108,7 @@ FORMS: tuple[tuple[str, str], ...] = (
             r"(?:bf16|bfloat16)"
         ),
     ),
+    ("flash attention", r"Expected (?:q|k|v|qkv)_dtype == torch::kFloat16"),
     # indexed writes
     (
         "indexed write",
@@ -158,19 +163,41 @@ FORMS: tuple[tuple[str, str], ...] = (
         "loss scaler",
         (
             r"(?P<_what>does not use a scaler|Attempted \w+ but _scale is None|Gradient clipping is not implemented for "
-            r"optimizers handling the unscaling|loss scale already at minimum|No inf checks were recorded for this "
-            r"optimizer|unscale_\(\) has already been called|unscale_\(\) is being called after step)"
+            r"optimizers handling the unscaling|loss scale already at minimum|Minimum loss scale reached|"
+            r"No inf checks were recorded (?:for this optimizer|prior to update)|"
+            r"unscale_\(\) has already been called|unscale_\(\) is being called after step)"
+        ),
+    ),
+    # values
+    (
+        "non-finite values",
+        (
+            r"(?P<_what>tensor with (?:all )?NaNs was produced in (?P<_where>\w+)|probability tensor contains either `?inf`?|"
+            r"[Ff]unction '?\w+'? returned nan values|[Ll]oss is (?:nan|inf)\b|"
+            r"(?i:(?:nan|inf) or (?:nan|inf)) (?:found )?in (?:loss|grad\w*)|"
+            r"'(?:loss|grad_norm)': '?nan\b)"
         ),
     ),
     # what a dtype lacks
+    ("device without bf16", r"(?i:bfloat16 (?:is not supported on MPS|to the (?P<_device>\w+) backend but it does not have support))"),
+    ("device without bf16", r"(?i:\.bf16' requires \.target (?P<_target>sm_\d+)|\bbf(?:16)? conversion instruction not supported)"),
+    ("device without bf16", r"cutlassF: no kernel found to launch"),
+    ("device without fp8", r"_scaled_mm (?:is|are) only supported on[^\n]{0,60}(?:compute capability|devices)"),
+    ("device without bf16", r"CUBLAS_STATUS_NOT_SUPPORTED[^\n]*CUDA_R_16BF"),
+    ("fp8 arithmetic", r"Promotion for Float8 Types is not supported, attempted to promote <left> and <right>"),
     ("hardware without bf16", r"(?i:(?:CUDA device|GPU|hardware) (?:does ?n.t|does not|doest not|do not) supp?ot?r?t? `?b(?:float|f)16)"),
     ("integer parameter", r"[Oo]nly Tensors of floating point (?:and complex )?dtype can require gradients"),
     (
         "demanded dtype",
         (
-            r"Expected (?P<_name>\w+)\.(?:dtype|scalar_type)\(\) == (?:at::|torch::|c10::)?(?:ScalarType::)?k?(?P<_only>\w+) "
-            r"to be true,? but got false"
+            r"Expected (?P<_name>\w+?)(?:\.(?:dtype|scalar_type)\(\)|_dtype) == (?:at::|torch::|c10::)?(?:ScalarType::)?k?(?P<_only>\w+)"
+            r" to be true,? but got false"
         ),
+    ),
+    ("demanded dtype", r"Expected (?:Tensor argument )?(?P<_name>\w+) to have dtype (?P<_only>torch\.\w+),? but got (?P<_met>torch\.\w+)"),
+    (
+        "demanded dtype",
+        r"\b(?P<_name>\w+)(?P<_call>\(\)):? (?:input )?(?:tensors? )?(?:must|should) be (?:of |either )*(?P<_only>float) or double",
     ),
     (
         "demanded dtype",
@@ -191,17 +218,20 @@ FORMS: tuple[tuple[str, str], ...] = (
     ),
     (
         "demanded dtype",
-        r"(?P<_name>\w+) does not support (?P<_met>(?:torch\.)?float(?:16|32|64))\b[.,]? [Pp]lease use (?P<_only>(?:torch\.)?\w+)",
+        r"\b(?P<_name>\w+) does not support (?P<_met>(?:torch\.)?float(?:16|32|64))\b[.,]? [Pp]lease use (?P<_only>(?:torch\.)?\w+)",
     ),
     (
         "demanded dtype",
-        r"(?P<_name>[\w.]+) (?:dtype )?must (?:be|have dtype|be of type|be in) (?P<_only>torch\.(?:bfloat16|float16|float32|half))",
+        (
+            r"(?<![\w.])(?P<_name>[\w.]+) (?:dtype )?must (?:be|have dtype|be of type|be in) "
+            r"(?P<_only>torch\.(?:bfloat16|float16|float32|half))"
+        ),
     ),
     ("missing kernel", r"\"(?P<_op>[\w<>:, ]+)\" not implemented for '(?P<_dtype>BFloat16|Half|Float8\w*)'"),
     (
         "missing kernel",
         (
-            r"(?P<_op>[\w.:]+)(?:\(\))? ?:? (?:does not support|is not (?:implemented|supported) (?:for|on|with)) "
+            r"(?<![\w.:])(?P<_op>[\w.:]+)(?:\(\))? ?:? (?:does not support|is not (?:implemented|supported) (?:for|on|with)) "
             r"(?:dtype |type )?(?P<_dtype>torch\.(?:bfloat16|float16|half)|BFloat16|Half|bfloat16)"
         ),
     ),
@@ -210,12 +240,14 @@ FORMS: tuple[tuple[str, str], ...] = (
     ("numpy", r"Got unsupported ScalarType (?P<_dtype>BFloat16|Float8\w*)"),
     ("numpy", r"(?:Cannot interpret|can'?t convert)[^\n]{0,40}(?P<_dtype>torch\.bfloat16|bfloat16)[^\n]{0,40}numpy"),
     ("overflowing constant", r"value cannot be converted to type (?:at::|c10::)?(?P<_dtype>\w+) without overflow"),
+    ("unsafe to autocast", r"(?P<_name>binary_cross_entropy)[^\n]{0,60} (?:is|are) unsafe to autocast"),
     ("autocast", r"Unexpected floating ScalarType in at::autocast::prioritize"),
     ("dtype string", r"module '?torch'? has no attribute '?(?P<_word>torch\.(?:bfloat16|float16|float32|half)|bf16|fp16|fp32|float8\w*)'?"),
     # distributed
     ("weights sent elsewhere", r"(?:mismatch dtype|dtype mismatch)[:,] src:? <source>,? dst:? <destination>"),
     ("DeepSpeed autocast", r"torch\.autocast is enabled outside DeepSpeed"),
     ("flattened parameters", r"(?:Must flatten tensors with|`?FlatParameter`? requires) uniform dtype but got <left> and <right>"),
+    ("flattened parameters", r"Cannot flatten (?P<_integer>integer) dtype tensors"),
     ("sharded group", r"FSDP expects uniform (?P<_what>original parameter|reduce) dtype but got \{(?P<_set>[^}]*)\}"),
     ("collective", r"(?i:output tensor must have the same type as input tensor)"),
     ("collective", r"(?i:Invalid usage of tensors with different dtypes)(?:\s*Found <left> and\s+<right>)?"),
@@ -236,8 +268,18 @@ FORMS: tuple[tuple[str, str], ...] = (
             r"model_dtype"
         ),
     ),
+    ("DeepSpeed section off", r"(?P<_section>fp16|bf16|bfloat16) is not enabled but (?:one or several|the following) .{0,6}parameters"),
     # configuration
+    (
+        "unknown argument",
+        r"unexpected keyword argument '(?P<_argument>(?:torch_)?dtype|\w+_dtype|(?:fp16|bf16|half_precision|autocast)\w*|"
+        r"\w*mixed_precision\w*|load_in_[48]bit|quantization_config)'",
+    ),
     ("Lightning precision", r"Precision '?(?P<_word>[\w-]+)'? is invalid\. Allowed precision values: \((?P<_allowed>[^)]*)\)"),
+    (
+        "Lightning precision",
+        r"precision='(?P<_word>[\w-]+)'\)?`? is not supported in (?P<_where>\w+)\. `?precision`? must be one of: \((?P<_allowed>[^)]*)\)",
+    ),
     ("dtype string", r"argument (?P<_flag>--?\w*dtype\w*): invalid choice: '(?P<_word>torch\.\w+)' \(choose from"),
     (
         "both halves",
@@ -299,7 +341,10 @@ FORMS: tuple[tuple[str, str], ...] = (
     ("Triton dot", r"First input \(<left>\) and second input \(<right>\) must have the same dtype"),
     ("Triton math", r"Expected dtype \[(?P<_ok>[^\]]+)\] but got <got>"),
     ("Triton store", r"Block element type\s?\(<left>\) and value element type\s?\(<right>\) mismatch"),
-    ("Triton fp8", r"type (?P<_dtype>fp8\w+) not supported in this architecture"),
+    ("Triton fp8", r"(?P<_dtype>fp8\w+) (?:data type )?(?:is )?not supported (?:in this arch|on CUDA arch)"),
+    ("Triton assertion", r"CompileTimeAssertionFailure[\s\S]*\b(?P<_name>\w+)\.dtype == tl\.(?P<_only>\w+)\)\s+\^"),
+    ("Triton operands", r"invalid operands of type (?P<_pointer>pointer<[^>]*>) and (?:triton\.language\.)?(?P<_other>\w+)"),
+    ("Triton operands", r"invalid operands of type (?:triton\.language\.)?(?P<_other>[\w.]+) and (?P<_pointer>pointer<[^>]*>)"),
     # forms cut short, as people quote them
     ("attention", r"Expected query,? key,? and value to have the same dtype"),
     ("attention mask", r"attn_mask dtype to be bool (?:or float )?or to match query dtype|invalid dtype for bias - should match query"),
@@ -309,4 +354,5 @@ FORMS: tuple[tuple[str, str], ...] = (
     ("sharded group", r"FSDP expects uniform (?P<_what>original parameter|reduce) dtype"),
     ("DeepSpeed mismatch", r"DeepSpeed config values that mismatch TrainingArguments values"),
     ("matrix product", r"expected m(?:at)?1 and m(?:at)?2 to have the same dtype"),
+    ("accumulated product", r"self and (?:mat|batch|m)\d? must have the same dtype"),
 )

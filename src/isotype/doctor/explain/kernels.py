@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from .family import Cause, Explained, Seen, family
+from .recognise import dtype_word
 
 
 @family("EX020", "Triton branch")
@@ -208,6 +211,44 @@ def triton_store(s: Seen) -> Explained:
     )
 
 
+@family("EX033", "Triton assertion", "Triton operands")
+def triton_types(s: Seen) -> Explained:
+    """A Triton value has another type than the kernel's author meant
+
+    **Why it matters.** Triton fixes types when it compiles. A Python float handed over by Inductor arrives as fp64, a sum of fp16 is
+    fp32 or fp16 by the backend's choice, and a pointer takes integer offsets only.
+
+    **Example.** `tl.static_assert(x.dtype == tl.float16)` after an fp32 sum; an offset computed with a float.
+
+    **What to do.** Cast where the value is made; compute offsets in integers. In code that `torch.compile` wrote it is a fault of
+    the compiler: keep that operation out of the graph, or upgrade torch.
+    """
+    generated = bool(re.search(r"inductor|triton_(?:poi|red|per|tem)_", s.text, re.IGNORECASE)) or "compile" in s.situation
+    if s.operator == "Triton operands":
+        pointer, other = s.words["pointer"], dtype_word(s.words["other"])
+        message = f"Triton: {pointer} and {other} in one operation"
+        name, why = (
+            "offset that is not an integer",
+            f"a pointer ({pointer}) is added to {other}: an offset, stride or size became a float (a Python float arrives as fp64)",
+        )
+        fix = "compute the offset in integers (//, not /; int(...) before the launch)"
+    else:
+        variable, only = s.words["name"], dtype_word(s.words["only"])
+        message = f"Triton: {variable} is not {only} as the kernel asserts"
+        name, why = (
+            "static_assert on a dtype",
+            f"the kernel asserts that {variable} is {only}, and this compiler or backend gives it another dtype (sums and "
+            "promotions differ between them)",
+        )
+        fix = f"cast where it is made: {variable} = {variable}.to(tl.{s.words['only']})"
+    if generated:
+        fix = (
+            "the kernel was written by torch.compile: upgrade torch and Triton together, or keep that operation eager "
+            "(torch.compiler.disable); in a kernel of your own, " + fix
+        )
+    return Explained(message=message, causes=[Cause(name=name, score=3, why=why, fix=fix, because="the text names it")])
+
+
 @family("EX025", "quantised again", "8-bit optimizer", "quantised fine-tuning", "integer parameter")
 def bitsandbytes(s: Seen) -> Explained:
     """bitsandbytes was given a dtype it cannot quantise or step
@@ -286,7 +327,7 @@ def bitsandbytes(s: Seen) -> Explained:
     )
 
 
-@family("EX026", "missing kernel", "numpy")
+@family("EX026", "missing kernel", "numpy", "fp8 arithmetic")
 def missing_kernel(s: Seen) -> Explained:
     """An operator has no kernel for this dtype on this device
 
@@ -299,6 +340,23 @@ def missing_kernel(s: Seen) -> Explained:
     `.float().cpu().numpy()`.
     """
     dtype, op = s.dtype("missing"), s.words.get("op", "this operator").strip()
+    if s.operator == "fp8 arithmetic":
+        fp8, other = sorted(s.dtypes.values(), key=lambda word: not word.startswith("fp8"))[:2]
+        return Explained(
+            message=f"{fp8} and {other} in one operation: fp8 is not promoted",
+            causes=[
+                Cause(
+                    name="fp8 weights used as they are",
+                    score=3,
+                    why=(
+                        f"fp8 is a storage format: torch promotes it with nothing, and a {fp8} weight (an fp8 checkpoint, "
+                        f"--fp8_e4m3fn-unet and the like) met {other} in plain arithmetic that nobody cast"
+                    ),
+                    fix=f"cast the weight before the operation: weight.to(x.dtype); or load that part in {s.half}",
+                    because="the text names both",
+                )
+            ],
+        )
     if s.operator == "numpy":
         return Explained(
             message=f"numpy has no {dtype}",

@@ -14,6 +14,7 @@ from . import (  # noqa: F401  families register themselves
     scaling,
     sharding,
     updates,
+    values,
     wording,
 )
 from .family import FAMILIES, page_of

@@ -113,6 +113,26 @@ def matrix_product(s: Seen) -> Explained:
                 because=f"an adapter layer is in the traceback: {frame.file}:{frame.line}",
             )
         )
+    if "fp64" in (left, right):
+        causes.append(
+            Cause(
+                name="fp64 from numpy",
+                score=5,
+                why="one operand is fp64: torch.from_numpy keeps numpy's float64, and a Python list or np.linspace becomes one on the way",
+                fix="x.to(weight.dtype) where the array enters: torch.as_tensor(array, dtype=torch.float32)",
+                because="the text names fp64, which no trainer asks for",
+            )
+        )
+    if fp8 := next((word for word in (left, right) if word.startswith("fp8")), None):
+        causes.append(
+            Cause(
+                name="fp8 weight in an ordinary product",
+                score=5,
+                why=f"{fp8} is a storage format here: an fp8 checkpoint was loaded as it is, and nothing casts the weight for the product",
+                fix="cast in the layer's forward: F.linear(x, weight.to(x.dtype)), or load the checkpoint in bf16 or fp16",
+                because="the text names fp8",
+            )
+        )
     if half_pair:
         causes.append(
             Cause(

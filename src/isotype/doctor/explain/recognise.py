@@ -17,7 +17,7 @@ from .situation import Situation
 # c10::BFloat16, struct c10::Half, at::Half, torch.bfloat16, torch.cuda.HalfTensor, CUDABFloat16Type, BFloat16, float, long int, bf16,
 # bf16[constexpr[64]], <['64'], fp32>, triton.language.float32
 _WORD = (
-    r"(?:BFloat16|bfloat16|bf16|Half|half|Float8\w*|float8\w*|fp8\w*|Float|float(?:16|32|64)?|fp(?:16|32|64)|Double|double|"
+    r"(?:BFloat16|bfloat16|bf16|Half|half|Float8\w*|float8\w*|fp8\w*|[Ff]loat(?:16|32|64)?|fp(?:16|32|64)|Double|double|"
     r"long int|Long|long|Int|int(?:8|16|32|64)?|unsigned char|Byte|uint8|Char|signed char|Short|Bool|bool|Complex\w*|complex\w*)"
 )
 _BARE = (
@@ -31,7 +31,10 @@ _STRICT = re.compile(
     r"(?<![\w.])(?:struct "
     r")?(?:c10::(?:BFloat16|Half|Float\w*)|torch\.(?:cuda\.)?(?:bfloat16|float16|float32|half|float64|float|BFloat16Tensor|HalfTensor|FloatTensor|float8_\w+)|"
     r"BFloat16|Half|Float|Double|bfloat16|float16|float32|float64|bf16|fp16|fp32|fp64)(?![\w])"
+    # `tensor(float16)` of ONNX, `tensor<1x3xf16>` of MLIR, and words that are dtypes only where the text says so
+    r"|(?<=tensor\()\w+(?=\))|(?<=[<x])(?:bf16|f16|f32|f64|i1|i64)(?=>)|(?<=dtype )(?:float|half|double)\b"
 )
+_HALF = re.compile(r"(?i)(?<![\w.-])(?:torch\.|c10::|at::|tl\.)?(?:bfloat16|bf16|float16|fp16|half|float8\w*|fp8\w*)(?:tensor)?(?![\w-])")
 _ODD = {"unsigned char": "uint8", "byte": "uint8", "char": "int8", "signed char": "int8", "short": "int16", "long int": "int64"}
 
 
@@ -56,15 +59,33 @@ def _known(word: str) -> bool:
     return True
 
 
-# A cheap word of each form's literal text would do; one union is simpler and as fast: text without any of these is not about dtypes.
-_HINT = re.compile(
-    r"dtype|scalar type|bf16|fp16|fp32|fp8|bfloat|float16|float32|BFloat16|Half|FP16|tf32|Flash "
-    r"?Attention|mixed.precision|grad_fn|data type|same type|Query/Key|quantized models|'lower'|requires "
-    r"it\.|lhs and rhs|(?:type|and) Float|c10::|without overflow|Float and|got Float|can't be cast|Float "
-    r"can"
-    r"|Input type|Blockwise|purely quantized|invalid tensor type|same data ?type|scalar types?|autocast"
-    r"|scaler|loss scale|unscal|_scale is None|Precision '|float scalar"
+# Text without a word of each kind is not about dtypes; a test holds every form to it. (Trying a hundred forms takes forty times longer.)
+_SUBJECTS = (
+    "type", "half", "float", "bf16", "fp16", "fp32", "fp8", "tf32", "bf conv", "_16bf", "nan", "inf", "scal", "precision", "quant",
+    "grad", "full_", "autocast", "flash", "parameter", "tensor", "mode", "'lower'", "load_in", "requires it", "config", "cutlass",
+)  # fmt: skip
+_VERBS = (
+    "same", "match", "expected", "must", "should", "found", "sup", "both", "not ", "n't", "_not_", "only", "cannot", "invalid", "!=",
+    " vs ", "require", "attempt", "redefine", "assign", "cast", "convert", "at most", "uniform", "mixed dtype", "doesn",
+    "inconsistent", "differ", "no attribute", "assert", "equal", "incompatible", "unknown", "nan", "inf", "but got", "combination",
+    "scal", "model is", "can be", "arg", "error", "region", "no operator", "purely", "out_dtype",
+)  # fmt: skip
+
+
+def _hinted(text: str) -> bool:
+    low = text.lower()
+    return any(word in low for word in _SUBJECTS) and any(word in low for word in _VERBS)
+
+
+_REFUSES = re.compile(
+    r"(?i)\b(?:(?:not|isn't|aren't|n't) (?:be )?(?:natively |currently |yet )*"
+    r"(?:supp?ort\w*|implemented|available|allowed|compatible|enabled)"
+    r"|un-?supported|un-?implemented|(?:only|does ?n[o']t|do ?n[o']t|cannot|can't) (?:supports?|accepts?|takes?|handles?)"
+    r"|only (?:available|works|supported)"
+    r"|no (?:kernel|support|implementation|conversion)|has no|requires?|invalid (?:data ?type|dtype)|incompatible)\b"
 )
+_PATHLIKE = re.compile(r"[\w.~-]*[/\\][\w./\\~-]+|[\w-]+\.(?:safetensors|bin|ckpt|pth?|gguf|onnx|py|json|ya?ml|so|dll)\b|--[\w-]+=?")
+_SAME_TYPE = re.compile(r"(?i)same (?:element |data |scalar )?d?types?\b")
 _META = re.compile(r"different metadata than during the forward pass")
 _META_PAIR = re.compile(
     (
@@ -74,7 +95,7 @@ _META_PAIR = re.compile(
     re.S,
 )
 _DISAGREE = re.compile(
-    r"(?i)\b(?:same|match\w*|mismatch\w*|expected|but (?:got|found)|does not "
+    r"(?i)\b(?:same|requires the same|not broadcast compatible|match\w*|mismatch\w*|expected|but (?:got|found)|does not "
     r"equal|inconsistent|differ\w*|incompatible|should be|must be|cannot be cast|!=|vs\.?)\b|!="
 )
 
@@ -86,7 +107,7 @@ def _compiled() -> tuple[tuple[str, re.Pattern[str]], ...]:
 
 def recognise(text: str, situation: Situation) -> Seen | None:
     """What refused and which dtypes it met, or None when the text does not speak of a disagreement between dtypes."""
-    if not _HINT.search(text) and not _META.search(text):
+    if not _hinted(text):
         return None
     if _META.search(text):
         for pair in _META_PAIR.finditer(text):
@@ -130,7 +151,7 @@ def operator_of(situation: Situation) -> str:
         (r"scaled_dot_product|sdpa|flash_attn|xformers", "attention"),
         (r"conv\w*\(|conv\.py|_conv_forward", "convolution"),
         (r"index_put|scatter|index_add|index_copy|\]\s*\+?=(?!=)", "indexed write"),
-        (r"out ?=|addmm_\(|addbmm_\(|baddbmm_\(", "output buffer"),
+        (r"[(,]\s*out ?=|addmm_\(|addbmm_\(|baddbmm_\(", "output buffer"),
         (r"linear|matmul|bmm|einsum|@|\bmm\(|addmm|attn_weights", "matrix product"),
         (r"rnn\.py|lstm|gru", "recurrent layer"),
     ):
@@ -141,12 +162,11 @@ def operator_of(situation: Situation) -> str:
 
 def _unknown_wording(text: str, situation: Situation) -> Seen | None:
     """Two different dtypes and a disagreement in one line: a dtype error whose wording is new."""
-    for line in text.splitlines():
-        found: list[str] = []
-        for match in _STRICT.finditer(line):
-            word = dtype_word(match[0])
-            if word not in found:
-                found.append(word)
+    lines = text.splitlines()
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        if _SAME_TYPE.search(line) and not _STRICT.search(line):
+            line = f"{line}\n{following}"  # the types stand in a note of their own
+        found = [word for word in dict.fromkeys(dtype_word(match[0]) for match in _STRICT.finditer(line)) if _known(word)]
         if len(found) >= 2 and _DISAGREE.search(line) and re.search(r"(?i)error|dtype|type|precision|expected|must|got", line):
             return Seen(
                 text=line,
@@ -155,6 +175,9 @@ def _unknown_wording(text: str, situation: Situation) -> Seen | None:
                 words={"operator": operator_of(situation) if situation.frames else ""},
                 situation=situation,
             )
+    if re.search(r"(?m)^AssertionError: assert .*(?:dtype|scalar_type|element_ty|\.is_(?:fp|bf)\d+\(|is_floating)", text):
+        asserted = text.partition("assert ")[2]
+        return Seen(text=text, operator="unknown wording", words={"asserted": asserted}, situation=situation)
     if re.search(
         r"(?i)(?:scalar types?|dtypes?) of .{1,60}(?:same|match|differ)|(?:same|matching|different|mismatched) (?:dtypes?|scalar types?)\b",
         text,
@@ -165,4 +188,30 @@ def _unknown_wording(text: str, situation: Situation) -> Seen | None:
             words={"operator": operator_of(situation) if situation.frames else ""},
             situation=situation,
         )
+    return _unknown_refusal(text, situation)
+
+
+def half_words(text: str) -> list[str]:
+    """The half-precision dtypes (and fp8) that a text names, in its order; those in paths and flags are none."""
+    found = dict.fromkeys(word for word in map(dtype_word, _HALF.findall(_PATHLIKE.sub(" ", text))) if _known(word))
+    return list(found)
+
+
+def _unknown_refusal(text: str, situation: Situation) -> Seen | None:
+    """One half-precision dtype, or none but the word, and a refusal in the line that names the exception."""
+    for line in text.splitlines():
+        if not re.match(r"[\w.]*(?:Error|Exception|error)\b", line.strip()) or "is not defined" in line or "import" in line:
+            continue
+        said = _PATHLIKE.sub(" ", line)
+        if not _REFUSES.search(said):
+            continue
+        narrow = half_words(line)
+        if narrow or re.search(r"(?i)\b(?:unsupported|invalid)(?: \w+){0,2} (?:data ?type|dtype|scalar ?type)\b", said):
+            return Seen(
+                text=line,
+                operator="unknown refusal",
+                dtypes={"refused": narrow[0]} if narrow else {},
+                words={"operator": operator_of(situation) if situation.frames else ""},
+                situation=situation,
+            )
     return None

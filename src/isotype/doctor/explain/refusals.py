@@ -5,7 +5,16 @@ from __future__ import annotations
 from .family import Cause, Explained, Seen, family
 
 
-@family("EX017", "both halves", "trainer refusal", "mixed precision word", "dtype string", "Lightning precision", "model and flag differ")
+@family(
+    "EX017",
+    "both halves",
+    "trainer refusal",
+    "mixed precision word",
+    "dtype string",
+    "Lightning precision",
+    "model and flag differ",
+    "unknown argument",
+)
 def refused_configuration(s: Seen) -> Explained:
     """A trainer refuses the combination of precision settings
 
@@ -64,8 +73,49 @@ def refused_configuration(s: Seen) -> Explained:
                 )
             ],
         )
+    if s.operator == "unknown argument":
+        argument = s.words["argument"]
+        removed = argument in ("fp16_backend", "half_precision_backend", "fp16_opt_level")
+        newer = argument == "dtype"
+        return Explained(
+            message=f"this version does not know the argument {argument}",
+            causes=[
+                Cause(
+                    name="argument of another version",
+                    score=4,
+                    why=(
+                        f"{argument} is no longer an argument: transformers 5 removed it with its apex backend"
+                        if removed
+                        else "dtype= came to from_pretrained with transformers 4.56; older ones hand it on to the model's __init__"
+                        if newer
+                        else f"the installed version has no {argument} (a newer or an older one has, or the model's __init__ was handed it)"
+                    ),
+                    fix=(
+                        f"leave {argument} out; bf16=True or fp16=True is all there is"
+                        if removed
+                        else "torch_dtype=... there, or pip install -U transformers"
+                        if newer
+                        else "pip show the library and read that version's arguments; isotype check --installed names others"
+                    ),
+                    because="the text names it",
+                )
+            ],
+        )
     if s.operator == "Lightning precision":
         word, allowed = s.words.get("word", ""), s.words.get("allowed", "")
+        if "where" in s.words:
+            return Explained(
+                message=f"{s.words['where']} does not take precision={word!r}",
+                causes=[
+                    Cause(
+                        name="precision that this strategy does not have",
+                        score=4,
+                        why=f"with {s.words['where']} as strategy Lightning takes {allowed}; {word} is for others",
+                        fix=f"precision={word.replace('-true', '-mixed')!r}, or another strategy (fsdp, ddp)",
+                        because="the text lists what it takes",
+                    )
+                ],
+            )
         older = "-mixed" not in allowed or "-true" not in allowed
         return Explained(
             message=f"this Lightning does not know precision={word!r}",
@@ -121,7 +171,7 @@ def refused_configuration(s: Seen) -> Explained:
     )
 
 
-@family("EX018", "hardware without bf16")
+@family("EX018", "hardware without bf16", "device without bf16", "device without fp8")
 def hardware(s: Seen) -> Explained:
     """The device has no bf16 (or TF32)
 
@@ -132,6 +182,47 @@ def hardware(s: Seen) -> Explained:
 
     **What to do.** `fp16=True` with fp32 weights there; `use_cpu=True` if a CPU run is meant.
     """
+    if s.operator == "device without fp8":
+        return Explained(
+            message="this device has no fp8 products",
+            causes=[
+                Cause(
+                    name="fp8 arithmetic on a GPU before Ada",
+                    score=3,
+                    why=(
+                        "fp8 products need compute capability 8.9 (Ada, 40xx) or 9.0 (Hopper): 30xx and A100 store fp8 weights, and must "
+                        "compute in bf16 or fp16"
+                    ),
+                    fix="switch fp8 arithmetic off (fp8_fast, fp8_e4m3fn_fast, float8 training) and keep fp8 as storage only, or use bf16",
+                    because="the text names the product and the capability",
+                )
+            ],
+        )
+    if s.operator == "device without bf16":
+        mps = "mps" in s.text.lower()
+        target = s.words.get("target", "sm_80")
+        return Explained(
+            message="the MPS backend has no bf16 here" if mps else "this device has no native bf16",
+            causes=[
+                Cause(
+                    name="bf16 on a Mac's GPU" if mps else "bf16 instructions on an older GPU",
+                    score=3,
+                    why=(
+                        "torch's MPS backend takes bf16 only in newer versions on macOS 14 or newer; a checkpoint in bf16 (or "
+                        "dtype=torch.bfloat16, a bf16 default in the program) was moved to it"
+                        if mps
+                        else f"the generated code uses bf16 instructions, which need {target} (compute capability 8.0, Ampere) or newer; "
+                        "older GPUs only emulate bf16 in torch's own kernels, not in Triton, torch.compile or cuBLAS"
+                    ),
+                    fix=(
+                        "dtype=torch.float16 or torch.float32 when loading (ComfyUI: --force-fp16, --force-fp32), or newer macOS and torch"
+                        if mps
+                        else "fp16 (dtype=torch.float16, fp16=True with fp32 weights), or leave torch.compile off"
+                    ),
+                    because="the text names the backend" if mps else "the text names the instruction",
+                )
+            ],
+        )
     what = "TF32" if "tf32" in s.text.lower() else "bf16"
     return Explained(
         message=f"{what} was asked for on a device without it",

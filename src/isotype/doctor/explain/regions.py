@@ -79,7 +79,7 @@ def no_gradient(s: Seen) -> Explained:
     )
 
 
-@family("EX028", "autocast")
+@family("EX028", "autocast", "unsafe to autocast")
 def autocast_word(s: Seen) -> Explained:
     """autocast met a dtype it does not know how to rank
 
@@ -88,8 +88,29 @@ def autocast_word(s: Seen) -> Explained:
 
     **Example.** An fp16 adapter under `torch.autocast(dtype=torch.bfloat16)`.
 
-    **What to do.** One half format in a region: cast the odd tensor.
+    **What to do.** One half format in a region: cast the odd tensor. `binary_cross_entropy` is refused there altogether: its logarithm of a
+    probability near 0 or 1 has no room in fp16, so give it logits.
     """
+    if s.operator == "unsafe to autocast":
+        return Explained(
+            message=f"{s.words['name']} is refused under autocast",
+            causes=[
+                Cause(
+                    name="probabilities, not logits, in a loss under autocast",
+                    score=3,
+                    why=(
+                        "sigmoid followed by binary_cross_entropy takes log(p) of a half-precision probability, which rounds to 0 or 1: "
+                        "autocast refuses it"
+                    ),
+                    fix=(
+                        "drop the sigmoid and use F.binary_cross_entropy_with_logits (BCEWithLogitsLoss), or compute this loss in fp32:\n"
+                        "    with torch.autocast(x.device.type, enabled=False):\n"
+                        "        loss = F.binary_cross_entropy(p.float(), y.float())"
+                    ),
+                    because="the text names it",
+                )
+            ],
+        )
     return Explained(
         message="autocast got a floating dtype it cannot rank",
         causes=[

@@ -23,6 +23,8 @@ def sharding(s: Seen) -> Explained:
     if "set" in s.words:
         left, right = ([dtype_word(word) for word in s.words["set"].split(",")] + ["another"])[:2]
     quant = {"uint8", "int8"} & {left, right}
+    if "integer" in s.words:
+        quant, left = {"integer"}, "quantised integer"
     causes = [
         Cause(
             name="fp32 adapters or norms in a half-precision unit",
@@ -42,9 +44,15 @@ def sharding(s: Seen) -> Explained:
         Cause(
             name="4-bit weights stored in another dtype",
             score=5 if quant or s.situation.mentions("bitsandbytes|Params4bit") else 1.5,
-            why=("bitsandbytes stores 4-bit weights as uint8 unless told otherwise, and FSDP cannot flatten them with floats"),
-            fix="BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16), equal to dtype=",
-            because=f"{quant.pop()} is named" if quant else "",
+            why=(
+                "bitsandbytes stores 4-bit weights as uint8 unless told otherwise, 8-bit ones always as int8 (as w8a8 checkpoints "
+                "do), and FSDP cannot flatten integers with floats"
+            ),
+            fix=(
+                "4-bit: BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16), equal to dtype=; 8-bit weights do not shard: load the "
+                "unquantised checkpoint"
+            ),
+            because=f"{min(quant)} is named" if quant else "",
         )
     )
     if s.operator == "collective":
@@ -81,11 +89,11 @@ def sharding(s: Seen) -> Explained:
         "sharded group": "FSDP2 needs one dtype among a group's trainable parameters",
         "collective": "a collective got tensors of two dtypes",
     }[s.operator]
-    named = f": {left} and {right}" if right != "another" else ""
+    named = f": {left} and {right}" if right != "another" else ", and cannot flatten integers" if "integer" in s.words else ""
     return Explained(message=what + named, causes=causes)
 
 
-@family("EX016", "DeepSpeed accumulation", "DeepSpeed mismatch", "DeepSpeed autocast")
+@family("EX016", "DeepSpeed accumulation", "DeepSpeed mismatch", "DeepSpeed autocast", "DeepSpeed section off")
 def deepspeed(s: Seen) -> Explained:
     """DeepSpeed's configuration disagrees with itself or with the trainer
 
@@ -129,6 +137,23 @@ def deepspeed(s: Seen) -> Explained:
                         '"torch_autocast": {"enabled": true, "dtype": "bfloat16"} in the DeepSpeed config (with bf16.enabled false: '
                         "fp32 weights), or drop the autocast around the engine and let bf16.enabled cast"
                     ),
+                    because="the text names it",
+                )
+            ],
+        )
+    if s.operator == "DeepSpeed section off":
+        section = dtype_word(s.words["section"])
+        return Explained(
+            message=f"{section} parameters in a DeepSpeed engine whose {section} section is off",
+            causes=[
+                Cause(
+                    name="weights in a dtype that the DeepSpeed config does not name",
+                    score=4,
+                    why=(
+                        f"the model was loaded (or cast) in {section}, and the DeepSpeed config leaves {section} off, or 'auto' beside a "
+                        f"trainer that does not say {section}=True: the engine then expects fp32 parameters"
+                    ),
+                    fix=f'"{section}": {{"enabled": true}} (or {section}=True with "auto"), or load with dtype=torch.float32',
                     because="the text names it",
                 )
             ],

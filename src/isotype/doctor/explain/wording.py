@@ -41,19 +41,36 @@ def integer_input(s: Seen) -> Explained:
     )
 
 
-@family("EX030", "unknown wording")
+@family("EX030", "unknown wording", "unknown refusal")
 def unknown_wording(s: Seen) -> Explained:
-    """Two dtypes met, in words this version does not know
+    """Two dtypes met, or one was refused, in words this version does not know
 
-    **Why it matters.** The text names two dtypes and a disagreement, but fits no known form. What follows is read from the traceback only.
+    **Why it matters.** The text names two dtypes and a disagreement, or a half-precision dtype and a refusal, but fits no known form. What
+    follows is read from the text and the traceback only.
 
     **Example.** A custom kernel's own assertion about its arguments.
 
     **What to do.** Look at the operands of the named line; `isotype trace` gives each its history.
     """
+    if s.operator == "unknown refusal":
+        return _refusal(s)
     first, second, operator = s.dtype("first", "two dtypes"), s.dtypes.get("second"), s.words.get("operator") or "an operator"
     pair = f"{first} and {second}" if second else "tensors of two dtypes"
     quoted = " ".join(s.text.split())[:160]
+    if asserted := s.words.get("asserted"):
+        return Explained(
+            message=f"an assertion about a dtype failed: {asserted[:160]}",
+            severity=Severity.WARNING,
+            causes=[
+                *outside_autocast(s),
+                Cause(
+                    name="a tensor is not in the dtype this code was written for",
+                    score=1,
+                    why=f"the code asserts {asserted}, and a tensor came in another dtype: a cast, autocast or an fp32 parameter upstream",
+                    fix="cast the tensor that the assertion names before the call (x = x.to(...)), or run that part in the dtype it takes",
+                ),
+            ],
+        )
     return Explained(
         message=f"{pair} met in {operator}: {quoted}",
         severity=Severity.WARNING,
@@ -72,5 +89,25 @@ def unknown_wording(s: Seen) -> Explained:
                     "trace SCRIPT.py shows which tensor was promoted"
                 ),
             ),
+        ],
+    )
+
+
+def _refusal(s: Seen) -> Explained:
+    dtype = s.dtype("refused", "a dtype")
+    other = {"bf16": "fp16 or fp32", "fp16": "bf16 or fp32"}.get(dtype, "bf16 or fp32")
+    return Explained(
+        message=f"{dtype} is refused: {' '.join(s.text.split())[:160]}",
+        severity=Severity.WARNING,
+        causes=[
+            Cause(
+                name=f"{dtype} where it is not taken",
+                score=1,
+                why=(
+                    f"this wording is not in isotype's list; it refuses {dtype}: the operation, the file format, this version or this "
+                    "device does not take it"
+                ),
+                fix=f"use {other} there: dtype= when loading, the trainer's flag, or a cast next to the call; or upgrade what refuses",
+            )
         ],
     )

@@ -50,10 +50,13 @@ class Report:
         self.remarks += [f"{label}: refused by the function itself: {why}" for label, why in result.refused.items()] + result.remarks
 
 
-def check_target(text: str, targets: Sequence[str] | None = None, *, binary: bool = False) -> Report:
+def check_target(
+    text: str, targets: Sequence[str] | None = None, *, binary: bool = False, tell: Callable[[str], None] = lambda name: None
+) -> Report:
     """Checks what `text` names.
 
     targets  architectures; None takes the module's TARGETS, or sm_90
+    tell     is told the name of each kernel of a file or module before it is compiled
     Raises   UsageError when it cannot be loaded, or holds no kernel
     """
     require_triton()
@@ -69,7 +72,7 @@ def check_target(text: str, targets: Sequence[str] | None = None, *, binary: boo
         _check_name(module, name, own, binary, report)
         return report
     for each in modules:
-        _check_module(each, own, binary, report)
+        _check_module(each, own, binary, report, tell)
     if not report.kernels:
         raise UsageError(f"{text}: no @triton.jit kernel in it")
     return report
@@ -159,8 +162,9 @@ def kernels_in(module: ModuleType) -> dict[str, Any]:
     return {n: v for n, v in found.items() if not any(inferable(unwrap(v).function))}
 
 
-def _check_module(module: ModuleType, targets: Sequence[str], binary: bool, report: Report) -> None:
+def _check_module(module: ModuleType, targets: Sequence[str], binary: bool, report: Report, tell: Callable[[str], None]) -> None:
     for name, kernel in kernels_in(module).items():
+        tell(name)
         try:
             report.add(name, check_kernel(kernel, targets=targets, binary=binary))
         except UsageError:

@@ -40,13 +40,17 @@ def lint_command(
     extend_select: Sequence[str] = (),
     ignore: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    weak: bool = False,
     fix: Literal["safe", "unsafe"] | None = None,
 ) -> LintRun:
     """Options given here replace `select` of the configuration and add to its other lists.
 
     Raises  UsageError for a path, code or configuration that means nothing.
     """
-    config = settings(paths[0], config_file=config_file, select=select, extend_select=extend_select, ignore=ignore, exclude=exclude)
+    config = settings(
+        paths[0], config_file=config_file, select=select, extend_select=extend_select, ignore=ignore, exclude=exclude, weak=weak
+    )
+    config = replace(config, named=tuple(path.resolve() for path in paths if path.is_dir()))
     files = list(python_files(paths, config.exclude, config.root))
     found = lint_files(files, config)
     fixed = 0
@@ -64,6 +68,7 @@ def settings(
     extend_select: Sequence[str] = (),
     ignore: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    weak: bool = False,
 ) -> LintConfig:
     """The configuration for `near`, with what the command line adds."""
     config = load(config_file if config_file else find_pyproject(near))
@@ -73,6 +78,7 @@ def settings(
         extend_select=config.extend_select + check_codes(extend_select, "--extend-select"),
         ignore=config.ignore + check_codes(ignore, "--ignore"),
         exclude=config.exclude + tuple(exclude),
+        weak=config.weak or weak,
     )
 
 

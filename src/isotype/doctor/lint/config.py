@@ -4,6 +4,7 @@
 select = ["LT"]            # only these (codes or prefixes); rules that are off by default are switched on by naming them
 extend-select = ["LT005"]  # these too
 ignore = ["LT013"]         # never these
+weak = true                # also, as notes, what the code or its repository speaks against
 exclude = ["third_party"]  # glob patterns of files and folders
 [tool.isotype.lint.per-file-ignores]
 "tests/*" = ["LT007"]
@@ -24,19 +25,21 @@ from .rule import all_rules
 from .suppress import PAGES
 
 _LISTS = ("select", "extend-select", "ignore", "exclude")
-_KEYS = (*_LISTS, "per-file-ignores")
+_KEYS = (*_LISTS, "weak", "per-file-ignores")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LintConfig:
-    """root: the folder of the pyproject.toml, to which its patterns are relative."""
+    """root: the folder of the pyproject.toml, to which its patterns are relative; named: the folders to be linted."""
 
     select: tuple[str, ...] = ()
     extend_select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    weak: bool = False
     per_file_ignores: tuple[tuple[str, tuple[str, ...]], ...] = ()
     root: Path = field(default_factory=Path.cwd)
+    named: tuple[Path, ...] = ()
 
     def active(self) -> list[str]:
         """The codes of the rules to run, after select, extend-select and ignore."""
@@ -107,6 +110,8 @@ def load(file: Path | None) -> LintConfig:
     lists: dict[str, tuple[str, ...]] = {key: _strings(table.get(key, []), f"{file}: tool.isotype.lint.{key}") for key in _LISTS}
     for key in ("select", "extend-select", "ignore"):
         lists[key] = check_codes(lists[key], f"{file}: tool.isotype.lint.{key}")
+    if not isinstance(table.get("weak", False), bool):
+        raise UsageError(f"{file}: tool.isotype.lint.weak: expected true or false, got {table['weak']!r}")
     per_file = table.get("per-file-ignores", {})
     if not isinstance(per_file, dict):
         raise UsageError(f"{file}: tool.isotype.lint.per-file-ignores: expected a table of pattern = [codes]")
@@ -119,6 +124,7 @@ def load(file: Path | None) -> LintConfig:
         extend_select=lists["extend-select"],
         ignore=lists["ignore"],
         exclude=lists["exclude"],
+        weak=table.get("weak", False),
         per_file_ignores=tuple(pairs),
         root=file.parent,
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ...finding import Severity
+from .dataflow.events import Scenario
 from .source import SourceFile
 
 
@@ -48,7 +49,11 @@ class Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
-    """What a visitor yields; `run.py` makes a Finding of it."""
+    """What a visitor yields; `run.py` makes a Finding of it.
+
+    scenario  what it supposes: nothing is said where the repository speaks against that (`repository.py`)
+    weak      why the code itself makes the scenario unlikely, or ""
+    """
 
     node: ast.expr | ast.stmt
     message: str
@@ -58,6 +63,8 @@ class Hit:
     details: tuple[tuple[str, str], ...] = ()
     symbol: str | None = None
     edit: Edit | None = None
+    scenario: Scenario | None = None
+    weak: str = ""
 
 
 SECTIONS = ("Why", "Example", "Use instead", "Fix safety", "Known problems")

@@ -15,6 +15,7 @@ from pathlib import Path
 from ...finding import Finding, Place, Severity
 from .config import LintConfig
 from .files import read
+from .repository import look_again, repository_of
 from .rule import Edit, Hit, Rule, all_rules
 from .source import SourceFile
 from .suppress import Suppression, suppressions
@@ -34,6 +35,7 @@ class Found:
 
 def lint_files(paths: Sequence[Path], config: LintConfig) -> list[Found]:
     """Every finding in these files, file by file in the order given."""
+    look_again()
     some = partial(_lint_some, active=tuple(config.active()), config=config)
     processes = min(os.cpu_count() or 1, 8)
     if len(paths) < PARALLEL_FROM or processes < 2:
@@ -101,25 +103,35 @@ def lint_text(text: str, path: Path, *, active: Sequence[str], config: LintConfi
                 continue
             last = min(hit.node.end_lineno or hit.node.lineno, hit.node.lineno + 20)
             silent = [s for s in silenced if s.silences(rule.code, hit.node.lineno, last)]  # all of them, so that each counts as used
-            if not silent:
-                found.append(Found(_finding(rule, hit, file), hit.edit))
+            against = "" if silent else _against(hit, file, path, config.named if config else ())
+            if not silent and (not against or (config and config.weak)):
+                found.append(Found(_finding(rule, hit, file, against), hit.edit))
     found += [Found(f) for s in silenced if (f := _about(s, file, active)) is not None]
     return sorted(found, key=lambda f: (f.finding.place.line or 0, f.finding.place.column or 0, f.finding.code))
 
 
-def _finding(rule: Rule, hit: Hit, file: SourceFile) -> Finding:
+def _against(hit: Hit, file: SourceFile, path: Path, named: tuple[Path, ...]) -> str:
+    """Why nobody is likely to meet it, or ""."""
+    if hit.weak or hit.scenario is None:
+        return hit.weak
+    repository = repository_of(path, named)
+    return repository.against(hit.scenario, path, file.text) if repository is not None else ""
+
+
+def _finding(rule: Rule, hit: Hit, file: SourceFile, against: str) -> Finding:
     symbol = hit.symbol or file.symbol(hit.node)
     place = Place(file=file.path, line=hit.node.lineno, column=hit.node.col_offset + 1, symbol=symbol)
     lines = file.text.splitlines()
     code = lines[hit.node.lineno - 1].strip() if hit.node.lineno <= len(lines) else ""
+    severity = rule.severity if hit.severity is None else hit.severity
     return Finding(
         code=rule.code,
-        severity=rule.severity if hit.severity is None else hit.severity,
+        severity=Severity.NOTE if against else severity,
         message=hit.message,
         place=place,
         cause=hit.cause,
         fix=hit.fix,
-        details=(("code", code), *hit.details),
+        details=(("code", code), *hit.details, *((("but", against),) if against else ())),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, TypeVar
@@ -98,8 +99,17 @@ class SourceFile:
             current = self.parents.get(current)
         return current
 
+    @cached_property
+    def _of_tests(self) -> bool:
+        """A file named as test runners look for them, or that imports one."""
+        name = re.split(r"[/\\]", self.path)[-1]
+        named = name.startswith("test_") or name.endswith("_test.py") or name == "conftest.py"
+        return named or any(m.split(".")[0] in ("pytest", "unittest") or m.startswith("torch.testing") for m in self.imports.values())
+
     def in_a_test(self, node: ast.AST) -> bool:
-        """Whether it stands in a function called `test_...`, or inside one."""
+        """Whether it stands in a function called `test_...`, inside one, or beside some: a file of tests."""
+        if self._of_tests:
+            return True
         function = self.function_of(node)
         while function is not None:
             if function.name.startswith("test_"):

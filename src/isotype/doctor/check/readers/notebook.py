@@ -19,10 +19,11 @@ def read(text: str) -> tuple[str, Callable[[int | None], int | None]]:
     code: list[str] = []
     places: list[int] = []
     raw, position = text, 0
-    for cell in data.get("cells", []) if isinstance(data, dict) else []:
-        if not isinstance(cell, dict) or cell.get("cell_type") != "code":
+    cells = data.get("cells") if isinstance(data, dict) else None
+    for cell in cells if isinstance(cells, list) else []:
+        source = cell.get("source") if isinstance(cell, dict) and cell.get("cell_type") == "code" else None
+        if not isinstance(source, (str, list)):
             continue
-        source = cell.get("source", [])
         for line in source.splitlines() if isinstance(source, str) else "".join(map(str, source)).splitlines():
             written = json.dumps(line, ensure_ascii=False)[1:-1]
             at = raw.find(written, position) if written.strip() else position

@@ -11,6 +11,12 @@ class Unknown:
     """A value that only running the program would tell."""
 
 
+class Name(str):
+    """A dotted name in the code (`torch.bfloat16`), as against a text that reads the same."""
+
+    __slots__ = ()
+
+
 @dataclass(slots=True)
 class Call:
     name: str  # last part: `TrainingArguments`, `from_pretrained`
@@ -166,7 +172,7 @@ def _value(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
         return _value(names[node.id], names, depth + 1) if node.id in names else Unknown
     if isinstance(node, ast.Attribute):
         dotted = _dotted(node)
-        return dotted if dotted.startswith(("torch.", "tf.", "jnp.")) and dotted.count(".") == 1 else Unknown
+        return Name(dotted) if dotted.startswith(("torch.", "tf.", "jnp.")) and dotted.count(".") == 1 else Unknown
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         inner = _value(node.operand, names, depth + 1)
         return -inner if isinstance(inner, int | float) else Unknown

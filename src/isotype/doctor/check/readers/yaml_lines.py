@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 from .tree import Path, Tree
@@ -10,6 +11,9 @@ from .tree import Path, Tree
 _BOOL = {w: w in ("yes", "true", "on") for w in ("yes", "no", "true", "false", "on", "off")}
 _INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$")
 _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?$|^[-+]?\.[0-9_]+(?:[eE][-+]?[0-9]+)?$")
+
+
+MOST_VALUES = 200_000
 
 
 class BadYaml(ValueError):
@@ -24,7 +28,8 @@ def read(text: str) -> Tree:
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
     try:
-        root = next(iter(YAML(typ="safe", pure=True).compose_all(text)), None)
+        with warnings.catch_warnings(action="ignore"):  # an anchor may be given again
+            root = next(iter(YAML(typ="safe", pure=True).compose_all(text)), None)
     except MarkedYAMLError as error:
         raise BadYaml(str(error.problem or error), (error.problem_mark.line + 1) if error.problem_mark else 1) from error
     except (YAMLError, ValueError, RecursionError) as error:
@@ -52,6 +57,8 @@ def scalar(word: str) -> Any:
 def _value(node: Any, path: Path, tree: Tree, depth: int) -> Any:
     if depth > 100:
         raise BadYaml("nested too deeply", node.start_mark.line + 1)
+    if len(tree.lines) > MOST_VALUES:  # aliases of aliases grow without end
+        raise BadYaml(f"more than {MOST_VALUES} values", node.start_mark.line + 1)
     tree.lines.setdefault(path, node.start_mark.line + 1)
     if node.id == "mapping":
         result: dict[str, Any] = {}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ....finding import Finding
 from ..model_settings import BNB, launcher_mode, lightning_precision, mixed_flag
 from ..record import Record
-from ..settings import dtype_of, truth
+from ..settings import Setting, dtype_of, truth
 from ..sharded import deepspeed_setting, uses_deepspeed
 from .base import ERROR, WARNING, found, rule
 
@@ -19,6 +19,18 @@ _PAIRS = (
     ("llamafactory.pure_bf16", "llamafactory.fp16"),
     ("kohya.full_bf16", "kohya.full_fp16"),
 )
+
+
+def _siblings(r: Record) -> Iterator[tuple[str, Setting, Setting]]:
+    """`fp16` and `bf16` both on beside each other, in a section of whatever tool."""
+    for document in r.facts.documents:
+        if document.tool in ("env", "versions", "checkpoint", "hardware", "code"):
+            continue
+        for key, fp16 in document.settings.items():
+            prefix, _, last = key.rpartition(".")
+            bf16 = document.settings.get(f"{prefix}.bf16" if prefix else "bf16")
+            if last == "fp16" and bf16 is not None and truth(fp16.value) is truth(bf16.value) is True:
+                yield f"{document.tool}.{key}", fp16, bf16
 
 
 @rule("CF001")
@@ -47,6 +59,18 @@ def both_halves(r: Record) -> Iterator[Finding]:
                 cause="fp16 and bf16 exclude each other; both cannot be true at once",
                 fix=f"keep only one: {bf16.key}: true with {fp16.key}: false where the GPU has bf16, else the reverse",
                 wins="nobody notices: bf16 weights run under fp16 autocast with a GradScaler" if silent else "the trainer refuses to start",
+            )
+    for name, fp16, bf16 in _siblings(r):
+        if name not in {fp16_name for _, fp16_name in _PAIRS}:
+            yield found(
+                "CF001",
+                ERROR,
+                f"{fp16.key} and {bf16.key} are both on",
+                fp16,
+                bf16,
+                cause="fp16 and bf16 exclude each other; both cannot be true at once",
+                fix="keep only one: bf16 where the GPU has it, else fp16",
+                wins="the trainer refuses to start, or takes whichever it looks at first",
             )
     bf16, fp16 = deepspeed_setting(f, "bf16.enabled"), deepspeed_setting(f, "fp16.enabled")
     if bf16 and fp16 and truth(bf16.value) and truth(fp16.value):

@@ -25,7 +25,7 @@ def deepspeed_and_trainer(r: Record) -> Iterator[Finding]:
     **What to do.** `"enabled": "auto"` in both sections, and the decision in the arguments.
     """
     f = r.facts
-    tool = r.tool if r.tool in ("hf", "llamafactory") else None
+    tool = r.tool if r.tool in ("hf", "llamafactory", "axolotl") else None
     if tool is None or not f.has(tool):
         return
     for half, other in (("fp16", "bf16"), ("bf16", "fp16")):
@@ -34,6 +34,8 @@ def deepspeed_and_trainer(r: Record) -> Iterator[Finding]:
         if section is None or value is None:
             continue
         flag = f.on(f"{tool}.{half}", f"{tool}.{half}_full_eval", *(["llamafactory.pure_bf16"] if half == "bf16" else []))
+        if flag is None and tool == "axolotl" and r.value("compute") == half:
+            continue  # bf16: auto, or left out, becomes true where the GPU has it
         if value and flag is None:
             against = f.on(f"{tool}.{other}") or f.given(f"{tool}.{half}") or f.given(f"{tool}.{other}")
             yield found(
@@ -51,7 +53,7 @@ def deepspeed_and_trainer(r: Record) -> Iterator[Finding]:
                 fix=f'{half}.enabled: "auto" (and {other}.enabled: "auto"), decide in the training arguments',
                 wins="the trainer refuses to start",
             )
-        elif not value and flag is not None and tool == "hf":
+        elif not value and flag is not None and "pure_bf16" not in flag.key:
             yield found(
                 "CF050",
                 ERROR,
@@ -85,7 +87,19 @@ def deepspeed_switches_off(r: Record) -> Iterator[Finding]:
         section = deepspeed_setting(f, f"{half}.enabled")
         other = deepspeed_setting(f, f"{'fp16' if half == 'bf16' else 'bf16'}.enabled")
         asked = launcher if launcher is not None and str(launcher.value).lower() == half else None
-        if asked is not None and section is not None and truth(section.value) is False and flag is None:
+        if asked is not None and flag is None and other is not None and truth(other.value) is True:
+            yield found(
+                "CF051",
+                ERROR,
+                f"the launcher says {half}, DeepSpeed's file {'fp16' if half == 'bf16' else 'bf16'}",
+                other,
+                asked,
+                section,
+                cause=f"`--mixed_precision` cannot be {half} when the DeepSpeed config enables the other half",
+                fix='"enabled": "auto" in both sections, or no mixed_precision in the launcher\'s file',
+                wins="accelerate refuses to start",
+            )
+        elif asked is not None and section is not None and truth(section.value) is False and flag is None:
             yield found(
                 "CF051",
                 WARNING,
@@ -95,17 +109,6 @@ def deepspeed_switches_off(r: Record) -> Iterator[Finding]:
                 cause=(f"under DeepSpeed accelerate leaves precision to DeepSpeed's file, where {half} is off: the run is fp32"),
                 fix=f'"{half}": {{"enabled": "auto"}} or true',
                 wins="DeepSpeed's file: fp32",
-            )
-        elif asked is not None and section is None and other is not None and truth(other.value) is True:
-            yield found(
-                "CF051",
-                ERROR,
-                f"the launcher says {half}, DeepSpeed's file the other half",
-                other,
-                asked,
-                cause=f"`--mixed_precision` cannot be {half} when the DeepSpeed config enables the other",
-                fix='"enabled": "auto" in both sections',
-                wins="accelerate refuses to start",
             )
     if (
         flag is not None

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ....finding import Finding
 from ..model_settings import BNB, CHECKPOINT_DTYPE
+from ..readers.python_calls import Name
 from ..record import Record
 from ..settings import dtype_of, truth
 from ..sharded import fsdp_version, uses_fsdp
@@ -229,7 +230,7 @@ def two_quantisations(r: Record) -> Iterator[Finding]:
 
 @rule("CF043")
 def dtype_with_prefix(r: Record) -> Iterator[Finding]:
-    """A dtype written as `torch.bfloat16` in a file
+    """A dtype written as the text `torch.bfloat16`
 
     **Why it matters.** The word is given to `getattr(torch, ...)`: "module torch has no attribute torch.bfloat16".
 
@@ -238,7 +239,7 @@ def dtype_with_prefix(r: Record) -> Iterator[Finding]:
     **What to do.** `"bfloat16"`.
     """
     for document in r.facts.documents:
-        if document.attributes.get("reader") == "python" or document.tool not in ("model", "hf", "peft", "axolotl"):
+        if document.tool not in ("model", "hf", "peft", "axolotl"):
             continue
         done = set()
         for key, setting in document.settings.items():
@@ -246,6 +247,7 @@ def dtype_with_prefix(r: Record) -> Iterator[Finding]:
             if (
                 last in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")
                 and isinstance(setting.value, str)
+                and not isinstance(setting.value, Name)
                 and (last, setting.line) not in done
             ):
                 done.add((last, setting.line))

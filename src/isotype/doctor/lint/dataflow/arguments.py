@@ -25,11 +25,12 @@ GRADIENT = re.compile(
 )
 _LIKE_ACTIVATION = re.compile(r"out|inp|hidden|state|feat|act|tok|embed|mat|data|logit|grad")
 _STATE = re.compile(r"(^|_)(state|cache|pool|snapshots|buffer|buf|acc)$")  # kept between calls: by contract mostly wider than inputs
-_TIMES = re.compile(r"(^|_)timesteps?$")
+_TIMES = re.compile(r"(^|_)timesteps?$|^(t|ts|time|times)$")
 WEIGHT = re.compile(
     r"^((.*_)?(w|weights?|wt|bias|gamma|beta|kernel|emb|embedding|proj|lora_?[ab]|experts?)(_?[a-z0-9]{1,2}|_proj)?|"
     r"w[a-z0-9]{0,2}(_t)?|[AB]|b|W\w{0,2})$",
 )
+_WEIGHTS = re.compile(r"weight|param|expert|head|kernel|^ws?$|lora")
 ACTIVATION = re.compile(
     r"^(x|xs|X|q|k|v|Q|K|V|query|key|value|queries|keys|values|hidden|hidden_states?|h|inputs?|inp|input_|xq|xk|xv|query_states|key_states|"
     r"value_states|residual|attn_\w+|logits|embeds?|inputs_embeds|features|latents|activations?)$"
@@ -41,13 +42,14 @@ NUMBER = re.compile(
 _TORCH_TENSOR = re.compile(r"\b(Opt|Optional|Float|Half|BFloat16|Double|D)?Tensor\b")
 _OWN_TENSOR = re.compile(r"\w+Tensor\b")  # SparseTensor, QuantizedTensor: a class of its own, whose dtype is another matter
 _MODEL_DTYPE = re.compile(r"^(torch_|model_|input_|weight_|target_|out_|output_|param_|params_|activation_)?dtype$")
+_LOW_DEFAULT = re.compile(r"\btorch\.(bfloat16|float16|half)$")
 _DEFAULT_DTYPE = re.compile(r"\btorch\.(float32|float64|float)$")
 
 
 def bind(file: SourceFile, function: Function, arguments: list[ast.arg], scenario: Scenario, path: Path, *, module: bool) -> dict[str, Any]:
     """Name -> value for these parameters. module: of a plain function, whose defaults are what most callers leave as they are."""
     defaults = _defaults(function)
-    used = _tensor_uses(file, function)
+    used = tensor_uses(file, function)
     values: dict[str, Any] = {}
     names_given = [a.arg for a in arguments]
     if any(map(WEIGHT.match, names_given)) and not any(ACTIVATION.match(n) or _LIKE_ACTIVATION.search(n) for n in names_given):
@@ -86,6 +88,9 @@ def _value(name: str, annotation: ast.expr | None, default: ast.expr | None, use
             return Dtype("fp64" if fixed[1] == "float64" else "fp32", f"the default of the argument {name}")
         # what an accumulator's or a master copy's dtype will be, no name tells
         return Dtype(scenario.inputs if _MODEL_DTYPE.search(name) else None, f"the argument {name}")
+    low = _LOW_DEFAULT.search(ast.unparse(default)) if isinstance(default, ast.Attribute) else None
+    if low:
+        return Dtype("bf16" if low[1] == "bfloat16" else "fp16", f"the default of the argument {name}")
     if isinstance(constant, (bool, int, float, str)):
         return Scalar(constant) if module else Scalar()
     if hint and "Tensor" not in hint and re.search(r"\b(int|float|bool|str)\b", hint):
@@ -139,7 +144,7 @@ def _defaults(function: Function) -> dict[str, ast.expr]:
     return found
 
 
-def _tensor_uses(file: SourceFile, function: Function) -> set[str]:
+def tensor_uses(file: SourceFile, function: Function) -> set[str]:
     """Names used as only tensors are: multiplied with @, saved for backward, asked for their dtype or transpose."""
     known = file.memo.setdefault("tensor_uses", {})
     if function not in known:
@@ -152,6 +157,8 @@ def _find_tensor_uses(function: Function) -> set[str]:
     for node in ast.walk(function):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in names.SHOWS_TENSOR:
             used.add(node.value.id)
+        elif isinstance(node, ast.Subscript) and _adds_a_dimension(node.slice):
+            used |= {node.value.id} if isinstance(node.value, ast.Name) and _TIMES.search(node.value.id) else set()
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             used |= {side.id for side in (node.left, node.right) if isinstance(side, ast.Name)}
         elif isinstance(node, ast.Call):
@@ -161,11 +168,27 @@ def _find_tensor_uses(function: Function) -> set[str]:
     return used
 
 
-def extra(function: Function) -> dict[str, Any]:
-    """*args and **kwargs: anything."""
+def _saved_in_full(function: Function) -> set[str]:
+    """Names in `ctx.save_for_backward(..., *names)`, which takes tensors only."""
+    saving = [n for n in ast.walk(function) if isinstance(n, ast.Call) and last_name(n.func) == "save_for_backward"]
+    return {a.value.id for call in saving for a in call.args if isinstance(a, ast.Starred) and isinstance(a.value, ast.Name)}
+
+
+def _adds_a_dimension(index: ast.expr) -> bool:
+    """`x[:, None]`."""
+    return isinstance(index, ast.Tuple) and any(isinstance(e, ast.Constant) and e.value is None for e in index.elts)
+
+
+def extra(function: Function, scenario: Scenario | None = None) -> dict[str, Any]:
+    """*args and **kwargs: anything; tensors, of which two stand for any number, where the function saves them for backward."""
     values: dict[str, Any] = {}
     if function.args.vararg:
-        values[function.args.vararg.arg] = Items(each=UNKNOWN)
+        name = function.args.vararg.arg
+        if scenario is not None and name in _saved_in_full(function):
+            role = (scenario.weights, Made.PARAMETER) if _WEIGHTS.search(name) else (scenario.inputs, Made.INPUT)
+            values[name] = Items(known=[Tensor(*role, f"one of the arguments {name}")] * 2)
+        else:
+            values[name] = Items(each=UNKNOWN)
     if function.args.kwarg:
         values[function.args.kwarg.arg] = Mapping(open=True)
     return values

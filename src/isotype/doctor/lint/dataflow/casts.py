@@ -40,6 +40,8 @@ def cast_call(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, An
         return UNKNOWN
     tensor = args[0]
     wanted = kwargs.get("dtype")
+    if name != "type" and not (len(args) == 2 and isinstance(args[1], Dtype) and not kwargs):
+        tensor = tensor.but(on_cpu=False)
     for candidate in [*args[1:], *([wanted] if wanted is not None else []), kwargs.get("other")]:
         if isinstance(candidate, Dtype):
             return cast(run, tensor, candidate, node)
@@ -66,11 +68,12 @@ def factory(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any]
         zero_dim = True if isinstance(data, Scalar) else (None if not isinstance(data, Items) else False)
     counted = [*node.args, *(k.value for k in node.keywords if k.arg in ("start", "end", "step"))]
     positional = name == "arange" and not any(_COUNTS_FEATURES.search(ast.unparse(a)) for a in counted)
+    on_cpu = name in names.FACTORIES and not any(k.arg in ("device", None) for k in node.keywords)
     buffer = node if name.startswith(("zeros", "empty", "new_zeros", "new_empty", "full", "new_full")) else None
     if isinstance(dtype, Dtype):
         made = Made.LITERAL if dtype.literal else Made.FOLLOWS
         lowered = node if positional and dtype.word in ("bf16", "fp16") else None
-        return Tensor(dtype.word, made, f"made by `{text}` (line {node.lineno})", node, zero_dim, positional, lowered, buffer)
+        return Tensor(dtype.word, made, f"made by `{text}` (line {node.lineno})", node, zero_dim, positional, lowered, buffer, on_cpu)
     if dtype is not None and not (isinstance(dtype, Scalar) and dtype.value is None):
         return Tensor(None, node=node, zero_dim=zero_dim, positional=positional)
     if name in names.LIKE or name in names.NEW:
@@ -89,7 +92,7 @@ def factory(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any]
         floats = [a for a in args if isinstance(a, Scalar) and isinstance(a.value, float)]
         doubtful = [a for a in args if not (isinstance(a, Scalar))]
         word = None if doubtful else ("fp32" if floats else "int64")
-        return Tensor(word, Made.DEFAULT, f"made by `{text}` (line {node.lineno})", node, False, positional)
+        return Tensor(word, Made.DEFAULT, f"made by `{text}` (line {node.lineno})", node, False, positional, on_cpu=on_cpu)
     if name == "full":
         fill = args[1] if len(args) > 1 else kwargs.get("fill_value", UNKNOWN)
         if isinstance(fill, Tensor):
@@ -103,7 +106,9 @@ def factory(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any]
         data = args[0] if args else UNKNOWN
         if not (isinstance(data, Scalar) and isinstance(data.value, float)):
             return Tensor(None, node=node, zero_dim=zero_dim)
-    return Tensor("fp32", Made.DEFAULT, f"made by `{text}` without dtype (line {node.lineno})", node, zero_dim, buffer=buffer)
+    return Tensor(
+        "fp32", Made.DEFAULT, f"made by `{text}` without dtype (line {node.lineno})", node, zero_dim, buffer=buffer, on_cpu=on_cpu
+    )
 
 
 # arange over these numbers the features of a table, and not the positions: exact in bf16 and another matter
@@ -111,9 +116,22 @@ _COUNTS_FEATURES = re.compile(r"dim|feat|channel|half|embed|freq")
 
 
 def _is_float_text(node: ast.Call) -> bool:
-    """full(..., float("-inf")), full(..., torch.finfo(dtype).min), full(..., -math.inf): certainly floating."""
-    if len(node.args) < 2 and not any(k.arg == "fill_value" for k in node.keywords):
-        return False
-    fill = node.args[1] if len(node.args) > 1 else next(k.value for k in node.keywords if k.arg == "fill_value")
-    text = ast.unparse(fill).replace(" ", "")
-    return any(word in text for word in ("float(", "finfo(", "math.inf", "torch.inf", "np.inf"))
+    """full(..., float("-inf")), full(..., torch.finfo(dtype).min), full(..., dim**-0.5), full(..., 1 / n): certainly floating."""
+    fill = node.args[1] if len(node.args) > 1 else next((k.value for k in node.keywords if k.arg == "fill_value"), None)
+    return fill is not None and _is_float(fill)
+
+
+def _is_float(node: ast.expr) -> bool:
+    """Whether a number is certainly no integer, as it is written."""
+    if isinstance(node, ast.UnaryOp):
+        return _is_float(node.operand)
+    if isinstance(node, ast.BinOp):
+        if isinstance(node.op, ast.Pow):  # a negative power of an integer is a float as well
+            return _is_float(node.left) or _is_float(node.right) or isinstance(node.right, ast.UnaryOp)
+        return isinstance(node.op, ast.Div) or _is_float(node.left) or _is_float(node.right)
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, float)
+    return any(word in ast.unparse(node) for word in _FLOATS)
+
+
+_FLOATS = ("float(", "finfo(", "math.inf", "torch.inf", "np.inf", "math.sqrt", "math.log", "math.exp")

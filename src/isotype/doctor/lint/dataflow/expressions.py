@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..source import Function, SourceFile, last_name
-from . import matrix_products, operators, promotion
+from . import matrix_products, operators, promotion, writes
 from .conditions import bool_op, compare, decide, is_another_class, unary_op
 from .modules import module_constants, resolve_function
+from .operators import distinct, mapping_of
 from .statements import assign
-from .values import UNKNOWN, Closure, Env, Items, Mapping, Module, Scalar, Tensor
+from .values import NONE, UNKNOWN, Closure, Env, Items, Mapping, Module, Partial, Scalar, Tensor
 
 if TYPE_CHECKING:
     from .interpreter import Interpreter
@@ -43,9 +44,9 @@ def _subscript(run: Interpreter, node: ast.Subscript, env: Env) -> Any:
     owner = run.evaluate(node.value, env)
     index = run.evaluate(node.slice, env)
     if isinstance(owner, Tensor):
-        return owner
+        return owner if owner.buffer is None or writes.is_whole(node.slice) else owner.but(buffer=None)
     if isinstance(owner, Items):
-        return _item(run, owner, node.slice, index)
+        return _item(run, owner, node.slice, index, env)
     if isinstance(owner, Scalar):
         return Scalar()
     if isinstance(owner, Mapping) and isinstance(index, Scalar):
@@ -53,16 +54,16 @@ def _subscript(run: Interpreter, node: ast.Subscript, env: Env) -> Any:
     return UNKNOWN
 
 
-def _item(run: Interpreter, owner: Items, where: ast.expr, index: Any) -> Any:
+def _item(run: Interpreter, owner: Items, where: ast.expr, index: Any, env: Env) -> Any:
     if owner.known is None:
         return Items(each=owner.each) if isinstance(where, ast.Slice) else owner.each
     if isinstance(index, Scalar) and isinstance(index.value, int) and -len(owner.known) <= index.value < len(owner.known):
         return owner.known[index.value]
     if isinstance(where, ast.Slice) and where.step is None:
-        start, stop = where.lower, where.upper
-        if all(b is None or (isinstance(b, ast.Constant) and isinstance(b.value, int)) for b in (start, stop)):
-            first, last = (b.value if isinstance(b, ast.Constant) else None for b in (start, stop))
-            return Items(known=owner.known[first:last])  # type: ignore[index]
+        bounds = [run.evaluate(b, env) if b is not None else NONE for b in (where.lower, where.upper)]
+        numbers: list[Any] = [b.value if isinstance(b, Scalar) else UNKNOWN for b in bounds]
+        if all(n is None or isinstance(n, int) for n in numbers):
+            return Items(known=owner.known[numbers[0] : numbers[1]])
     return owner.element()
 
 
@@ -128,6 +129,19 @@ def _comprehension(run: Interpreter, node: ast.GeneratorExp | ast.ListComp | ast
     return Items(each=run.evaluate(node.elt, inner))
 
 
+def _set_comprehension(run: Interpreter, node: ast.SetComp, env: Env) -> Any:
+    return distinct(_comprehension(run, node, env))
+
+
+def _set(run: Interpreter, node: ast.Set, env: Env) -> Any:
+    return distinct(Items(known=[run.evaluate(e, env) for e in node.elts]))
+
+
+def _dict_comprehension(run: Interpreter, node: ast.DictComp, env: Env) -> Any:
+    pairs = ast.copy_location(ast.ListComp(ast.Tuple([node.key, node.value], ast.Load()), node.generators), node)
+    return mapping_of(_comprehension(run, pairs, env))
+
+
 def _bin_op(run: Interpreter, node: ast.BinOp, env: Env) -> Any:
     left, right = run.evaluate(node.left, env), run.evaluate(node.right, env)
     if isinstance(node.op, ast.MatMult):
@@ -148,6 +162,10 @@ def _call(run: Interpreter, node: ast.Call, env: Env) -> Any:
         else:
             args.append(run.evaluate(argument, env))
     kwargs = _keywords(run, node, env)
+    sources = list(node.args)
+    while isinstance(function, Partial):
+        args, sources, kwargs = [*function.args, *args], [*function.nodes, *sources], function.kwargs | kwargs
+        function = function.function
     if isinstance(function, Closure):
         own = {"file": function.file, "name": getattr(function.node, "name", "")}
         cast = _is_autocast_decorated(own["file"], function.node)
@@ -159,7 +177,7 @@ def _call(run: Interpreter, node: ast.Call, env: Env) -> Any:
                 is_another_class(run, argument, env)
         run.found_subclass = False
         return result
-    return operators.call(run, function, args, kwargs, node, env)
+    return operators.call(run, function, args, kwargs, node, env, sources)
 
 
 def _keywords(run: Interpreter, node: ast.Call, env: Env) -> dict[str, Any]:
@@ -200,5 +218,7 @@ EXPRESSIONS: dict[type, Callable[[Interpreter, Any, Env], Any]] = {
     ast.List: _tuple,
     ast.GeneratorExp: _comprehension,
     ast.ListComp: _comprehension,
-    ast.SetComp: _comprehension,
+    ast.SetComp: _set_comprehension,
+    ast.Set: _set,
+    ast.DictComp: _dict_comprehension,
 }  # fmt: skip

@@ -173,7 +173,7 @@ def _run_forward(run: Interpreter, file: SourceFile, function: FunctionClass, ct
         }
         run.autocast = None
     env = Env(arguments.enclosing(file, forward, run.scenario, run.path))
-    env.names |= values | arguments.extra(forward)
+    env.names |= values | arguments.extra(forward, run.scenario)
     if first:
         env.names[first] = ctx
     output = run_function(run, Closure(forward, file, Env()), env)

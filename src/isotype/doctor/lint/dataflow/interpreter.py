@@ -23,6 +23,7 @@ from .values import (
     Dtype,
     Env,
     Items,
+    Loop,
     Mapping,
     Tensor,
 )
@@ -40,7 +41,7 @@ class Interpreter:
         self.autocast = scenario.autocast
         self.phase = "call"
         self.events: list[Event] = []
-        self.loops: list[tuple[ast.AST, set[str]]] = []  # the loops being run, with the names bound when each began
+        self.loops: list[Loop] = []  # those being run, in this function and in its callers
         self.calls: list[ast.Call] = []  # calls by which another file was entered
         self.depth = self.steps = 0
         self.found_subclass = False
@@ -54,7 +55,7 @@ class Interpreter:
         self.events.append(
             Event(
                 kind=kind, node=at, operation=operation, operands=operands, scenario=self.scenario, phase=self.phase,
-                path=self.path.told(), symbol=self.home.symbol(at), loop=self.loops[-1][0] if self.loops else None, value=value,
+                path=self.path.told(), symbol=self.home.symbol(at), loop=self.loops[-1].node if self.loops else None, value=value,
             )
         )  # fmt: skip
 
@@ -82,7 +83,6 @@ class Interpreter:
         left_home = file is self.home and self.file is not self.home and node is not None
         if left_home:
             self.calls.append(node)  # type: ignore[arg-type]
-        loops, self.loops = self.loops, []
         self.depth += 1
         try:
             if isinstance(closure.node, ast.Lambda):
@@ -93,7 +93,7 @@ class Interpreter:
             return done.value
         finally:
             self.depth -= 1
-            self.file, self.loops = file, loops
+            self.file = file
             if left_home:
                 self.calls.pop()
 

@@ -31,7 +31,7 @@ def matrix_product(run: Interpreter, name: str, node: ast.expr | ast.stmt, opera
         return UNKNOWN
     positional = any(t.positional for _, t in tensors)
     lowered = next((t.lowered for _, t in tensors if t.lowered is not None), None)
-    if run.autocast:
+    if run.autocast and not (run.scenario.device != "cpu" and any(t.on_cpu and t.zero_dim is False for _, t in tensors)):
         if any(t.dtype == "fp64" for _, t in tensors):
             return Tensor("fp64", positional=positional)
         if positional and run.autocast in ("bf16", "fp16"):

@@ -7,8 +7,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ....dtypes import parse
 from ..files import read
-from ..source import SourceFile, bindings, last_name
+from ..source import SourceFile, bindings, keyword, last_name
 from .events import Scenario
 from .values import Closure, Env, Items, Layer, Made, Scalar, Tensor
 
@@ -41,6 +42,9 @@ def module_constants(file: SourceFile) -> dict[str, ast.expr]:
 
 
 def _is_plain(file: SourceFile, node: ast.expr) -> bool:
+    """Also `product = functools.partial(torch.matmul, ...)`."""
+    if isinstance(node, ast.Call) and file.dotted(node.func) == "functools.partial":
+        return True
     return isinstance(node, ast.Constant) or (isinstance(node, ast.Attribute) and file.dotted(node).startswith("torch."))
 
 
@@ -134,10 +138,21 @@ def _attribute(file: SourceFile, value: ast.expr, name: str, weights: str, layer
     made = file.dotted(value.func)
     if made in ("torch.nn.Parameter", "torch.nn.parameter.Parameter"):
         return Tensor(weights, Made.PARAMETER, f"the parameter self.{name}", value)
+    if made in ("torch.zeros", "torch.empty", "torch.ones", "torch.full", "torch.randn"):  # no buffer: the model's casts pass it by
+        word = _written_dtype(file, keyword(value, "dtype"))
+        return Tensor(word, Made.LITERAL, f"self.{name}, made by `{file.snippet(value, 48)}`", value) if word else None
     if made == "torch.nn.ModuleList":
         layers = [_layer(file, element, name, layer_weights) for element in _elements(value)]
         return Items(each=layers[0]) if layers and layers[0] and all(layer.kind == layers[0].kind for layer in layers if layer) else None
     return _layer(file, value, name, layer_weights)
+
+
+def _written_dtype(file: SourceFile, node: ast.expr | None) -> str | None:
+    head, _, word = file.dotted(node).rpartition(".")
+    try:
+        return parse(word) if head == "torch" else None
+    except ValueError:
+        return None
 
 
 def _layer(file: SourceFile, value: ast.expr, name: str, weights: str) -> Layer | None:

@@ -24,6 +24,7 @@ from .values import (
     Mapping,
     Method,
     Module,
+    Partial,
     Scalar,
     Tensor,
 )
@@ -94,12 +95,14 @@ def _tensor_attribute(run: Interpreter, owner: Tensor, node: ast.Attribute) -> A
     return Method(owner, name)
 
 
-def call(run: Interpreter, function: Any, args: list[Any], kwargs: dict[str, Any], node: ast.Call, env: Env) -> Any:
-    """The result of calling what is no function of these files."""
+def call(
+    run: Interpreter, function: Any, args: list[Any], kwargs: dict[str, Any], node: ast.Call, env: Env, sources: list[ast.expr]
+) -> Any:
+    """The result of calling what is no function of these files; `sources` are those of `args`."""
     if isinstance(function, Method):
         return _call_method(run, function, args, kwargs, node, env)
     if isinstance(function, Module):
-        return _call_dotted(run, function.dotted, args, kwargs, node, env)
+        return _call_dotted(run, function.dotted, args, kwargs, node, env, sources)
     if isinstance(function, Layer):
         return _call_layer(run, function, args, node)
     return UNKNOWN
@@ -128,16 +131,62 @@ def _call_method(run: Interpreter, method: Method, args: list[Any], kwargs: dict
         return NONE if method.name != "autocast" else UNKNOWN
     if isinstance(method.of, Instance):
         return _call_own_method(run, method, args, kwargs, node)
+    if isinstance(method.of, Mapping):
+        return _of_mapping(method.of, method.name, args)
     if isinstance(method.of, Items):
         if method.name in ("append", "insert", "extend", "pop"):
-            if method.name == "append" and args and method.of.known == []:
-                method.of.known, method.of.each = None, args[0]
+            if method.name == "append" and args and method.of.known is not None and len(method.of.known) < 4:
+                method.of.known = [*method.of.known, args[0]]
             elif method.name != "append" or not args or method.of.each != args[0]:
                 method.of.known, method.of.each = None, UNKNOWN
             method.of.filled = method.name in ("append", "insert")
             return NONE
         return UNKNOWN
     return UNKNOWN
+
+
+def distinct(items: Items) -> Items:
+    """A set of dtypes, when each is known; of anything else, how many there are is not."""
+    known = items.known or []
+    words = {v.word: v for v in known if isinstance(v, Dtype) and v.word is not None}
+    if known and all(isinstance(v, Dtype) and v.word is not None for v in known):
+        return Items(known=list(words.values()))
+    return Items(each=items.element(), filled=bool(known))
+
+
+def mapping_of(pairs: Any) -> Mapping:
+    """`dict(pairs)`, of another dict or of pairs whose keys may be known."""
+    if isinstance(pairs, Mapping):
+        return Mapping(dict(pairs.entries), pairs.open)
+    rows = pairs.known if isinstance(pairs, Items) and pairs.known is not None else [None]
+    mapping = Mapping()
+    for row in rows:
+        key, value = row.known if isinstance(row, Items) and row.known is not None and len(row.known) == 2 else (UNKNOWN, UNKNOWN)
+        if isinstance(key, Scalar) and isinstance(key.value, (str, int)):
+            mapping.entries[key.value] = value
+        else:
+            mapping.open = True
+    return mapping
+
+
+def _of_mapping(mapping: Mapping, name: str, args: list[Any]) -> Any:
+    """A dict's own methods."""
+    if name in ("get", "pop") and args and isinstance(args[0], Scalar) and isinstance(args[0].value, (str, int)):
+        return mapping.entries.get(args[0].value, UNKNOWN if mapping.open or len(args) < 2 else args[1])
+    if name == "copy":
+        return mapping_of(mapping)
+    if name == "update":
+        given = mapping_of(args[0]) if args else Mapping(open=True)
+        mapping.entries |= given.entries
+        mapping.open = mapping.open or given.open
+        return NONE
+    if mapping.open:
+        return UNKNOWN
+    keys = [Scalar(key) for key in mapping.entries]
+    values = list(mapping.entries.values())
+    if name == "items":
+        return Items(known=[Items(known=[key, value]) for key, value in zip(keys, values)])
+    return Items(known=keys if name == "keys" else values) if name in ("keys", "values") else UNKNOWN
 
 
 def _call_own_method(run: Interpreter, method: Method, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
@@ -153,8 +202,12 @@ def _call_own_method(run: Interpreter, method: Method, args: list[Any], kwargs: 
     return UNKNOWN
 
 
-def _call_dotted(run: Interpreter, dotted: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call, env: Env) -> Any:
+def _call_dotted(
+    run: Interpreter, dotted: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call, env: Env, nodes: list[ast.expr]
+) -> Any:
     head, _, name = dotted.rpartition(".")
+    if dotted == "functools.partial" and args:
+        return Partial(args[0], args[1:], kwargs, nodes[1:])
     if "autocast" in name and ("enabled" in kwargs or name == "autocast"):  # a package's own, made like torch's
         return Method(_autocast_region(run, args, kwargs), "autocast")
     if dotted in ("torch.is_autocast_enabled", "torch.is_autocast_cpu_enabled"):
@@ -164,7 +217,6 @@ def _call_dotted(run: Interpreter, dotted: str, args: list[Any], kwargs: dict[st
     if head == "torch.fft":
         return spectrum(run, name, args)
     if head in ("torch", "torch.nn.functional", "torch.special", "torch.linalg") and name not in ("is_tensor", "jit", "compile"):
-        nodes = list(node.args)
         if not args and "input" in kwargs:  # torch.sin(input=x)
             args, nodes = [kwargs["input"]], [k.value for k in node.keywords if k.arg == "input"]
             kwargs = {k: v for k, v in kwargs.items() if k != "input"}
@@ -179,17 +231,27 @@ def _call_dotted(run: Interpreter, dotted: str, args: list[Any], kwargs: dict[st
 def _builtin(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
     """Python's own functions that matter to the flow of tensors."""
     first = args[0] if args else UNKNOWN
+    if name == "len" and isinstance(first, Items) and first.known is not None and not first.filled:
+        return Scalar(len(first.known))
     if name in ("int", "float", "bool", "len", "str", "round", "id", "hash", "type"):
         return Scalar()
     if name in ("abs",):
         return first
-    if name == "dict" and not args:
-        return Mapping(dict(kwargs), open=any(k.arg is None for k in node.keywords))
+    if name == "dict":
+        given = mapping_of(first) if args else Mapping()
+        return Mapping(given.entries | kwargs, given.open or any(k.arg is None for k in node.keywords))
+    if name == "reversed" and isinstance(first, Items) and first.known is not None:
+        return Items(known=first.known[::-1])
+    if name == "set" and isinstance(first, Items):
+        return distinct(first)
     if name in ("list", "tuple", "reversed", "sorted", "iter"):
         return Items(known=list(first.known)) if isinstance(first, Items) and first.known is not None else Items(each=run.element_of(first))
     if name == "range":
         return Items(each=Scalar())
     if name == "zip":
+        columns = [a.known for a in args if isinstance(a, Items) and a.known is not None]
+        if columns and len(columns) == len(args) and min(map(len, columns)) <= 8:
+            return Items(known=[Items(known=list(row)) for row in zip(*columns)])
         return Items(each=Items(known=[run.element_of(a) for a in args]))
     if name == "map" and len(args) == 2 and isinstance(first, Closure):
         items = args[1]

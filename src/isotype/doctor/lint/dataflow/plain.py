@@ -82,6 +82,8 @@ def _worth_running(file: SourceFile) -> Wanted:
                 loops = loops or last_name(node.func) in names.LIKE or last_name(node.func) in ("zeros", "new_zeros")
                 if isinstance(node.func, ast.Name) or (isinstance(node.func, ast.Attribute) and last_name(node.func.value) == "self"):
                     called.add(last_name(node.func))
+        if loops and any(_writes_at_index(node) for node in file.own(function)):
+            scenarios |= {PURE, AUTOCAST}
         if any(is_root(node) for node in file.own(function)):
             scenarios |= {PURE, FP32_WEIGHTS}
         loops = loops or any(isinstance(n, ast.Assign) and "grad" in last_name(n.targets[0]) for n in file.own(function))
@@ -100,6 +102,15 @@ def _worth_running(file: SourceFile) -> Wanted:
                 if function.name in names_called:
                     wanted.setdefault(outer, set()).update(by_name[name])
     return wanted
+
+
+def _writes_at_index(node: ast.AST) -> bool:
+    """`out[rows] = value`: index_put_, where `rows` is a tensor."""
+    target = node.targets[0] if isinstance(node, ast.Assign) else None
+    if not isinstance(target, ast.Subscript):
+        return False
+    indices = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
+    return any(isinstance(index, ast.Name) for index in indices)
 
 
 def is_root(node: ast.AST) -> bool:

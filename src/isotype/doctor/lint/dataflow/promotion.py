@@ -43,20 +43,23 @@ def elementwise(run: Interpreter, node: ast.AST, values: list[Any], sources: lis
         return UNKNOWN
     positional = any(t.positional for t in tensors)
     lowered = next((t.lowered for t in tensors if t.lowered is not None), None)
+    on_cpu = all(t.on_cpu for t in tensors)
     if any(v is UNKNOWN or isinstance(v, (Module, Method)) for v in values) or any(t.dtype is None for t in tensors):
         wide = next((t for t in tensors if t.dtype == "fp32" and t.zero_dim is False), None)
         if wide is None:
             return Tensor(None, positional=positional, lowered=lowered)
-        return wide.but(positional=positional, lowered=lowered, buffer=None)  # what is not known is hardly fp64
+        return wide.but(positional=positional, lowered=lowered, buffer=None, on_cpu=False)  # what is not known is hardly fp64
     winner = _winner(tensors)
     if winner is None:
         return Tensor(None, positional=positional, lowered=lowered)
     numbers = [v for v in values if isinstance(v, Scalar)]
     if not winner.floating and (any(isinstance(n.value, float) or n.value is UNKNOWN for n in numbers) or _divides(node)):
         word = "fp32" if any(isinstance(n.value, float) for n in numbers) or _divides(node) else None
-        return Tensor(word, Made.DEFAULT, f"an integer tensor in `{run.text(node)}`", node, winner.zero_dim, positional, lowered)
+        return Tensor(
+            word, Made.DEFAULT, f"an integer tensor in `{run.text(node)}`", node, winner.zero_dim, positional, lowered, on_cpu=on_cpu
+        )
     zero_dim: bool | None = False if any(t.zero_dim is False for t in tensors) else (True if all(t.zero_dim for t in tensors) else None)
-    return winner.but(zero_dim=zero_dim, positional=positional, lowered=lowered, buffer=None)
+    return winner.but(zero_dim=zero_dim, positional=positional, lowered=lowered, buffer=None, on_cpu=on_cpu)
 
 
 def _divides(node: ast.AST) -> bool:
@@ -91,4 +94,9 @@ def promote_call(run: Interpreter, name: str, args: list[Any], nodes: list[ast.e
             result = elementwise(run, node, values, [])
             return result.but(zero_dim=False) if isinstance(result, Tensor) else UNKNOWN
         return UNKNOWN
+    if name == "meshgrid":
+        axes = args[0].known if args and isinstance(args[0], Items) else args
+        return Items(known=list(axes)) if axes is not None else UNKNOWN
+    if name == "where" and len(args) == 1:
+        return Items(each=Tensor("int64"))
     return elementwise(run, node, args[1:] if name == "where" and len(args) == 3 else args, nodes)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from . import matrix_products, promotion, writes
 from .conditions import decide
 from .endings import Leave, PathEnds, Return
-from .values import NONE, UNKNOWN, Closure, Context, Env, Instance, Items, Mapping, Method, Scalar, Tensor
+from .values import NONE, UNKNOWN, Closure, Context, Env, Instance, Items, Loop, Mapping, Method, Scalar, Tensor
 
 if TYPE_CHECKING:
     from .interpreter import Interpreter
@@ -62,8 +62,19 @@ def _for(run: Interpreter, node: ast.For, env: Env) -> None:
     if isinstance(source, Items) and source.known is not None and len(source.known) <= 4:
         rounds = list(source.known)
     else:
-        rounds = [run.element_of(source)] * 2
+        element = run.element_of(source)
+        rounds = [_first(node.iter, element), element]
     _loop(run, node, env, rounds)
+
+
+def _first(source: ast.expr, element: Any) -> Any:
+    """What the first round gets: counting begins with 0."""
+    counts = source.func.id if isinstance(source, ast.Call) and isinstance(source.func, ast.Name) else ""
+    if counts == "range" and (len(source.args) == 1 or (isinstance(source.args[0], ast.Constant) and source.args[0].value == 0)):  # type: ignore[attr-defined]
+        return Scalar(0)
+    if counts == "enumerate" and len(source.args) == 1 and not source.keywords and isinstance(element, Items):  # type: ignore[attr-defined]
+        return Items(known=[Scalar(0), *(element.known or [])[1:]])
+    return element
 
 
 def _while(run: Interpreter, node: ast.While, env: Env) -> None:
@@ -73,7 +84,7 @@ def _while(run: Interpreter, node: ast.While, env: Env) -> None:
 
 
 def _loop(run: Interpreter, node: ast.For | ast.While, env: Env, rounds: list[Any]) -> None:
-    run.loops.append((node, set(env.names)))
+    run.loops.append(Loop(node, set(env.names), env))
     try:
         for value in rounds:
             if isinstance(node, ast.For):
@@ -164,6 +175,13 @@ def _unpack(run: Interpreter, targets: list[ast.expr], value: Any, env: Env, nod
     if known is not None and len(known) == len(targets) and not any(isinstance(t, ast.Starred) for t in targets):
         for target, item in zip(targets, known):
             assign(run, target, item, env, node)
+        return
+    star = next((i for i, t in enumerate(targets) if isinstance(t, ast.Starred)), None)
+    if known is not None and star is not None and len(known) >= len(targets) - 1:
+        end = len(known) - (len(targets) - star - 1)
+        for target, item in zip([*targets[:star], *targets[star + 1 :]], [*known[:star], *known[end:]]):
+            assign(run, target, item, env, node)
+        assign(run, targets[star].value, Items(known=known[star:end]), env, node)  # type: ignore[attr-defined]
         return
     for target in targets:
         assign(run, target, run.element_of(value) if known is None else UNKNOWN, env, node)

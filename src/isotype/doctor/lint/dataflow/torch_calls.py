@@ -42,12 +42,17 @@ def torch_call(
             isinstance(first, Tensor)
             and name in ("add_", "sub_", "addcmul_")
             and nodes
-            and isinstance(nodes[0], ast.Name)
+            and isinstance(nodes[0], (ast.Name, ast.Subscript))
             and len(args) > 1
         ):
             note_in_place(run, nodes[0], node, first, args[1], node, env)
         return first
     if isinstance(out, Tensor):
+        target = next((k.value for k in node.keywords if k.arg == "out"), None)
+        own = [ast.dump(n) == ast.dump(target) for n in nodes[:2]] if target is not None and name in ("add", "sub") else []
+        if target is not None and sum(own) == 1 and len(args) > 1:  # torch.add(total, part, out=total)
+            at = own.index(False)
+            note_in_place(run, target, node, out, args[at], nodes[at], env)
         return out
     if name in names.LIKE or name in names.NEW or name in names.FACTORIES:
         return factory(run, name, args, kwargs, node)
@@ -63,7 +68,8 @@ def torch_call(
     if name in names.NOT_TENSOR:
         return Scalar()
     if name in names.TO_INTEGER:
-        return Tensor("int64")
+        one = Tensor("int64")
+        return Items(each=one) if name == "nonzero" and "as_tuple" in kwargs else one
     if name in names.TO_BOOL:
         return Tensor("bool")
     if name in ("finfo", "iinfo", "no_grad", "enable_grad", "device", "Size", "manual_seed"):
@@ -75,7 +81,7 @@ def torch_call(
         if isinstance(args[at], Tensor) and args[at].positional:
             run.emit("table", node, name, (run.text(nodes[at]), args[at]))
     if name in names.SPLIT:
-        return Items(each=first)
+        return Items(each=first.but(buffer=None))
     if name in names.VALUES_AND_INDICES or (name in ("max", "min", "median", "cummax") and (len(args) > 1 or "dim" in kwargs)):
         return (
             Items(known=[first, Tensor("int64")])
@@ -92,6 +98,12 @@ def torch_call(
         return result.but(zero_dim=True) if whole else result
     if name == "embedding":
         return args[1] if len(args) > 1 else UNFOLLOWED
+    if name == "cumsum" and first.dtype in ("int64", "int32", "bool"):
+        return Tensor("int64", positional=True)  # ones counted up
+    if name == "cuda":
+        first = first.but(on_cpu=False)
+    if name in names.PART:
+        first = first.but(buffer=None)
     if name in names.KEEP:
         return _autocast_result(run, name, _with_dtype(run, first, kwargs, node))
     return UNKNOWN

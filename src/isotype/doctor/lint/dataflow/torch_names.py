@@ -19,7 +19,7 @@ ATTENTION = "scaled_dot_product_attention"
 # Arithmetic that promotes.
 PROMOTE = frozenset(
     "add sub mul div true_divide multiply subtract divide maximum minimum where lerp pow float_power atan2 fmod remainder rsub logaddexp "
-    "hypot outer ger addcmul addcdiv xlogy dot kron cat concat concatenate stack hstack vstack dstack block_diag cross".split()
+    "hypot outer ger addcmul addcdiv xlogy dot kron cat concat concatenate stack hstack vstack dstack block_diag cross meshgrid".split()
 )
 IN_PLACE = frozenset(
     "add_ sub_ mul_ div_ multiply_ subtract_ divide_ copy_ fill_ zero_ clamp_ clamp_min_ clamp_max_ masked_fill_ pow_ exp_ log_ sqrt_ "
@@ -48,7 +48,7 @@ KEEP = frozenset(
     "masked_select tril triu diag diagonal diag_embed diagonal_scatter slice_scatter select_scatter ravel pad cuda cpu pin_memory unfold fold "
     "requires_grad_ data_parallel glu max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool2d interpolate pixel_shuffle "
     "pixel_unshuffle broadcast_to as_strided to_dense coalesce trace dropout_ nanmean nansum cummax renorm retain_grad rename "
-    "atleast_1d atleast_2d atleast_3d meshgrid_ unsafe_view alias mT".split()
+    "atleast_1d atleast_2d atleast_3d unsafe_view alias mT".split()
 )
 # Reductions: without dim= the result has no dimensions.
 REDUCE = frozenset("sum mean prod amax amin norm std var median logsumexp max min trace nansum nanmean".split())
@@ -64,6 +64,8 @@ DEVICE_DEPENDENT = frozenset(
 )
 # Several tensors of the input's dtype.
 SPLIT = frozenset("split chunk unbind tensor_split split_with_sizes hsplit vsplit dsplit tolist_".split())
+# Some elements of the tensor; other names of KEEP leave the same memory or make new.
+PART = frozenset("narrow select index_select".split())
 # (values in the input's dtype, integers)
 VALUES_AND_INDICES = frozenset("topk sort kthvalue mode".split())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....dtypes import is_float
 
@@ -31,6 +31,7 @@ class Tensor:
     zero_dim   True and False are certain: a tensor without dimensions does not promote one that has them
     positional made from arange or position ids; lowered: where it was rounded to a low precision after that
     buffer     where it was allocated, for a tensor made by zeros_like and the like
+    on_cpu     made without `device=`, or only of such: autocast of another device leaves it alone
     """
 
     dtype: str | None
@@ -41,6 +42,7 @@ class Tensor:
     positional: bool = False
     lowered: ast.AST | None = None
     buffer: ast.AST | None = None
+    on_cpu: bool = False
 
     @property
     def floating(self) -> bool:
@@ -90,17 +92,25 @@ class Dtype:
 
 @dataclass(slots=True)
 class Items:
-    """A tuple, list, or anything iterated over. known: exactly these; otherwise any number like `each`, at least one where `filled`."""
+    """A tuple, list, or anything iterated over. known: exactly these; otherwise any number like `each`, at least one where `filled`.
+
+    A list that something was appended to has both: `known` is what a loop of two rounds left in it.
+    """
 
     known: list[Any] | None = None
     each: Any = UNKNOWN
     filled: bool = False
 
     def element(self) -> Any:
-        if self.known is not None:
-            first = self.known[0] if self.known else UNKNOWN
-            return first if all(v == first for v in self.known) else UNKNOWN
-        return self.each
+        if self.known is None:
+            return self.each
+        first = self.known[0] if self.known else UNKNOWN
+        if all(v == first for v in self.known):
+            return first
+        rows = [v.known for v in self.known if isinstance(v, Items) and v.known is not None]
+        if len({len(row) for row in rows}) == 1 and len(rows) == len(self.known):  # of pairs, each half by itself
+            return Items(known=[Items(known=list(column)).element() for column in zip(*rows)])
+        return UNKNOWN
 
 
 @dataclass(slots=True)
@@ -124,6 +134,16 @@ class Method:
 
     of: Any
     name: str
+
+
+@dataclass(slots=True, eq=False)
+class Partial:
+    """`functools.partial(function, ...)`; nodes: the sources of `args`."""
+
+    function: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    nodes: list[ast.expr]
 
 
 @dataclass(slots=True, eq=False)
@@ -179,3 +199,18 @@ class Env:
                 return env.names[name]
             env = env.outer
         return None
+
+    def holder(self, name: str) -> Env | None:
+        """The scope that the name belongs to."""
+        env: Env | None = self
+        while env is not None and name not in env.names:
+            env = env.outer
+        return env
+
+
+class Loop(NamedTuple):
+    """A loop being run; bound: the names of `env` that had values when it began."""
+
+    node: ast.AST
+    bound: set[str]
+    env: Env

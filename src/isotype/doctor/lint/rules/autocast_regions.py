@@ -14,21 +14,30 @@ def autocast_regions(file: SourceFile) -> Iterator[ast.With | Function]:
     for node in file.nodes(ast.With):
         for item in node.items:
             expression = item.context_expr
-            if is_autocast_call(expression) or (isinstance(expression, ast.Name) and expression.id in named):
+            if is_autocast_call(file, expression) or (isinstance(expression, ast.Name) and expression.id in named):
                 yield node
                 break
+        else:
+            if any(_enters(file, statement) for statement in node.body):  # a stack of contexts
+                yield node
     for function in file.functions():
-        if any(is_autocast_call(d) for d in function.decorator_list):
+        if any(is_autocast_call(file, d) for d in function.decorator_list):
             yield function
 
 
-def is_autocast_call(node: ast.AST) -> bool:
-    """`torch.autocast(...)`, `torch.cuda.amp.autocast(...)`, `accelerator.autocast()`, not switched off by a literal."""
-    if not isinstance(node, ast.Call) or last_name(node.func) != "autocast":
+def is_autocast_call(file: SourceFile, node: ast.AST) -> bool:
+    """`torch.autocast(...)`, also imported under another name, and `accelerator.autocast()`; not switched off by a literal."""
+    if not isinstance(node, ast.Call) or "autocast" not in (last_name(node.func), file.dotted(node.func).rpartition(".")[2]):
         return False
     enabled = keyword(node, "enabled")
     positional = node.args[0] if node.args else None
     return not any(isinstance(v, ast.Constant) and v.value is False for v in (enabled, positional))
+
+
+def _enters(file: SourceFile, node: ast.stmt) -> bool:
+    """`stack.enter_context(torch.autocast(...))`."""
+    call = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(call, ast.Call) and last_name(call.func) == "enter_context" and any(is_autocast_call(file, a) for a in call.args)
 
 
 def _named_contexts(file: SourceFile) -> set[str]:
@@ -37,5 +46,5 @@ def _named_contexts(file: SourceFile) -> set[str]:
         target.id
         for node in file.nodes(ast.Assign)
         for target in node.targets
-        if isinstance(target, ast.Name) and any(is_autocast_call(inner) for inner in ast.walk(node.value))
+        if isinstance(target, ast.Name) and any(is_autocast_call(file, inner) for inner in ast.walk(node.value))
     }

@@ -6,8 +6,9 @@ import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ..dataflow.arguments import ACTIVATION
 from ..dataflow.events import Event, Kind
-from ..source import SourceFile
+from ..source import SourceFile, last_name
 
 
 def first_of_each(events: Iterable[Event], *kinds: Kind, phase: str | None = None) -> Iterator[Event]:
@@ -50,3 +51,20 @@ def operands(event: Event) -> str:
 def dtypes(event: Event) -> str:
     """`bf16 and fp32`."""
     return " and ".join(str(value.dtype) for _, value in event.operands)
+
+
+def of_a_model(file: SourceFile, node: ast.AST) -> bool:
+    """Whether bf16 may well come here: into a module, or a function with an argument named like an activation.
+
+    Boxes, coordinates, audio and embeddings to be clustered are handled by plain functions too, and stay in fp32.
+    """
+    function = file.function_of(node)
+    named = False
+    while function is not None:
+        cls = file.parents.get(function)
+        if isinstance(cls, ast.ClassDef):
+            has_forward = any(isinstance(m, ast.FunctionDef) and m.name == "forward" for m in cls.body)
+            return has_forward or any("Module" in last_name(base) for base in cls.bases)
+        named = named or any(ACTIVATION.match(a.arg) for a in (*function.args.args, *function.args.kwonlyargs))
+        function = file.function_of(function)
+    return named

@@ -11,7 +11,7 @@ from ..dataflow.plain import plain_events
 from ..dataflow.values import Made
 from ..rule import Hit, Rule
 from ..source import SourceFile, last_name
-from .evidence import details, dtypes, first_of_each_function, operands
+from .evidence import details, dtypes, first_of_each_function, of_a_model, operands
 
 
 class ProductIntoUnfixedDtype(Rule):
@@ -57,6 +57,7 @@ class ProductIntoUnfixedDtype(Rule):
         events = [e for function in function_classes(file) for e in function.events]
         # of a plain function's arguments nobody says that they differ: there autocast itself has to be what makes them differ
         events += [e for e in plain_events(file) if any(v.made is Made.AUTOCAST for _, v in e.operands) and not _offline(file, e)]
+        events = [e for e in events if e.phase != "call" or of_a_model(file, e.node)]
         for event, also in first_of_each_function(file, events, "out", "in_place"):
             how = "with out=" if event.kind == "out" else "in place"
             yield Hit(
@@ -67,6 +68,7 @@ class ProductIntoUnfixedDtype(Rule):
                 fix=f"multiply without {'out=' if event.kind == 'out' else 'writing in place'} and cast the result "
                 "(`buffer += (a @ b).to(buffer.dtype)`), or cast every operand to the buffer's dtype first with .to(...)",
                 details=details(event, file, also),
+                scenario=event.scenario,
                 symbol=event.symbol,
             )
 

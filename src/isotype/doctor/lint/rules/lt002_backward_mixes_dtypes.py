@@ -92,5 +92,6 @@ def _hit(file: SourceFile, function: FunctionClass, event: Event, also: list[int
         cause=f"{why}: {operands(event)}",
         fix=f"{remedy}cast the operands to one dtype, for example `{label}.to({event.operands[0][0]}.dtype)`",
         details=details(event, file, also),
+        scenario=event.scenario,
         symbol=event.symbol,
     )

@@ -10,7 +10,7 @@ from ..dataflow.plain import plain_events
 from ..dataflow.torch_names import LOWER
 from ..rule import Edit, FixSafety, Hit, Rule
 from ..source import SourceFile, keyword, last_name
-from .evidence import details, first_of_each
+from .evidence import details
 
 
 class LowPrecisionAccumulator(Rule):
@@ -45,7 +45,7 @@ class LowPrecisionAccumulator(Rule):
 
     Known problems
     --------------
-    Only buffers of autograd.Functions, those whose name says gradient, and sums of matrix
+    A sum into an argument is left to the caller. Only buffers of autograd.Functions, those whose name says gradient, and sums of matrix
     products in a function whose name does, are looked at. How many parts are
     summed is not known here: a loop over two experts loses little.
     """
@@ -58,13 +58,14 @@ class LowPrecisionAccumulator(Rule):
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         inside = [(e, True) for function in function_classes(file) for e in function.events]
         outside = [(e, False) for e in plain_events(file)]
-        seen: set[int] = set()
-        for events, anyhow in ((inside, True), (outside, False)):
-            for event in first_of_each((e for e, _ in events if _loses(e, anyhow)), "accumulate"):
+        found: dict[ast.expr | ast.stmt, Event] = {}  # one finding for each buffer
+        for event, anyhow in (*inside, *outside):
+            if _loses(event, anyhow):
                 at = event.value if isinstance(event.value, ast.Call) else event.node
-                if at.lineno not in seen and file.parents.get(at) is not None:
-                    seen.add(at.lineno)
-                    yield _hit(event, at)
+                if at in file.parents:
+                    found.setdefault(at, event)
+        for at in sorted(found, key=lambda node: (node.lineno, node.col_offset)):
+            yield _hit(found[at], at, file.symbol(at))
 
 
 def _loses(event: Event, inside_function: bool) -> bool:
@@ -97,7 +98,7 @@ def _starts_anew(node: ast.AST, name: str) -> bool:
     return not any(isinstance(inner, ast.Name) and inner.id == name for inner in ast.walk(node.value))
 
 
-def _hit(event: Event, at: ast.expr | ast.stmt) -> Hit:
+def _hit(event: Event, at: ast.expr | ast.stmt, symbol: str | None) -> Hit:
     name, buffer = event.operands[0]
     allocated = isinstance(at, ast.Call)
     how = last_name(at.func) if isinstance(at, ast.Call) else "the first part"
@@ -108,7 +109,9 @@ def _hit(event: Event, at: ast.expr | ast.stmt) -> Hit:
         "1/256 of the sum are lost. float32 keeps them",
         fix=f"{'allocate it with' if allocated else 'start from torch.zeros(...) with'} dtype=torch.float32, and cast once after the loop",
         details=details(event),
-        symbol=event.symbol,
+        symbol=symbol,
+        scenario=event.scenario,
+        weak="the caller made what is added to, in a dtype of its choice" if not allocated and buffer.why == f"the argument {name}" else "",
         edit=Edit.at("keyword", at, "dtype=torch.float32")
         if isinstance(at, ast.Call) and how.endswith("_like") and not keyword(at, "dtype")
         else None,

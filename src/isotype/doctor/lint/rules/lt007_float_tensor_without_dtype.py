@@ -9,7 +9,7 @@ from ..dataflow.plain import PURE, plain_events
 from ..dataflow.values import Made, Tensor
 from ..rule import Edit, FixSafety, Hit, Rule
 from ..source import Function, SourceFile, keyword, last_name
-from .evidence import details
+from .evidence import details, of_a_model
 
 _LIKE_ACTIVATION = re.compile(r"out|inp|hidden|state|feat|tok|embed|logit|score|quer|key|val|attn|seq|^mat$|^data$")
 FACTORIES = frozenset({"zeros", "ones", "empty", "full", "rand", "randn", "linspace", "eye"})
@@ -64,6 +64,7 @@ class FloatTensorWithoutDtype(Rule):
                     cause="a factory without dtype= takes the default dtype, fp32: mixed with bf16 activations it promotes, or is refused",
                     fix=f"torch.{last_name(call.func)}(..., dtype=dtype)",
                     edit=Edit.at("keyword", call, "dtype=dtype"),
+                    scenario=PURE,
                 )
         for event in plain_events(file):
             if event.kind not in ("matmul", "attention", "scatter") or event.scenario != PURE:
@@ -75,7 +76,7 @@ class FloatTensorWithoutDtype(Rule):
                 if last_name(made.func) not in FACTORIES:
                     continue
                 other = next(v for other_label, v in event.operands if v is not value)
-                if not _of_a_model(file, event.node) or _kept_apart(file, event.node, other):
+                if not of_a_model(file, event.node) or _kept_apart(file, event.node, other):
                     continue
                 seen.add(made)
                 yield Hit(
@@ -86,24 +87,9 @@ class FloatTensorWithoutDtype(Rule):
                     f"other operand is {other}, which {event.operation} refuses",
                     fix=f"torch.{last_name(made.func)}(..., dtype=...) with the dtype of the tensor that it meets",
                     details=details(event),
+                    scenario=PURE,
+                    weak=_unlikely(file, event.node, other),
                 )
-
-
-def _of_a_model(file: SourceFile, node: ast.AST) -> bool:
-    """Whether bf16 may well come here: into a module, or a function with an argument named like an activation.
-
-    Boxes, coordinates, audio and embeddings to be clustered are handled by plain functions too, and stay in fp32.
-    """
-    function = file.function_of(node)
-    named = False
-    while function is not None:
-        cls = file.parents.get(function)
-        if isinstance(cls, ast.ClassDef):
-            has_forward = any(isinstance(m, ast.FunctionDef) and m.name in ("forward", "__call__") for m in cls.body)
-            return has_forward or any("Module" in last_name(base) for base in cls.bases)
-        named = named or any(ACTIVATION.match(a.arg) for a in (*function.args.args, *function.args.kwonlyargs))
-        function = file.function_of(function)
-    return named
 
 
 def _kept_apart(file: SourceFile, node: ast.AST, other: Tensor) -> bool:
@@ -113,6 +99,19 @@ def _kept_apart(file: SourceFile, node: ast.AST, other: Tensor) -> bool:
         return False
     names = [a.arg for a in (*function.args.args, *function.args.kwonlyargs)]
     return not any(ACTIVATION.match(name) or WEIGHT.match(name) or _LIKE_ACTIVATION.search(name) for name in names)
+
+
+def _unlikely(file: SourceFile, node: ast.AST, other: Tensor) -> str:
+    """Why what the constant meets is hardly ever bf16."""
+    if other.why.startswith("the buffer "):
+        return "a buffer, made in fp32 like the constant, meets it: bf16 only where the whole module is cast"
+    function = file.function_of(node)
+    if function is None or other.made is not Made.PARAMETER or not other.why.startswith("the argument "):
+        return ""
+    names = [a.arg for a in (*function.args.args, *function.args.kwonlyargs)]
+    if any(ACTIVATION.match(name) or _LIKE_ACTIVATION.search(name) for name in names):
+        return ""
+    return "weights are worked on ahead of a run, mostly in fp32"
 
 
 def _ignoring_its_dtype(file: SourceFile, function: Function) -> Iterator[ast.Call]:
@@ -142,7 +141,9 @@ def _holds_positions(file: SourceFile, node: ast.Call) -> bool:
 
 
 def _floating(node: ast.Call) -> bool:
-    """Whether the tensor is floating: full() of an integer or a boolean is not."""
+    """Whether the tensor is floating, and has dimensions: without any it promotes nothing; full() of an integer or a boolean is not."""
+    if node.args and isinstance(node.args[0], (ast.Tuple, ast.List)) and not node.args[0].elts:
+        return False
     if last_name(node.func) != "full":
         return True
     fill = node.args[1] if len(node.args) > 1 else keyword(node, "fill_value")

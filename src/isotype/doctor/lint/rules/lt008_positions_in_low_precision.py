@@ -9,6 +9,7 @@ from ..dataflow.plain import plain_events
 from ..rule import Hit, Rule
 from ..source import SourceFile, last_name
 from .evidence import details, first_of_each
+from .low_dtypes import casts_low
 
 _SPARES_PRECISION = re.compile(r"fp32|float32|upcast|high_precision|full_precision")
 
@@ -72,7 +73,8 @@ class PositionsInLowPrecision(Rule):
             by_autocast = event.scenario.autocast is not None
             if by_autocast and (_built_ahead(file, at) or not _runs_in_forward(file, at)):
                 continue
-            if not by_autocast and not _runs_in_forward(file, at) and not _WRITTEN_LOW.search(ast.unparse(at)):
+            written = _WRITTEN_LOW.search(ast.unparse(at)) or (isinstance(at, ast.Call) and casts_low(file, at))
+            if not by_autocast and not _runs_in_forward(file, at) and not written:
                 continue  # built before the model is cast
             how = (
                 "autocast computes this product in bf16"
@@ -88,6 +90,7 @@ class PositionsInLowPrecision(Rule):
                 fix="keep positions and inverse frequencies in torch.float32 and cast after cos and sin"
                 + (", with autocast switched off around the product" if by_autocast else ""),
                 details=details(event),
+                scenario=event.scenario,
             )
 
 

@@ -4,12 +4,14 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..dataflow.arguments import GRADIENT
+from ..dataflow.arguments import ACTIVATION, GRADIENT, WEIGHT, tensor_uses
 from ..dataflow.plain import FP32_WEIGHTS, is_root, plain_events
-from ..dataflow.values import Made, Tensor
+from ..dataflow.values import Items, Made, Tensor
 from ..rule import Hit, Rule
 from ..source import Function, SourceFile, last_name
 from .evidence import details, first_of_each
+
+_SCALES = re.compile(r"(weight|scale|gamma|gain|beta|bias|[gwb])$")
 
 
 class NormFollowsWeightDtype(Rule):
@@ -52,7 +54,7 @@ class NormFollowsWeightDtype(Rule):
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         for event in first_of_each((e for e in plain_events(file) if e.scenario == FP32_WEIGHTS), "returned"):
-            value = event.value
+            value = _one_of(event.value)
             function = file.function_of(event.node)
             if not isinstance(value, Tensor) or function is None or not isinstance(event.node, ast.Return) or event.node.value is None:
                 continue
@@ -67,6 +69,8 @@ class NormFollowsWeightDtype(Rule):
                 if not (_minds_dtypes(nodes) or _made_fp32(value.node)) or _always_cast(file, function):
                     continue
                 weight = value.why.removeprefix("the ")
+                if not _SCALES.search(weight) and "norm" not in (file.symbol(function) or "").lower():
+                    continue  # a distance, a statistic
                 yield Hit(
                     node=event.node,
                     message=f"the norm's output has the dtype of its weight: {value.dtype} for {event.scenario.inputs} input",
@@ -74,7 +78,15 @@ class NormFollowsWeightDtype(Rule):
                     "to the input's dtype comes after the product",
                     fix="cast the whole product: `(weight * x).to(input_dtype)`",
                     details=details(event),
+                    scenario=event.scenario,
                 )
+
+
+def _one_of(value: object) -> object:
+    """What is returned, or of several tensors the first that a parameter has made wider: a query and a key."""
+    if not isinstance(value, Items) or value.known is None:
+        return value
+    return next((v for v in value.known if isinstance(v, Tensor) and v.made is Made.PARAMETER and v.dtype == "fp32"), None)
 
 
 def _nodes(file: SourceFile, function: Function) -> list[ast.AST]:
@@ -95,6 +107,9 @@ def _is_norm(file: SourceFile, function: Function, nodes: list[ast.AST]) -> bool
     names = [a.arg for a in (*function.args.posonlyargs, *function.args.args) if a.arg != "self"]
     if not names or any(GRADIENT.search(name) for name in names):
         return False  # a property of weights; an optimizer's update
+    tensors = tensor_uses(file, function) | {name for name in names if ACTIVATION.match(name)}
+    if not any(name in tensors and not WEIGHT.match(name) for name in names):
+        return False  # of weights alone
     called = {last_name(n.func) for n in nodes if isinstance(n, ast.Call) and not file.dotted(n.func).startswith(("math.", "numpy."))}
     root = bool(called & {"rsqrt", "sqrt"}) or any(is_root(n) for n in nodes)
     return root and bool(called & {"mean", "var", "sum", "square", "pow", "norm"})
@@ -107,7 +122,7 @@ def _minds_dtypes(nodes: list[ast.AST]) -> bool:
             continue
         if node.func.attr in ("float", "type_as", "type"):
             return True
-        given = [*node.args, *(k.value for k in node.keywords if k.arg == "dtype")]
+        given = [*(node.args if node.func.attr == "to" else ()), *(k.value for k in node.keywords if k.arg == "dtype")]
         if any(_names_a_dtype(g) for g in given):
             return True
     return False

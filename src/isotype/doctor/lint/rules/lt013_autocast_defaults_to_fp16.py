@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from ..rule import Edit, FixSafety, Hit, Rule
-from ..source import SourceFile, keyword
+from ..source import SourceFile, keyword, last_name
 
 CUDA_ONLY = ("torch.cuda.amp.autocast", "torch.cuda.amp.autocast_mode.autocast")
 GENERAL = ("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast")
@@ -71,6 +71,9 @@ class AutocastDefaultsToFp16(Rule):
 
 def _is_fp16_by_default(file: SourceFile, call: ast.Call) -> bool:
     name = file.dotted(call.func)
+    if name == "functools.partial" and call.args:
+        given = ast.copy_location(ast.Call(call.args[0], call.args[1:], call.keywords), call)
+        return _is_fp16_by_default(file, given) and not _completed(file, call)
     if any(k.arg is None for k in call.keywords) or keyword(call, "dtype"):
         return False
     enabled = keyword(call, "enabled")
@@ -80,6 +83,14 @@ def _is_fp16_by_default(file: SourceFile, call: ast.Call) -> bool:
         return len(call.args) < 2 and not (call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value is False)
     device = call.args[0] if call.args else keyword(call, "device_type")
     return name in GENERAL and len(call.args) < 2 and isinstance(device, ast.Constant) and str(device.value).startswith("cuda")
+
+
+def _completed(file: SourceFile, partial: ast.Call) -> bool:
+    """Whether some call of the partial names a dtype, or switches autocast off."""
+    parent = file.parents.get(partial)
+    names = {last_name(t) for t in parent.targets} if isinstance(parent, ast.Assign) else set()
+    uses = [c for c in file.nodes(ast.Call) if last_name(c.func) in names]
+    return not uses or any(c.args or c.keywords for c in uses)
 
 
 def _code_without_text(file: SourceFile) -> str:

@@ -5,12 +5,16 @@ import re
 from collections.abc import Iterator
 
 from ....finding import Severity
+from ..dataflow.modules import module_functions
 from ..rule import Hit, Rule
-from ..source import SourceFile, keyword, last_name
+from ..source import SourceFile, bindings, last_name
+from .low_dtypes import casts_low, is_low
 
 IDS = re.compile(r"(^|_)(input_ids|token_ids|decoder_input_ids|generated_ids|prompt_ids)$")
 BATCH = re.compile(r"(^|_)(batch|inputs?|encodings?|encoded|features|tokens|tokenized|model_inputs|enc)$")
-LOW = frozenset({"torch.bfloat16", "torch.float16", "torch.half"})
+_ENCODES = re.compile(r"tok(enizer)?\.(encode|apply_chat_template)$")  # return ids unless asked for a dict
+_CASTS = frozenset({"to", "type", "half", "bfloat16"})
+_SAME_VALUES = frozenset({"to", "cuda", "cpu", "clone", "detach", "contiguous", "view", "reshape", "unsqueeze", "squeeze", "flatten"})
 
 
 class IntegerIdsCastToFloat(Rule):
@@ -45,22 +49,21 @@ class IntegerIdsCastToFloat(Rule):
     code = "LT014"
     name = "integer-ids-cast-to-float"
     severity = Severity.ERROR
-    words = ("bfloat16", "float16", "half(")
+    words = ("bfloat16", "float16", "half", "dtype")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         encoded = _made_by_tokenizer(file)
         for call in file.nodes(ast.Call):
-            if not _casts_low(file, call):
+            value = _cast_value(file, call)
+            if value is None:
                 continue
-            assert isinstance(call.func, ast.Attribute)
-            receiver = call.func.value
-            name = _key(receiver)
-            if IDS.search(name):
+            name = _holds_ids(file, value)
+            if name:
                 yield _hit(file, call, name, "holds token ids, which are integers")
-            elif (batch := _each_of(file, call, receiver, encoded)) is not None:
+            elif (batch := _each_of(file, call, _plain(value), encoded)) is not None:
                 yield _hit(file, call, batch, "has the integer input_ids among its values, and the loop casts each of them")
-            elif isinstance(receiver, ast.Name) and _every_value(file, call, receiver.id, encoded):
-                yield _hit(file, call, receiver.id, "goes through every value of the batch, the integer input_ids among them")
+            elif (each := _element(_plain(value))) is not None and _every_value(file, call, each, encoded):
+                yield _hit(file, call, each.id, "goes through every value of the batch, the integer input_ids among them")
 
 
 def _hit(file: SourceFile, call: ast.Call, name: str, why: str) -> Hit:
@@ -72,38 +75,69 @@ def _hit(file: SourceFile, call: ast.Call, name: str, why: str) -> Hit:
     )
 
 
-def _casts_low(file: SourceFile, call: ast.Call) -> bool:
-    if not isinstance(call.func, ast.Attribute):
-        return False
-    if call.func.attr in ("half", "bfloat16") and not call.args:
-        return True
-    if call.func.attr not in ("to", "type"):
-        return False
-    given = [a for a in (*call.args, keyword(call, "dtype")) if a is not None]
-    return any(file.dotted(a) in LOW or (isinstance(a, ast.Name) and a.id in _names_for_low(file, call)) for a in given)
+def _cast_value(file: SourceFile, call: ast.Call) -> ast.expr | None:
+    """What this call casts to low precision: `x` of `x.to(device, torch.bfloat16)`, or of `move(x, torch.bfloat16)` with a function of
+    this file that casts its argument whatever it is."""
+    if casts_low(file, call):
+        assert isinstance(call.func, ast.Attribute)
+        return call.func.value
+    function = module_functions(file).get(call.func.id) if isinstance(call.func, ast.Name) else None
+    casts = _casts_of_arguments(file, function) if function is not None else []
+    if function is None or not casts:
+        return None
+    given = dict(zip((a.arg for a in (*function.args.posonlyargs, *function.args.args)), call.args))
+    given |= {k.arg: k.value for k in call.keywords if k.arg}
+    low = frozenset(name for name, value in given.items() if is_low(file, value))
+    return next((given[name] for name, inner in casts if name in given and casts_low(file, inner, low)), None)
 
 
-def _names_for_low(file: SourceFile, call: ast.Call) -> set[str]:
-    """Names that stand for a low precision: assigned once in this function or the module, or an argument's default."""
-    function = file.function_of(call)
-    found: set[str] = set()
-    spec = function.args if function is not None else None
-    if spec is not None:
-        positional = [*spec.posonlyargs, *spec.args]
-        defaults = [*zip(reversed(positional), reversed(spec.defaults)), *zip(spec.kwonlyargs, spec.kw_defaults)]
-        found |= {a.arg for a, default in defaults if default is not None and file.dotted(default) in LOW}
-    for scope in (file.tree, function):
-        for node in file.own(scope) if scope is not None else ():
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and file.dotted(node.value) in LOW:
-                found.add(node.targets[0].id)
-    return found
+def _casts_of_arguments(file: SourceFile, function: ast.FunctionDef) -> list[tuple[str, ast.Call]]:
+    """Names of arguments and casts of them, in a function that asks nothing of what it casts."""
+    known = file.memo.setdefault("casts_of_arguments", {})
+    if function not in known:
+        own = file.own(function)
+        asks = any(isinstance(n, (ast.If, ast.IfExp)) or last_name(n) == "is_floating_point" for n in own)
+        known[function] = [] if asks else [(n.func.value.id, n) for n in own if _is_cast_of_a_name(n)]  # type: ignore[attr-defined]
+    return known[function]
+
+
+def _is_cast_of_a_name(node: ast.AST) -> bool:
+    called = node.func if isinstance(node, ast.Call) else None
+    return isinstance(called, ast.Attribute) and called.attr in _CASTS and isinstance(called.value, ast.Name)
+
+
+def _plain(node: ast.expr) -> ast.expr:
+    """Without what moves or reshapes it: `ids.to(device).view(-1)` -> ids."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SAME_VALUES:
+        node = node.func.value
+    return node
 
 
 def _key(node: ast.expr) -> str:
     """`batch["input_ids"]` and `batch.input_ids` and `input_ids` -> input_ids."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         return str(node.slice.value)
-    return last_name(node)
+    return last_name(node) if isinstance(node, (ast.Name, ast.Attribute)) else ""
+
+
+def _holds_ids(file: SourceFile, node: ast.expr) -> str:
+    """The name by which this is known to be token ids: its own, or that of what it was last assigned from before this line."""
+    node = _plain(node)
+    if isinstance(node, ast.Call) and _ENCODES.search(ast.unparse(node.func)):
+        return file.snippet(node, 40)
+    name = _key(node)
+    if IDS.search(name) or not isinstance(node, ast.Name):
+        return name if IDS.search(name) else ""
+    scope = file.function_of(node) or file.tree
+    source: ast.expr | None = None
+    for statement in file.own(scope):
+        for target, value in bindings(statement):
+            if isinstance(target, ast.Name) and target.id == name and value.lineno < node.lineno and last_name(_plain(value)) != name:
+                source = value
+    source = _plain(source) if source is not None else None
+    if source is not None and (IDS.search(_key(source)) or (isinstance(source, ast.Call) and _ENCODES.search(ast.unparse(source.func)))):
+        return name
+    return ""
 
 
 def _made_by_tokenizer(file: SourceFile) -> set[str]:
@@ -114,21 +148,39 @@ def _made_by_tokenizer(file: SourceFile) -> set[str]:
     return found
 
 
-def _every_value(file: SourceFile, call: ast.Call, name: str, encoded: set[str]) -> bool:
+def _element(node: ast.expr) -> ast.Name | None:
+    """A name, or the value half of one that stands for a pair: `kv[1]`."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value == 1:
+        node = node.value
+    return node if isinstance(node, ast.Name) else None
+
+
+def _every_value(file: SourceFile, call: ast.Call, name: ast.Name, encoded: set[str]) -> bool:
     """Whether `name` runs over all values of a batch, and nothing asks whether it is floating."""
     child: ast.AST = call
     parent = file.parents.get(child)
     while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.Module)):
         if isinstance(parent, (ast.IfExp, ast.If)):
             return False
+        if isinstance(parent, ast.Lambda):
+            return [a.arg for a in parent.args.args] == [name.id] and _maps_a_batch(file, parent, encoded)
         generators = getattr(parent, "generators", [])
         if isinstance(parent, ast.For):
             generators = [parent]
         for generator in generators:
-            if _is_value_of(generator.target, name) and not getattr(generator, "ifs", []):
+            if _is_value_of(generator.target, generator.iter, name.id) and not getattr(generator, "ifs", []):
                 return _is_batch(generator.iter, encoded)
         child, parent = parent, file.parents.get(parent)
     return False
+
+
+def _maps_a_batch(file: SourceFile, function: ast.Lambda, encoded: set[str]) -> bool:
+    """`map(function, batch.items())` and `tree_map(function, batch)`."""
+    call = file.parents.get(function)
+    if not isinstance(call, ast.Call) or len(call.args) < 2 or call.args[0] is not function:
+        return False
+    called = last_name(call.func)
+    return (called == "map" and _is_batch(call.args[1], encoded)) or (called == "tree_map" and _names_batch(call.args[1], encoded))
 
 
 def _each_of(file: SourceFile, call: ast.Call, receiver: ast.expr, encoded: set[str]) -> str | None:
@@ -143,17 +195,24 @@ def _each_of(file: SourceFile, call: ast.Call, receiver: ast.expr, encoded: set[
             if isinstance(source, ast.Call) and isinstance(source.func, ast.Attribute) and source.func.attr == "keys":
                 source = source.func.value
             if last_name(loop.target) == receiver.slice.id and not getattr(loop, "ifs", []) and last_name(source) == receiver.value.id:
-                return receiver.value.id if receiver.value.id in encoded or BATCH.search(receiver.value.id) else None
+                return receiver.value.id if _names_batch(receiver.value, encoded) else None
         parent = file.parents.get(parent)
     return None
 
 
-def _is_value_of(target: ast.expr, name: str) -> bool:
-    return isinstance(target, ast.Tuple) and len(target.elts) == 2 and last_name(target.elts[1]) == name
+def _is_value_of(target: ast.expr, source: ast.expr, name: str) -> bool:
+    if isinstance(target, ast.Name):  # over the values alone, or over pairs of which the cast takes the second half
+        return target.id == name
+    return isinstance(target, ast.Tuple) and len(target.elts) == 2 and last_name(target.elts[1]) == name and last_name(source) == "items"
 
 
 def _is_batch(source: ast.expr, encoded: set[str]) -> bool:
-    if not (isinstance(source, ast.Call) and isinstance(source.func, ast.Attribute) and source.func.attr == "items"):
+    """`batch.items()` and `batch.values()`."""
+    if not (isinstance(source, ast.Call) and isinstance(source.func, ast.Attribute) and source.func.attr in ("items", "values")):
         return False
-    name = last_name(source.func.value)
+    return _names_batch(source.func.value, encoded)
+
+
+def _names_batch(node: ast.expr, encoded: set[str]) -> bool:
+    name = last_name(node)
     return name in encoded or bool(BATCH.search(name)) or "tokenizer" in name

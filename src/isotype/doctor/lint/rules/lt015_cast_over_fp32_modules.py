@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 from ..rule import Hit, Rule
 from ..source import SourceFile, keyword, last_name
+from .low_dtypes import casts_low
 
 KEEP_LISTS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-LOW = frozenset({"torch.bfloat16", "torch.float16", "torch.half"})
+_RETURN_SELF = ("to", "eval", "cuda", "train", "requires_grad_")
 
 
 class CastOverFp32Modules(Rule):
@@ -69,12 +70,13 @@ def _in_order(file: SourceFile, nodes: list[ast.Call | ast.Assign], keeping: set
         if not isinstance(node.func, ast.Attribute):
             continue
         receiver = node.func.value
-        if _casts_to(file, node, frozenset({"torch.float32", "torch.float"}), ("float",)):
+        if _casts_to_fp32(file, node):
             root = _root(receiver) if isinstance(receiver, ast.Attribute) else parts.get(last_name(receiver))
             if root and _in_place(file, node, receiver):
                 raised[root] = node
-        elif _casts_to(file, node, LOW, ("half", "bfloat16")):
-            name = receiver.id if isinstance(receiver, ast.Name) else None
+        elif casts_low(file, node):
+            whole = _same_module(receiver)
+            name = whole.id if isinstance(whole, ast.Name) else None
             made = built.get(name or "") or _class_of(receiver, keeping)
             if name in raised:
                 part = raised[name]
@@ -111,18 +113,25 @@ def _class_of(node: ast.expr, keeping: set[str]) -> str | None:
     if not isinstance(node, ast.Call):
         return None
     name = last_name(node.func)
-    if isinstance(node.func, ast.Attribute) and name in ("from_pretrained", "from_config", "to", "eval", "cuda", "train"):
+    if isinstance(node.func, ast.Attribute) and name in (*_RETURN_SELF, "from_pretrained", "from_config"):
         inner = node.func.value
         name = last_name(inner) if not isinstance(inner, ast.Call) else (_class_of(inner, keeping) or "")
     return name if name in keeping else None
 
 
-def _casts_to(file: SourceFile, node: ast.Call, dtypes: frozenset[str], methods: tuple[str, ...]) -> bool:
+def _same_module(node: ast.expr) -> ast.expr:
+    """`model.cuda().eval()` -> model."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _RETURN_SELF:
+        node = node.func.value
+    return node
+
+
+def _casts_to_fp32(file: SourceFile, node: ast.Call) -> bool:
     assert isinstance(node.func, ast.Attribute)
-    if node.func.attr in methods and not node.args:
+    if node.func.attr == "float" and not node.args:
         return True
     given = [*node.args, keyword(node, "dtype")]
-    return node.func.attr == "to" and any(file.dotted(a) in dtypes for a in given if a is not None)
+    return node.func.attr == "to" and any(file.dotted(a) in ("torch.float32", "torch.float") for a in given if a is not None)
 
 
 def _root(node: ast.Attribute) -> str | None:

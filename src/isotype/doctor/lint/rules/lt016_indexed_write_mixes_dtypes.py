@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from ..dataflow.functions import function_classes
 from ..dataflow.plain import FP32_WEIGHTS, plain_events
-from ..dataflow.values import Made
+from ..dataflow.values import Made, Tensor
 from ..rule import Hit, Rule
 from ..source import SourceFile
 from .evidence import details, dtypes, first_of_each, operands
+
+_WRITTEN_TO = re.compile(r"^(out|outputs?|dst|dest|destination|result|buf|buffer|d?grad\w*)(_\w+)?$|_(out|buf|buffer|grad)$")
 
 
 class IndexedWriteMixesDtypes(Rule):
@@ -58,5 +61,12 @@ class IndexedWriteMixesDtypes(Rule):
                 f"{event.scenario}: {operands(event)}",
                 fix=f"cast the source: `.to({target}.dtype)`",
                 details=details(event),
+                scenario=event.scenario,
+                weak="the caller made the destination, in a dtype of its choice" if _handed_in(*event.operands[0]) else "",
                 symbol=event.symbol,
             )
+
+
+def _handed_in(name: str, destination: Tensor) -> bool:
+    """Whether it is an argument made to be written to: `out`, a gradient, a buffer."""
+    return destination.why == f"the argument {name}" and bool(_WRITTEN_TO.search(name))

@@ -4,6 +4,7 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ..dataflow.plain import PURE
 from ..dataflow.torch_names import LIKE
 from ..rule import Hit, Rule
 from ..source import Function, SourceFile, keyword, last_name
@@ -54,16 +55,19 @@ class KeptSumInLowPrecision(Rule):
 
     code = "LT017"
     name = "kept-sum-in-low-precision"
-    words = ("grad", "decay", "lerp", "ema", "beta", "momentum")
+    words = ("grad", "decay", "lerp", "ema", "beta", "momentum", "mean", "average", "avg")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         for cls in file.nodes(ast.ClassDef):
             methods = [m for m in cls.body if isinstance(m, Function)]
             kept = {name: made for method in methods for name, made in _kept(file, method)}
+            for name in kept.keys() & _widened(file, cls):
+                del kept[name]
             seen: set[str] = set()
             for method in methods if kept else ():
                 for name, node, what in _sums(file, method, set(kept)):
-                    if name not in seen and file.function_of(kept[name].node) is not method:
+                    made = kept[name].node
+                    if name not in seen and (file.function_of(made) is not method or _on_first_use(file, made, name)):
                         seen.add(name)
                         yield _hit(file, name, kept[name], node, what)
 
@@ -84,6 +88,7 @@ def _hit(file: SourceFile, name: str, made: _Made, node: ast.stmt | ast.expr, wh
         cause=f"`{file.snippet(made.node, 50)}` gives the buffer {dtype}: in bf16 (bfloat16) each `{file.snippet(node, 50)}` rounds to 8 "
         "bits, and what is added in small parts is lost; float32 keeps it",
         fix="keep it in float32: `dtype=torch.float32`, or `.float()` on the copy, and cast where it is read",
+        scenario=PURE,
     )
 
 
@@ -102,6 +107,24 @@ def _kept(file: SourceFile, method: Function) -> Iterator[tuple[str, _Made]]:
             yield from ((owner.attr, one) for one in made)  # type: ignore[attr-defined]
 
 
+def _on_first_use(file: SourceFile, made: ast.expr, name: str) -> bool:
+    """`if self.NAME is None:` around the place where it is made."""
+    parent = file.parents.get(made)
+    while parent is not None and not isinstance(parent, (ast.If, Function)):
+        parent = file.parents.get(parent)
+    return isinstance(parent, ast.If) and any(_is_self(n) and n.attr == name for n in ast.walk(parent.test) if isinstance(n, ast.Attribute))
+
+
+def _widened(file: SourceFile, cls: ast.ClassDef) -> set[str]:
+    """Attributes of self that some statement of the class casts to fp32: `self.average.float()`."""
+    calls = [n for n in ast.walk(cls) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and _is_self(n.func.value)]
+    return {
+        call.func.value.attr  # type: ignore[attr-defined]
+        for call in calls
+        if last_name(call.func) in ("float", "double") or any(file.dotted(a) in WIDE for a in (*call.args, keyword(call, "dtype")) if a)
+    }
+
+
 def _makers(file: SourceFile, value: ast.expr, over: set[str]) -> Iterator[_Made]:
     if isinstance(value, (ast.DictComp, ast.ListComp)):
         over = over | {n for g in value.generators if _reads_parameters(g.iter, over) for n in _targets(g.target)}
@@ -116,6 +139,8 @@ def _low(file: SourceFile, value: ast.expr, over: set[str]) -> bool | None:
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
         return None
     name, dtype = last_name(value.func), keyword(value, "dtype")
+    if file.dotted(value.func) == "copy.deepcopy":
+        return False  # a whole model, in its parameters' dtype
     given = [a for a in (*value.args, dtype) if a is not None]
     if any(file.dotted(a) in LOW for a in given) or (name in ("half", "bfloat16") and not value.args):
         return True if _roots(value) & over or name.startswith(("zeros", "empty", "full")) else None
@@ -132,7 +157,7 @@ def _low(file: SourceFile, value: ast.expr, over: set[str]) -> bool | None:
                 return None
             inner = inner.func.value
         return False if (_roots(value) & over) else None
-    if name in ("detach", "to", "cpu", "cuda", "requires_grad_", "pin_memory", "contiguous") and not any(
+    if name in ("detach", "to", "cpu", "cuda", "requires_grad_", "pin_memory", "contiguous", "eval", "train") and not any(
         "dtype" in ast.unparse(g) for g in given
     ):
         return _low(file, value.func.value, over)
@@ -145,12 +170,27 @@ def _names_of_parameters(file: SourceFile, method: Function) -> set[str]:
     for node in file.own(method):
         if isinstance(node, ast.For) and _reads_parameters(node.iter, found):
             found |= set(_targets(node.target))
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and _is_of_parameters(node.value):
+            found.add(node.targets[0].id)
     return found
+
+
+def _is_of_parameters(value: ast.expr) -> bool:
+    """`model.state_dict()`, and a dict or list of what it holds that casts nothing."""
+    if isinstance(value, (ast.DictComp, ast.ListComp)):
+        element = value.value if isinstance(value, ast.DictComp) else value.elt
+        kept = {"detach", "cpu", "cuda", "clone", "contiguous"}
+        while isinstance(element, ast.Call) and isinstance(element.func, ast.Attribute) and element.func.attr in kept:
+            element = element.func.value
+        return isinstance(element, ast.Name) and _reads_parameters(value.generators[0].iter, set())
+    return isinstance(value, ast.Call) and last_name(value) in OF_PARAMETERS
 
 
 def _reads_parameters(source: ast.expr, over: set[str]) -> bool:
     return any(
-        last_name(n) in OF_PARAMETERS or (isinstance(n, (ast.Name, ast.Attribute)) and last_name(n).endswith(("params", "parameters")))
+        (isinstance(n, ast.Name) and n.id in over)
+        or last_name(n) in OF_PARAMETERS
+        or (isinstance(n, (ast.Name, ast.Attribute)) and last_name(n).endswith(("params", "parameters")))
         for n in ast.walk(source)
         if isinstance(n, (ast.Call, ast.Name, ast.Attribute, ast.Subscript))
     )
@@ -172,6 +212,10 @@ def _sums(file: SourceFile, method: Function, kept: set[str]) -> Iterator[tuple[
             name = owner(node.target)
             if name and _of_gradients(node.value):
                 yield name, node, "a sum of gradients"
+            elif name and any(
+                isinstance(n, ast.BinOp) and isinstance(n.op, ast.Sub) and owner(n.right) == name for n in ast.walk(node.value)
+            ):
+                yield name, node, "a moving average"  # mean += (new - mean) / n
         elif isinstance(node, ast.Assign) and (name := owner(node.targets[0])):
             if _averages(node.value, owner):
                 yield name, node, "a moving average"

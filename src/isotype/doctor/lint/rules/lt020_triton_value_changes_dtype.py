@@ -61,7 +61,7 @@ def _fails(kernel: Kernel, event: KernelEvent) -> bool:
     """Whether the two types certainly differ for some caller."""
     before, after = event.before, event.after
     if before.loaded:
-        return before.loaded in kernel.casts
+        return before.loaded in kernel.casts or is_activation(before.loaded)
     if after.loaded:  # fp32 first, then as loaded: a pointer that is always fp32 would do no harm
         return after.loaded in kernel.casts and is_activation(after.loaded)
     return True

@@ -84,10 +84,12 @@ def _as_shape(file: SourceFile, kernel: Kernel, name: str) -> ast.expr | None:
         if not isinstance(node, ast.Call) or not file.dotted(node.func).startswith("triton.language"):
             continue
         called = last_name(node.func)
-        if called == "arange" and any(isinstance(a, ast.Name) and a.id == name for a in node.args):
+        if called == "arange" and any(isinstance(inner, ast.Name) and inner.id == name for a in node.args for inner in ast.walk(a)):
             return node
         shape = node.args[0] if called in ("zeros", "full") and node.args else None
-        if isinstance(shape, (ast.Tuple, ast.List)) and any(isinstance(e, ast.Name) and e.id == name for e in shape.elts):
+        if isinstance(shape, (ast.Tuple, ast.List)) and any(
+            isinstance(inner, ast.Name) and inner.id == name for e in shape.elts for inner in ast.walk(e)
+        ):
             return node
     return None
 

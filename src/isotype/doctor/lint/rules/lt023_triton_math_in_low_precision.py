@@ -51,15 +51,16 @@ class TritonMathInLowPrecision(Rule):
             mended: set[ast.AST] = set()
             for event in kernel.events:
                 pointer = event.before.loaded
-                if event.kind != "math" or pointer is None or not is_activation(pointer):
+                if event.kind != "math" or (pointer is not None and not is_activation(pointer)):
                     continue
-                load = _load_of(file, kernel.node, pointer)
+                load = _load_of(file, kernel.node, pointer) if pointer is not None else None
+                held = f"the element type of {pointer}" if pointer is not None else str(event.before.type)
+                when = f"with bf16 or fp16 in {pointer}, " if pointer is not None else ""
                 new = load is not None and load not in mended and file.imports.get("tl") == "triton.language"
                 yield Hit(
                     node=event.node,
-                    message=f"tl.{event.name} of a value in the element type of {pointer}",
-                    cause=f"Triton's math functions take fp32 (float32) or fp64 only: with bf16 or fp16 in {pointer}, tl.{event.name} does "
-                    "not compile",
+                    message=f"tl.{event.name} of a value in {held}",
+                    cause=f"Triton's math functions take fp32 (float32) or fp64 only: {when}tl.{event.name} does not compile",
                     fix="upcast at load: `tl.load(...).to(tl.float32)`, and cast down at the store",
                     edit=Edit.at("append", load, ".to(tl.float32)") if load is not None and new else None,
                 )

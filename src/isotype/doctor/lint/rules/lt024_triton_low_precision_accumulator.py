@@ -61,4 +61,6 @@ class TritonLowPrecisionAccumulator(Rule):
 def _sums_floats(kernel: Kernel, event: KernelEvent) -> bool:
     """Whether the accumulator holds floats for certain: pointers may as well be to counts."""
     pointer = event.before.loaded
-    return pointer is None or is_activation(pointer) or pointer in kernel.casts or event.after.type in ("fp32", "fp16", "bf16")
+    if pointer is None or event.after.type in ("fp32", "fp16", "bf16"):
+        return True
+    return is_activation(pointer) or pointer in kernel.casts | kernel.floats

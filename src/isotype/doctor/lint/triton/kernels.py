@@ -17,7 +17,7 @@ from ..source import SourceFile, keyword, last_name
 FLOATS = ("fp64", "fp32", "bf16", "fp16")
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 _INTEGERS = re.compile(r"^u?int\d+$")
-_NUMBER = re.compile(r"scale|alpha|beta$|eps|softcap|temperature|dropout|smoothing|^p$|^lr$|decay")
+_NUMBER = re.compile(r"scale|scaling|coef|momentum|alpha|beta$|eps|softcap|temperature|dropout|smoothing|^p$|^lr$|decay")
 _MATH = frozenset("exp exp2 log log2 sqrt_rn sin cos rsqrt erf sqrt tanh fast_expf fast_dividef pow".split())
 _NEEDS_FP32 = frozenset("exp exp2 log log2 sin cos erf".split())
 _SAME = frozenset(
@@ -69,16 +69,17 @@ class Kernel:
     parameters: list[str]
     events: list[KernelEvent] = field(default_factory=list)
     casts: set[str] = field(default_factory=set)  # pointers of which a value is cast to fp32 somewhere in the kernel
+    floats: set[str] = field(default_factory=set)  # pointers to whose element type something floating is cast
+    addresses: set[str] = field(default_factory=set)  # parameters that loads, stores and descriptors start from
 
 
 def kernels(file: SourceFile) -> list[Kernel]:
     if "kernels" not in file.memo:
-        found = []
-        for node in file.nodes(ast.FunctionDef):
-            if any(_is_jit(file, d) for d in node.decorator_list):
-                kernel = _describe(node)
-                _Run(file, kernel).block(node.body)
-                found.append(kernel)
+        found = [_describe(node) for node in file.nodes(ast.FunctionDef) if any(_is_jit(file, d) for d in node.decorator_list)]
+        file.memo["jit_functions"] = {kernel.node.name: kernel for kernel in found}
+        told: set[tuple[str, int, str]] = set()  # what several kernels call is reported once
+        for kernel in found:
+            _Run(file, kernel, told).block(kernel.node.body)
         file.memo["kernels"] = found
     return file.memo["kernels"]
 
@@ -91,7 +92,13 @@ def _is_jit(file: SourceFile, decorator: ast.expr) -> bool:
 def _describe(node: ast.FunctionDef) -> Kernel:
     arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
     constexprs = {a.arg for a in arguments if a.annotation is not None and "constexpr" in ast.unparse(a.annotation)}
-    return Kernel(node, constexprs, [a.arg for a in arguments])
+    started = [call.args[0] for call in ast.walk(node) if isinstance(call, ast.Call) and call.args and _takes_address(last_name(call.func))]
+    addresses = {inner.id for start in started for inner in ast.walk(start) if isinstance(inner, ast.Name)}
+    return Kernel(node, constexprs, [a.arg for a in arguments], addresses=addresses)
+
+
+def _takes_address(name: str) -> bool:
+    return name in ("load", "store", "make_block_ptr", "make_tensor_descriptor") or name.startswith("atomic_")
 
 
 def is_activation(pointer: str) -> bool:
@@ -100,13 +107,14 @@ def is_activation(pointer: str) -> bool:
 
 
 class _Run:
-    def __init__(self, file: SourceFile, kernel: Kernel) -> None:
-        self.file, self.kernel = file, kernel
+    def __init__(self, file: SourceFile, kernel: Kernel, told: set[tuple[str, int, str]], depth: int = 0) -> None:
+        self.file, self.kernel, self.depth = file, kernel, depth
         self.compile_time = set(kernel.constexprs)
         self.values: dict[str, Value] = {}
         self.loop_depth = 0
         self.innermost: ast.stmt | None = None  # the loop being run
-        self.done: set[tuple[str, int, str]] = set()
+        self.done = told
+        self.returned: list[Value] = []
 
     def emit(self, kind: Kind, node: ast.expr | ast.stmt, name: str, before: Value, after: Value, test: ast.expr | None = None) -> None:
         if (kind, node.lineno, name) not in self.done:
@@ -142,8 +150,9 @@ class _Run:
         elif isinstance(node, (ast.For, ast.While)):
             self.loop(node)
         elif isinstance(node, (ast.Expr, ast.Return)):
-            if node.value is not None:
-                self.value(node.value)
+            value = self.value(node.value) if node.value is not None else NOTHING
+            if isinstance(node, ast.Return):
+                self.returned.append(value)
         elif isinstance(node, ast.With):
             self.block(node.body)
 
@@ -299,7 +308,8 @@ class _Run:
             return Value(None, node, True)
         if node.id in self.kernel.parameters:
             if _NUMBER.search(node.id.lower()) and not node.id.lower().endswith(("ptr", "stride")):
-                return Value(None, node, True)
+                # a float handed in at run time is an fp32 scalar, which promotes; one written out is not
+                return Value(None if node.id in self.kernel.addresses else "fp32", node)
             return Value(None, node, pointer=node.id)
         return NOTHING
 
@@ -335,6 +345,9 @@ class _Run:
         if method and isinstance(node.func, ast.Attribute):
             args = [self.value(node.func.value), *args]
         first = args[0] if args else NOTHING
+        called = self.file.memo["jit_functions"].get(name) if isinstance(node.func, ast.Name) else None
+        if called is not None and self.depth < 3 and called.node is not self.kernel.node:
+            return self.enter(called, node, args)
         if name == "load":
             return Value(f"elem({first.pointer})", node) if first.pointer else NOTHING
         if name == "make_block_ptr":
@@ -349,7 +362,8 @@ class _Run:
             return self.dot(node, args)
         if name in ("program_id", "num_programs", "arange", "cdiv", "argmax", "argmin"):
             return Value("int", node)
-        if name in _NEEDS_FP32 and first.loaded and self.file.dotted(node.func).startswith("triton.language"):
+        low = first.loaded or first.type in ("bf16", "fp16")
+        if low and name in _NEEDS_FP32 and self.file.dotted(node.func).startswith("triton.language"):
             self.emit("math", node, name, first, first)
             return Value("fp32", node)
         if name in _MATH:
@@ -357,6 +371,19 @@ class _Run:
         if name in _SAME:
             return self.same(node, name, args)
         return NOTHING
+
+    def enter(self, called: Kernel, node: ast.Call, args: list[Value]) -> Value:
+        """A call of another function under @triton.jit: it is run with these arguments, its faults are this kernel's."""
+        given = dict(zip(called.parameters, zip(node.args, args)))
+        given |= {k.arg: (k.value, self.value(k.value)) for k in node.keywords if k.arg in called.parameters}
+        inner = Kernel(called.node, called.constexprs, called.parameters, self.kernel.events, self.kernel.casts, self.kernel.floats)
+        run = _Run(self.file, inner, self.done, self.depth + 1)
+        run.compile_time |= {name for name, (source, _) in given.items() if self.is_compile_time(source)}
+        run.values = {name: value for name, (_, value) in given.items() if name not in run.compile_time}
+        run.loop_depth = self.loop_depth
+        run.block(called.node.body)
+        types = {value.type for value in run.returned}
+        return Value(run.returned[0].type, node) if len(types) == 1 else NOTHING
 
     def same(self, node: ast.Call, name: str, args: list[Value]) -> Value:
         """Functions that keep or promote their arguments' type."""
@@ -389,7 +416,10 @@ class _Run:
         word = self.dtype_of(given)
         if word == "fp32" and first.loaded:
             self.kernel.casts.add(first.loaded)
-        return Value(word, node)
+        result = Value(word, node)
+        if result.loaded and first.type in FLOATS:
+            self.kernel.floats.add(result.loaded)
+        return result
 
     def made(self, node: ast.Call, name: str, first: Value) -> Value:
         if name == "zeros_like":

@@ -1,0 +1,157 @@
+"""What the repository around a file says of precision: read as text, and only when a finding asks.
+
+A finding supposes a scenario: bf16 inputs, an autocast region. In a repository that runs its models itself and never brings the scenario
+about, nobody meets it. A library alone decides nothing: its users do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+from .dataflow.events import Scenario
+from .files import SKIPPED_FOLDERS
+
+MARKERS = (".git", "pyproject.toml", "setup.py", "setup.cfg")
+MAX_FILES = MAX_FOLDERS = 20_000  # more is no repository but a disk
+FEW = 4  # files: too few to say anything by their silence
+MOSTLY = 5  # times as many files without gradients as with them: an engine
+
+_LOW = (b"bfloat16", b"float16", b".half()", b"bf16", b"fp16", b"autocast", b"mixed_precision", b"float8", b"fp8")
+# a cast, or a dtype to be cast to; a comparison with one is neither, nor is an autocast region
+_CAST = re.compile(
+    rb"\.half\(\)|\.bfloat16\(\)|torch_dtype|^(?!.*autocast)(?!.*(?:==|!=|\bin\b|\bis\b)).*torch\.(?:bfloat16|float16|half)\b", re.MULTILINE
+)
+_REGION = re.compile(rb"\bautocast\((?!False|[^)\n]*enabled\s*=\s*False)")
+# what hands the choice to a trainer's option
+_TRAINER = re.compile(
+    rb"GradScaler|mixed_precision\s*[=:]|AmpOptimWrapper|amp\.initialize|auto_fp16|TrainingArguments|LightningModule|\bAccelerator\(|"
+    rb"precision\s*=\s*[\"'](?:16|bf16)"
+)
+_STEP = re.compile(rb"(?:optimi[sz]er|optim|opt|scaler)\w*(?:\[\w+\])?\.step\(")
+_TESTS = re.compile(r"(^|[_/])(tests?|testing|bench\w*)([_/.]|$)")
+_BENCHMARKS = re.compile(r"(^|[_/])bench\w*([_/.]|$)")
+_EXAMPLES = re.compile(r"(^|[_/])examples?([_/.]|$)")
+
+
+class Repository:
+    """The Python files under `root`, with what they say together."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @cached_property
+    def texts(self) -> dict[Path, bytes]:
+        """The files' bytes, without tests and benchmarks."""
+        found: dict[Path, bytes] = {}
+        for count, (here, folders, files) in enumerate(os.walk(self.root)):
+            if count > MAX_FOLDERS:
+                break
+            folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS)
+            for name in sorted(files):
+                path = Path(here, name)
+                if name.endswith(".py") and not _TESTS.search(path.relative_to(self.root).as_posix()):
+                    try:
+                        found[path] = path.read_bytes()
+                    except OSError:
+                        continue
+                    if len(found) >= MAX_FILES:
+                        return found
+        return found
+
+    @cached_property
+    def own(self) -> list[bytes]:
+        """Those of them that are no examples, without their own demonstrations: what is shown there is the users' business."""
+        return [
+            text.partition(b"\nif __name__")[0]
+            for path, text in self.texts.items()
+            if not _EXAMPLES.search(path.relative_to(self.root).as_posix())
+        ]
+
+    @cached_property
+    def trains(self) -> bool:
+        """It has a loop of its own."""
+        return any(_STEP.search(text) for text in _having(self.own, b".step(")) and bool(_having(self.own, b".backward("))
+
+    @cached_property
+    def serves(self) -> bool:
+        """It runs models, and hardly ever for gradients."""
+        running = len(_having(self.own, b"no_grad(", b"inference_mode"))
+        return running >= 2 * MOSTLY and running >= MOSTLY * len(_having(self.own, b".backward(", b"autograd.Function"))
+
+    @cached_property
+    def low(self) -> bool:
+        """Any low precision at all."""
+        return bool(_having(self.texts.values(), *_LOW))
+
+    @cached_property
+    def casts(self) -> bool:
+        """Something may be cast to a low precision as a whole."""
+        return any(map(_CAST.search, _having(self.texts.values(), b".half()", b"bfloat16", b"float16", b"torch.half", b"torch_dtype")))
+
+    @cached_property
+    def autocast(self) -> bool:
+        """A region is opened, or may be by the trainer's option; a trainer that only switches it off somewhere reckons with it, too.
+
+        An engine has copied such a line with the model, and has no trainer.
+        """
+        mentioned = _having(self.texts.values(), b"autocast")
+        if self.trains and mentioned:
+            return True
+        words = (b"precision", b"GradScaler", b"OptimWrapper", b"amp.", b"auto_fp16", b"TrainingArg", b"Lightning", b"Accelerator(")
+        return any(map(_REGION.search, mentioned)) or any(map(_TRAINER.search, _having(self.texts.values(), *words)))
+
+    def against(self, scenario: Scenario, path: Path, text: str) -> str:
+        """Why nobody meets the scenario in this file, or "" where nothing says so."""
+        if scenario.autocast and _BENCHMARKS.search(path.resolve().relative_to(self.root).as_posix()) and "autocast" not in text:
+            return "a benchmark chooses its dtypes, and this one opens no autocast region"
+        if len(self.texts) <= FEW:
+            return ""
+        # to put a library's module under autocast, its users need nothing from it; to cast it, they mostly find how in it
+        if not (self.low or self.autocast) and (self.trains or self.serves or not scenario.autocast):
+            return "nothing in this repository uses a low precision"
+        if not (self.trains or self.serves):
+            return ""
+        if scenario.autocast and not self.autocast:
+            return "this repository runs its models itself, and opens no autocast region"
+        if not scenario.autocast and self.trains and not self.casts:
+            return "this repository trains its models itself, and casts none to a low precision"
+        return ""
+
+
+def _having(texts: Iterable[bytes], *words: bytes) -> list[bytes]:
+    return [text for text in texts if any(word in text for word in words)]
+
+
+def repository_of(path: Path, named: tuple[Path, ...] = ()) -> Repository | None:
+    """The project around a file, else the folder named that holds it or its outermost package, whichever is outer; None for a lone file."""
+    return _at(_root_of(path.resolve().parent, named))
+
+
+def look_again() -> None:
+    """Forgets what was read: files may have changed since the last run."""
+    _at.cache_clear()
+    _root_of.cache_clear()
+
+
+@lru_cache(maxsize=4)
+def _at(root: Path | None) -> Repository | None:
+    return Repository(root) if root is not None else None
+
+
+@lru_cache(maxsize=4096)
+def _root_of(folder: Path, named: tuple[Path, ...]) -> Path | None:
+    above = (folder, *folder.parents)
+    for one in above:
+        if any((one / marker).exists() for marker in MARKERS):
+            return one
+    package = None
+    for one in above:
+        if not (one / "__init__.py").exists():
+            break
+        package = one
+    holding = [one for one in (*named, package) if one is not None and (one == folder or one in folder.parents)]
+    return min(holding, key=lambda one: len(one.parts), default=None)

@@ -1,0 +1,86 @@
+"""Which expressions stand for bf16 or fp16, and which calls cast to them: shared by the rules about casts of models and batches."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ..source import Function, SourceFile, bindings, keyword, last_name
+
+LOW = frozenset({"torch.bfloat16", "torch.float16", "torch.half"})
+# the dtype that the model computes in, wherever it was chosen
+_OF_THE_MODEL = re.compile(r"^(weight|model|compute|torch|inference|mixed_precision|autocast|amp|half)_dtype$")
+_MODEL = re.compile(r"(^|_)(model|unet|transformer|vae|encoder|encoder_\d|decoder|backbone|net|policy|pipe|pipeline)$")
+
+
+def casts_low(file: SourceFile, call: ast.Call, also: frozenset[str] = frozenset()) -> bool:
+    """Whether a method call casts to low precision: `.half()`, `.to(torch.bfloat16)`, `.to(device, dtype=weight_dtype)`.
+
+    also  names that stand for a low precision here, as the caller knows
+    """
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    if call.func.attr in ("half", "bfloat16") and not call.args:
+        return True
+    if call.func.attr not in ("to", "type"):
+        return False
+    given = [a for a in (*call.args, keyword(call, "dtype")) if a is not None]
+    return any(is_low(file, a) or (isinstance(a, ast.Name) and a.id in also) for a in given)
+
+
+def is_low(file: SourceFile, node: ast.expr) -> bool:
+    """A dtype written out, the name of one, the model's dtype, or one of two of which at least one is low."""
+    if isinstance(node, ast.IfExp):
+        asks = any(last_name(n) in ("is_floating_point", "dtype") for n in ast.walk(node.test))
+        return not asks and (is_low(file, node.body) or is_low(file, node.orelse))
+    if file.dotted(node) in LOW:
+        return True
+    if isinstance(node, ast.Name):
+        return bool(_OF_THE_MODEL.match(node.id)) or node.id in _low_names(file, file.function_of(node))
+    if isinstance(node, ast.Attribute):
+        if _OF_THE_MODEL.match(node.attr) or (node.attr == "dtype" and _MODEL.search(last_name(node.value))):
+            return True
+        return isinstance(node.value, ast.Name) and node.value.id == "self" and node.attr in _low_attributes(file, node)
+    return False
+
+
+def _low_names(file: SourceFile, function: Function | None) -> set[str]:
+    """Names that stand for a low precision: assigned in this function or the module, or an argument's default."""
+    known = file.memo.setdefault("low_names", {})
+    if function not in known:
+        found = set(_low_defaults(file, function)) if function is not None else set()
+        for scope in (file.tree, function):
+            for node in file.own(scope) if scope is not None else ():
+                for target, value in bindings(node):
+                    arms = (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,)
+                    if isinstance(target, ast.Name) and any(file.dotted(v) in LOW for v in arms):
+                        found.add(target.id)
+        known[function] = found
+    return known[function]
+
+
+def _low_defaults(file: SourceFile, function: Function) -> Iterator[str]:
+    spec = function.args
+    positional = [*spec.posonlyargs, *spec.args]
+    for argument, default in (*zip(reversed(positional), reversed(spec.defaults)), *zip(spec.kwonlyargs, spec.kw_defaults)):
+        if default is not None and file.dotted(default) in LOW:
+            yield argument.arg
+
+
+def _low_attributes(file: SourceFile, node: ast.AST) -> set[str]:
+    """What `self` has of that kind: set in the class, or by one of its methods from a name that is low there."""
+    cls = file.parents.get(node)
+    while cls is not None and not isinstance(cls, ast.ClassDef):
+        cls = file.parents.get(cls)
+    known = file.memo.setdefault("low_attributes", {})
+    if cls is not None and cls not in known:
+        found: set[str] = set()
+        for scope in (cls, *(m for m in cls.body if isinstance(m, Function))):
+            names = _low_names(file, scope) if isinstance(scope, Function) else set()
+            for statement in file.own(scope):
+                for target, value in bindings(statement):
+                    if file.dotted(value) in LOW or (isinstance(value, ast.Name) and value.id in names):
+                        found.add(last_name(target))
+        known[cls] = found
+    return known.get(cls, set())

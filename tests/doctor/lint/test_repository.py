@@ -1,0 +1,153 @@
+"""What the repository around a file decides: nobody meets a scenario that a repository which runs its models itself never brings about."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from isotype.cli.app import build_app
+from isotype.doctor.lint.command import lint_command
+from isotype.errors import UsageError
+from isotype.finding import Severity
+
+UNDER_AUTOCAST = """import torch
+
+
+class Project(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        return dy @ w, dy.t() @ x
+"""
+IN_BF16 = """import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def forward(self, q, k, v):
+        mask = torch.full((q.shape[-2], k.shape[-2]), float("-inf"), device=q.device).triu(1)
+        return torch.softmax(q @ k.mT + mask, dim=-1) @ v
+"""
+LOOP = """def fit(model, optimizer, batches):
+    for batch in batches:
+        model(batch).backward()
+        optimizer.step()
+"""
+LOW = "import torch\n\n\ndef load(model):\n    return model.to(torch.bfloat16)\n"
+REGION = "import torch\n\n\ndef run(model, x):\n    with torch.autocast('cuda', dtype=torch.bfloat16):\n        return model(x)\n"
+OFF = REGION.replace("dtype=torch.bfloat16", "enabled=False")
+INFER = "import torch\n\n\n@torch.no_grad()\ndef run(model, x):\n    return model(x)\n"
+
+
+@pytest.fixture
+def told(tmp_path):
+    """Codes told of a project of these files, and of some more that say nothing."""
+
+    def lint(files, **options):
+        (tmp_path / "pyproject.toml").touch()
+        for name, text in {**{f"plain{i}.py": "import torch\n" for i in range(6)}, **files}.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return [(f.code, f.severity, dict(f.details).get("but", "")) for f in lint_command([tmp_path], **options).findings]
+
+    return lint
+
+
+def codes(found):
+    return [code for code, _, _ in found]
+
+
+def test_a_library_is_used_by_others(told):
+    assert codes(told({"function.py": UNDER_AUTOCAST, "attention.py": IN_BF16, "low.py": LOW})) == ["LT007", "LT002"]
+
+
+def test_a_trainer_without_autocast(told):
+    files = {"function.py": UNDER_AUTOCAST, "attention.py": IN_BF16, "low.py": LOW, "loop.py": LOOP}
+    assert codes(told(files)) == ["LT007"]
+    found = told(files, weak=True)
+    assert [(c, s) for c, s, _ in found] == [("LT007", Severity.WARNING), ("LT002", Severity.NOTE)]
+    assert found[1][2] == "this repository runs its models itself, and opens no autocast region"
+
+
+@pytest.mark.parametrize(
+    "text", [REGION, OFF, "from transformers import TrainingArguments\n", "import torch\n\nscaler = torch.amp.GradScaler()\n"]
+)
+def test_a_trainer_that_reckons_with_autocast(told, text):
+    assert codes(told({"function.py": UNDER_AUTOCAST, "loop.py": LOOP, "autocast.py": text})) == ["LT002"]
+
+
+def test_a_trainer_that_casts_no_model(told):
+    assert codes(told({"attention.py": IN_BF16, "loop.py": LOOP, "autocast.py": REGION.replace(", dtype=torch.bfloat16", "")})) == []
+
+
+def test_examples_are_no_trainers_and_show_what_users_do(told):
+    assert codes(told({"function.py": UNDER_AUTOCAST, "examples/loop.py": LOOP, "low.py": LOW})) == ["LT002"]
+    assert codes(told({"attention.py": IN_BF16, "low.py": "", "examples/loop.py": LOOP + LOW})) == ["LT007", "LT002"]
+
+
+def test_a_demonstration_in_a_module_is_no_trainer(told):
+    demonstration = "import torch\n\nif __name__ == '__main__':\n" + "".join(f"    {line}\n" for line in LOOP.splitlines())
+    assert codes(told({"function.py": UNDER_AUTOCAST, "demonstration.py": demonstration, "low.py": LOW})) == ["LT002"]
+
+
+def test_an_engine_has_copied_the_line_that_switches_autocast_off(told):
+    engine = {f"model{i}.py": INFER for i in range(10)} | {"low.py": LOW, "off.py": OFF}
+    assert codes(told({"function.py": UNDER_AUTOCAST, **engine})) == []
+    assert codes(told({"function.py": UNDER_AUTOCAST, **engine, "off.py": REGION})) == ["LT002"]
+
+
+def test_nothing_is_low(told):
+    assert codes(told({"attention.py": IN_BF16})) == []
+    assert codes(told({"function.py": UNDER_AUTOCAST})) == ["LT002"], "a library's module may be put under autocast all the same"
+
+
+def test_a_benchmark_chooses_its_dtypes(told):
+    assert codes(told({"benchmarks/function.py": UNDER_AUTOCAST, "low.py": LOW})) == []
+    assert codes(told({"benchmarks/function.py": UNDER_AUTOCAST + "# under autocast\n", "low.py": LOW})) == ["LT002"]
+
+
+def test_a_lone_file_is_judged_by_itself(tmp_path):
+    (tmp_path / "attention.py").write_text(IN_BF16)
+    assert [f.code for f in lint_command([tmp_path / "attention.py"]).findings] == ["LT007"]
+
+
+def test_the_folder_named_is_the_repository_of_a_package_without_a_project(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    for name, text in {"__init__.py": "", "function.py": UNDER_AUTOCAST, **{f"a{i}.py": "" for i in range(5)}}.items():
+        (package / name).write_text(text)
+    (tmp_path / "train.py").write_text(LOOP + LOW)
+    assert [f.code for f in lint_command([package]).findings] == ["LT002"]
+    assert [f.code for f in lint_command([tmp_path]).findings] == []
+
+
+@pytest.mark.parametrize("name", ["test_attention.py", "attention_test.py", "conftest.py"])
+def test_tests_fix_their_own_dtypes(told, name):
+    assert codes(told({name: IN_BF16, "low.py": LOW})) == []
+    assert codes(told({name: "", "reference.py": "import pytest\n" + IN_BF16, "low.py": LOW})) == []
+
+
+def test_a_suppression_of_what_is_not_told_anyway_is_used(told):
+    text = IN_BF16.replace(".triu(1)", ".triu(1)  # isotype: ignore[LT007] fp32 only")
+    assert codes(told({"attention.py": text})) == []
+
+
+def test_the_option_and_the_setting(tmp_path):
+    for i in range(6):
+        (tmp_path / f"plain{i}.py").touch()
+    (tmp_path / "attention.py").write_text(IN_BF16)
+    (tmp_path / "pyproject.toml").write_text("[tool.isotype.lint]\nweak = true\n")
+    result = CliRunner().invoke(build_app(), ["lint", str(tmp_path), "--json"])
+    assert [f["severity"] for f in json.loads(result.stdout)["findings"]] == ["note"]
+    assert result.exit_code == 0
+    (tmp_path / "pyproject.toml").write_text("[tool.isotype.lint]\n")
+    assert "note LT007" in CliRunner().invoke(build_app(), ["lint", str(tmp_path), "--weak"]).stdout
+    (tmp_path / "pyproject.toml").write_text("[tool.isotype.lint]\nweak = 1\n")
+    with pytest.raises(UsageError, match=r"lint\.weak: expected true or false, got 1"):
+        lint_command([tmp_path])
