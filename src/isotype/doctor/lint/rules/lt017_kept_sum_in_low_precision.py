@@ -49,7 +49,8 @@ class KeptSumInLowPrecision(Rule):
 
     Known problems
     --------------
-    A class whose parameters are always in fp32 loses nothing. Only tensors kept in an attribute of `self`, and changed by a method of the
+    A class whose parameters are always in fp32 loses nothing, nor does a copy of such a model.
+    Only tensors kept in an attribute of `self`, and changed by a method of the
     same class, are looked at; an optimizer's `state[p]` follows its parameter by torch's own convention, and is left alone.
     """
 
