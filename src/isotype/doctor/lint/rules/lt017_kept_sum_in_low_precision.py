@@ -267,7 +267,11 @@ def _aliases(file: SourceFile, method: Function, kept: set[str]) -> dict[str, st
                         found[inner[-1]] = name
             elif (name := attribute(source)) and (inner := list(_targets(targets))):
                 found[inner[-1]] = name
-    return found
+    bound: dict[str, set[str]] = {}
+    for node in file.own(method):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            bound.setdefault(node.targets[0].id, set()).add(ast.dump(node.value))
+    return {name: attribute for name, attribute in found.items() if len(bound.get(name, ())) < 2}  # one name for two things tells nothing
 
 
 def _averages(value: ast.expr, owner: Owner) -> bool:
