@@ -82,6 +82,5 @@ def sample(
 def _chats(run: Path) -> bool:
     """Whether the run's rows were chats: then a prompt is a question to the template's assistant."""
     from ..report.record import read_run
-    from ..training.folder import without_run
 
     return bool(read_run(run).data.get("template"))
