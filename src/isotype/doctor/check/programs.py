@@ -221,7 +221,8 @@ def from_script(text: str, shown: str) -> list[Document]:
 
 def _command(words: list[str], line: int, shown: str) -> list[Document]:
     program = next((i for i, w in enumerate(words) if w.endswith(".py")), None)
-    module = words.index("-m") + 1 if program is None and "-m" in words[:-1] else None
+    flag = next((w for w in words[:-1] if w in ("-m", "--module")), None)  # DeepSpeed's launcher spells it out
+    module = words.index(flag) + 1 if program is None and flag else None
     first = words[0].rpartition("/")[2]
     documents = []
     if first == "accelerate" and len(words) > 1 and words[1] == "launch":
