@@ -1,14 +1,16 @@
-"""Ctrl-C and SIGTERM: before the first step they stop at once; then the first has the loop save and stop, and the second stops at once."""
+"""Ctrl-C, SIGTERM and SIGHUP: before the first step they stop at once; then one has the loop save and stop, and the next stops at once."""
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import threading
 from types import FrameType
 
 
 class Interrupt:
-    """A context in which `asked` becomes true on SIGINT or SIGTERM.
+    """A context in which `asked` becomes true on SIGINT, SIGTERM, or SIGHUP: a terminal that is closed, a connection that breaks.
 
     `training`: there is something to save, which the loop does after its step. Before, KeyboardInterrupt: tokenising may take hours.
     """
@@ -21,6 +23,8 @@ class Interrupt:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._handle)
+            if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
+                self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._hang_up)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -31,3 +35,13 @@ class Interrupt:
         if self.asked or not self.training:
             raise KeyboardInterrupt
         self.asked = True
+
+    def _hang_up(self, number: int, frame: FrameType | None) -> None:
+        """It may arrive twice, from the kernel and from the shell; what is still printed would fail."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            if stat.S_ISCHR(os.fstat(stream).st_mode):
+                os.dup2(nowhere, stream)
+        os.close(nowhere)
+        if not self.asked:
+            self._handle(number, frame)

@@ -1,0 +1,46 @@
+"""A terminal that goes away: the run saves, and can be gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import sys
+
+import pytest
+
+from isotype.checkpoint.store import CheckpointStore
+from isotype.training.interrupt import Interrupt
+
+
+def test_a_closed_terminal_has_the_run_save_and_stop(configured, tmp_path):
+    configured("run", train={"steps": 10_000, "eval_every": 5_000})
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "isotype", "train", str(tmp_path / "run.yaml")])
+    shown = b""
+    while b"tok/s" not in shown and (read := os.read(terminal, 4096)):
+        shown += read
+    os.close(terminal)  # the kernel sends SIGHUP; what is printed from here on fails
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert result["status"] == "interrupted"
+    assert CheckpointStore(tmp_path / "run/checkpoints").newest_whole() == (result["steps"], [])
+
+
+def test_a_second_hang_up_does_not_stop_the_save_and_nohup_is_heeded():
+    with Interrupt() as interrupt:
+        interrupt.training = True
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert interrupt.asked
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interrupt.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
