@@ -67,6 +67,18 @@ def test_values_and_where_they_came_from(write):
         ("train:\n  seed:", "run.yaml:2 train.seed: expected a whole number, got nothing"),
         ("adapter:\n  dropout: 1", "run.yaml:2 adapter.dropout: expected a number of at least 0 and below 1, got 1"),
         ("model:\n  attention: fast", "run.yaml:2 model.attention: expected one of sdpa eager flash flex, got fast"),
+        (
+            "precision:\n  grads: torch.float",
+            "run.yaml:2 precision.grads: expected one of fp32 bf16 fp16 (or nothing), got torch.float, did you mean fp32?",
+        ),
+        (
+            "precision:\n  base: BFloat16",
+            "run.yaml:2 precision.base: expected one of fp32 bf16 fp16 nf4 (or nothing), got BFloat16, did you mean bf16?",
+        ),
+        (
+            "train:\n  schedule: cosin",
+            "run.yaml:2 train.schedule: expected one of cosine linear constant wsd, got cosin, did you mean cosine?",
+        ),
         ("model:\n  revision: 1.0", "run.yaml:2 model.revision: expected text (or nothing), got 1.0; write it in quotes"),
         ("data:\n  train: [1, 2]", "run.yaml:2 data.train: expected text or a list of text or mappings (or nothing), got [1, 2]"),
         ("train:\n  steps: 1\n  steps: 2", "run.yaml:3 train.steps: given twice, first in line 2"),
@@ -102,7 +114,9 @@ def test_files_that_are_none(tmp_path, write):
     assert complaints(tmp_path / "no.yaml")[0].endswith("no such file; isotype init writes one")
     write("train: {}")
     assert complaints(tmp_path / "runn.yaml")[0].endswith("did you mean " + str(tmp_path / "run.yaml") + "?")
-    assert complaints(tmp_path)[0].endswith("is a folder, expected a YAML file")
+    assert complaints(tmp_path)[0] == "run.yaml: is a folder, expected a YAML file"
+    (tmp_path / "config.json").write_text("{}")
+    assert complaints(tmp_path)[1].split()[:2] == ["fix", "--model"]
     (tmp_path / "binary.yaml").write_bytes(b"\x80\x02\xff\xfe")
     assert complaints(tmp_path / "binary.yaml")[0].endswith("not text (UTF-8): expected a YAML file")
     (tmp_path / "nul.yaml").write_bytes(b"train:\n  seed: 1\x00\n")

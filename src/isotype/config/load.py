@@ -14,9 +14,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ..dtypes import parse
 from ..errors import UsageError
 from .elsewhere import ELSEWHERE
-from .expected import expected, keys, sections, takes
+from .expected import expected, keys, options, sections, takes
 from .recipes import STRONG, recipe
 from .schema import RunConfig
 from .yaml_text import Entry, YamlError, read_sections, read_value, write_value
@@ -115,10 +116,13 @@ def read_text(path: Path) -> str:
     """The text of a configuration file. Raises UsageError in one line."""
     try:
         if path.is_dir():
-            raise UsageError(f"{path}: is a folder, expected a YAML file")
+            model = f"--model {path}" if (path / "config.json").is_file() else None
+            raise UsageError(f"{path}: is a folder, expected a YAML file", fix=model)
         if path.stat().st_size > MAX_BYTES:
             raise UsageError(f"{path}: {path.stat().st_size >> 20} MiB, too large for a configuration")
         return path.read_text(encoding="utf-8-sig")
+    except UsageError:  # which is a ValueError
+        raise
     except FileNotFoundError:
         near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [], n=1)
         hint = f", did you mean {path.parent / near[0]}?" if near else "; isotype init writes one"
@@ -246,7 +250,18 @@ def _checked(settings: _Settings) -> RunConfig:
 
 def _wrong(settings: _Settings, key: str, value: Any) -> str:
     quote = "; write it in quotes" if takes(key, "string") and isinstance(value, int | float) and not isinstance(value, bool) else ""
-    return f"{settings.sources[key]} {key}: expected {expected(key)}, got {_shown(value)}{quote}"
+    return f"{settings.sources[key]} {key}: expected {expected(key)}, got {_shown(value)}{quote}{_meant(key, value)}"
+
+
+def _meant(key: str, value: Any) -> str:
+    """A dtype's other name, or a word one letter off, as `, did you mean bf16?`"""
+    words = options(key)
+    try:
+        near = [word for word in (parse(str(value)),) if word in words]
+    except ValueError:
+        near = []
+    near = near or get_close_matches(str(value), words, n=1)
+    return f", did you mean {near[0]}?" if near else ""
 
 
 def _line(complaint: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from ..source import Function, SourceFile, last_name
 from . import matrix_products, operators, promotion, writes
 from .conditions import bool_op, compare, decide, is_another_class, unary_op
 from .modules import module_constants, resolve_function
-from .operators import mapping_of
+from .operators import distinct, mapping_of
 from .statements import assign
 from .values import NONE, UNKNOWN, Closure, Env, Items, Mapping, Module, Partial, Scalar, Tensor
 
@@ -129,6 +129,14 @@ def _comprehension(run: Interpreter, node: ast.GeneratorExp | ast.ListComp | ast
     return Items(each=run.evaluate(node.elt, inner))
 
 
+def _set_comprehension(run: Interpreter, node: ast.SetComp, env: Env) -> Any:
+    return distinct(_comprehension(run, node, env))
+
+
+def _set(run: Interpreter, node: ast.Set, env: Env) -> Any:
+    return distinct(Items(known=[run.evaluate(e, env) for e in node.elts]))
+
+
 def _dict_comprehension(run: Interpreter, node: ast.DictComp, env: Env) -> Any:
     pairs = ast.copy_location(ast.ListComp(ast.Tuple([node.key, node.value], ast.Load()), node.generators), node)
     return mapping_of(_comprehension(run, pairs, env))
@@ -210,6 +218,7 @@ EXPRESSIONS: dict[type, Callable[[Interpreter, Any, Env], Any]] = {
     ast.List: _tuple,
     ast.GeneratorExp: _comprehension,
     ast.ListComp: _comprehension,
-    ast.SetComp: _comprehension,
+    ast.SetComp: _set_comprehension,
+    ast.Set: _set,
     ast.DictComp: _dict_comprehension,
 }  # fmt: skip

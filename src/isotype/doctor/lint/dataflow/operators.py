@@ -145,6 +145,15 @@ def _call_method(run: Interpreter, method: Method, args: list[Any], kwargs: dict
     return UNKNOWN
 
 
+def distinct(items: Items) -> Items:
+    """A set of dtypes, when each is known; of anything else, how many there are is not."""
+    known = items.known or []
+    words = {v.word: v for v in known if isinstance(v, Dtype) and v.word is not None}
+    if known and all(isinstance(v, Dtype) and v.word is not None for v in known):
+        return Items(known=list(words.values()))
+    return Items(each=items.element(), filled=bool(known))
+
+
 def mapping_of(pairs: Any) -> Mapping:
     """`dict(pairs)`, of another dict or of pairs whose keys may be known."""
     if isinstance(pairs, Mapping):
@@ -222,7 +231,7 @@ def _call_dotted(
 def _builtin(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
     """Python's own functions that matter to the flow of tensors."""
     first = args[0] if args else UNKNOWN
-    if name == "len" and isinstance(first, Items) and first.known is not None:
+    if name == "len" and isinstance(first, Items) and first.known is not None and not first.filled:
         return Scalar(len(first.known))
     if name in ("int", "float", "bool", "len", "str", "round", "id", "hash", "type"):
         return Scalar()
@@ -233,6 +242,8 @@ def _builtin(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any
         return Mapping(given.entries | kwargs, given.open or any(k.arg is None for k in node.keywords))
     if name == "reversed" and isinstance(first, Items) and first.known is not None:
         return Items(known=first.known[::-1])
+    if name == "set" and isinstance(first, Items):
+        return distinct(first)
     if name in ("list", "tuple", "reversed", "sorted", "iter"):
         return Items(known=list(first.known)) if isinstance(first, Items) and first.known is not None else Items(each=run.element_of(first))
     if name == "range":

@@ -48,6 +48,11 @@ def torch_call(
             note_in_place(run, nodes[0], node, first, args[1], node, env)
         return first
     if isinstance(out, Tensor):
+        target = next((k.value for k in node.keywords if k.arg == "out"), None)
+        own = [ast.dump(n) == ast.dump(target) for n in nodes[:2]] if target is not None and name in ("add", "sub") else []
+        if target is not None and sum(own) == 1 and len(args) > 1:  # torch.add(total, part, out=total)
+            at = own.index(False)
+            note_in_place(run, target, node, out, args[at], nodes[at], env)
         return out
     if name in names.LIKE or name in names.NEW or name in names.FACTORIES:
         return factory(run, name, args, kwargs, node)
@@ -93,6 +98,8 @@ def torch_call(
         return result.but(zero_dim=True) if whole else result
     if name == "embedding":
         return args[1] if len(args) > 1 else UNFOLLOWED
+    if name == "cumsum" and first.dtype in ("int64", "int32", "bool"):
+        return Tensor("int64", positional=True)  # ones counted up
     if name == "cuda":
         first = first.but(on_cpu=False)
     if name in names.PART:

@@ -92,7 +92,10 @@ class Dtype:
 
 @dataclass(slots=True)
 class Items:
-    """A tuple, list, or anything iterated over. known: exactly these; otherwise any number like `each`, at least one where `filled`."""
+    """A tuple, list, or anything iterated over. known: exactly these; otherwise any number like `each`, at least one where `filled`.
+
+    A list that something was appended to has both: `known` is what a loop of two rounds left in it.
+    """
 
     known: list[Any] | None = None
     each: Any = UNKNOWN

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ....finding import Severity
 from ..rule import Hit, Rule
-from ..source import SourceFile, last_name, own_nodes
+from ..source import SourceFile, keyword, last_name, own_nodes
 from .autocast_regions import autocast_regions
 
 LOSS = re.compile(r"loss|^(scale|accelerator|fabric|sum|mean)$", re.IGNORECASE)
@@ -60,7 +60,7 @@ class AutocastAroundBackward(Rule):
             inner = [n for n in own_nodes(region) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
             for call in sorted(inner, key=lambda n: n.lineno):
                 told = _told(call)
-                if told:
+                if told and not (told[2] is Severity.WARNING and _is_switched_off(file, call, region)):
                     what, why, severity = told
                     yield Hit(
                         node=call,
@@ -71,13 +71,29 @@ class AutocastAroundBackward(Rule):
                     )
 
 
+def _is_switched_off(file: SourceFile, call: ast.Call, region: ast.AST) -> bool:
+    """Whether `with autocast(enabled=False)` stands between the region and the call: backward is right there, the cache is not."""
+    parent = file.parents.get(call)
+    while parent is not None and parent is not region:
+        if isinstance(parent, ast.With) and any(_disables(item.context_expr) for item in parent.items):
+            return True
+        parent = file.parents.get(parent)
+    return False
+
+
+def _disables(node: ast.expr) -> bool:
+    values = [keyword(node, "enabled"), *node.args[:1]] if isinstance(node, ast.Call) and "autocast" in last_name(node) else []
+    return any(isinstance(v, ast.Constant) and v.value is False for v in values)
+
+
 def _told(call: ast.Call) -> tuple[str, str, Severity] | None:
     """What the call is, why it does not belong in the region, how bad that is."""
     assert isinstance(call.func, ast.Attribute)
     receiver = last_name(call.func.value)
     if call.func.attr in ("backward", "manual_backward"):
         of_a_function = bool(call.args) and last_name(call.args[0]) == "ctx"
-        if not of_a_function and (LOSS.search(receiver) or call.func.attr == "manual_backward"):
+        of_a_loss = bool(call.args) and bool(LOSS.search(last_name(call.args[0])))  # engine.backward(loss)
+        if not of_a_function and (LOSS.search(receiver) or of_a_loss or call.func.attr == "manual_backward"):
             why = "backward follows the dtypes that forward used; under autocast, hand-written backwards and recomputation are cast again"
             return f"{receiver}.backward", why, Severity.WARNING
     if call.func.attr == "step" and OPTIMIZER.search(receiver):

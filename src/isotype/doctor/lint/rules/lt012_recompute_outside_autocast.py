@@ -111,13 +111,16 @@ def _callables_kept(forward: ast.FunctionDef) -> set[str]:
     """`ctx.NAME` of a callable, or a list of them, that forward calls, as "ctx.NAME"."""
     arguments = {a.arg for a in (*forward.args.args, *forward.args.kwonlyargs)}
     called = {_plain_callee(n) for n in own_nodes(forward) if isinstance(n, ast.Call)}
+    called_on_ctx = {_called(n) for n in own_nodes(forward) if isinstance(n, ast.Call)}
     for loop in own_nodes(forward):
         if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Name) and last_name(loop.target) in called:
             called.add(loop.iter.id)
     kept: set[str] = set()
     for node in own_nodes(forward):
         for target, value in bindings(node):
-            if isinstance(target, ast.Attribute) and isinstance(value, ast.Name) and value.id in called & arguments:
+            if not isinstance(target, ast.Attribute) or not isinstance(value, ast.Name) or value.id not in arguments:
+                continue
+            if value.id in called or f"ctx.{target.attr}" in called_on_ctx:
                 kept.add(f"ctx.{target.attr}")
     return kept
 

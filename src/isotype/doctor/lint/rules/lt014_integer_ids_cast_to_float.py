@@ -43,7 +43,8 @@ class IntegerIdsCastToFloat(Rule):
 
     Known problems
     --------------
-    A tensor counts as ids by its name, a dictionary as a batch by its name or because a tokenizer made it.
+    A tensor counts as ids by its name or that of what it was assigned from, a dictionary as a batch by its name or because a tokenizer
+    made it. Names such as `weight_dtype` are taken to be the model's dtype, which no ids have.
     """
 
     code = "LT014"
@@ -60,9 +61,9 @@ class IntegerIdsCastToFloat(Rule):
             name = _holds_ids(file, value)
             if name:
                 yield _hit(file, call, name, "holds token ids, which are integers")
-            elif (batch := _each_of(file, call, value, encoded)) is not None:
+            elif (batch := _each_of(file, call, _plain(value), encoded)) is not None:
                 yield _hit(file, call, batch, "has the integer input_ids among its values, and the loop casts each of them")
-            elif (each := _element(value)) is not None and _every_value(file, call, each, encoded):
+            elif (each := _element(_plain(value))) is not None and _every_value(file, call, each, encoded):
                 yield _hit(file, call, each.id, "goes through every value of the batch, the integer input_ids among them")
 
 

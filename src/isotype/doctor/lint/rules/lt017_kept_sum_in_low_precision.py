@@ -49,13 +49,14 @@ class KeptSumInLowPrecision(Rule):
 
     Known problems
     --------------
-    A class whose parameters are always in fp32 loses nothing. Only tensors kept in an attribute of `self`, and changed by a method of the
+    A class whose parameters are always in fp32 loses nothing, nor does a copy of such a model.
+    Only tensors kept in an attribute of `self`, and changed by a method of the
     same class, are looked at; an optimizer's `state[p]` follows its parameter by torch's own convention, and is left alone.
     """
 
     code = "LT017"
     name = "kept-sum-in-low-precision"
-    words = ("grad", "decay", "lerp", "ema", "beta", "momentum")
+    words = ("grad", "decay", "lerp", "ema", "beta", "momentum", "mean", "average", "avg")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         for cls in file.nodes(ast.ClassDef):
@@ -66,7 +67,8 @@ class KeptSumInLowPrecision(Rule):
             seen: set[str] = set()
             for method in methods if kept else ():
                 for name, node, what in _sums(file, method, set(kept)):
-                    if name not in seen and file.function_of(kept[name].node) is not method:
+                    made = kept[name].node
+                    if name not in seen and (file.function_of(made) is not method or _on_first_use(file, made, name)):
                         seen.add(name)
                         yield _hit(file, name, kept[name], node, what)
 
@@ -104,6 +106,14 @@ def _kept(file: SourceFile, method: Function) -> Iterator[tuple[str, _Made]]:
             owner = node.func.value
             made = _makers(file, node.args[0], over) if _is_self(owner) else ()
             yield from ((owner.attr, one) for one in made)  # type: ignore[attr-defined]
+
+
+def _on_first_use(file: SourceFile, made: ast.expr, name: str) -> bool:
+    """`if self.NAME is None:` around the place where it is made."""
+    parent = file.parents.get(made)
+    while parent is not None and not isinstance(parent, (ast.If, Function)):
+        parent = file.parents.get(parent)
+    return isinstance(parent, ast.If) and any(_is_self(n) and n.attr == name for n in ast.walk(parent.test) if isinstance(n, ast.Attribute))
 
 
 def _widened(file: SourceFile, cls: ast.ClassDef) -> set[str]:
@@ -161,12 +171,27 @@ def _names_of_parameters(file: SourceFile, method: Function) -> set[str]:
     for node in file.own(method):
         if isinstance(node, ast.For) and _reads_parameters(node.iter, found):
             found |= set(_targets(node.target))
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and _is_of_parameters(node.value):
+            found.add(node.targets[0].id)
     return found
+
+
+def _is_of_parameters(value: ast.expr) -> bool:
+    """`model.state_dict()`, and a dict or list of what it holds that casts nothing."""
+    if isinstance(value, (ast.DictComp, ast.ListComp)):
+        element = value.value if isinstance(value, ast.DictComp) else value.elt
+        kept = {"detach", "cpu", "cuda", "clone", "contiguous"}
+        while isinstance(element, ast.Call) and isinstance(element.func, ast.Attribute) and element.func.attr in kept:
+            element = element.func.value
+        return isinstance(element, ast.Name) and _reads_parameters(value.generators[0].iter, set())
+    return isinstance(value, ast.Call) and last_name(value) in OF_PARAMETERS
 
 
 def _reads_parameters(source: ast.expr, over: set[str]) -> bool:
     return any(
-        last_name(n) in OF_PARAMETERS or (isinstance(n, (ast.Name, ast.Attribute)) and last_name(n).endswith(("params", "parameters")))
+        (isinstance(n, ast.Name) and n.id in over)
+        or last_name(n) in OF_PARAMETERS
+        or (isinstance(n, (ast.Name, ast.Attribute)) and last_name(n).endswith(("params", "parameters")))
         for n in ast.walk(source)
         if isinstance(n, (ast.Call, ast.Name, ast.Attribute, ast.Subscript))
     )
@@ -188,6 +213,10 @@ def _sums(file: SourceFile, method: Function, kept: set[str]) -> Iterator[tuple[
             name = owner(node.target)
             if name and _of_gradients(node.value):
                 yield name, node, "a sum of gradients"
+            elif name and any(
+                isinstance(n, ast.BinOp) and isinstance(n.op, ast.Sub) and owner(n.right) == name for n in ast.walk(node.value)
+            ):
+                yield name, node, "a moving average"  # mean += (new - mean) / n
         elif isinstance(node, ast.Assign) and (name := owner(node.targets[0])):
             if _averages(node.value, owner):
                 yield name, node, "a moving average"
