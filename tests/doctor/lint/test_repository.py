@@ -108,8 +108,10 @@ def test_nothing_is_low(told):
 
 
 def test_a_benchmark_chooses_its_dtypes(told):
-    assert codes(told({"benchmarks/function.py": UNDER_AUTOCAST, "low.py": LOW})) == []
-    assert codes(told({"benchmarks/function.py": UNDER_AUTOCAST + "# under autocast\n", "low.py": LOW})) == ["LT002"]
+    program = UNDER_AUTOCAST + "\n\nif __name__ == '__main__':\n    Project.apply(1, 2)\n"
+    assert codes(told({"benchmarks/function.py": program, "low.py": LOW})) == []
+    assert codes(told({"benchmarks/function.py": program + "    # under autocast\n", "low.py": LOW})) == ["LT002"]
+    assert codes(told({"benchmarks/function.py": UNDER_AUTOCAST, "low.py": LOW})) == ["LT002"]
 
 
 def test_a_lone_file_is_judged_by_itself(tmp_path):

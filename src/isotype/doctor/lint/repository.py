@@ -106,7 +106,8 @@ class Repository:
 
     def against(self, scenario: Scenario, path: Path, text: str) -> str:
         """Why nobody meets the scenario in this file, or "" where nothing says so."""
-        if scenario.autocast and _BENCHMARKS.search(path.resolve().relative_to(self.root).as_posix()) and "autocast" not in text:
+        program = "__main__" in text and "autocast" not in text
+        if scenario.autocast and program and _BENCHMARKS.search(path.resolve().relative_to(self.root).as_posix()):
             return "a benchmark chooses its dtypes, and this one opens no autocast region"
         if len(self.texts) <= FEW:
             return ""

@@ -104,7 +104,7 @@ class SourceFile:
         """A file named as test runners look for them, or that imports one."""
         name = re.split(r"[/\\]", self.path)[-1]
         named = name.startswith("test_") or name.endswith("_test.py") or name == "conftest.py"
-        return named or any(m.split(".")[0] in ("pytest", "unittest") or m.startswith("torch.testing") for m in self.imports.values())
+        return named or any(m.split(".")[0] in ("pytest", "unittest") for m in self.imports.values())
 
     def in_a_test(self, node: ast.AST) -> bool:
         """Whether it stands in a function called `test_...`, inside one, or beside some: a file of tests."""

@@ -41,8 +41,8 @@ class IndexedWriteMixesDtypes(Rule):
 
     Known problems
     --------------
-    An engine that never opens an autocast region never meets what is reported for autocast. What submodules return is not followed, except
-    those of torch.nn that the class itself makes.
+    Into an argument called like an output the caller decides, and nothing is said (`--weak` says it). What submodules return is not
+    followed, except those of torch.nn that the class itself makes.
     """
 
     code = "LT016"
