@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -35,6 +37,17 @@ def test_without_matplotlib_the_page_is_written_and_the_extra_named(tmp_path: Pa
     assert "pip install 'isotype[train]'" in said
     assert (tmp_path / "report.html").is_file()
     assert not (tmp_path / "report.png").exists()
+
+
+def test_a_home_that_cannot_be_written_is_no_news(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    home = tmp_path / "metrics.jsonl" / "home"  # below a file there can be no folder
+    away = {name: str(home) for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME")}
+    environment = {name: value for name, value in os.environ.items() if name != "MPLCONFIGDIR"} | away
+    command = [sys.executable, "-m", "isotype", "report", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "report.png").is_file()
 
 
 def test_a_folder_without_a_run_is_a_usage_error(tmp_path: Path) -> None:

@@ -67,6 +67,18 @@ def test_values_and_where_they_came_from(write):
         ("train:\n  seed:", "run.yaml:2 train.seed: expected a whole number, got nothing"),
         ("adapter:\n  dropout: 1", "run.yaml:2 adapter.dropout: expected a number of at least 0 and below 1, got 1"),
         ("model:\n  attention: fast", "run.yaml:2 model.attention: expected one of sdpa eager flash flex, got fast"),
+        (
+            "precision:\n  grads: torch.float",
+            "run.yaml:2 precision.grads: expected one of fp32 bf16 fp16 (or nothing), got torch.float, did you mean fp32?",
+        ),
+        (
+            "precision:\n  base: BFloat16",
+            "run.yaml:2 precision.base: expected one of fp32 bf16 fp16 nf4 (or nothing), got BFloat16, did you mean bf16?",
+        ),
+        (
+            "train:\n  schedule: cosin",
+            "run.yaml:2 train.schedule: expected one of cosine linear constant wsd, got cosin, did you mean cosine?",
+        ),
         ("model:\n  revision: 1.0", "run.yaml:2 model.revision: expected text (or nothing), got 1.0; write it in quotes"),
         ("data:\n  train: [1, 2]", "run.yaml:2 data.train: expected text or a list of text or mappings (or nothing), got [1, 2]"),
         ("train:\n  steps: 1\n  steps: 2", "run.yaml:3 train.steps: given twice, first in line 2"),

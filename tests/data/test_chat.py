@@ -119,7 +119,7 @@ def test_a_template_gets_so_much_and_no_more(families: SimpleNamespace, monkeypa
     assert said in str(refused.value)
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
     assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
-    assert ChatTemplate(families.of("chatml"), families.templates["chatml"], "file").render([{"role": "user", "content": "hi"}])
+    assert ChatTemplate(families.of("chatml"), families.templates["chatml"], "chatml.jinja").render([{"role": "user", "content": "hi"}])
 
 
 def test_the_memory_of_what_was_loaded_since_is_not_the_templates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_the_memory_of_what_was_loaded_since_is_not_the_templates(monkeypatch: p
 
 
 def test_a_template_runs_unbounded_outside_the_main_thread(families: SimpleNamespace) -> None:
-    template = ChatTemplate(families.of("chatml"), families.templates["chatml"], "file")
+    template = ChatTemplate(families.of("chatml"), families.templates["chatml"], "chatml.jinja")
     with ThreadPoolExecutor(1) as pool:
         rendered = pool.submit(template.render, said("u hi")).result()
     assert rendered == template.render(said("u hi"))

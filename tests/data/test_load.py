@@ -92,6 +92,11 @@ def test_few_rows_are_all_trained_on_and_sampled(write: Any, load: Any) -> None:
     assert loaded.facts["notes"] == ["only 5 rows: none is held out for evaluation"]
 
 
+def test_samples_differ_where_rows_do(write: Any, load: Any) -> None:
+    write("x.jsonl", [chat("the same?", "yes")] * 6 + [chat(f"question {i}?", "yes") for i in range(2)])
+    assert [prompt.text for prompt in load(train="x.jsonl", eval_split=0.0).prompts] == ["the same?", "question 0?", "question 1?"]
+
+
 def test_rows_longer_than_the_model_takes_are_noted(write: Any, families: SimpleNamespace) -> None:
     tokenizer = families.new("chatml")
     tokenizer.model_max_length = 16
@@ -130,9 +135,9 @@ def test_a_template_file_replaces_the_tokenizers(write: Any, load: Any) -> None:
         "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
     )
     loaded = load(train=write("chats.jsonl", CHATS[:3]), chat_template="mine.jinja")
-    assert loaded.facts["template"]["source"] == "file"
+    assert loaded.facts["template"]["source"] == "mine.jinja"
     write("broken.jinja", "{% for m in messages %}")
-    with pytest.raises(UsageError, match=r"chat template \(file\), line 1"):
+    with pytest.raises(UsageError, match=r"chat template \(broken\.jinja\), line 1"):
         load(train="chats.jsonl", chat_template="broken.jinja")
     with pytest.raises(UsageError, match=r"data\.chat_template has no effect"):
         load(train=write("text.jsonl", [{"text": "some text"}]), chat_template="mine.jinja")

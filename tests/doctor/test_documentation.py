@@ -56,6 +56,12 @@ def test_the_front_page_shows_what_running_prints(command: str):
     shown_whole(block, " ".join(printed(command).replace(f"{DOCS / 'examples'}/", "").split()))
 
 
+def test_the_front_page_shows_the_summary_of_everything():
+    block = FRONT.partition("## All of it at once")[2].partition("```\n")[2].partition("\n```")[0]
+    assert block
+    assert printed("doctor . --static").endswith(block)
+
+
 def test_lint_names_the_same_lines():
     """What the front page says of lint: the codes it names, for the files it names them for."""
     for file, codes in (("fused_lora.py", {"LT002"}), ("cross_entropy.py", {"LT020"}), ("fused_linear_ce.py", {"LT001", "LT004"})):

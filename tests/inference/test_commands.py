@@ -175,6 +175,26 @@ def test_a_merged_model_is_the_adapters(configured, tmp_path, preset, workshop):
             assert torch.allclose(plain(input_ids=ids).logits, run.model(input_ids=ids).logits, atol=1e-5)
 
 
+def test_a_model_without_a_run_is_asked_like_one(run, workshop, tmp_path):
+    merged = tmp_path / "merged"
+    ask("merge", run, "--dtype", "fp32", "--out", merged)
+
+    def loss(folder):
+        return json.loads(ask("eval", folder, "--data", workshop.chats, "--json").splitlines()[-1])
+
+    assert loss(merged)["taken"] == "model"
+    assert loss(merged)["loss"] == pytest.approx(loss(run)["loss"], rel=1e-2)
+    assert loss(workshop.base)["loss"] > loss(merged)["loss"]
+    answers = [ask("sample", folder, "How much is 1 plus 2?", "--tokens", 4, "--json") for folder in (merged, run, run / "adapter")]
+    assert len({json.loads(one.splitlines()[-1])["samples"][0]["answer"] for one in answers}) == 1
+    assert ask("chat", merged, "--tokens", 4, "--temperature", 0, text="How much is 1 plus 2?\n")
+    with pytest.raises(UsageError, match="no prompts of its own"):
+        ask("sample", merged)
+    with pytest.raises(UsageError, match="a model, without an adapter to merge"):
+        ask("merge", merged)
+    assert load_run(merged).precision.base == "fp32"
+
+
 def test_merging_small_adapters_into_bf16_reports_its_noise(run, tmp_path):
     merged = merge(load_run(run), tmp_path / "merged", dtype="bf16")
     assert merged.noise > 1e-3

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from isotype.checkpoint import store as store_module
 from isotype.checkpoint.store import Checkpoint, CheckpointStore
 from isotype.errors import RunError, UsageError
 from isotype.inference.loaded import _load_newest
@@ -33,6 +34,36 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_replaced_by_the_next(tmp_pat
     found = _load_newest(store, tmp_path)
     assert found.step == 4
     assert found.tensors["w"].tolist() == [4.0, 4.0]
+
+
+def test_one_that_goes_between_the_look_and_the_read_is_replaced_too(tmp_path, monkeypatch):
+    store = saved(tmp_path, 2)
+    load_file = store_module.load_file
+
+    def overtaken(file):
+        if "step_2" in str(file):
+            saved(tmp_path, 4)
+            shutil.rmtree(tmp_path / "step_2")
+            # what torch says where safetensors has read the header and the tensors are mapped by name
+            raise RuntimeError(f"unable to open file <{file}> in read-only mode: No such file or directory (2)")
+        return load_file(file)
+
+    monkeypatch.setattr(store_module, "load_file", overtaken)
+    assert _load_newest(store, tmp_path).step == 4
+
+
+def test_a_newer_one_is_found_where_all_that_were_looked_at_have_gone(tmp_path, monkeypatch):
+    store = saved(tmp_path, 2)
+    fault = CheckpointStore.fault
+
+    def overtaken(self, step):
+        if step == 2:
+            shutil.rmtree(self.path(2), ignore_errors=True)
+            saved(tmp_path, 4)
+        return fault(self, step)
+
+    monkeypatch.setattr(CheckpointStore, "fault", overtaken)
+    assert _load_newest(store, tmp_path).step == 4
 
 
 def test_one_that_is_whole_and_cannot_be_read_is_said(tmp_path, monkeypatch):

@@ -112,4 +112,9 @@ class CheckpointStore:
                 reason = f"{STATE} is not an object"
             except (OSError, ValueError, RecursionError, SafetensorError) as error:
                 reason = f"cannot be read: {error}"
+            except RuntimeError as error:
+                # torch's word for a file that went while it was opened: a running run has removed its oldest checkpoint
+                if (path / TENSORS).is_file():
+                    raise
+                reason = f"{TENSORS} is gone: {error}"
         raise RunError(f"checkpoint {path}: {reason}", code="CK002", fix=f"remove {path} and resume: the one before is taken")

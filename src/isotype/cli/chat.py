@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 
 def chat(
-    run: Annotated[Path, typer.Argument(help="The run's folder, finished or not.")],
+    run: Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's or a model's too.")],
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest answer in tokens.")] = 256,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.7,
     top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="The share of probability drawn from.")] = 0.9,
@@ -36,9 +36,9 @@ def chat(
 
         echo "What does os.path.join do?" | isotype chat quickstart/tune --temperature 0
     """
-    from ..training.folder import require_run
+    from ..training.folder import require_run, without_run
 
-    if not (run / "adapter_config.json").is_file():  # load_run takes a PEFT folder too
+    if without_run(run) is None:
         require_run(run)  # before the seconds that loading takes
     from ..training.run import quiet_libraries
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -70,6 +71,8 @@ def doctor(
             left_out = [f for f in one.findings if f.code == "KN000"]
             notes = sum(f.severity == Severity.NOTE for f in one.findings) - len(left_out)
             told = count(len(one.findings) - notes - len(left_out), "finding")
+            codes = Counter(f.code for f in worst_first(one.findings) if f.severity > Severity.NOTE)
+            told += f" ({', '.join(f'{number} {code}' for code, number in codes.items())})" if len(one.findings) > 1 and codes else ""
             told += f", {count(notes, 'note')} (isotype {one.part} shows them)" if notes else ""
             print(f"  {one.part:9}{one.subject}: {told}" if one.looked_at else f"  {one.part:9}{one.subject}")
             for finding in left_out[:5]:

@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="The run's folder, finished or not.")],
+    run: Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's or a model's too.")],
     data: Annotated[str, typer.Option("--data", help="What data.train takes: a file, folder, glob, hf:NAME or stdlib.")],
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", min=1, help="Rows in one pass; the result does not depend on it.")

@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 
 def sample(
-    run: Annotated[Path, typer.Argument(help="The run's folder, finished or not.")],
+    run: Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's or a model's too.")],
     prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="Prompts; the run's own by default.")] = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="A file with a prompt a line.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest answer in tokens.")] = 128,
@@ -53,11 +53,16 @@ def sample(
     from ..data.load import load_data
     from ..data.prompts import prompts_from
     from ..inference.loaded import load_run
+    from ..training.folder import without_run
     from ..training.sample import sample as answer
 
     loaded = load_run(run)
     texts = texts or list(loaded.config.run.samples)
-    template = loaded.tokenizer.chat_template if _chats(run) else None
+    alone = without_run(run) is not None
+    # where there is no run to say that its rows were chats, a prompt is a question to the template's assistant
+    template = loaded.tokenizer.chat_template if alone or _chats(run) else None
+    if not texts and alone:
+        raise UsageError(f"{run}: not a run, so that it has no prompts of its own", fix=f'isotype sample {run} "a question"')
     if texts:
         asked = prompts_from(texts, loaded.tokenizer, chat_template=template)
     else:

@@ -37,6 +37,12 @@ def expected(key: str) -> str:
     return _words(keys()[key])
 
 
+def options(key: str) -> list[str]:
+    """The words that `key` takes; none where it takes anything else."""
+    schema = keys()[key]
+    return [str(word) for option in schema.get("anyOf", [schema]) for word in option.get("enum", [])]
+
+
 def takes(key: str, kind: str) -> bool:
     """Whether `key` takes JSON's `kind`: boolean, string, object, ..."""
     schema = keys()[key]

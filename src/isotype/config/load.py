@@ -14,9 +14,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ..dtypes import parse
 from ..errors import UsageError
 from .elsewhere import ELSEWHERE
-from .expected import expected, keys, sections, takes
+from .expected import expected, keys, options, sections, takes
 from .recipes import STRONG, recipe
 from .schema import RunConfig
 from .yaml_text import Entry, YamlError, read_sections, read_value, write_value
@@ -246,7 +247,18 @@ def _checked(settings: _Settings) -> RunConfig:
 
 def _wrong(settings: _Settings, key: str, value: Any) -> str:
     quote = "; write it in quotes" if takes(key, "string") and isinstance(value, int | float) and not isinstance(value, bool) else ""
-    return f"{settings.sources[key]} {key}: expected {expected(key)}, got {_shown(value)}{quote}"
+    return f"{settings.sources[key]} {key}: expected {expected(key)}, got {_shown(value)}{quote}{_meant(key, value)}"
+
+
+def _meant(key: str, value: Any) -> str:
+    """A dtype's other name, or a word one letter off, as `, did you mean bf16?`"""
+    words = options(key)
+    try:
+        near = [word for word in (parse(str(value)),) if word in words]
+    except ValueError:
+        near = []
+    near = near or get_close_matches(str(value), words, n=1)
+    return f", did you mean {near[0]}?" if near else ""
 
 
 def _line(complaint: str) -> tuple[int, int]:

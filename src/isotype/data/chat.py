@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jinja2
 
@@ -53,7 +53,7 @@ class ChatTemplate:
 
     tokenizer: Any
     text: str
-    source: Literal["tokenizer", "file", "default"]
+    source: str  # "tokenizer", "default", or the file
 
     @property
     def has_generation_block(self) -> bool:
@@ -109,7 +109,7 @@ class ChatTemplate:
 def chat_template(tokenizer: Any, file: str | None) -> ChatTemplate:
     """The template of a run: the file of `data.chat_template`, else the tokenizer's own, else a plain default."""
     if file is not None:
-        return ChatTemplate(tokenizer, read_text(existing_file(file, _ENDINGS), file), "file")
+        return ChatTemplate(tokenizer, read_text(existing_file(file, _ENDINGS), file), file)
     own = tokenizer.chat_template
     if isinstance(own, dict):
         own = own.get("default") or next(iter(own.values()), None)

@@ -30,6 +30,8 @@ from .sources import Source, source
 from .split import held_out
 from .tokens import TokenBlock, TokenRows, TokenWriter
 
+_LOOKED_AT = 256  # rows, for samples that differ
+
 
 def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
     """Reads, checks, tokenises and splits the data of a run.
@@ -120,7 +122,7 @@ def _key(one: Source, encoder: Encoder, fingerprint: str) -> str:
     return entry_key(
         {
             "content": one.identity(), "formats": one.forms and [form for form, _ in one.forms], "columns": dict(spec.columns or {}),
-            "limit": spec.limit, "name": one.name, "tokenizer": fingerprint, "template": template and (template.source, template.text),
+            "limit": spec.limit, "name": one.name, "tokenizer": fingerprint, "template": template and template.text,
             "max_length": encoder.max_length, "loss_on": encoder.loss_on, "needs_answer": one.needs_answer,
         }
     )  # fmt: skip
@@ -227,9 +229,10 @@ def _mix_facts(sources: Sequence[Source], train: TokenRows, shares: Sequence[Sha
 
 
 def _prompts(rows: TokenRows, sources: Sequence[Source], encoder: Encoder) -> list[SamplePrompt]:
-    """Prompts of the first rows; a chat's is read again from its source, a text's is the beginning of its tokens."""
+    """Prompts of the first rows, copies left out; a chat's is read again from its source, a text's is the beginning of its tokens."""
     found: list[SamplePrompt] = []
-    for i in range(min(SAMPLES, len(rows))):
+    _, first = np.unique(rows.column("digest")[:_LOOKED_AT], return_index=True)
+    for i in sorted(int(i) for i in first)[:SAMPLES]:
         block, row = rows.place(i)
         number = int(rows.blocks[block].example[row])
         if number < 0:

@@ -93,7 +93,7 @@ def _work(files: list[str], answers: Connection) -> None:
             report: Any = check_target(file, tell=answers.send)
             answer = (report.findings, len(report.kernels), report.compiled, None)
         except UsageError as error:
-            answer = ([], 0, 0, error.message)
+            answer = ([], 0, 0, error.message.removeprefix(f"{file}: "))
         except SystemExit:
             answer = ([], 0, 0, "importing it leaves the program (sys.exit, or arguments that are missing)")
         answers.send(answer)

@@ -1,4 +1,4 @@
-"""A finished or running run, loaded as it was trained: its base, its adapter or newest whole checkpoint, its precision, its template."""
+"""A run, finished or not, loaded as it was trained: base, adapter or newest whole checkpoint, precision; or a folder without a run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from ..config.schema import ModelSection, RunConfig
 from ..dtypes import name as name_of
 from ..errors import RunError, UsageError
 from ..hardware import detect
+from ..optimize import optimize
+from ..precision.apply import apply_precision
 from ..precision.precision import Precision
 from ..precision.quantised_base import of_config
-from ..training.folder import RESOLVED, RunFolder, require_run
-from ..training.model import Source, load_architecture, load_tokenizer
+from ..training.folder import RESOLVED, RunFolder, require_run, without_run
+from ..training.model import Source, load_architecture, load_base, load_tokenizer
 from ..training.setup import build_model, resolve_precision
 from ..training.strangers import refuse_code_of
 from ..training.verify import load_result
@@ -47,13 +49,14 @@ class LoadedRun:
 
 
 def load_run(folder: Path) -> LoadedRun:
-    """A run, or a PEFT adapter's folder from anywhere.
+    """A run, or from anywhere a PEFT adapter's folder or a model's.
 
-    Raises  UsageError when the folder is neither, or the run has neither a result nor a whole checkpoint yet
+    Raises  UsageError when the folder is none of these, or the run has neither a result nor a whole checkpoint yet
     """
     run = RunFolder(folder)
-    if not run.is_run and (folder / "adapter_config.json").is_file():
-        return load_adapter(folder)
+    kind = without_run(folder)
+    if kind is not None:
+        return load_adapter(folder) if kind == "adapter" else load_model(folder)
     require_run(folder)
     loaded = load(folder / RESOLVED, resolved=True)
     refuse_code_of(loaded, folder)
@@ -76,7 +79,10 @@ def load_run(folder: Path) -> LoadedRun:
 
 
 def _newest(store: CheckpointStore, folder: Path) -> int:
+    looked_at = store.steps()
     step, passed = store.newest_whole()
+    if step is None and looked_at != store.steps():
+        return _newest(store, folder)  # a running run has removed what was looked at, and has a newer one
     if step is None:
         raise UsageError(
             f"{folder}: neither a result nor a whole checkpoint yet" + "".join(f"; {reason}" for reason in passed),
@@ -113,6 +119,21 @@ def load_adapter(folder: Path) -> LoadedRun:
     tokenizer = load_tokenizer(ModelSection(name=str(folder) if own else name))
     model = load_result(folder, source, precision, config=config.model, device=device)
     return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, "adapter")
+
+
+def load_model(folder: Path) -> LoadedRun:
+    """A model's folder as it is: a merged one, a base, the result of full fine-tuning."""
+    config = RunConfig(model=ModelSection(name=str(folder)))
+    source = Source(str(folder))
+    hardware = detect(config.model.device)
+    device = torch.device("cpu" if hardware.kind == "cpu" else "cuda")
+    precision = _precision_beside(folder) or _precision_of(source)
+    tokenizer = load_tokenizer(config.model)
+    model = load_base(source, precision, attention=config.model.attention, device=device, trainable=False)
+    if config.model.optimize:
+        optimize(model, precision)
+    apply_precision(model, precision, device_type=device.type)
+    return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, "model")
 
 
 def _precision_beside(folder: Path) -> Precision | None:

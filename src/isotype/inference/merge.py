@@ -20,6 +20,7 @@ from ..errors import RunError, UsageError
 from ..precision.apply import is_quantised
 from ..precision.precision import Precision
 from ..training.evaluate import evaluate
+from ..training.folder import without_run
 from ..training.model import Source
 from ..training.verify import check_rows, load_result
 from .loaded import LoadedRun
@@ -45,6 +46,8 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
     from peft import PeftModel
 
     if not isinstance(run.model, PeftModel):
+        if without_run(run.folder) == "model":
+            raise UsageError(f"{run.folder}: a model, without an adapter to merge")
         raise UsageError(f"{run.folder}: this run trained every weight: {run.folder / 'model'} is merged already")
     dtype, why = (dtype, "as asked") if dtype else merged_dtype(run.precision)
     if out.exists() and any(out.iterdir()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ def write_report(run_folder: Path, out: Path | None = None) -> Written:
     record = read_run(run_folder)
     target = out or run_folder / REPORT
     _write(target, render(record).encode("utf-8"))
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # of a home that cannot be written it says much when imported
     try:
         from .picture import picture
     except ModuleNotFoundError as error:

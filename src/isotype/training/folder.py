@@ -88,6 +88,14 @@ def require_run(path: Path) -> Path:
     raise UsageError(f"{path}: {what}", fix=None if inside else fix)
 
 
+def without_run(path: Path) -> str | None:
+    """`adapter` or `model` where the folder is a PEFT adapter's or a Hugging Face model's own; None for a run, and for anything else."""
+    if (path / RESOLVED).is_file():
+        return None
+    named = {"adapter": "adapter_config.json", "model": "config.json"}
+    return next((kind for kind, file in named.items() if (path / file).is_file()), None)
+
+
 def is_held(path: Path) -> bool:
     """Whether a process trains in this folder now. The look itself takes the lock for some microseconds."""
     try:

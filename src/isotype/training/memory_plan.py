@@ -302,7 +302,9 @@ def _with_adapter(base: Any, config: RunConfig) -> nn.Module:
     from peft import PeftConfig, get_peft_model
 
     try:
-        return get_peft_model(base, PeftConfig.from_pretrained(config.adapter.start_from))
+        settings = PeftConfig.from_pretrained(config.adapter.start_from)
+        settings.inference_mode = False  # a saved adapter says that it is not trained; a run goes on with it
+        return get_peft_model(base, settings)
     except (OSError, ValueError) as error:
         raise UsageError(f"adapter.start_from: {config.adapter.start_from}: {str(error).splitlines()[0]}") from None
 

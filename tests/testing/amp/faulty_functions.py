@@ -379,7 +379,37 @@ def index_put_of_another_dtype(x, w):
     return out
 
 
+class ForgetsTheBias(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx, d):  # HERE
+        x, weight = ctx.saved_tensors
+        return (d @ weight.to(d.dtype)).to(x.dtype), (d.t() @ x.to(d.dtype)).to(weight.dtype), None
+
+
+def soft_cap(x):
+    return 30.0 * torch.tanh(x / 30.0)  # HERE
+
+
+def entropy(logits):
+    p = logits.softmax(-1)
+    return -(p * p.log()).sum(-1)  # HERE
+
+
+def rotates_by_rounded_positions(x):
+    angle = torch.arange(x.shape[0], dtype=x.dtype)[:, None]
+    return x * angle.cos()  # HERE
+
+
 FAULTY = {
+    "forgotten bias": (ForgetsTheBias, (drawn(4, 8), drawn(6, 8), drawn(6)), "AC023"),
+    "saturated": (soft_cap, (drawn(16, 64, scale=50),), "AC006"),
+    "log of zero": (entropy, (drawn(8, 32, scale=20, dtype=torch.float16),), "AC006"),
+    "positions": (rotates_by_rounded_positions, (drawn(600, 4),), "AC006"),
     "mask": (mask_in_default_dtype, (drawn(2, 4, 4),), "AC001"),
     "autocast off": (autocast_off_without_casts, (drawn(4, 8), drawn(6, 8)), "AC001"),
     "addmm": (AddmmDespiteDecorators, (drawn(4, 8), drawn(6, 8), drawn(6)), "AC001"),

@@ -290,7 +290,25 @@ def with_captured_weight():
 
 
 labels = torch.tensor([1, 0, 3, 2, 1, 4])
+
+
+def rotate_half(x, cos, sin):
+    return x * cos + torch.cat((-x[..., 4:], x[..., :4]), -1) * sin
+
+
+def fake_quantised(x):
+    return x + ((x / 0.1).round().clamp(-8, 7) * 0.1 - x).detach()
+
+
 RIGHT = {
+    "mish": (lambda x: x * torch.tanh(F.softplus(x)), (drawn(16, 64),)),
+    "quick GELU": (lambda x: x * torch.sigmoid(1.702 * x), (drawn(16, 64),)),
+    "a soft cap far from its cap": (lambda x: 30.0 * torch.tanh(x / 30.0), (drawn(16, 64),)),
+    "fake quantisation": (fake_quantised, (drawn(16, 64),)),
+    "overflows by right": (lambda x: x.exp().square(), (drawn(16, 64, scale=4),)),
+    "rotate half in bf16": (rotate_half, tuple(drawn(4, 8, dtype=torch.bfloat16, seed=i) for i in range(3))),
+    "deep": (nn.Sequential(*(layer for _ in range(20) for layer in (nn.Linear(16, 16), nn.Tanh()))), (drawn(8, 16),)),
+    "before a batch norm": (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), (drawn(4, 8),)),
     "linear": (F.linear, (drawn(4, 8), drawn(6, 8))),
     "silu": (F.silu, drawn(4, 8)),
     "cross entropy": (F.cross_entropy, (drawn(6, 5), labels)),

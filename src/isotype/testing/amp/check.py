@@ -27,6 +27,7 @@ from .relations import relation_faults, state_faults, wrapped_faults
 from .report import ConformanceError, Report, merged
 from .rounded_weights import rounded_weights
 from .samples import Sample, read_samples
+from .scalar import not_finite, scalar_losses
 from .settings import LOW, Setting, settings
 from .subjects import Subject
 
@@ -186,6 +187,14 @@ class _Check:
         if self.plain is not None or hand_written:
             for setting in judged:
                 self._note(inexact(ran[setting], setting, self.numerics), setting)
+        else:
+            # fp16 has not the range that plain code written for another dtype may need
+            for setting in [s for s in judged if s.dtypes is None or (s.autocast is None and s.lowest(self.sample) == torch.bfloat16)]:
+                self._note(not_finite(ran[setting], self.numerics, setting), setting)
+                if not self.subject.groups:  # a deep network's roundings grow with its layers
+                    self._note(inexact(ran[setting], setting, self.numerics, severity=Severity.WARNING), setting)
+        for setting in [s for s in judged if s.autocast is None and self.sample.met(s.by_group) <= set(LOW)][:2]:
+            self._note(scalar_losses(self.numerics, setting), setting)
         if any(finding.code == "AC006" for _, finding, _ in self.seen):
             return  # the longer run would say the same again
         for setting in [s for s in judged if len(self.sample.met(s.by_group)) == 1 and s.autocast is None][:3]:

@@ -147,6 +147,9 @@ def locate(subject: Subject, sample: Sample, setting: Setting, *, long_sum: bool
             return _culprit(narrow.steps, last, given[last], errors[last])
     # the step that made its own result much worse than what it was given, and above all the error that the last steps show
     final = max((errors[i] for i in placed), default=0.0)
+    if final == float("inf"):
+        endless = next(i for i in placed if errors[i] == final)
+        return _culprit(narrow.steps, endless, given[endless], final)
     growth = {i: errors[i] / max(given[i], 1e-9) for i in placed if errors[i] > final / 8}
     index = next((i for i in placed if i in growth and growth[i] > 4), None)
     if index is None:
@@ -196,6 +199,8 @@ def _error(narrow: tuple[Tensor, ...], wide: tuple[Tensor, ...]) -> float:
         finite = torch.isfinite(w)
         size = float(w[finite].norm())
         difference = float((n - w)[finite].norm())
+        if difference != difference or difference == float("inf"):
+            return float("inf")
         if size > 0:
             worst = max(worst, difference / size)
     return worst

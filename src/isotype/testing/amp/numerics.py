@@ -64,7 +64,7 @@ class Numerics:
     def truth(self, setting: Setting) -> dict[str, Tensor]:
         key = setting.dtypes
         if key not in self._truths:
-            self._truths[key] = self._exactly(self.plain or self.subject, setting)
+            self._truths[key] = self.exactly(setting)
         return self._truths[key]
 
     def noise(self, setting: Setting) -> list[dict[str, Tensor]]:
@@ -72,11 +72,13 @@ class Numerics:
         unit = torch.finfo(setting.lowest(self.sample)).eps / 2
         key = (setting.dtypes, unit)
         if key not in self._noise:
-            runs = [self._exactly(self.plain or self.subject, setting, relative_noise=unit, noise_seed=seed) for seed in (0, 1)]
+            runs = [self.exactly(setting, relative_noise=unit, noise_seed=seed) for seed in (0, 1)]
             self._noise[key] = [run for run in runs if run]
         return self._noise[key]
 
-    def _exactly(self, subject: Subject, setting: Setting, relative_noise: float = 0.0, noise_seed: int = 0) -> dict[str, Tensor]:
+    def exactly(self, setting: Setting, relative_noise: float = 0.0, noise_seed: int = 0) -> dict[str, Tensor]:
+        """What the reference, or the subject itself, gives in fp64."""
+        subject = self.plain or self.subject
         for wide in (torch.float64, torch.float32):
             around = exact if wide == torch.float64 else _as_is
             outcome = attempt(
@@ -97,6 +99,18 @@ class Numerics:
         twin, own = self._twin_and_own(lambda t, _: torch.ones_like(t))
         return None if twin is None or result not in own else result in twin and _agree(twin[result], own[result])
 
+    def forgotten(self) -> list[str]:
+        """Tensors that ask for a gradient and get none from a hand-written backward, though the result depends on them.
+
+        By the reference, else by autograd through the same forward. Only tensors that were given with requires_grad: without any,
+        every floating one asks, tables too.
+        """
+        asking = [slot.name for slot in self.sample.slots if self.sample.tensor(slot).requires_grad]
+        twin, own = self._twin_and_own(incoming_gradient)
+        should = self.truth(Setting(None)) if self.plain is not None else twin or {}
+        given = {n: should[f"gradient of {n}"] for n in asking if f"gradient of {n}" in should and f"gradient of {n}" not in own}
+        return [n for n, gradient in given.items() if bool((gradient != 0).any())]
+
     def _twin_and_own(self, gradient: Callable[[Tensor, int], Tensor]) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
         wide, setting = torch.float64, Setting(None)
         own = attempt(self.subject, self.sample, setting, exact=wide, around=exact, gradient=gradient)
@@ -108,9 +122,10 @@ class Numerics:
         """Whether there is a yardstick: a reference, or a twin."""
         return self.plain is not None or self.twin_agrees
 
-    def measure(self, outcome: Outcome, setting: Setting) -> Measured:
+    def measure(self, outcome: Outcome, setting: Setting, *, blind: bool = False) -> Measured:
+        """blind: plain code is no yardstick of itself."""
         truth = self.truth(setting)
-        yardstick, label = self._yardstick(setting)
+        yardstick, label = (None, _BLIND) if blind else self._yardstick(setting)
         unit = torch.finfo(setting.lowest(self.sample)).eps / 2
         errors, excesses = {}, []
         for result, given in outcome.results().items():

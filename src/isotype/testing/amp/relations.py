@@ -1,4 +1,4 @@
-"""AC005, AC012, AC013, AC015, AC016, AC018: results that must agree with the function's own under another circumstance.
+"""AC005, AC012, AC013, AC015, AC016, AC018, AC023: results that must agree with the function's own under another circumstance.
 
 No truth is needed: freezing an input, scaling the loss, another memory layout, checkpointing or compiling must not change a gradient.
 """
@@ -46,7 +46,27 @@ def relation_faults(numerics: Numerics, setting: Setting, baseline: Outcome, *, 
         return []
     faults = [*_scaled_loss(numerics, setting, baseline), *_frozen_inputs(numerics, setting, baseline)]
     faults += _layout(numerics, setting, baseline)
+    faults += _forgotten(numerics, baseline)
     return faults
+
+
+def _forgotten(numerics: Numerics, baseline: Outcome) -> list[Fault]:
+    names = numerics.forgotten() if baseline.functions else []
+    if not names:
+        return []
+    place = _place(numerics.subject, baseline, "backward")
+    shown = ", ".join(names)
+    return [
+        _finding(
+            "AC023",
+            f"{place.symbol} gives no gradient for {shown}",
+            place,
+            f"{shown} asked for a gradient and the result depends on it, but backward returned None in its place: an optimizer skips "
+            "such a parameter without a word, and it keeps its first values",
+            "return its gradient from backward, at the place that the tensor has among forward's arguments (ctx.needs_input_grad says "
+            "whether it is wanted)",
+        )
+    ]
 
 
 def _scaled_loss(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:

@@ -61,7 +61,8 @@ class KeptSumInLowPrecision(Rule):
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         for cls in file.nodes(ast.ClassDef):
             methods = [m for m in cls.body if isinstance(m, Function)]
-            kept = {name: made for method in methods for name, made in _kept(file, method)}
+            makers = [m for m in methods if not m.name.startswith(("load", "restore", "set_state", "__setstate__"))]  # they put back
+            kept = {name: made for method in makers for name, made in _kept(file, method)}
             for name in kept.keys() & _widened(file, cls):
                 del kept[name]
             seen: set[str] = set()
@@ -267,7 +268,11 @@ def _aliases(file: SourceFile, method: Function, kept: set[str]) -> dict[str, st
                         found[inner[-1]] = name
             elif (name := attribute(source)) and (inner := list(_targets(targets))):
                 found[inner[-1]] = name
-    return found
+    bound: dict[str, set[str]] = {}
+    for node in file.own(method):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            bound.setdefault(node.targets[0].id, set()).add(ast.dump(node.value))
+    return {name: attribute for name, attribute in found.items() if len(bound.get(name, ())) < 2}  # one name for two things tells nothing
 
 
 def _averages(value: ast.expr, owner: Owner) -> bool:
