@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 def cast(run: Interpreter, tensor: Tensor, dtype: Dtype, node: ast.expr) -> Tensor:
     """The tensor in another dtype; a cast to what it already is changes nothing, its history included."""
-    if dtype.word is not None and dtype.word == tensor.dtype and not (tensor.positional and tensor.low):
+    if dtype.word is not None and dtype.word == tensor.dtype and not ((tensor.positional or tensor.frequency) and tensor.low):
         return tensor.but(made=Made.LITERAL) if dtype.literal and tensor.made is Made.DEFAULT else tensor
     made = Made.LITERAL if dtype.literal else Made.FOLLOWS
     lowered = tensor.lowered
-    if dtype.word in ("bf16", "fp16") and tensor.positional:
+    if dtype.word in ("bf16", "fp16") and (tensor.positional or tensor.frequency):
         lowered = lowered or node
     return tensor.but(
         dtype=dtype.word, made=made, why=f"cast by `{run.text(node)}` (line {node.lineno})", node=node, lowered=lowered, buffer=None
@@ -73,7 +73,18 @@ def factory(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any]
     if isinstance(dtype, Dtype):
         made = Made.LITERAL if dtype.literal else Made.FOLLOWS
         lowered = node if positional and dtype.word in ("bf16", "fp16") else None
-        return Tensor(dtype.word, made, f"made by `{text}` (line {node.lineno})", node, zero_dim, positional, lowered, buffer, on_cpu)
+        return Tensor(
+            dtype.word,
+            made,
+            f"made by `{text}` (line {node.lineno})",
+            node,
+            zero_dim,
+            positional,
+            lowered,
+            buffer,
+            on_cpu,
+            name == "arange" and not positional,
+        )
     if dtype is not None and not (isinstance(dtype, Scalar) and dtype.value is None):
         return Tensor(None, node=node, zero_dim=zero_dim, positional=positional)
     if name in names.LIKE or name in names.NEW:
@@ -89,10 +100,13 @@ def factory(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any]
             buffer=buffer,
         )
     if name == "arange":
+        counts = not positional  # features: what is made from them are frequencies
         floats = [a for a in args if isinstance(a, Scalar) and isinstance(a.value, float)]
         doubtful = [a for a in args if not (isinstance(a, Scalar))]
         word = None if doubtful else ("fp32" if floats else "int64")
-        return Tensor(word, Made.DEFAULT, f"made by `{text}` (line {node.lineno})", node, False, positional, on_cpu=on_cpu)
+        return Tensor(
+            word, Made.DEFAULT, f"made by `{text}` (line {node.lineno})", node, False, positional, on_cpu=on_cpu, frequency=counts
+        )
     if name == "full":
         fill = args[1] if len(args) > 1 else kwargs.get("fill_value", UNKNOWN)
         if isinstance(fill, Tensor):

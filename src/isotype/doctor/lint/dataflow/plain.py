@@ -23,7 +23,7 @@ FP32_WEIGHTS = Scenario(inputs="bf16", weights="fp32")  # fp32 norms in a bf16 m
 SCENARIOS = (PURE, AUTOCAST, FP32_WEIGHTS)
 
 _FLOAT_FACTORIES = names.FACTORIES - {"arange", "as_tensor", "tensor"}
-_NORM = frozenset({"rsqrt", "rsqrt_", "sqrt"})
+_NORM = frozenset({"rsqrt", "rsqrt_", "sqrt", "normalize", "layer_norm", "rms_norm"})
 _TABLE = frozenset({"cos", "sin", "polar"})
 _KERNEL_LANGUAGES = frozenset({"tl", "hl", "T", "ct"})
 MAX_PATHS = 8

@@ -29,7 +29,7 @@ def arithmetic(run: Interpreter, node: ast.BinOp | ast.AugAssign, left: Any, rig
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         result = elementwise(run, node, [left, right], sources)
         if isinstance(node.op, ast.Pow) and isinstance(left, Scalar) and left.value in (2, 2.0) and isinstance(result, Tensor):
-            return result.but(positional=False, lowered=None)  # powers of two are exact in every dtype
+            return result.but(positional=False, lowered=None, frequency=False)  # powers of two are exact in every dtype
         return result
     if isinstance(left, Scalar) and isinstance(right, Scalar):
         return Scalar()
@@ -38,6 +38,12 @@ def arithmetic(run: Interpreter, node: ast.BinOp | ast.AugAssign, left: Any, rig
 
 def elementwise(run: Interpreter, node: ast.AST, values: list[Any], sources: list[ast.expr]) -> Any:
     """The promoted dtype of operands; numbers do not take part (an integer tensor times a float number is fp32)."""
+    result = _promoted(run, node, values)
+    frequency = any(isinstance(v, Tensor) and v.frequency for v in values)
+    return result.but(frequency=True) if frequency and isinstance(result, Tensor) and not result.frequency else result
+
+
+def _promoted(run: Interpreter, node: ast.AST, values: list[Any]) -> Any:
     tensors = [v for v in values if isinstance(v, Tensor)]
     if not tensors:
         return UNKNOWN

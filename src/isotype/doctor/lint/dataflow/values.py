@@ -30,6 +30,7 @@ class Tensor:
     node       where that happened
     zero_dim   True and False are certain: a tensor without dimensions does not promote one that has them
     positional made from arange or position ids; lowered: where it was rounded to a low precision after that
+    frequency  made from an arange over features, as inverse frequencies are: what it is multiplied with inherits its rounding
     buffer     where it was allocated, for a tensor made by zeros_like and the like
     on_cpu     made without `device=`, or only of such: autocast of another device leaves it alone
     """
@@ -43,6 +44,7 @@ class Tensor:
     lowered: ast.AST | None = None
     buffer: ast.AST | None = None
     on_cpu: bool = False
+    frequency: bool = False
 
     @property
     def floating(self) -> bool:

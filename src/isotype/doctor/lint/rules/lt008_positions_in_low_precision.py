@@ -81,7 +81,7 @@ class PositionsInLowPrecision(Rule):
             how = (
                 "autocast computes this product in bf16"
                 if by_autocast
-                else f"`{file.snippet(at, 50)}` rounds positions to {event.scenario.inputs}"
+                else f"`{file.snippet(at, 50)}` rounds positions or frequencies to {event.scenario.inputs}"
             )
             word = event.scenario.autocast or event.scenario.inputs
             yield Hit(

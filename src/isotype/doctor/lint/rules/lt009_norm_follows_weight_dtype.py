@@ -51,7 +51,7 @@ class NormFollowsWeightDtype(Rule):
     code = "LT009"
     name = "norm-follows-weight-dtype"
     in_tests = False
-    words = ("sqrt", "0.5")
+    words = ("sqrt", "0.5", "normalize(", "_norm(")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         for event in first_of_each((e for e in plain_events(file) if e.scenario == FP32_WEIGHTS), "returned"):
@@ -112,6 +112,8 @@ def _is_norm(file: SourceFile, function: Function, nodes: list[ast.AST]) -> bool
     if not any(name in tensors and not WEIGHT.match(name) for name in names):
         return False  # of weights alone
     called = {last_name(n.func) for n in nodes if isinstance(n, ast.Call) and not file.dotted(n.func).startswith(("math.", "numpy."))}
+    if called & {"normalize", "layer_norm", "rms_norm"}:
+        return True
     root = bool(called & {"rsqrt", "sqrt"}) or any(is_root(n) for n in nodes)
     return root and bool(called & {"mean", "var", "sum", "square", "pow", "norm"})
 

@@ -161,7 +161,7 @@ def _every_value(file: SourceFile, call: ast.Call, name: ast.Name, encoded: set[
     child: ast.AST = call
     parent = file.parents.get(child)
     while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.Module)):
-        if isinstance(parent, (ast.IfExp, ast.If)):
+        if isinstance(parent, (ast.IfExp, ast.If)) and not _asks_for_a_tensor(parent.test):
             return False
         if isinstance(parent, ast.Lambda):
             return [a.arg for a in parent.args.args] == [name.id] and _maps_a_batch(file, parent, encoded)
@@ -169,10 +169,18 @@ def _every_value(file: SourceFile, call: ast.Call, name: ast.Name, encoded: set[
         if isinstance(parent, ast.For):
             generators = [parent]
         for generator in generators:
-            if _is_value_of(generator.target, generator.iter, name.id) and not getattr(generator, "ifs", []):
+            if _is_value_of(generator.target, generator.iter, name.id) and all(map(_asks_for_a_tensor, getattr(generator, "ifs", []))):
                 return _is_batch(generator.iter, encoded)
         child, parent = parent, file.parents.get(parent)
     return False
+
+
+def _asks_for_a_tensor(test: ast.expr) -> bool:
+    """`torch.is_tensor(v)`, `isinstance(v, torch.Tensor)`, `hasattr(v, "to")`: true of ids as well."""
+    if not isinstance(test, ast.Call):
+        return False
+    called = last_name(test.func)
+    return called in ("is_tensor", "hasattr") or (called == "isinstance" and last_name(test.args[-1]) == "Tensor")
 
 
 def _maps_a_batch(file: SourceFile, function: ast.Lambda, encoded: set[str]) -> bool:

@@ -71,7 +71,8 @@ def _in_order(file: SourceFile, nodes: list[ast.Call | ast.Assign], keeping: set
             continue
         receiver = node.func.value
         if _casts_to_fp32(file, node):
-            root = _root(receiver) if isinstance(receiver, ast.Attribute) else parts.get(last_name(receiver))
+            root = _root(receiver) if isinstance(receiver, ast.Attribute) else last_name(receiver)
+            root = parts.get(root or "", root if isinstance(receiver, ast.Attribute) else None)
             if root and _in_place(file, node, receiver):
                 raised[root] = node
         elif casts_low(file, node):
@@ -143,11 +144,11 @@ def _root(node: ast.Attribute) -> str | None:
 
 
 def _loop_names(file: SourceFile, nodes: list[ast.Call | ast.Assign]) -> dict[str, str]:
-    """A loop's name for a part -> the model: `for m in model.modules()`, `for name, m in model.named_modules()`."""
+    """A loop's name for a part -> the model: `for m in model.modules()`, `for name, p in model.named_parameters()`."""
     found: dict[str, str] = {}
     for node in nodes:
         loop = file.parents.get(node)
-        if isinstance(loop, ast.For) and loop.iter is node and last_name(node).endswith(("modules", "children")):
+        if isinstance(loop, ast.For) and loop.iter is node and last_name(node).endswith(("modules", "children", "parameters")):
             target = loop.target.elts[-1] if isinstance(loop.target, ast.Tuple) else loop.target
             receiver = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
             if isinstance(receiver, ast.Name):

@@ -14,8 +14,8 @@ class TritonMathInLowPrecision(Rule):
 
     Why
     ---
-    Triton's exp, log, sin and cos exist for fp32 and fp64 only: for a bf16 pointer the kernel does not compile ("Expected dtype
-    ['fp32', 'fp64'] but got bf16").
+    Triton's exp, log, sqrt, sin, cos and sigmoid exist for fp32 and fp64 only: for a bf16 pointer the kernel does not compile ("Expected
+    dtype ['fp32', 'fp64'] but got bf16").
 
     Example
     -------
