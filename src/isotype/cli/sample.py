@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from ..errors import UsageError
-from ..training.folder import without_run
 from .app import RUNS
 
 
@@ -54,12 +53,15 @@ def sample(
     from ..data.load import load_data
     from ..data.prompts import prompts_from
     from ..inference.loaded import load_run
+    from ..training.folder import without_run
     from ..training.sample import sample as answer
 
     loaded = load_run(run)
     texts = texts or list(loaded.config.run.samples)
-    template = loaded.tokenizer.chat_template if _chats(run) else None
-    if not texts and without_run(run) is not None:
+    alone = without_run(run) is not None
+    # where there is no run to say that its rows were chats, a prompt is a question to the template's assistant
+    template = loaded.tokenizer.chat_template if alone or _chats(run) else None
+    if not texts and alone:
         raise UsageError(f"{run}: not a run, so that it has no prompts of its own", fix=f'isotype sample {run} "a question"')
     if texts:
         asked = prompts_from(texts, loaded.tokenizer, chat_template=template)
@@ -78,7 +80,7 @@ def sample(
 
 
 def _chats(run: Path) -> bool:
-    """Whether a prompt is a question to the template's assistant: where the run's rows were chats, and where there is no run to say so."""
+    """Whether the run's rows were chats: then a prompt is a question to the template's assistant."""
     from ..report.record import read_run
 
-    return without_run(run) is not None or bool(read_run(run).data.get("template"))
+    return bool(read_run(run).data.get("template"))

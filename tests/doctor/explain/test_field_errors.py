@@ -47,6 +47,9 @@ def test_a_reported_error_is_known(code: str, first_look: str, source: str, text
         "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
         "RuntimeError: CUDA error: no kernel image is available for execution on the device",
         "FileNotFoundError: cannot open /models/flux-bf16/model-fp16.safetensors: not supported here",
+        "We recommend bf16 rather than fp16 where the hardware supports it; float32 must be used for the optimizer states.",
+        "INFO loss=1.234 grad_norm=inf is clipped to 1.0, infinity norm used",
+        'RuntimeError: Error(s) in loading state_dict for FluxTransformer2DModel:\n\tUnexpected key in state_dict: "norm1.weight._data".',
         "RuntimeError: Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment.",
     ],
 )

@@ -15,6 +15,9 @@ from .situation import read
 
 MOST_DISTINCT = 200  # different errors kept of one log
 MOST_PLAIN = 5000  # passages without an error that are remembered
+_COMPLAINS = re.compile(
+    r"(?i)\berror\b|\bexpected\b|\b(?:but )?got\b|\bfound\b|does not (?:equal|match)|mismatch|!=|incompatible|inconsistent"
+)
 _NUMBER = re.compile(r"\d+")
 
 
@@ -36,7 +39,7 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
             and seen.operator == "unknown wording"
             and incident.exception is None
             and "Error" not in incident.text
-            and len(incident.text) > 600
+            and (len(incident.text) > 600 or not _COMPLAINS.search(incident.text))
         ):
             seen = None  # loose prose about dtypes is no error
         if seen is None:

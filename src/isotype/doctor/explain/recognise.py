@@ -31,8 +31,8 @@ _STRICT = re.compile(
     r"(?<![\w.])(?:struct "
     r")?(?:c10::(?:BFloat16|Half|Float\w*)|torch\.(?:cuda\.)?(?:bfloat16|float16|float32|half|float64|float|BFloat16Tensor|HalfTensor|FloatTensor|float8_\w+)|"
     r"BFloat16|Half|Float|Double|bfloat16|float16|float32|float64|bf16|fp16|fp32|fp64)(?![\w])"
-    # `tensor(float16)` of ONNX, `tensor<1x3xf16>` of MLIR, and words that are dtypes only where the text says so
-    r"|(?<=tensor\()\w+(?=\))|(?<=[<x])(?:bf16|f16|f32|f64|i1|i64)(?=>)|(?<=dtype )(?:float|half|double)\b"
+    # `tensor(float16)` of ONNX, `tensor<1x3xf16>` of MLIR, `bf16[2,340]` of XLA, and words that are dtypes only where the text says so
+    r"|(?<=tensor\()\w+(?=\))|(?<=[<x])(?:bf16|f16|f32|f64|i1|i64)(?=>)|\b(?:bf16|f16|f32|f64)(?=\[\d)|(?<=dtype )(?:float|half|double)\b"
 )
 _HALF = re.compile(r"(?i)(?<![\w.-])(?:torch\.|c10::|at::|tl\.)?(?:bfloat16|bf16|float16|fp16|half|float8\w*|fp8\w*)(?:tensor)?(?![\w-])")
 _ODD = {"unsigned char": "uint8", "byte": "uint8", "char": "int8", "signed char": "int8", "short": "int16", "long int": "int64"}
@@ -85,7 +85,7 @@ _REFUSES = re.compile(
     r"|no (?:kernel|support|implementation|conversion)|has no|requires?|invalid (?:data ?type|dtype)|incompatible)\b"
 )
 _PATHLIKE = re.compile(r"[\w.~-]*[/\\][\w./\\~-]+|[\w-]+\.(?:safetensors|bin|ckpt|pth?|gguf|onnx|py|json|ya?ml|so|dll)\b|--[\w-]+=?")
-_SAME_TYPE = re.compile(r"(?i)same (?:element |data |scalar )?d?types?\b")
+_SAME_TYPE = re.compile(r"(?i)same (?:element |data |scalar )?d?types?\b|\bbad (?:lhs|rhs|acc) type\b")
 _META = re.compile(r"different metadata than during the forward pass")
 _META_PAIR = re.compile(
     (
@@ -95,7 +95,8 @@ _META_PAIR = re.compile(
     re.S,
 )
 _DISAGREE = re.compile(
-    r"(?i)\b(?:same|requires the same|not broadcast compatible|match\w*|mismatch\w*|expected|but (?:got|found)|does not "
+    r"(?i)\b(?:same|not broadcast compatible|different precisions|bad (?:lhs|rhs|acc) type|"
+    r"match\w*|mismatch\w*|expected|but (?:got|found)|does not "
     r"equal|inconsistent|differ\w*|incompatible|should be|must be|cannot be cast|!=|vs\.?)\b|!="
 )
 
@@ -163,9 +164,9 @@ def operator_of(situation: Situation) -> str:
 def _unknown_wording(text: str, situation: Situation) -> Seen | None:
     """Two different dtypes and a disagreement in one line: a dtype error whose wording is new."""
     lines = text.splitlines()
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+    for number, line in enumerate(lines):
         if _SAME_TYPE.search(line) and not _STRICT.search(line):
-            line = f"{line}\n{following}"  # the types stand in a note of their own
+            line = "\n".join(lines[number : number + 3])  # the types stand in a note of their own
         found = [word for word in dict.fromkeys(dtype_word(match[0]) for match in _STRICT.finditer(line)) if _known(word)]
         if len(found) >= 2 and _DISAGREE.search(line) and re.search(r"(?i)error|dtype|type|precision|expected|must|got", line):
             return Seen(

@@ -67,6 +67,8 @@ class PositionsInLowPrecision(Rule):
             at = angle.lowered
             if not isinstance(at, (ast.expr, ast.stmt)) or at not in file.parents or file.function_of(at) in seen:
                 continue
+            if _is_an_angle(file, at, label):
+                continue
             seen.add(file.function_of(at))  # rows and columns of a grid are rounded by the same mistake
             if any(_SPARES_PRECISION.search(test) for test in event.path):
                 continue  # an option of that name, set the other way: the author knows, and says so
@@ -92,6 +94,20 @@ class PositionsInLowPrecision(Rule):
                 details=details(event),
                 scenario=event.scenario,
             )
+
+
+def _is_an_angle(file: SourceFile, at: ast.expr | ast.stmt, label: str) -> bool:
+    """Whether what is cast goes into sin and cos as it is, times no frequency: a schedule's time, of a few radians."""
+    target = file.parents.get(at)
+    while isinstance(target, ast.expr):
+        target = file.parents.get(target)
+    if not isinstance(target, ast.Assign) or label not in [last_name(t) for t in target.targets]:
+        return False
+    multiplies = (ast.Mult, ast.Div, ast.MatMult)
+    return "time" in label and not any(
+        (isinstance(n, ast.BinOp) and isinstance(n.op, multiplies)) or last_name(n) in ("outer", "einsum", "mul", "matmul")
+        for n in ast.walk(target.value)
+    )
 
 
 def _built_ahead(file: SourceFile, node: ast.AST) -> bool:

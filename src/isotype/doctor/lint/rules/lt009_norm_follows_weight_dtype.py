@@ -11,7 +11,8 @@ from ..rule import Hit, Rule
 from ..source import Function, SourceFile, last_name
 from .evidence import details, first_of_each
 
-_SCALES = re.compile(r"(weight|scale|gamma|gain|beta|bias|[gwb])$")
+# of self, whatever else is said of it; an argument of just this name: `label_weight` weights losses
+_SCALES = re.compile(r"self\.\w*(weight|scale|gamma|gain|beta|bias|[gwb])$|argument (weight|scale|gamma|gain|beta|bias|[gwb])$")
 
 
 class NormFollowsWeightDtype(Rule):

@@ -43,7 +43,8 @@ class IntegerIdsCastToFloat(Rule):
 
     Known problems
     --------------
-    A tensor counts as ids by its name, a dictionary as a batch by its name or because a tokenizer made it.
+    A tensor counts as ids by its name or that of what it was assigned from, a dictionary as a batch by its name or because a tokenizer
+    made it. Names such as `weight_dtype` are taken to be the model's dtype, which no ids have.
     """
 
     code = "LT014"

@@ -49,7 +49,8 @@ class KeptSumInLowPrecision(Rule):
 
     Known problems
     --------------
-    A class whose parameters are always in fp32 loses nothing. Only tensors kept in an attribute of `self`, and changed by a method of the
+    A class whose parameters are always in fp32 loses nothing, nor does a copy of such a model.
+    Only tensors kept in an attribute of `self`, and changed by a method of the
     same class, are looked at; an optimizer's `state[p]` follows its parameter by torch's own convention, and is left alone.
     """
 
@@ -266,7 +267,11 @@ def _aliases(file: SourceFile, method: Function, kept: set[str]) -> dict[str, st
                         found[inner[-1]] = name
             elif (name := attribute(source)) and (inner := list(_targets(targets))):
                 found[inner[-1]] = name
-    return found
+    bound: dict[str, set[str]] = {}
+    for node in file.own(method):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            bound.setdefault(node.targets[0].id, set()).add(ast.dump(node.value))
+    return {name: attribute for name, attribute in found.items() if len(bound.get(name, ())) < 2}  # one name for two things tells nothing
 
 
 def _averages(value: ast.expr, owner: Owner) -> bool:

@@ -41,7 +41,8 @@ class TritonValueChangesDtype(Rule):
 
     Known problems
     --------------
-    Reported only where the kernel itself casts values of that pointer to fp32 somewhere: a pointer that is always fp32 needs no cast.
+    Reported only where the kernel itself casts values of that pointer to fp32 somewhere, or the pointer's name says that it holds
+    activations or weights: one that is always fp32 needs no cast.
     """
 
     code = "LT020"

@@ -36,8 +36,8 @@ class TritonMathInLowPrecision(Rule):
 
     Known problems
     --------------
-    Reported only for pointers whose name says that they hold activations or weights: a log-sum-exp or a gate is often fp32 by the
-    launcher's doing.
+    Reported only for values cast to bf16 or fp16, and for pointers whose name says that they hold activations or weights: a log-sum-exp
+    or a gate is often fp32 by the launcher's doing.
     """
 
     code = "LT023"
