@@ -114,7 +114,9 @@ def test_files_that_are_none(tmp_path, write):
     assert complaints(tmp_path / "no.yaml")[0].endswith("no such file; isotype init writes one")
     write("train: {}")
     assert complaints(tmp_path / "runn.yaml")[0].endswith("did you mean " + str(tmp_path / "run.yaml") + "?")
-    assert complaints(tmp_path)[0].endswith("is a folder, expected a YAML file")
+    assert complaints(tmp_path)[0] == "run.yaml: is a folder, expected a YAML file"
+    (tmp_path / "config.json").write_text("{}")
+    assert complaints(tmp_path)[1].split()[:2] == ["fix", "--model"]
     (tmp_path / "binary.yaml").write_bytes(b"\x80\x02\xff\xfe")
     assert complaints(tmp_path / "binary.yaml")[0].endswith("not text (UTF-8): expected a YAML file")
     (tmp_path / "nul.yaml").write_bytes(b"train:\n  seed: 1\x00\n")

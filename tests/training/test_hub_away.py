@@ -44,6 +44,18 @@ def test_it_is_said_at_once_and_asked_once(away, capfd, load):
     assert said[0].startswith("isotype: 127.0.0.1:9 does not answer (")
 
 
+def test_what_is_fetched_is_said_before_the_minutes_it_takes(monkeypatch, capfd):
+    from isotype.training import model
+
+    fetched = []
+    monkeypatch.setattr(model, "try_to_load_from_cache", lambda name, file, revision: "kept" if fetched else None)
+    monkeypatch.setattr(model, "hf_hub_download", lambda *given, **rest: fetched.append(given))
+    for _ in range(2):
+        model._reach("org/name", None)
+    assert fetched == [("org/name", "config.json")]
+    assert capfd.readouterr().err.startswith("isotype: org/name is fetched from the hub, once")
+
+
 def test_patience_asked_for_is_said_and_errors_are_left_alone(away, capfd, caplog):
     quiet_libraries()
     log = logging.getLogger(_HUB)

@@ -146,7 +146,7 @@ def _loaded(
 
 def _refuse_incomplete(loaded: LoadedConfig) -> None:
     """What no run can do without, said before anything heavy is imported."""
-    from ..config.sources import check_data
+    from ..config.sources import check_data, is_folder_name
     from ..training.trackers.available import missing as missing_trackers
 
     config = loaded.config
@@ -154,6 +154,9 @@ def _refuse_incomplete(loaded: LoadedConfig) -> None:
     missing = missing_trackers(config.run.trackers)
     if config.model.name is None and (config.model.init == "pretrained" or config.model.config is None):
         missing.append(f"{where}model.name: missing: --model FOLDER, or model.name in a file (isotype init writes one)")
+    for key, name in (("model.name", config.model.name), ("model.tokenizer", config.model.tokenizer)):
+        if name is not None and is_folder_name(name) and not Path(name).exists():
+            missing.append(f"{loaded.sources[key]} {key}: {name}: no such folder")
     if config.data.train is None:
         missing.append(f"{where}data.train: missing: --data FILE, or --data stdlib for the built-in questions and answers")
     if missing:

@@ -116,10 +116,13 @@ def read_text(path: Path) -> str:
     """The text of a configuration file. Raises UsageError in one line."""
     try:
         if path.is_dir():
-            raise UsageError(f"{path}: is a folder, expected a YAML file")
+            model = f"--model {path}" if (path / "config.json").is_file() else None
+            raise UsageError(f"{path}: is a folder, expected a YAML file", fix=model)
         if path.stat().st_size > MAX_BYTES:
             raise UsageError(f"{path}: {path.stat().st_size >> 20} MiB, too large for a configuration")
         return path.read_text(encoding="utf-8-sig")
+    except UsageError:  # which is a ValueError
+        raise
     except FileNotFoundError:
         near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [], n=1)
         hint = f", did you mean {path.parent / near[0]}?" if near else "; isotype init writes one"

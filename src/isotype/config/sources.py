@@ -62,6 +62,11 @@ def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
     return specs
 
 
+def is_folder_name(model: str) -> bool:
+    """Whether a model's name can only be a folder: the hub's have at most one slash."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1
+
+
 def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:
     """What can be said of the data section before anything is read. Raises UsageError.
 

@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..config.schema import ModelSection
+from ..config.sources import is_folder_name
 from ..dtypes import to_torch
 from ..errors import UsageError
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_base, of_config
+from .quiet import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -183,6 +185,7 @@ def _reach(name: str, revision: str | None) -> None:
     try:
         if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             hf_hub_download(name, "config.json", revision=revision)
+            say(f"{name} is fetched from the hub, once; a large model takes minutes. It is kept in {constants.HF_HUB_CACHE}")
     except LocalEntryNotFoundError:
         raise
     except (HfHubHTTPError, ValueError):  # the hub answered, or the name is none of its: transformers says what is wrong
@@ -219,7 +222,7 @@ def _explain(name: str, what: str, error: BaseException) -> UsageError:
         return _damaged(name, what, error)
     if "custom code" in text:
         return _damaged(name, what, error)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if is_folder_name(name):
         return UsageError(f"{what} {name}: no such folder")
     if "GatedRepoError" in kinds or "gated" in text.lower():
         return UsageError(

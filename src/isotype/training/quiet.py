@@ -38,15 +38,15 @@ class HubTries(logging.Filter):
         text = record.getMessage()
         failed, waiting = _FAILED.match(text), _WAITING.match(text)
         if waiting is not None:
-            _say(f"the hub asks for patience: the next try is in {float(waiting[1]):.0f} s")
+            say(f"the hub asks for patience: the next try is in {float(waiting[1]):.0f} s")
         elif failed is not None and failed[2] not in self.said:
             self.said.add(failed[2])
-            _say(
-                f"{failed[2]} does not answer ({failed[1].strip(chr(39))}): trying again for about half a minute. "
+            say(
+                f"{failed[2]} does not answer ({failed[1].strip(chr(39))}): trying again for a minute or less. "
                 "Ctrl-C stops; HF_HUB_OFFLINE=1 takes what was downloaded before"
             )
         return record.levelno > logging.WARNING
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(f"isotype: {text}", file=sys.stderr, flush=True)
