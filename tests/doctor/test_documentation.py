@@ -32,7 +32,11 @@ def test_output_is_todays(page: str, command: str, output: str):
 
 
 FRONT = (DOCS / "README.md").read_text(encoding="utf-8")
-NAMED = re.findall(r"`isotype ((?:conform|kernels|trace) \w+\.py:\w+)`", FRONT)
+NAMED = [
+    (page, command)
+    for page in ("README.md", "trace.md", "conform.md")
+    for command in re.findall(r"`isotype ((?:conform|kernels|trace) \w+\.py:\w+)`", (DOCS / page).read_text(encoding="utf-8"))
+]
 
 
 def shown_whole(block: str, text: str) -> None:
@@ -49,10 +53,10 @@ def test_the_front_page_cuts_but_does_not_change():
     shown_whole("\n".join(blocks), text)
 
 
-@pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow] if c.startswith("trace") else []) for c in NAMED])
-def test_the_front_page_shows_what_running_prints(command: str):
-    pytest.importorskip("peft" if command.startswith("trace") else "triton" if command.startswith("kernels") else "torch")
-    block = FRONT.partition(f"`isotype {command}`")[2].partition("```\n")[2].partition("\n```")[0]
+@pytest.mark.parametrize(("page", "command"), [pytest.param(*n, marks=[pytest.mark.slow] if "qlora" in n[1] else []) for n in NAMED])
+def test_a_page_shows_what_running_prints(page: str, command: str):
+    pytest.importorskip("peft" if "qlora" in command else "triton" if command.startswith("kernels") else "torch")
+    block = (DOCS / page).read_text(encoding="utf-8").partition(f"`isotype {command}`")[2].partition("```\n")[2].partition("\n```")[0]
     shown_whole(block, " ".join(printed(command).replace(f"{DOCS / 'examples'}/", "").split()))
 
 

@@ -10,6 +10,7 @@ import torch
 from ...dtypes import name as dtype_name
 from .operands import WRITES, Operand, share_of
 from .origin import Origin
+from .pace import UNWATCHED
 from .source import Site
 
 
@@ -84,6 +85,8 @@ def fix_of(
                 f"cast back after the part that needs {dtype_name(decider.dtype)}: `.to(x.dtype)`, here {wanted}, or drop the cast at "
                 f"{_line(decider.site)}"
             )
+        case "input" if UNWATCHED in decider.what:
+            ways.append(f"cast the operands to one dtype where they meet: `.to(x.dtype)`, here {wanted}")
         case "input":
             ways.append(f"cast the input to the model's dtype before the call: `x.to({wanted})`")
         case _:

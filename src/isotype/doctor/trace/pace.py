@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FIRST = 8  # forwards of a kind, and steps of an optimizer, that are watched; then those whose number is a power of two,
 EVERY = 64  # and every so-manieth, for what comes up late
+UNWATCHED = "or made by a step like those before it, which was not watched"
 _NEW_SIZES = 2  # forwards that are watched when only the sizes of the inputs are new
 _NESTED, _LONG = 3, 16  # of containers among the inputs: how deep, and how many items are told apart
 
@@ -31,6 +32,7 @@ class Pace:
         self._count: Counter[Any] = Counter()
         self._number = 0  # of the running forward among those of its kind
         self._rested = False  # whether a forward rested since the last backward
+        self.unwatched = False  # whether the last forward rested
         self._end: Any = None  # the hook at the end of a forward that rests
         self._over: list[Any] = []  # such hooks of forwards that ended in an error, which torch was walking through then
 
@@ -59,11 +61,12 @@ class Pace:
         self._count[kind, sizes] += 1
         self._number = self._count[kind]
         watched = self._number <= FIRST or _sampled(self._number) or self._count[kind, sizes] <= _NEW_SIZES
+        self.unwatched = False
         if watched or torch._C._current_autograd_node() is not None or self._tracer.sums.grows():
             return False
         if isinstance(module, torch.jit.ScriptModule) or not self._tracer.rest(hooks=True):
             return False
-        self._rested = True
+        self._rested = self.unwatched = True
         self._end = module.register_forward_hook(self._ends, with_kwargs=True, always_call=True)
         return True
 

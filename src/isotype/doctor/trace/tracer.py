@@ -29,7 +29,7 @@ from .ops import FLOATS, LOW, Op, dtype_of_tensors
 from .origin import Origin
 from .orphans import Orphans
 from .overflow import Overflows
-from .pace import Pace
+from .pace import UNWATCHED, Pace
 from .parameters import Parameters
 from .positions import WATCHED, Positions
 from .precision_map import PrecisionMap
@@ -361,7 +361,8 @@ class Tracer(TorchDispatchMode):
             return Origin(
                 tensor.dtype, "parameter", self.names.parameter_name(tensor) or f"of shape {tuple(tensor.shape)}, in no module seen so far"
             )
-        return Origin(tensor.dtype, "input", f"shape {tuple(tensor.shape)}")
+        where = f"{UNWATCHED}, " if self.pace.unwatched else ""
+        return Origin(tensor.dtype, "input", f"{where}shape {tuple(tensor.shape)}")
 
     def before_explaining(self) -> None:
         """Names what has not run yet, so that an explanation can."""
