@@ -31,10 +31,12 @@ def matrix_product(run: Interpreter, name: str, node: ast.expr | ast.stmt, opera
         return UNKNOWN
     positional = any(t.positional for _, t in tensors)
     lowered = next((t.lowered for _, t in tensors if t.lowered is not None), None)
-    if run.autocast and not (run.scenario.device != "cpu" and any(t.on_cpu and t.zero_dim is False for _, t in tensors)):
+    elsewhere = run.scenario.device != "cpu"
+    if run.autocast and not (elsewhere and all(t.on_cpu for _, t in tensors)):
         if any(t.dtype == "fp64" for _, t in tensors):
             return Tensor("fp64", positional=positional)
-        if positional and run.autocast in ("bf16", "fp16"):
+        # positions made on the CPU and multiplied there; of other tensors a missing `device=` may be an oversight
+        if positional and run.autocast in ("bf16", "fp16") and not (elsewhere and any(t.on_cpu and t.positional for _, t in tensors)):
             lowered = lowered or node
         why = f"`{run.text(node)}` under autocast (line {node.lineno})"
         return Tensor(run.autocast, Made.AUTOCAST, why, node, positional=positional, lowered=lowered)

@@ -54,7 +54,7 @@ def _promoted(run: Interpreter, node: ast.AST, values: list[Any]) -> Any:
         wide = next((t for t in tensors if t.dtype == "fp32" and t.zero_dim is False), None)
         if wide is None:
             return Tensor(None, positional=positional, lowered=lowered)
-        return wide.but(positional=positional, lowered=lowered, buffer=None, on_cpu=False)  # what is not known is hardly fp64
+        return wide.but(positional=positional, lowered=lowered, buffer=None, on_cpu=on_cpu)  # what is not known is hardly fp64
     winner = _winner(tensors)
     if winner is None:
         return Tensor(None, positional=positional, lowered=lowered)
