@@ -1,6 +1,7 @@
 """The command as a user runs it: options, configuration, suppressions, fixes, SARIF, bad input."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,14 @@ def test_what_cannot_be_parsed_is_told(project):
     (project / "null.py").write_bytes(b"torch = 1\x00\n")
     (project / "other.py").write_text("def f(:\n")  # speaks of neither torch nor Triton: not looked at
     assert codes("broken.py", "latin.py", "null.py", "other.py") == ["LT000"] * 3
+
+
+def test_a_pipe_is_not_waited_for_and_a_link_to_nowhere_is_told(project):
+    os.mkfifo(project / "pipe.py")
+    (project / "gone.py").symlink_to("nowhere.py")
+    found = lint_command([project])
+    assert found.subject.startswith("2 files")
+    assert [Path(f.place.file).name for f in found.findings if f.code != "LT006"] == ["gone.py"]
 
 
 def test_fix_keeps_comments_line_ends_and_encoding(project):

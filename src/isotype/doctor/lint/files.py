@@ -35,9 +35,14 @@ def _under(folder: Path, patterns: tuple[str, ...], root: Path) -> Iterator[Path
         folders[:] = sorted(
             f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS and not _excluded(Path(here, f), patterns, root)
         )
-        for name in sorted(files):
-            if name.endswith(".py") and not _excluded(Path(here, name), patterns, root):
-                yield Path(here, name)
+        for file in (Path(here, name) for name in sorted(files) if name.endswith(".py")):
+            if regular(file) and not _excluded(file, patterns, root):
+                yield file
+
+
+def regular(file: Path) -> bool:
+    """Not a pipe or device, whose reading never ends. A link to nowhere is told where it is read."""
+    return file.is_file() or not file.exists()
 
 
 def _excluded(path: Path, patterns: tuple[str, ...], root: Path) -> bool:

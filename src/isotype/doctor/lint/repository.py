@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from .dataflow.events import Scenario
-from .files import SKIPPED_FOLDERS
+from .files import SKIPPED_FOLDERS, regular
 
 MARKERS = (".git", "pyproject.toml", "setup.py", "setup.cfg")
 MAX_FILES = MAX_FOLDERS = 20_000  # more is no repository but a disk
@@ -53,7 +53,7 @@ class Repository:
             folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS)
             for name in sorted(files):
                 path = Path(here, name)
-                if name.endswith(".py") and not _TESTS.search(path.relative_to(self.root).as_posix()):
+                if name.endswith(".py") and regular(path) and not _TESTS.search(path.relative_to(self.root).as_posix()):
                     try:
                         found[path] = path.read_bytes()
                     except OSError:
