@@ -113,7 +113,7 @@ def _value(name: str, annotation: ast.expr | None, default: ast.expr | None, use
 
 
 def _passed_by_all(file: SourceFile, function: Function, name: str) -> ast.expr | None:
-    """The dtype written out in every call that the file makes of this function, if they agree."""
+    """The dtype written out in every call that the file makes of this function, if they agree, or one of several that are all wide."""
     spec = function.args
     position = next((i for i, a in enumerate((*spec.posonlyargs, *spec.args)) if a.arg == name), None)
     if position is not None and isinstance(file.parents.get(function), ast.ClassDef):
@@ -123,8 +123,23 @@ def _passed_by_all(file: SourceFile, function: Function, name: str) -> ast.expr 
         value = keyword(call, name) or (call.args[position] if position is not None and 0 <= position < len(call.args) else None)
         if value is None:
             return None
-        found[ast.dump(value)] = value
-    return next(iter(found.values())) if len(found) == 1 else None
+        found |= {ast.unparse(one): one for one in _taken_from(file, call, value)}
+    if len(found) > 1 and not all(map(_DEFAULT_DTYPE.search, found)):
+        return None
+    return found[min(found)] if found else None
+
+
+def _taken_from(file: SourceFile, node: ast.AST, value: ast.expr) -> list[ast.expr]:
+    """What a name stands for in `for label, dtype in (("small", torch.float32), ...)` around the node; else the value itself."""
+    loop = file.parents.get(node)
+    while loop is not None and isinstance(value, ast.Name):
+        if isinstance(loop, ast.For) and isinstance(loop.target, ast.Tuple) and isinstance(loop.iter, (ast.Tuple, ast.List)):
+            rows = [row.elts for row in loop.iter.elts if isinstance(row, ast.Tuple) and len(row.elts) == len(loop.target.elts)]
+            places = [i for i, t in enumerate(loop.target.elts) if isinstance(t, ast.Name) and t.id == value.id]
+            if places and rows and len(rows) == len(loop.iter.elts):
+                return [row[places[0]] for row in rows]
+        loop = file.parents.get(loop)
+    return [value]
 
 
 def _calls_by_name(file: SourceFile) -> dict[str, list[ast.Call]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..source import last_name
-from .values import UNFOLLOWED, UNKNOWN, Closure, Dtype, Env, Items, Layer, Scalar, Tensor
+from .values import UNFOLLOWED, UNKNOWN, Closure, Context, Dtype, Env, Items, Layer, Scalar, Tensor
 
 if TYPE_CHECKING:
     from .interpreter import Interpreter
@@ -35,10 +35,17 @@ def decide(run: Interpreter, test: ast.expr, env: Env) -> bool:
         return bool(value.value)
     if isinstance(value, Items) and (value.known or value.filled):
         return True
-    taken = run.path.take(run.file.snippet(test, 80))
+    taken = run.path.take(_question(run, test, env))
     if taken and isinstance(test, ast.Call) and last_name(test.func) == "isinstance" and len(test.args) == 2:
         is_another_class(run, test.args[0], env)
     return taken
+
+
+def _question(run: Interpreter, test: ast.expr, env: Env) -> str:
+    """The test as the path knows it: `ctx.fused` of backward is the `fused` that forward was asked."""
+    if isinstance(test, ast.Attribute) and run.path.answered(test.attr) and isinstance(run.evaluate(test.value, env), Context):
+        return test.attr
+    return run.file.snippet(test, 80)
 
 
 def is_another_class(run: Interpreter, node: ast.expr, env: Env) -> None:
@@ -49,6 +56,8 @@ def is_another_class(run: Interpreter, node: ast.expr, env: Env) -> None:
 
 
 def compare(run: Interpreter, node: ast.Compare, env: Env) -> Any:
+    if _asks_for_meta(run, node):
+        return Scalar(isinstance(node.ops[0], ast.NotEq))
     left = run.evaluate(node.left, env)
     rights = [run.evaluate(c, env) for c in node.comparators]
     if len(rights) == 1:
@@ -58,6 +67,18 @@ def compare(run: Interpreter, node: ast.Compare, env: Env) -> Any:
     if any(a is not UNKNOWN and not a for a in answers):
         return Scalar(False)
     return Scalar() if any(a is UNKNOWN for a in answers) else Scalar(True)
+
+
+def _asks_for_meta(run: Interpreter, node: ast.Compare) -> bool:
+    """`device.type == "meta"`: tensors there have no values that could go wrong."""
+    right = node.comparators[0]
+    return (
+        isinstance(node.ops[0], (ast.Eq, ast.NotEq))
+        and len(node.ops) == 1
+        and isinstance(right, ast.Constant)
+        and right.value == "meta"
+        and "device" in run.file.snippet(node.left, 80)
+    )
 
 
 def _compare(run: Interpreter, left: Any, op: ast.cmpop, right: Any) -> Any:

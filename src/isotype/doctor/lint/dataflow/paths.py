@@ -23,6 +23,9 @@ class Path:
             self.taken.append((test, self._answers[test]))
         return self._answers[test]
 
+    def answered(self, test: str) -> bool:
+        return test in self._answers
+
     def told(self) -> tuple[str, ...]:
         return tuple(f"{test} is {str(answer).lower()}" for test, answer in self.taken)
 
