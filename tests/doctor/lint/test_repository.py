@@ -102,6 +102,12 @@ def test_an_engine_has_copied_the_line_that_switches_autocast_off(told):
     assert codes(told({"function.py": UNDER_AUTOCAST, **engine, "off.py": REGION})) == ["LT002"]
 
 
+def test_an_engine_runs_each_model_in_a_way_of_its_own(told):
+    engine = {f"model{i}.py": INFER for i in range(10)} | {"other/run.py": REGION}
+    assert codes(told({"one/function.py": UNDER_AUTOCAST, **engine})) == []
+    assert codes(told({"one/function.py": UNDER_AUTOCAST, **engine, "one/run.py": REGION})) == ["LT002"]
+
+
 def test_nothing_is_low(told):
     assert codes(told({"attention.py": IN_BF16})) == []
     assert codes(told({"function.py": UNDER_AUTOCAST})) == ["LT002"], "a library's module may be put under autocast all the same"

@@ -104,6 +104,10 @@ class Repository:
         words = (b"precision", b"GradScaler", b"OptimWrapper", b"amp.", b"auto_fp16", b"TrainingArg", b"Lightning", b"Accelerator(")
         return any(map(_REGION.search, mentioned)) or any(map(_TRAINER.search, _having(self.texts.values(), *words)))
 
+    def region_near(self, path: Path) -> bool:
+        """Whether a region is opened in the folder of this file or below it. An engine keeps a folder for each model, with what runs it."""
+        return any(_REGION.search(text) for file, text in self.texts.items() if path.parent in file.parents and b"autocast" in text)
+
     def against(self, scenario: Scenario, path: Path, text: str) -> str:
         """Why nobody meets the scenario in this file, or "" where nothing says so."""
         program = "__main__" in text and "autocast" not in text
@@ -118,6 +122,8 @@ class Repository:
             return ""
         if scenario.autocast and not self.autocast:
             return "this repository runs its models itself, and opens no autocast region"
+        if scenario.autocast and self.serves and not self.trains and not self.region_near(path.resolve()):
+            return "this repository runs each model in a way of its own, and opens no autocast region beside this one"
         if not scenario.autocast and self.trains and not self.casts:
             return "this repository trains its models itself, and casts none to a low precision"
         return ""
