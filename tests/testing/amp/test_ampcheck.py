@@ -28,6 +28,13 @@ def test_silent_on_right_functions(name):
     assert report.tried >= 14
 
 
+@pytest.mark.parametrize("seed", [3, 6, 19])
+def test_the_few_rows_of_a_last_state_tell_nothing_of_weights(seed):
+    torch.manual_seed(seed)
+    layer = torch.nn.GRU(8, 8)
+    assert ampcheck(layer, (torch.randn(4, 2, 8),), raises=False).codes() == []
+
+
 @pytest.mark.parametrize("name", FAULTY)
 def test_finds_the_fault_and_its_line(name):
     function, inputs, code = FAULTY[name]
