@@ -10,10 +10,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...dtypes import name as dtype_name
-from ...finding import Finding, Place, Severity
+from ...finding import Finding, Severity
 from .origin import Origin
 from .refusals import recompute_finding
-from .source import Site, short
+from .source import Site, place_of, short
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -114,7 +114,7 @@ class Autocast:
             code="TR014",
             severity=Severity.ERROR,
             message=f"autocast served stale copies of {len(names)} updated weights: {', '.join(names[:4])}",
-            place=Place(file=updated.file if updated else None, line=updated.line if updated else None, symbol=names[0]),
+            place=place_of(updated, names[0]),
             cause=f"inside one autocast region the weights were updated{update}, and the next forward in the same region used the "
             "low-precision copies that autocast "
             "had cached before the update: the model computes with old weights, and the update has no effect until the region ends",

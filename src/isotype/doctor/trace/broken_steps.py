@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...dtypes import name as dtype_name
-from ...finding import Finding, Place, Severity
-from .source import Site
+from ...finding import Finding, Severity
+from .pace import now_and_then
+from .source import Site, place_of
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -38,7 +39,7 @@ class BrokenSteps:
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
         count = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         self._before = None
-        if self._first is None and (count <= _LOOKS or not count & (count - 1)):
+        if self._first is None and now_and_then(count, _LOOKS):
             with torch.no_grad():
                 self._before = {id(p): unfit(p.grad) for p, _ in _stepped(optimizer) if not unfit(p)}
 
@@ -77,7 +78,7 @@ class BrokenSteps:
                 code="TR028",
                 severity=Severity.WARNING,
                 message=f"an optimizer step makes {word} weights inf or NaN: {shown}",
-                place=Place(file=site.file if site else None, line=site.line if site else None, symbol=first.names[0]),
+                place=place_of(site, first.names[0]),
                 cause=cause,
                 fix=fix,
                 details=(("stepped at", f"{site}: {site.text}"),) if site is not None else (),

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...finding import Finding, Place, Severity
+from ...finding import Finding, Severity
 from .advice import cause_of, fix_of
 from .operands import Operand, dtypes_of, odd_one
 from .ops import Op, floating
 from .origin import Origin
 from .refusals import explain_refusal
-from .source import Site, callers, own_line, statement
+from .source import Site, callers, own_line, place_of, statement
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -168,7 +168,7 @@ class Failures:
             code="TR001",
             severity=Severity.ERROR,
             message=f"{title} got {dtypes_of(operands)}" if mixed else f"{title} refused {dtypes_of(operands)}",
-            place=_place(site, module),
+            place=place_of(site, module),
             cause=cause,
             fix=fix,
             observed=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
@@ -193,10 +193,6 @@ def _causes(error: BaseException) -> list[BaseException]:
         chain.append(link)
         link = link.__cause__ or link.__context__
     return chain
-
-
-def _place(site: Site | None, module: str) -> Place:
-    return Place(file=site.file if site else None, line=site.line if site else None, symbol=module or (site.function if site else None))
 
 
 def _details(operands: Sequence[Operand], node: str, state: str, own: Site | None, site: Site | None) -> tuple[tuple[str, str], ...]:

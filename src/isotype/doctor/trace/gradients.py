@@ -11,6 +11,7 @@ from ...dtypes import name as dtype_name
 from ...finding import Finding, Place, Severity
 from .origin import Origin
 from .promotions import size
+from .source import place_of
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -82,7 +83,7 @@ class Casts:
             code="TR013",
             severity=Severity.WARNING if loses else Severity.NOTE,
             message=f"{origin.backward} returns a {before} gradient for a {after} tensor",
-            place=Place(file=site.file if site else None, line=site.line if site else None, symbol=origin.module or origin.backward),
+            place=place_of(site, origin.module or origin.backward),
             cause=f"the backward of this custom function returned {before}; autograd casts it to {after} without a word"
             + (f", so the gradient's dtype looks right though its values were rounded to {before}" if loses else ""),
             observed=f"{cast.count} times",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...dtypes import name as dtype_name
-from ...finding import Finding, Place, Severity
-from .source import Site
+from ...finding import Finding, Severity
+from .source import Site, place_of
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -63,7 +63,7 @@ class Orphans:
                 severity=Severity.WARNING,
                 message=f"{len(names)} parameters get gradients and no optimizer steps them: {', '.join(names[:4])}"
                 + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
-                place=Place(file=first.site.file if first.site else None, line=first.site.line if first.site else None, symbol=first.name),
+                place=place_of(first.site, first.name),
                 cause=f"the optimizer holds a {held} parameter of this shape that no module owns any more: {first.name} was replaced "
                 f"after the optimizer was made, and {now}; it keeps its first values",
                 fix="make the optimizer after the last cast or replacement of parameters, or change the dtype in place (module.to(dtype), "

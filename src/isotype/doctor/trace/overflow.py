@@ -9,7 +9,7 @@ import torch
 
 from ...finding import Finding, Place, Severity
 from .ops import Op
-from .source import Site
+from .source import Site, place_of
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -98,7 +98,7 @@ class Overflows:
                 if casts
                 else f"gradients flush to zero in fp16: {len(self._lost)} products lost more than half of their values, in "
                 + ", ".join(modules[:4]),
-                place=Place(file=site.file if site else None, line=site.line if site else None, symbol=site.function if site else None),
+                place=place_of(site),
                 cause="fp16's smallest value is 6e-8: a gradient below half of it is zero, and everything before it in the network gets "
                 "none; the loss was not scaled (or not enough)",
                 fix="scale the loss: scaler = torch.amp.GradScaler(); scaler.scale(loss).backward(); scaler.step(optimizer)\nor run in "

@@ -127,5 +127,10 @@ class Pace:
         return self._count[kind] > FIRST and not _sampled(self._count[kind])
 
 
+def now_and_then(count: int, first: int) -> bool:
+    """Whether something that costs is looked at for the count-th time: the `first` times, then where the count is a power of two."""
+    return count <= first or not count & (count - 1)
+
+
 def _sampled(number: int) -> bool:
-    return not number & (number - 1) or not number % EVERY
+    return now_and_then(number, 0) or not number % EVERY

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...dtypes import name as dtype_name
 from ...finding import Finding, Place, Severity
 from .ops import FLOATS, LOW
-from .source import TORCH, Site, callers, in_library, own_line, short
+from .source import TORCH, Site, callers, in_library, own_line, place_of, short
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -297,7 +297,7 @@ def _stuck(lost: dict[str, Stuck]) -> Finding:
         code="TR012",
         severity=Severity.WARNING,
         message=f"updates of {word} parameters round away where they are assigned: {', '.join(list(lost)[:4])}",
-        place=Place(file=site.file if site else None, line=site.line if site else None, symbol=next(iter(lost))),
+        place=place_of(site, next(iter(lost))),
         cause=f"the update is computed in fp32 and the result is cast to {word} for `.data`; nothing keeps the fp32 values, so the next "
         "update starts from the rounded ones and what is below their rounding never adds up",
         observed=f"{100 * first.same / first.sets:.0f}% of the sampled elements were the same after an assignment, over {first.sets}",

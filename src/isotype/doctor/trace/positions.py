@@ -12,9 +12,11 @@ import torch
 
 from ...dtypes import eps
 from ...dtypes import name as dtype_name
-from ...finding import Finding, Place, Severity
+from ...finding import Finding, Severity
 from .ops import LOW, Op
 from .origin import Origin
+from .pace import now_and_then
+from .source import place_of
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -77,7 +79,7 @@ class Positions:
 
     def _due(self, key: Any) -> bool:
         count = self._looked[key] = self._looked.get(key, 0) + 1
-        return count <= _LOOKS or count & (count - 1) == 0
+        return now_and_then(count, _LOOKS)
 
     def _whole_numbers(self, source: torch.Tensor, dtype: torch.dtype) -> None:
         key = self._tracer.locator.here(4)
@@ -173,9 +175,7 @@ def _finding(rounded: Rounded) -> Finding:
         code="TR015",
         severity=Severity.WARNING,
         message=f"{rounded.what} are in {word}, up to {rounded.largest:.0f}",
-        place=Place(
-            file=site.file if site else None, line=site.line if site else None, symbol=rounded.module or (site.function if site else None)
-        ),
+        place=place_of(site, rounded.module),
         cause=f"{word} holds whole numbers exactly up to {_EXACT[rounded.dtype]} only: {effect}. {decider.describe()}"
         + (f" ({decider.place()})" if decider.place() else ""),
         fix="positions, frequencies and the cos/sin table in fp32, with autocast off (`torch.autocast(..., enabled=False)`), "

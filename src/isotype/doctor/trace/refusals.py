@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...dtypes import name as dtype_name
-from ...finding import Finding, Place, Severity
+from ...finding import Finding, Severity
 from .operands import Operand, share_of
 from .ops import FLOATS, LOW
-from .source import Site, in_library, own_line, short, statement
+from .source import Site, in_library, own_line, place_of, short, statement
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -114,7 +114,7 @@ def _finding(
         code=code,
         severity=Severity.ERROR,
         message=message,
-        place=Place(file=at.file if at else None, line=at.line if at else None, symbol=symbol or (at.function if at else None)),
+        place=place_of(at, symbol),
         cause=cause,
         fix=fix,
         observed=f"{type(error).__name__}: {text.splitlines()[0] if (text := str(error)) else ''}",
@@ -241,11 +241,7 @@ def recompute_finding(recompute: Any, error: BaseException | None) -> Finding:
         code="TR003",
         severity=Severity.ERROR if error is not None else Severity.WARNING,
         message=f"checkpoint recomputes {recompute.module} under another autocast state than its forward had",
-        place=Place(
-            file=site.file if site else None,
-            line=site.line if site else None,
-            symbol=f"{site.function} ({recompute.module})" if site else recompute.module,
-        ),
+        place=place_of(site, f"{site.function} ({recompute.module})" if site else recompute.module),
         cause=f"in forward {recompute.module} ran with autocast {recompute.before}; recomputed in backward, called from {where}, it "
         "ran with autocast "
         f"{recompute.after}: the dtype of what it saves and of its gradients changes between the two. torch.utils.checkpoint restores "

@@ -15,9 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...dtypes import eps
 from ...dtypes import name as dtype_name
-from ...finding import Finding, Place, Severity
+from ...finding import Finding, Severity
 from .ops import LOW, Op
-from .source import Site
+from .pace import now_and_then
+from .source import Site, place_of
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -63,7 +64,7 @@ class RunningStatistics:
                 continue
             running = self._of(target, what, float(momentum))
             running.calls += 1
-            if running.calls <= _LAST or not running.calls & (running.calls - 1) or self._tracer.pace.sampled:
+            if now_and_then(running.calls, _LAST) or self._tracer.pace.sampled:
                 wide = x.detach().float().transpose(0, 1).flatten(1)
                 batch = wide.mean(1) if place == 3 else wide.var(1)
                 due.append((running, target, target.detach().float(), batch))
@@ -101,7 +102,7 @@ class RunningStatistics:
                 severity=Severity.WARNING,
                 message=f"running statistics of batch norms kept in {word} lose their updates: {', '.join(names[:4])}"
                 + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
-                place=Place(file=worst.site.file if worst.site else None, line=worst.site.line if worst.site else None, symbol=worst.name),
+                place=place_of(worst.site, worst.name),
                 cause=f"a {worst.what} moves by {worst.momentum:g} (momentum) of its distance to a batch's; where that is below half a "
                 f"step of {word} ({eps(word) / 2:.1e} of the value) it stands still, and evaluation normalizes with what it holds",
                 observed=f"{worst.name} is {100 * off:.0f}% off what its last batches show, and their updates were lost",

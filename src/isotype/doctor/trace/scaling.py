@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...finding import Finding, Place, Severity
-from .source import Site
+from ...finding import Finding, Severity
+from .source import Site, place_of
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -119,7 +119,7 @@ class Scaling:
                 code="TR029",
                 severity=Severity.WARNING,
                 message=f"GradScaler skipped {self._worst} steps in a row" + ("" if self._taken else " and took none"),
-                place=Place(file=site.file if site else None, line=site.line if site else None, symbol=site.function if site else None),
+                place=place_of(site),
                 cause="the gradients of every one of these steps held inf or NaN, so the weights stand still while the loss is logged: "
                 "a few skipped steps find the scale, so many mean that fp16 overflows at any scale (a loss or an activation beyond "
                 "65504, a NaN in the data or a weight), or that the scale falls too slowly (backoff_factor near 1)",
@@ -138,7 +138,7 @@ class Scaling:
                 code="TR027",
                 severity=Severity.WARNING,
                 message=f"{name} clips gradients that still hold the loss scale of {scale:g}",
-                place=Place(file=site.file if site else None, line=site.line if site else None, symbol=site.function if site else None),
+                place=place_of(site),
                 cause=f"GradScaler.scale multiplied the loss, and with it every gradient, by {scale:g}: compared like that with the limit, "
                 "nearly every step is clipped, and what is left after unscaling is that much too small",
                 observed=f"{self._count} times" if self._count > 1 else "",

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from ...finding import Place
+
 TORCH = os.path.dirname(torch.__file__) + os.sep
 OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 CLI = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "cli") + os.sep
@@ -40,6 +42,13 @@ class Site(NamedTuple):
 
     def __str__(self) -> str:
         return f"{short(self.file)}:{self.line} in {self.function}"
+
+
+def place_of(site: Site | None, symbol: str | None = None) -> Place:
+    """Where a finding points to: the line, under `symbol`, or under its function where there is none."""
+    if site is None:
+        return Place(symbol=symbol or None)
+    return Place(file=site.file, line=site.line, symbol=symbol or site.function)
 
 
 def short(file: str) -> str:

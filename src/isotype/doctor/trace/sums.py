@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...dtypes import eps
 from ...dtypes import name as dtype_name
-from ...finding import Finding, Place, Severity
+from ...finding import Finding, Severity
 from .ops import LOW, Op
-from .source import Site
+from .source import Site, place_of
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -158,11 +158,7 @@ def _of_sums(kept: list[_Sum]) -> Finding:
         code="TR024",
         severity=Severity.WARNING,
         message=f"{what}: {100 * worst.off:.1f}% off after {worst.after} additions: {shown}",
-        place=Place(
-            file=site.file if site else None,
-            line=site.line if site else None,
-            symbol=names[0] if worst.gradient else site and site.function,
-        ),
+        place=place_of(site, names[0] if worst.gradient else None),
         cause=f"every addition rounds the sum to {word}; what is below {eps(word) / 2:.1e} of it is lost, and the sum falls behind "
         f"({'micro-batches add into .grad, which has the weights' + chr(39) + ' dtype' if worst.gradient else 'the tensor is ' + word})",
         observed=f"against the same sum in fp32, on up to {SAMPLE} elements of each of {len(names)}",
@@ -181,7 +177,7 @@ def _of_decay(site: Site | None, decay: _Decay) -> Finding:
         severity=Severity.WARNING,
         message=f"an average kept in {word} does not decay: times {decay.factor:g} leaves "
         f"{100 * decay.stands:.0f}% of its values as they are",
-        place=Place(file=site.file if site else None, line=site.line if site else None, symbol=site.function if site else None),
+        place=place_of(site),
         cause=f"{decay.factor:g} lies {1 - decay.factor:.1e} below 1, less than a step of {word} ({eps(word):.1e}): the product rounds "
         "back to the value, so the average (an EMA) keeps its past whole and drifts",
         fix="keep the average in fp32 (`ema = p.detach().float().clone()`), and cast it down only where it is used",

@@ -16,9 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...dtypes import eps
 from ...dtypes import name as dtype_name
-from ...finding import Finding, Place, Severity
+from ...finding import Finding, Severity
 from .ops import LOW, Op
-from .source import Site
+from .pace import now_and_then
+from .source import Site, place_of
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -141,7 +142,7 @@ class Updates:
             watched.source = StorageWeakRef(args[1].untyped_storage())
         if watched.role == "tensor" and watched.calls == 1:
             return None  # not known yet to live longer than one step
-        due = watched.calls <= 4 or watched.calls & (watched.calls - 1) == 0 or (self._tracer.stack and self._tracer.pace.sampled)
+        due = now_and_then(watched.calls, 4) or (self._tracer.stack and self._tracer.pace.sampled)
         return watched if due else None
 
     def _count_alone(self, watched: Watched, key: tuple[int, str], args: tuple) -> None:
@@ -252,7 +253,7 @@ class Updates:
             severity=Severity.WARNING,
             message=f"{what} of {word} parameters {'rounds' if only_decay else 'round'} away: {', '.join(names[:4])}"
             + (f" and {len(names) - 4} more seen" if len(names) > 4 else ""),
-            place=Place(file=first.site.file if first.site else None, line=first.site.line if first.site else None, symbol=names[0]),
+            place=place_of(first.site, names[0]),
             cause=f"{word} weights keep {_bits(word)} significant bits, so an update below {eps(word) / 2:.1e} of the weight is lost "
             "in rounding to nearest; "
             f"at this learning rate the optimizer moves the weights {100 * share:.1f}% of what the same update moves in fp32",
@@ -270,7 +271,7 @@ class Updates:
             code="TR019",
             severity=Severity.WARNING,
             message=f"optimizer states in {word} do not decay: {', '.join(dict.fromkeys(w.op for w in lost))} rounds away",
-            place=Place(file=first.site.file if first.site else None, line=first.site.line if first.site else None, symbol="optimizer"),
+            place=place_of(first.site, "optimizer"),
             cause=f"a decay factor such as 0.999 lies within half a step of 1 in {word} ({eps(word) / 2:.1e}): multiplying by it and "
             "rounding gives the same value",
             fix="keep optimizer states in fp32 (fp32 parameters, or an optimizer with fp32 or 8-bit states)",
@@ -285,11 +286,7 @@ class Updates:
             code="TR018",
             severity=Severity.WARNING,
             message=f"a running tensor kept in {word} loses its updates: {', '.join(names[:4])}",
-            place=Place(
-                file=first.site.file if first.site else None,
-                line=first.site.line if first.site else None,
-                symbol=first.site.function if first.site else None,
-            ),
+            place=place_of(first.site),
             cause=f"{', '.join(dict.fromkeys(w.op for w in lost))} in place on a {word} tensor that lives across steps (an average "
             "such as an EMA, or an accumulator): the "
             f"update is below the rounding of {word} ({eps(word) / 2:.1e} of the value) and moves it {100 * share:.1f}% of what it "
@@ -307,7 +304,7 @@ class Updates:
             code="TR018",
             severity=Severity.WARNING,
             message=f"a counter kept in {word} stands still: {', '.join(dict.fromkeys(w.name for w in stuck))}",
-            place=Place(file=site.file if site else None, line=site.line if site else None, symbol=first.name),
+            place=place_of(site, first.name),
             cause=f"{word} keeps {_bits(word)} significant bits, so counting by ones ends at {2 ** _bits(word)}: one more rounds back "
             "to it (a float buffer takes the model's dtype with model.to)",
             observed=f"the last {first.standing} of {first.samples} sampled additions changed nothing",
