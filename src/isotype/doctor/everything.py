@@ -52,7 +52,7 @@ def visit(path: Path, *, static: bool = False, seconds: float = SECONDS, tell: T
         visits.append(_check(path))
     if python:
         tell(f"lint    {count(len(python), 'Python file')}")
-        visits.append(_lint(path, python))
+        visits.append(_lint(path))
     if logs:
         tell(f"explain {count(len(logs), 'log')}")
         visits.append(_explain(logs))
@@ -111,11 +111,10 @@ def _check(path: Path) -> Visit:
     return Visit("check", f"{count(found.files, 'configuration file')}, {count(len(found.records), 'run')}", list(found.findings))
 
 
-def _lint(path: Path, python: list[Path]) -> Visit:
+def _lint(path: Path) -> Visit:
     from .lint.command import lint_command
 
-    named = sum(name.endswith(".py") for _, _, names in os.walk(path) for name in names)
-    run = lint_command(python if path.is_dir() and named != len(python) else [path])
+    run = lint_command([path])
     return Visit("lint", run.subject, run.findings)
 
 
