@@ -48,7 +48,7 @@ _DEFAULT_DTYPE = re.compile(r"\btorch\.(float32|float64|float)$")
 
 def bind(file: SourceFile, function: Function, arguments: list[ast.arg], scenario: Scenario, path: Path, *, module: bool) -> dict[str, Any]:
     """Name -> value for these parameters. module: of a plain function, whose defaults are what most callers leave as they are."""
-    defaults = _defaults(function)
+    defaults = defaults_of(function)
     used = tensor_uses(file, function)
     values: dict[str, Any] = {}
     names_given = [a.arg for a in arguments]
@@ -151,7 +151,8 @@ def _calls_by_name(file: SourceFile) -> dict[str, list[ast.Call]]:
     return file.memo["calls_by_name"]
 
 
-def _defaults(function: Function) -> dict[str, ast.expr]:
+def defaults_of(function: Function) -> dict[str, ast.expr]:
+    """Argument -> the expression of its default."""
     spec = function.args
     positional = [*spec.posonlyargs, *spec.args]
     found = {a.arg: d for a, d in zip(reversed(positional), reversed(spec.defaults))}

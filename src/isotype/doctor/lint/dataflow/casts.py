@@ -68,6 +68,7 @@ def factory(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any]
         zero_dim = True if isinstance(data, Scalar) else (None if not isinstance(data, Items) else False)
     counted = [*node.args, *(k.value for k in node.keywords if k.arg in ("start", "end", "step"))]
     positional = name == "arange" and not any(_COUNTS_FEATURES.search(ast.unparse(a)) for a in counted)
+    frequency = name == "arange" and not positional  # counts features: what is made from them are frequencies
     on_cpu = name in names.FACTORIES and not any(k.arg in ("device", None) for k in node.keywords)
     buffer = node if name.startswith(("zeros", "empty", "new_zeros", "new_empty", "full", "new_full")) else None
     if isinstance(dtype, Dtype):
@@ -83,7 +84,7 @@ def factory(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any]
             lowered,
             buffer,
             on_cpu,
-            name == "arange" and not positional,
+            frequency,
         )
     if dtype is not None and not (isinstance(dtype, Scalar) and dtype.value is None):
         return Tensor(None, node=node, zero_dim=zero_dim, positional=positional)
@@ -100,12 +101,11 @@ def factory(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any]
             buffer=buffer,
         )
     if name == "arange":
-        counts = not positional  # features: what is made from them are frequencies
         floats = [a for a in args if isinstance(a, Scalar) and isinstance(a.value, float)]
         doubtful = [a for a in args if not (isinstance(a, Scalar))]
         word = None if doubtful else ("fp32" if floats else "int64")
         return Tensor(
-            word, Made.DEFAULT, f"made by `{text}` (line {node.lineno})", node, False, positional, on_cpu=on_cpu, frequency=counts
+            word, Made.DEFAULT, f"made by `{text}` (line {node.lineno})", node, False, positional, on_cpu=on_cpu, frequency=frequency
         )
     if name == "full":
         fill = args[1] if len(args) > 1 else kwargs.get("fill_value", UNKNOWN)

@@ -29,9 +29,12 @@ def is_autocast_call(file: SourceFile, node: ast.AST) -> bool:
     """`torch.autocast(...)`, also imported under another name, and `accelerator.autocast()`; not switched off by a literal."""
     if not isinstance(node, ast.Call) or "autocast" not in (last_name(node.func), file.dotted(node.func).rpartition(".")[2]):
         return False
-    enabled = keyword(node, "enabled")
-    positional = node.args[0] if node.args else None
-    return not any(isinstance(v, ast.Constant) and v.value is False for v in (enabled, positional))
+    return not is_switched_off(node)
+
+
+def is_switched_off(call: ast.Call) -> bool:
+    """Whether a literal switches this autocast off: `autocast("cuda", enabled=False)`."""
+    return any(isinstance(v, ast.Constant) and v.value is False for v in (keyword(call, "enabled"), *call.args[:1]))
 
 
 def _enters(file: SourceFile, node: ast.stmt) -> bool:

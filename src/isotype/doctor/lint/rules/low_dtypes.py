@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 
+from ..dataflow.arguments import defaults_of
 from ..source import Function, SourceFile, bindings, keyword, last_name
 
 LOW = frozenset({"torch.bfloat16", "torch.float16", "torch.half"})
@@ -49,7 +49,8 @@ def _low_names(file: SourceFile, function: Function | None) -> set[str]:
     """Names that stand for a low precision: assigned in this function or the module, or an argument's default."""
     known = file.memo.setdefault("low_names", {})
     if function not in known:
-        found = set(_low_defaults(file, function)) if function is not None else set()
+        defaults = defaults_of(function) if function is not None else {}
+        found = {name for name, default in defaults.items() if file.dotted(default) in LOW}
         for scope in (file.tree, function):
             for node in file.own(scope) if scope is not None else ():
                 for target, value in bindings(node):
@@ -58,14 +59,6 @@ def _low_names(file: SourceFile, function: Function | None) -> set[str]:
                         found.add(target.id)
         known[function] = found
     return known[function]
-
-
-def _low_defaults(file: SourceFile, function: Function) -> Iterator[str]:
-    spec = function.args
-    positional = [*spec.posonlyargs, *spec.args]
-    for argument, default in (*zip(reversed(positional), reversed(spec.defaults)), *zip(spec.kwonlyargs, spec.kw_defaults)):
-        if default is not None and file.dotted(default) in LOW:
-            yield argument.arg
 
 
 def _low_attributes(file: SourceFile, node: ast.AST) -> set[str]:

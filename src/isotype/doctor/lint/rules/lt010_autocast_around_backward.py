@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from ....finding import Severity
 from ..rule import Hit, Rule
-from ..source import SourceFile, keyword, last_name, own_nodes
-from .autocast_regions import autocast_regions
+from ..source import SourceFile, last_name, own_nodes
+from .autocast_regions import autocast_regions, is_switched_off
 
 LOSS = re.compile(r"loss|^(scale|accelerator|fabric|sum|mean)$", re.IGNORECASE)
 OPTIMIZER = re.compile(r"optim|^opt(_\w+)?$|^(grad_)?scaler$", re.IGNORECASE)
@@ -60,7 +60,7 @@ class AutocastAroundBackward(Rule):
             inner = [n for n in own_nodes(region) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
             for call in sorted(inner, key=lambda n: n.lineno):
                 told = _told(call)
-                if told and not (told[2] is Severity.WARNING and _is_switched_off(file, call, region)):
+                if told and not (told[2] is Severity.WARNING and _stands_outside_again(file, call, region)):
                     what, why, severity = told
                     yield Hit(
                         node=call,
@@ -71,7 +71,7 @@ class AutocastAroundBackward(Rule):
                     )
 
 
-def _is_switched_off(file: SourceFile, call: ast.Call, region: ast.AST) -> bool:
+def _stands_outside_again(file: SourceFile, call: ast.Call, region: ast.AST) -> bool:
     """Whether `with autocast(enabled=False)` stands between the region and the call: backward is right there, the cache is not."""
     parent = file.parents.get(call)
     while parent is not None and parent is not region:
@@ -82,8 +82,7 @@ def _is_switched_off(file: SourceFile, call: ast.Call, region: ast.AST) -> bool:
 
 
 def _disables(node: ast.expr) -> bool:
-    values = [keyword(node, "enabled"), *node.args[:1]] if isinstance(node, ast.Call) and "autocast" in last_name(node) else []
-    return any(isinstance(v, ast.Constant) and v.value is False for v in values)
+    return isinstance(node, ast.Call) and "autocast" in last_name(node) and is_switched_off(node)
 
 
 def _told(call: ast.Call) -> tuple[str, str, Severity] | None:

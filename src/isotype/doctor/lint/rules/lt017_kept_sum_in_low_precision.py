@@ -8,8 +8,8 @@ from ..dataflow.plain import PURE
 from ..dataflow.torch_names import LIKE
 from ..rule import Hit, Rule
 from ..source import Function, SourceFile, keyword, last_name
+from .low_dtypes import LOW
 
-LOW = frozenset({"torch.bfloat16", "torch.float16", "torch.half"})
 WIDE = frozenset({"torch.float32", "torch.float", "torch.float64", "torch.double"})
 OF_PARAMETERS = frozenset({"parameters", "named_parameters", "state_dict", "named_buffers", "param_groups"})
 
