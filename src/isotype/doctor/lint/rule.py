@@ -52,6 +52,7 @@ class Hit:
     """What a visitor yields; `run.py` makes a Finding of it.
 
     scenario  what it supposes: nothing is said where the repository speaks against that (`repository.py`)
+    cast      the buffers and the class that it supposes to be cast with their model
     weak      why the code itself makes the scenario unlikely, or ""
     """
 
@@ -64,6 +65,7 @@ class Hit:
     symbol: str | None = None
     edit: Edit | None = None
     scenario: Scenario | None = None
+    cast: tuple[str, ...] = ()
     weak: str = ""
 
 

@@ -115,7 +115,10 @@ def _against(hit: Hit, file: SourceFile, path: Path, named: tuple[Path, ...]) ->
     if hit.weak or hit.scenario is None:
         return hit.weak
     repository = repository_of(path, named)
-    return repository.against(hit.scenario, path, file.text) if repository is not None else ""
+    if repository is None:
+        return ""
+    kept = repository.kept_in_fp32(path, hit.cast) if hit.cast else ""
+    return f"a model beside it keeps {kept} in fp32" if kept else repository.against(hit.scenario, path, file.text)
 
 
 def _finding(rule: Rule, hit: Hit, file: SourceFile, against: str) -> Finding:

@@ -93,7 +93,15 @@ class PositionsInLowPrecision(Rule):
                 + (", with autocast switched off around the product" if by_autocast else ""),
                 details=details(event),
                 scenario=event.scenario,
+                cast=() if by_autocast else _cast_with_the_model(file, at),
             )
+
+
+def _cast_with_the_model(file: SourceFile, at: ast.AST) -> tuple[str, ...]:
+    """The attributes of `self` that give this its dtype, and their class: none where the dtype comes from elsewhere."""
+    attributes = [n.attr for n in ast.walk(at) if isinstance(n, ast.Attribute) and last_name(n.value) == "self"]
+    cls = file.parents.get(file.function_of(at) or at)
+    return (*attributes, cls.name) if attributes and isinstance(cls, ast.ClassDef) else ()
 
 
 def _is_an_angle(file: SourceFile, at: ast.expr | ast.stmt, label: str) -> bool:
