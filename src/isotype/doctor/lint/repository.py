@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 
 from .dataflow.events import Scenario
 from .files import SKIPPED_FOLDERS, regular
+from .source import SourceFile
 
 MARKERS = (".git", "pyproject.toml", "setup.py", "setup.cfg")
 MAX_FILES = MAX_FOLDERS = 20_000  # more is no repository but a disk
@@ -44,6 +46,7 @@ class Repository:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._parsed: dict[Path, SourceFile] = {}
 
     @cached_property
     def texts(self) -> dict[Path, bytes]:
@@ -116,6 +119,16 @@ class Repository:
         kept = {word for group in _KEPT.findall(beside) for word in re.findall(rb"[\"'.](\w+)[\"']", group)}
         kept |= {cls for word in kept for cls in re.findall(rb"\bself\.%b\s*=\s*(\w+)\(" % word, beside)}
         return next((name for name in names if name.encode() in kept), "")
+
+    def files_with(self, words: bytes, but: Path) -> list[SourceFile]:
+        """The files, parsed, whose text has these bytes, except this one."""
+        found: list[SourceFile] = []
+        for path, text in self.texts.items():
+            if words in text and path != but.resolve():
+                with suppress(SyntaxError, ValueError):
+                    found.append(self._parsed.get(path) or SourceFile(str(path), text.decode("utf-8", "replace")))
+                    self._parsed[path] = found[-1]
+        return found
 
     def against(self, scenario: Scenario, path: Path, text: str) -> str:
         """Why nobody meets the scenario in this file, or "" where nothing says so."""

@@ -3,9 +3,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 from ..dataflow.arguments import ACTIVATION
 from ..dataflow.plain import plain_events
+from ..repository import Repository
 from ..rule import Hit, Rule
 from ..source import SourceFile, last_name
 from .evidence import details, first_of_each
@@ -93,8 +96,13 @@ class PositionsInLowPrecision(Rule):
                 + (", with autocast switched off around the product" if by_autocast else ""),
                 details=details(event),
                 scenario=event.scenario,
-                cast=() if by_autocast else _cast_with_the_model(file, at),
+                elsewhere=None if by_autocast else partial(_kept_in_fp32, file, _cast_with_the_model(file, at)),
             )
+
+
+def _kept_in_fp32(file: SourceFile, names: tuple[str, ...], repository: Repository | None) -> str:
+    kept = repository.kept_in_fp32(Path(file.path), names) if repository is not None else ""
+    return f"a model beside it keeps {kept} in fp32" if kept else ""
 
 
 def _cast_with_the_model(file: SourceFile, at: ast.AST) -> tuple[str, ...]:
