@@ -1,4 +1,4 @@
-"""Rules about accelerate, DeepSpeed and FSDP."""
+"""Rules about DeepSpeed: its file against itself, and against the trainer and the launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ....finding import Finding
 from ..model_settings import launcher_mode, mixed_flag
 from ..record import Record
 from ..settings import dtype_of, truth
-from ..sharded import deepspeed_setting, fsdp_version, uses_deepspeed, uses_fsdp, zero_stage
+from ..sharded import deepspeed_setting, uses_deepspeed, zero_stage
 from .base import ERROR, WARNING, found, rule
 
 
@@ -203,43 +203,6 @@ def deepspeed_accumulation_dtype(r: Record) -> Iterator[Finding]:
         )
 
 
-@rule("CF062")
-def deepspeed_parameter_dtype(r: Record) -> Iterator[Finding]:
-    """data_types.param_dtype against the enabled half precision
-
-    **Why it matters.** DeepSpeed derives the model's dtype from its fp16 and bf16 sections everywhere; a param_dtype that says
-    another one is refused at the start.
-
-    **Example.** `"bf16": {"enabled": true}, "data_types": {"param_dtype": "fp16"}`.
-
-    **What to do.** Remove param_dtype; the section decides.
-    """
-    setting = deepspeed_setting(r.facts, "data_types.param_dtype")
-    if setting is None:
-        return
-    model = "bf16" if _on(r, "bf16") else "fp16" if _on(r, "fp16") else "fp32"
-    asked = dtype_of(setting.value)
-    if asked != model:
-        yield found(
-            "CF062",
-            ERROR,
-            f"param_dtype is {asked or setting.value}, DeepSpeed's sections make the model {model}",
-            setting,
-            deepspeed_setting(r.facts, f"{model}.enabled"),
-            cause=f"the optimizer, the master weights and the reduction follow the sections: {model}",
-            fix="remove param_dtype, or enable the section it means",
-            wins="DeepSpeed stops with AssertionError",
-            holds="DeepSpeed 0.19",
-        )
-
-
-def _on(r: Record, half: str) -> bool:
-    section = deepspeed_setting(r.facts, f"{half}.enabled")
-    if section is None:
-        return False
-    return truth(section.value) is True or (str(section.value) == "auto" and r.value("compute") == half)
-
-
 @rule("CF053")
 def deepspeed_amp(r: Record) -> Iterator[Finding]:
     """DeepSpeed's amp section beside ZeRO or another precision
@@ -395,100 +358,6 @@ def zero3_and_adapters(r: Record) -> Iterator[Finding]:
         )
 
 
-@rule("CF058")
-def without_effect_in_accelerate(r: Record) -> Iterator[Finding]:
-    """accelerate settings without effect
-
-    **Why it matters.** `downcast_bf16` is for TPUs only; a legacy `fp16:` key is deleted when `mixed_precision` is there.
-
-    **Example.** `downcast_bf16: 'yes'` with `distributed_type: MULTI_GPU`.
-
-    **What to do.** Remove them.
-    """
-    f = r.facts
-    downcast = f.on("accelerate.downcast_bf16")
-    if downcast is not None and f.word("accelerate.distributed_type") not in ("tpu", "xla"):
-        yield found(
-            "CF058",
-            WARNING,
-            "downcast_bf16 has no effect here",
-            downcast,
-            f.get("accelerate.distributed_type"),
-            cause="downcast_bf16 is read on TPUs only",
-            fix="downcast_bf16: 'no'",
-            wins="nothing is downcast",
-        )
-    legacy, mixed = f.given("accelerate.fp16"), f.get("accelerate.mixed_precision")
-    if legacy is not None and mixed is not None:
-        yield found(
-            "CF058",
-            WARNING,
-            "the legacy key fp16 is dropped",
-            legacy,
-            mixed,
-            cause="with mixed_precision present accelerate deletes the old fp16 key",
-            fix="remove fp16",
-            wins=f"mixed_precision: {mixed.value}",
-        )
-
-
-@rule("CF059")
-def fp8_without_a_library(r: Record) -> Iterator[Finding]:
-    """fp8 and no library for it
-
-    **Why it matters.** accelerate needs TransformerEngine, torchao or MS-AMP: "Using `fp8` precision requires
-    `transformer_engine` or `MS-AMP`".
-
-    **Example.** `mixed_precision: fp8`, and none of them in requirements.txt.
-
-    **What to do.** Install one, or bf16.
-    """
-    launcher = launcher_mode(r.facts)
-    versions = r.facts.tool("versions")
-    if launcher is None or str(launcher.value).lower() != "fp8" or versions is None:
-        return
-    if not {"transformer-engine", "transformer_engine", "torchao", "msamp", "ms-amp"} & set(versions.attributes.get("names", ())):
-        yield found(
-            "CF059",
-            ERROR,
-            "fp8 without TransformerEngine, torchao or MS-AMP",
-            launcher,
-            cause=f"{versions.file} lists none of the libraries that fp8 needs",
-            fix="pip install transformer-engine[pytorch] (or torchao), or mixed_precision: bf16",
-            wins="accelerate stops",
-        )
-
-
-@rule("CF060")
-def policy_keys(r: Record) -> Iterator[Finding]:
-    """A mixed precision policy with a key of the other FSDP version
-
-    **Why it matters.** FSDP1's policy has `buffer_dtype`, FSDP2's has `output_dtype`; accelerate refuses the wrong one.
-
-    **Example.** `fsdp_version: 2` with `mixed_precision_policy: {buffer_dtype: bf16}`.
-
-    **What to do.** The keys of the version that is used.
-    """
-    f = r.facts
-    version, by = fsdp_version(f)
-    for document in f.documents:
-        for key, setting in document.settings.items():
-            section, _, last = key.rpartition(".")
-            if section.rpartition(".")[2].removeprefix("fsdp_") != "mixed_precision_policy":
-                continue
-            if (version == 2 and last == "buffer_dtype") or (version in (1, None) and last == "output_dtype"):
-                yield found(
-                    "CF060",
-                    ERROR,
-                    f"{last} in the policy of FSDP{version or 1}",
-                    setting,
-                    by or uses_fsdp(f),
-                    cause=f"the mixed precision policy of FSDP{version or 1} has no {last}",
-                    fix="param_dtype, reduce_dtype, and buffer_dtype (FSDP1) or output_dtype (FSDP2)",
-                    wins="accelerate stops: Invalid mixed precision policy",
-                )
-
-
 @rule("CF061")
 def autocast_around_deepspeed(r: Record) -> Iterator[Finding]:
     """torch.autocast around a DeepSpeed engine that is not told of it
@@ -512,3 +381,40 @@ def autocast_around_deepspeed(r: Record) -> Iterator[Finding]:
             fix='"torch_autocast": {"enabled": true, "dtype": "bfloat16"} in the DeepSpeed config, or its bf16 section and no autocast',
             wins="DeepSpeed's own precision",
         )
+
+
+@rule("CF062")
+def deepspeed_parameter_dtype(r: Record) -> Iterator[Finding]:
+    """data_types.param_dtype against the enabled half precision
+
+    **Why it matters.** DeepSpeed derives the model's dtype from its fp16 and bf16 sections everywhere; a param_dtype that says
+    another one is refused at the start.
+
+    **Example.** `"bf16": {"enabled": true}, "data_types": {"param_dtype": "fp16"}`.
+
+    **What to do.** Remove param_dtype; the section decides.
+    """
+    setting = deepspeed_setting(r.facts, "data_types.param_dtype")
+    if setting is None:
+        return
+    model = "bf16" if _on(r, "bf16") else "fp16" if _on(r, "fp16") else "fp32"
+    asked = dtype_of(setting.value)
+    if asked != model:
+        yield found(
+            "CF062",
+            ERROR,
+            f"param_dtype is {asked or setting.value}, DeepSpeed's sections make the model {model}",
+            setting,
+            deepspeed_setting(r.facts, f"{model}.enabled"),
+            cause=f"the optimizer, the master weights and the reduction follow the sections: {model}",
+            fix="remove param_dtype, or enable the section it means",
+            wins="DeepSpeed stops with AssertionError",
+            holds="DeepSpeed 0.19",
+        )
+
+
+def _on(r: Record, half: str) -> bool:
+    section = deepspeed_setting(r.facts, f"{half}.enabled")
+    if section is None:
+        return False
+    return truth(section.value) is True or (str(section.value) == "auto" and r.value("compute") == half)
