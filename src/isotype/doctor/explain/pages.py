@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from . import (  # noqa: F401  families register themselves
     attention,
+    bitsandbytes,
     buffers,
     demands,
-    kernels,
     layers,
+    missing_kernels,
     products,
     refusals,
     regions,
     scaling,
     sharding,
+    triton,
     updates,
     values,
     wording,
