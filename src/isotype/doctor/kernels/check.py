@@ -8,7 +8,8 @@ from typing import Any
 
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity
-from .diagnose import Fault, diagnose
+from .diagnose import diagnose
+from .fault import Fault
 from .observe import Observation, observe
 from .signature import Combination, Reach, distinct, float_pointer_matrix, scalar_variations
 from .static_checks import static_faults
