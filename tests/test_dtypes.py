@@ -23,8 +23,13 @@ def test_unknown_word_names_the_known_ones():
 @pytest.mark.parametrize("word", FLOATS)
 def test_round_trips_through_torch(word):
     assert dtypes.name(dtypes.to_torch(word)) == word
+    assert dtypes.torch_word(word) == str(dtypes.to_torch(word)).removeprefix("torch.")
     assert dtypes.itemsize(word) == dtypes.to_torch(word).itemsize
     assert dtypes.eps(word) == torch.finfo(dtypes.to_torch(word)).eps
+
+
+def test_a_word_that_torch_has_not_stays():
+    assert [dtypes.torch_word(word) for word in ("nf4", "uint8", "i1")] == ["nf4", "uint8", "i1"]
 
 
 @given(st.sampled_from(FLOATS), st.sampled_from(FLOATS))

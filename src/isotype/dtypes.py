@@ -76,6 +76,11 @@ def to_torch(dtype: str) -> torch.dtype:
     return getattr(torch, attribute)
 
 
+def torch_word(dtype: str) -> str:
+    """`bf16` -> `bfloat16`, as torch and the configurations of others spell it; a word that is none of ours stays as it is."""
+    return _TABLE.get(dtype, (None,))[0] or dtype
+
+
 def itemsize(dtype: str) -> float:
     """Bytes an element (0.5 for nf4)."""
     return _TABLE[parse(dtype)][1] / 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ....dtypes import torch_word
 from ....finding import Finding
 from ..model_settings import BNB
 from ..readers.python_calls import Name
@@ -79,7 +80,7 @@ def quantised_compute_dtype(r: Record) -> Iterator[Finding]:
                 "bnb_4bit_compute_dtype and the model's dtype must match (\"expected scalar type Half but found "
                 'Float")'
             ),
-            fix=(f"bnb_4bit_compute_dtype: {'bfloat16' if other == 'bf16' else 'float16'}, to match dtype and mixed precision"),
+            fix=(f"bnb_4bit_compute_dtype: {torch_word(other)}, to match dtype and mixed precision"),
             wins="each layer its own: operands of two dtypes meet",
         )
 
@@ -102,7 +103,7 @@ def _compute_dtype_left_open(r: Record) -> Iterator[Finding]:
         or f.get(f"checkpoint.{BNB}.bnb_4bit_compute_dtype")
     ):
         return
-    word = "bfloat16" if run == "bf16" else "float16"
+    word = torch_word(run)
     yield found(
         "CF010",
         WARNING,
@@ -146,11 +147,16 @@ def two_quantisations(r: Record) -> Iterator[Finding]:
             return
 
 
-@rule("CF043")
-def dtype_with_prefix(r: Record) -> Iterator[Finding]:
-    """A dtype written as the text `torch.bfloat16`
+_NOT_TORCHS = ("bf16", "fp16", "fp32")
+_NOT_FOR_STORAGE = ("half", "float", "double")  # attributes of torch, and yet not among the words that a storage dtype may be
 
-    **Why it matters.** The word is given to `getattr(torch, ...)`: "module torch has no attribute torch.bfloat16".
+
+@rule("CF043")
+def word_not_looked_up(r: Record) -> Iterator[Finding]:
+    """A dtype of 4-bit weights in a word that is not found: `torch.bfloat16`, `bf16`
+
+    **Why it matters.** `bnb_4bit_compute_dtype` is given to `getattr(torch, ...)`: "module torch has no attribute torch.bfloat16".
+    `bnb_4bit_quant_storage` takes six words, and not `half`, `float` and `double`.
 
     **Example.** `"bnb_4bit_compute_dtype": "torch.bfloat16"`.
 
@@ -161,27 +167,25 @@ def dtype_with_prefix(r: Record) -> Iterator[Finding]:
             continue
         done = set()
         for key, setting in document.settings.items():
-            last = key.rpartition(".")[2]
-            if (
-                last in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")
-                and isinstance(setting.value, str)
-                and not isinstance(setting.value, Name)
-                and (last, setting.line) not in done
-            ):
+            last, word = key.rpartition(".")[2], setting.value
+            if last not in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage") or (last, setting.line) in done:
+                continue
+            if not isinstance(word, str) or isinstance(word, Name):
+                continue
+            stored = last == "bnb_4bit_quant_storage"
+            if word.startswith("torch.") or word in _NOT_TORCHS or (stored and word in _NOT_FOR_STORAGE):
                 done.add((last, setting.line))
-                word = setting.value
-                short = word.removeprefix("torch.")
-                known = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
-                if word.startswith("torch.") or word in known:
-                    yield found(
-                        "CF043",
-                        ERROR,
-                        f"{last}: {word!r} is not a name in torch",
-                        setting,
-                        cause="the string is looked up as an attribute of torch, and must be torch's own word without prefix",
-                        fix=f'{last}: "{known.get(short, short)}"',
-                        wins="loading stops with an AttributeError",
-                    )
+                yield found(
+                    "CF043",
+                    ERROR,
+                    f"{last} does not take {word!r}" if stored else f"{last}: {word!r} is not a name in torch",
+                    setting,
+                    cause="the string must be one of float16, bfloat16, float32, float64, int8 and uint8"
+                    if stored
+                    else "the string is looked up as an attribute of torch, and must be torch's own word without prefix",
+                    fix=f'{last}: "{torch_word(dtype_of(word) or word.removeprefix("torch."))}"',
+                    wins=f"loading stops with {'a ValueError' if stored else 'an AttributeError'}",
+                )
 
 
 @rule("CF044")
