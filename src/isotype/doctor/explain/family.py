@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ...dtypes import torch_word
 from ...finding import Severity
 from .situation import Situation
 
@@ -35,7 +36,7 @@ class Seen:
 
     @property
     def torch_half(self) -> str:
-        return {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[self.half]
+        return f"torch.{torch_word(self.half)}"
 
     @property
     def autocast(self) -> str:

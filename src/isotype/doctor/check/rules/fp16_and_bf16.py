@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ....dtypes import torch_word
 from ....finding import Finding
 from ..record import Record
 from ..settings import Setting, dtype_of, truth
@@ -151,7 +152,7 @@ def other_half_than_the_weights(r: Record) -> Iterator[Finding]:
     trained = r.value("trained")
     if r.tool == "simpletuner" and trained == "bf16" and compute == "fp16":
         return  # CF021 and CF022 say it with SimpleTuner's own reasons
-    if {held, compute} != {"bf16", "fp16"}:
+    if held is None or compute is None or {held, compute} != {"bf16", "fp16"}:
         return
     unsloth = any(d.attributes.get("unsloth") for d in r.facts.documents)
     if trained == "bf16" and r.value("loss scaling") == "dynamic":
@@ -179,9 +180,7 @@ def other_half_than_the_weights(r: Record) -> Iterator[Finding]:
             by,
             cause=(f"the weights are {held} and every product casts them to {compute}: range or bits are lost at each cast")
             + (", and Unsloth refuses the pair" if unsloth else ""),
-            fix=(
-                f"match them: {held}: true in place of {compute}: true, or load with dtype {'bfloat16' if compute == 'bf16' else 'float16'}"
-            ),
+            fix=f"match them: {held}: true in place of {compute}: true, or load with dtype {torch_word(compute)}",
             wins="Unsloth stops with a TypeError" if unsloth else "autocast casts the weights in every forward",
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ....dtypes import torch_word
 from ....finding import Finding
 from ..model_settings import BNB
 from ..record import Record
@@ -39,13 +40,13 @@ def one_dtype_in_a_unit(r: Record) -> Iterator[Finding]:
         f"hf.model_init_kwargs.{BNB}.bnb_4bit_quant_storage",
     )
     stored = dtype_of(storage.value) if storage else "uint8"
+    held = r.value("parameters") if r.value("parameters") in ("bf16", "fp16", "fp32") else None
     if (
         r.tool == "hf"
         and r.quantised == 4
         and f.on(f"model.{BNB}.load_in_4bit", "hf.load_in_4bit", f"hf.{BNB}.load_in_4bit", "model.load_in_4bit")
     ):
-        half = r.value("parameters") if r.value("parameters") in ("bf16", "fp16", "fp32") else None
-        if stored in ("uint8", "int8", None) or (half and stored != half):
+        if stored in ("uint8", "int8", None) or (held and stored != held):
             yield found(
                 "CF015",
                 WARNING if version == 2 else ERROR,
@@ -57,16 +58,12 @@ def one_dtype_in_a_unit(r: Record) -> Iterator[Finding]:
                 cause="FSDP2 leaves uint8 4-bit weights out of sharding: every rank keeps the whole model"
                 if version == 2
                 else (
-                    f"FSDP needs a uniform dtype in a unit: {stored or 'uint8'} storage beside {half or 'float'} weights "
+                    f"FSDP needs a uniform dtype in a unit: {stored or 'uint8'} storage beside {held or 'float'} weights "
                     "cannot be flattened"
                 ),
-                fix=(
-                    "bnb_4bit_quant_storage: "
-                    f"{'bfloat16' if half in (None, 'bf16') else 'float16' if half == 'fp16' else 'float32'}, equal to "
-                    "the model's dtype"
-                ),
+                fix=f"bnb_4bit_quant_storage: {torch_word(held or 'bf16')}, equal to the model's dtype",
             )
-    elif storage is not None and r.quantised == 4 and r.value("parameters") in ("bf16", "fp16", "fp32") and stored != r.value("parameters"):
+    elif storage is not None and r.quantised == 4 and held and stored != held:
         yield found(
             "CF015",
             ERROR,
@@ -75,12 +72,8 @@ def one_dtype_in_a_unit(r: Record) -> Iterator[Finding]:
             r.quantised_by,
             fsdp,
             r.by("parameters"),
-            cause=f"FSDP needs a uniform dtype in a unit: {stored} storage beside {r.value('parameters')} weights cannot be flattened",
-            fix=(
-                "bnb_4bit_quant_storage: "
-                f"{'bfloat16' if r.value('parameters') == 'bf16' else 'float16' if r.value('parameters') == 'fp16' else 'float32'}, "
-                "equal to the model's dtype"
-            ),
+            cause=f"FSDP needs a uniform dtype in a unit: {stored} storage beside {held} weights cannot be flattened",
+            fix=f"bnb_4bit_quant_storage: {torch_word(held)}, equal to the model's dtype",
         )
     norms = f.on("llamafactory.upcast_layernorm")
     if norms is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import re
 
+from ....dtypes import torch_word
 from ..fault import Fault
 from ..observe import Frame
 from ..provenance import Origin, assigns, names_in, origin, source_text, variable_of
-from .scene import Scene, origin_facts, scalar_word, tl_word
+from .scene import Scene, origin_facts, scalar_word
 
 
 def redefined_in_branch(scene: Scene) -> Fault | None:
@@ -75,7 +76,7 @@ def reassigned_in_loop(scene: Scene) -> Fault | None:
         cause += f". Under torch.compile (Inductor) a Python float such as {made.name} reaches the kernel as fp64"
         fix = f"pin the scalar before its use: {made.name} = {made.name}.to(tl.float32), or annotate it fp32"
     elif before == _wider(before, after):
-        fix = f"keep {name} in {before} inside the loop: cast what is assigned, (...).to(tl.{tl_word(before)})"
+        fix = f"keep {name} in {before} inside the loop: cast what is assigned, (...).to(tl.{torch_word(before)})"
     else:
         fix = "give it one dtype: " + _widening(name, before, after, entered, "before the loop")
     message = f"{name} enters a loop as {before} and is re-assigned as {after} in it"
@@ -99,7 +100,7 @@ def inconsistent_ternary(scene: Scene) -> Fault | None:
     left, right = scalar_word(found[1]), scalar_word(found[2])
     name = variable_of(scene.node.body)
     cause = f"the condition `{source_text(scene.node.test)}` is known only when the kernel runs, and the two sides are {left} and {right}"
-    fix = f"cast both sides to one dtype, for example .to(tl.{tl_word(_wider(left, right))}), or use tl.where, which promotes"
+    fix = f"cast both sides to one dtype, for example .to(tl.{torch_word(_wider(left, right))}), or use tl.where, which promotes"
     flags = _flags(scene.frame, scene.node.test)
     fix += f"; or declare {_as_constexprs(flags)}" if flags else ""
     return scene.fault(
@@ -176,12 +177,12 @@ def _as_constexprs(flags: list[str]) -> str:
 def _widening(name: str, before: str, after: str, entered: Origin | None, when: str) -> str:
     wide = _wider(before, after)
     if entered and entered.kind == "load":
-        return f"widen at load, {when}: {name} = {entered.source}.to(tl.{tl_word(wide)})"
+        return f"widen at load, {when}: {name} = {entered.source}.to(tl.{torch_word(wide)})"
     if entered and entered.kind == "constant":
-        return f"start it in {wide} {when}: a Python 0 is int32, so write {name} = 0.0 or tl.zeros(..., tl.{tl_word(wide)})"
+        return f"start it in {wide} {when}: a Python 0 is int32, so write {name} = 0.0 or tl.zeros(..., tl.{torch_word(wide)})"
     if before == wide:
-        return f"keep {name} in {before}: cast what is assigned to it, .to(tl.{tl_word(before)})"
-    return f"give {name} its final dtype {when}: {name} = {name}.to(tl.{tl_word(wide)})"
+        return f"keep {name} in {before}: cast what is assigned to it, .to(tl.{torch_word(before)})"
+    return f"give {name} its final dtype {when}: {name} = {name}.to(tl.{torch_word(wide)})"
 
 
 def _wider(left: str, right: str) -> str:

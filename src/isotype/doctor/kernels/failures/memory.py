@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import re
 
+from ....dtypes import torch_word
 from ..fault import Fault
 from ..provenance import call_name, names_in, source_text, variable_of
-from .scene import Scene, tl_word
+from .scene import Scene
 
 
 def refused_atomic(scene: Scene) -> Fault | None:
@@ -40,7 +41,7 @@ def refused_store(scene: Scene) -> Fault | None:
     cause = f"`{source_text(call)}` stores {got} where the memory holds {wanted}: {scene.message}"
     stored = name if value is None or isinstance(value, ast.Name) else f"({source_text(value)})"
     fix = (
-        f"cast before the store: {stored}.to(tl.{tl_word(wanted)})"
+        f"cast before the store: {stored}.to(tl.{torch_word(wanted)})"
         if found
         else f"cast {name} to the pointer's element type before the store: .to(ptr.dtype.element_ty)"
     )

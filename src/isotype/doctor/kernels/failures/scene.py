@@ -37,9 +37,5 @@ def scalar_word(text: str) -> str:
     return {"int1": "bool"}.get(word := re.split(r"\[", text, maxsplit=1)[0], word)
 
 
-def tl_word(word: str) -> str:
-    return {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(word, word)
-
-
 def origin_facts(scene: Scene, *found: Origin | None) -> tuple[tuple[str, str], ...]:
     return tuple(("comes from", f"{o.text}{scene.at(o)}") for o in found if o is not None)
