@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -78,8 +77,3 @@ def family(code: str, *operators: str) -> Callable[[Family], Family]:
         return function
 
     return register
-
-
-def page_of(function: Callable[..., object], code: str) -> str:
-    first, _, rest = (inspect.getdoc(function) or "").partition("\n")
-    return f"# {code}: {first}\n{rest}\n"

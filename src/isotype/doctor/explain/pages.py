@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...pages.docstrings import docstring_page
 from . import (  # noqa: F401  families register themselves
     attention,
     bitsandbytes,
@@ -19,7 +20,7 @@ from . import (  # noqa: F401  families register themselves
     values,
     wording,
 )
-from .family import FAMILIES, page_of
+from .family import FAMILIES
 
 _NOT_DTYPE = """# EX000: not a dtype error
 
@@ -37,4 +38,4 @@ def codes() -> list[str]:
 def page(code: str) -> str | None:
     if code == "EX000":
         return _NOT_DTYPE
-    return next((page_of(function, code) for known, function in FAMILIES.values() if known == code), None)
+    return next((docstring_page(code, function) for known, function in FAMILIES.values() if known == code), None)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 
 from ....finding import Finding, Severity
+from ....pages.docstrings import docstring_page
 from ..record import Record
 from ..settings import Setting
 
@@ -56,7 +56,4 @@ def found(
 
 
 def page(code: str) -> str | None:
-    if code not in RULES:
-        return None
-    first, _, rest = (inspect.getdoc(RULES[code]) or "").partition("\n")
-    return f"# {code}: {first}\n{rest}\n"
+    return docstring_page(code, RULES[code]) if code in RULES else None
