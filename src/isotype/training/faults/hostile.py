@@ -120,13 +120,14 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
     from ...config.compare import compare
     from ...config.load import load
     from ...report.record import read_run
+    from ...run_lock import LOCK
     from ..folder import RunFolder
     from ..metrics import Metrics
     from ..preflight.check import skipped_before
 
     place = folder / "run"
     shutil.copytree(material.run, place, ignore=shutil.ignore_patterns("adapter", "base", "step_9", "report*"))
-    files = sorted(p for p in place.rglob("*") if p.is_file() and p.name != ".lock")
+    files = sorted(p for p in place.rglob("*") if p.is_file() and p.name != LOCK)
     for file in draw.sample(files, draw.randint(1, 3)):
         _damage(file, folder, draw)
     run = RunFolder(place)
