@@ -95,6 +95,11 @@ def eps(dtype: str) -> float:
     return 2.0 ** -_TABLE[parse(dtype)][3]
 
 
+def significant_bits(dtype: str) -> int:
+    """Bits of a value that count, the leading one among them: whole numbers are exact up to 2 to that power."""
+    return _TABLE[parse(dtype)][3] + 1
+
+
 def promote(left: str, right: str) -> str:
     """What torch's type promotion makes of two floating tensors with dimensions: bf16 with fp16 gives fp32."""
     left, right = parse(left), parse(right)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...dtypes import eps
+from ...dtypes import eps, significant_bits, to_torch
 from ...dtypes import name as dtype_name
 from ...finding import Finding, Severity
 from .ops import LOW, Op
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .tracer import Tracer
 
 WATCHED = frozenset({"cos", "sin", "arange", "_to_copy", "linspace", "cumsum"})
-_EXACT = {torch.bfloat16: 256, torch.float16: 2048}  # whole numbers up to here are exact
+_EXACT = {to_torch(word): 2 ** significant_bits(word) for word in ("bf16", "fp16")}  # whole numbers up to here are exact
 _ANGLE = 0.2  # radians: an error from which on a rotation is wrong rather than rough
 _LOOKS = 16  # calls of a line whose values are looked at, then those whose number is a power of two
 
@@ -167,7 +167,7 @@ def _finding(rounded: Rounded) -> Finding:
     else:
         effect = (
             f"values up to {rounded.largest:.0f} are rounded to the nearest "
-            f"{2 ** max(0, _exponent(rounded.largest) - (8 if word == 'bf16' else 11) + 1):.0f}: neighbouring positions become equal"
+            f"{2 ** max(0, _exponent(rounded.largest) - significant_bits(word) + 1):.0f}: neighbouring positions become equal"
         )
     chain = rounded.origin.explain()
     decider = rounded.origin.decider()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...dtypes import eps
+from ...dtypes import eps, significant_bits
 from ...dtypes import name as dtype_name
 from ...finding import Finding, Severity
 from .ops import LOW, Op
@@ -254,8 +254,8 @@ class Updates:
             message=f"{what} of {word} parameters {'rounds' if only_decay else 'round'} away: {', '.join(names[:4])}"
             + (f" and {len(names) - 4} more seen" if len(names) > 4 else ""),
             place=place_of(first.site, names[0]),
-            cause=f"{word} weights keep {_bits(word)} significant bits, so an update below {eps(word) / 2:.1e} of the weight is lost "
-            "in rounding to nearest; "
+            cause=f"{word} weights keep {significant_bits(word)} significant bits, so an update below {eps(word) / 2:.1e} of the weight is "
+            "lost in rounding to nearest; "
             f"at this learning rate the optimizer moves the weights {100 * share:.1f}% of what the same update moves in fp32",
             observed=f"{100 * still:.0f}% of the sampled elements did not change in an update, over {sum(w.samples for w in moves)} "
             "sampled updates",
@@ -300,21 +300,18 @@ class Updates:
     def _counters(self, stuck: list[Watched]) -> Finding:
         first = stuck[0]
         word, site = dtype_name(first.dtype), first.site
+        bits = significant_bits(word)
         return Finding(
             code="TR018",
             severity=Severity.WARNING,
             message=f"a counter kept in {word} stands still: {', '.join(dict.fromkeys(w.name for w in stuck))}",
             place=place_of(site, first.name),
-            cause=f"{word} keeps {_bits(word)} significant bits, so counting by ones ends at {2 ** _bits(word)}: one more rounds back "
+            cause=f"{word} keeps {bits} significant bits, so counting by ones ends at {2**bits}: one more rounds back "
             "to it (a float buffer takes the model's dtype with model.to)",
             observed=f"the last {first.standing} of {first.samples} sampled additions changed nothing",
             fix="count in an integer: torch.zeros((), dtype=torch.long), which model.to(dtype) leaves as it is",
             details=(("updated at", f"{site}: {site.text}"),) if site is not None else (),
         )
-
-
-def _bits(word: str) -> int:
-    return {"bf16": 8, "fp16": 11}.get(word, 4)
 
 
 def _part(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
