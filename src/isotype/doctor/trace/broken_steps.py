@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...dtypes import name as dtype_name
-from ...finding import Finding, Severity
+from ...finding import Finding, Severity, listed
 from .pace import now_and_then
 from .source import Site, place_of
 
@@ -72,7 +72,7 @@ class BrokenSteps:
         else:
             cause = f"the update of {first.names[0]} left the range of {word}; its gradient was finite"
             fix = "keep fp32 parameters (fp32 master weights), or lower the learning rate"
-        shown = ", ".join(first.names[:4]) + (f" and {len(first.names) - 4} more" if len(first.names) > 4 else "")
+        shown = listed(first.names, 4)
         return [
             Finding(
                 code="TR028",

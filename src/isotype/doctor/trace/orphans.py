@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...dtypes import name as dtype_name
-from ...finding import Finding, Severity
+from ...finding import Finding, Severity, listed
 from .source import Site, place_of
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ class Orphans:
             Finding(
                 code="TR026",
                 severity=Severity.WARNING,
-                message=f"{len(names)} parameters get gradients and no optimizer steps them: {', '.join(names[:4])}"
-                + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
+                message=f"{len(names)} parameters get gradients and no optimizer steps them: {listed(names, 4)}",
                 place=place_of(first.site, first.name),
                 cause=f"the optimizer holds a {held} parameter of this shape that no module owns any more: {first.name} was replaced "
                 f"after the optimizer was made, and {now}; it keeps its first values",

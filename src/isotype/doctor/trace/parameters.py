@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...dtypes import name as dtype_name
-from ...finding import Finding, Place, Severity
+from ...finding import Finding, Place, Severity, listed
 from .ops import FLOATS, LOW
 from .source import TORCH, Site, callers, in_library, own_line, place_of, short
 
@@ -310,7 +310,7 @@ def _finding(fault: Fault) -> Finding:
     down, wide, low = fault.down, dtype_name(fault.down.before), dtype_name(fault.down.after)
     where = f"{short(down.site.file)}:{down.site.line} in {down.site.function}"
     caller = down.evaluation or next((site for site in down.stack if not site.file.startswith(TORCH)), down.site)
-    shown = ", ".join(fault.names[:4]) + (f" and {len(fault.names) - 4} more" if len(fault.names) > 4 else "")
+    shown = listed(fault.names, 4)
     happened = {
         "round trip": f"they were cast back to {wide} at {short(fault.up.site.file)}:{fault.up.site.line} in {fault.up.site.function}: the "
         "values stay rounded"

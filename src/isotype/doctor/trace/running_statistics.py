@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...dtypes import eps
 from ...dtypes import name as dtype_name
-from ...finding import Finding, Severity
+from ...finding import Finding, Severity, listed
 from .ops import LOW, Op
 from .pace import now_and_then
 from .source import Site, place_of
@@ -100,8 +100,7 @@ class RunningStatistics:
             Finding(
                 code="TR018",
                 severity=Severity.WARNING,
-                message=f"running statistics of batch norms kept in {word} lose their updates: {', '.join(names[:4])}"
-                + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
+                message=f"running statistics of batch norms kept in {word} lose their updates: {listed(names, 4)}",
                 place=place_of(worst.site, worst.name),
                 cause=f"a {worst.what} moves by {worst.momentum:g} (momentum) of its distance to a batch's; where that is below half a "
                 f"step of {word} ({eps(word) / 2:.1e} of the value) it stands still, and evaluation normalizes with what it holds",

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...dtypes import eps
 from ...dtypes import name as dtype_name
-from ...finding import Finding, Severity
+from ...finding import Finding, Severity, listed
 from .ops import LOW, Op
 from .source import Site, place_of
 
@@ -152,7 +152,7 @@ def _of_sums(kept: list[_Sum]) -> Finding:
     worst = max(kept, key=lambda known: known.off)
     word, names = dtype_name(worst.dtype), list(dict.fromkeys(known.name for known in kept))
     site = worst.site
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    shown = listed(names, 4)
     what = f"gradients are accumulated in {word}" if worst.gradient else f"a sum is kept in {word}"
     return Finding(
         code="TR024",
