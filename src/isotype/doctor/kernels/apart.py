@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
-from ..finding import Finding
+from ...errors import UsageError
+from ...finding import Finding
 
 SILENT = 60.0  # seconds that importing one file, or compiling one kernel for all its dtypes, may take
 
@@ -82,7 +82,7 @@ def _listen(ours: Connection, waiting: list[Path], apart: Apart, count: int, unt
 
 def _work(files: list[str], answers: Connection) -> None:
     """The process: one answer a file, the names of its kernels before."""
-    from .kernels.target import check_target
+    from .target import check_target
 
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
