@@ -25,6 +25,8 @@ def versions(r: Record) -> Iterator[Finding]:
 
     **What to do.** The command in the finding.
     """
+    from ....environment_faults import known_fault
+
     f = r.facts
 
     def pinned(name: str) -> tuple[int, ...]:
@@ -53,7 +55,7 @@ def versions(r: Record) -> Iterator[Finding]:
             fix='pip install "torch>=2.2"',
         )
     bnb = f.get("versions.bitsandbytes")
-    if bnb and r.quantised == 4 and r.device is not None and r.device.kind == "cpu" and pinned("bitsandbytes") <= (0, 50, 2):
+    if bnb and r.quantised == 4 and r.device is not None and r.device.kind == "cpu" and known_fault("bitsandbytes", str(bnb.value)):
         yield found(
             "CF095",
             WARNING,
@@ -64,7 +66,7 @@ def versions(r: Record) -> Iterator[Finding]:
             fix="for each Linear4bit: module.support_avx512bf16_for_cpu = False",
         )
     triton = f.get("versions.triton")
-    if triton and pinned("triton")[:2] == (3, 9) and f.on("env.TRITON_INTERPRET"):
+    if triton and f.on("env.TRITON_INTERPRET") and known_fault("triton", str(triton.value)):
         yield found(
             "CF095",
             WARNING,
