@@ -38,7 +38,7 @@ def test_a_word_that_torch_has_not_stays():
     assert [dtypes.torch_word(word) for word in ("nf4", "uint8", "i1")] == ["nf4", "uint8", "i1"]
 
 
-@given(st.sampled_from(FLOATS), st.sampled_from(FLOATS))
+@given(st.sampled_from([*FLOATS, "complex64", "complex128"]), st.sampled_from([*FLOATS, "complex64", "complex128"]))
 def test_promotes_as_torch_does(left, right):
     assert dtypes.to_torch(dtypes.promote(left, right)) == torch.promote_types(dtypes.to_torch(left), dtypes.to_torch(right))
 
