@@ -1,4 +1,4 @@
-"""Rules about DeepSpeed: its file against itself, and against the trainer and the launcher."""
+"""Rules about DeepSpeed: its file against itself, and against the trainer and the launcher. Long because it is a table of rules."""
 
 from __future__ import annotations
 
