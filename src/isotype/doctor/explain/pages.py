@@ -3,23 +3,7 @@
 from __future__ import annotations
 
 from ...pages.docstrings import docstring_page
-from . import (  # noqa: F401  families register themselves
-    attention,
-    bitsandbytes,
-    buffers,
-    demands,
-    layers,
-    missing_kernels,
-    products,
-    refusals,
-    regions,
-    scaling,
-    sharding,
-    triton,
-    updates,
-    values,
-    wording,
-)
+from . import families  # noqa: F401  they register themselves
 from .family import FAMILIES
 
 _NOT_DTYPE = """# EX000: not a dtype error

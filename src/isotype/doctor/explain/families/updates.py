@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .family import Cause, Explained, Seen, family
+from ..family import Cause, Explained, Seen, family
 
 
 @family("EX010", "optimizer update", "fused optimizer")

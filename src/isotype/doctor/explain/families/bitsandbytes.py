@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .family import Cause, Explained, Seen, family
+from ..family import Cause, Explained, Seen, family
 
 
 @family("EX025", "quantised again", "8-bit optimizer", "quantised fine-tuning", "integer parameter")

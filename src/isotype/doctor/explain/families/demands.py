@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..family import Cause, Explained, Seen, family
+from ..recognise import dtype_word
 from .causes import outside_autocast
-from .family import Cause, Explained, Seen, family
-from .recognise import dtype_word
 
 
 @family("EX029", "demanded dtype")

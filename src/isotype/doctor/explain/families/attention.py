@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..family import Cause, Explained, Seen, family
 from .causes import is_floating, outside_autocast, wider
-from .family import Cause, Explained, Seen, family
 
 
 @family("EX005", "attention", "attention mask")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...finding import Severity
+from ....finding import Severity
+from ..family import Cause, Explained, Seen, family
 from .causes import custom_backward, outside_autocast
-from .family import Cause, Explained, Seen, family
 
 
 @family("EX008", "integer input")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .family import Cause, Explained, Seen, family
-from .recognise import dtype_word
+from ..family import Cause, Explained, Seen, family
+from ..recognise import dtype_word
 
 
 @family("EX014", "flattened parameters", "sharded group", "collective", "weights sent elsewhere")

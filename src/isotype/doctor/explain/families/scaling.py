@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .family import Cause, Explained, Seen, family
+from ..family import Cause, Explained, Seen, family
 
 _MISUSES: tuple[tuple[tuple[str, ...], str, str, str, str], ...] = (  # parts of the text; message, name, why, fix
     (

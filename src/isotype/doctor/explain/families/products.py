@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..family import Cause, Explained, Seen, family
 from .causes import custom_backward, outside_autocast, wider
-from .family import Cause, Explained, Seen, family
 
 
 @family("EX001", "matrix product", "vector product", "accumulated product", "grouped product", "layer outside autocast")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from .family import Cause, Explained, Seen, family
-from .recognise import dtype_word
+from ..family import Cause, Explained, Seen, family
+from ..recognise import dtype_word
 
 
 @family("EX020", "Triton branch")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...finding import Severity
-from .family import Cause, Explained, Seen, family
+from ....finding import Severity
+from ..family import Cause, Explained, Seen, family
 
 
 @family("EX015", "recompute")

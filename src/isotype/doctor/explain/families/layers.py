@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...finding import Severity
+from ....finding import Severity
+from ..family import Cause, Explained, Seen, family
 from .causes import outside_autocast
-from .family import Cause, Explained, Seen, family
 
 
 @family("EX003", "convolution", "recurrent layer")
