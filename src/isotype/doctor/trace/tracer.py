@@ -18,29 +18,29 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from ...dtypes import name as dtype_name
 from ...finding import Finding
-from .autocast import Autocast, Recompute
-from .broken_steps import BrokenSteps
 from .calls import Calls
-from .compiled import Compiled
-from .defaults import DefaultDtype
 from .failures import Failures
-from .gradients import Casts
 from .naming import Names
 from .ops import FLOATS, LOW, Op, dtype_of_tensors
 from .origin import Origin
-from .orphans import Orphans
-from .overflow import Overflows
 from .pace import UNWATCHED, Pace
-from .parameters import Parameters
-from .positions import WATCHED, Positions
 from .precision_map import PrecisionMap
-from .promotions import Promotions
 from .provenance import MARK, Provenance
-from .running_statistics import NORMS, RunningStatistics
-from .scaling import Scaling
 from .source import Locator, Site, statement
-from .sums import Sums
-from .updates import UPDATES, Updates
+from .watchers.autocast import Autocast, Recompute
+from .watchers.broken_steps import BrokenSteps
+from .watchers.compiled import Compiled
+from .watchers.defaults import DefaultDtype
+from .watchers.gradients import Casts
+from .watchers.orphans import Orphans
+from .watchers.overflow import Overflows
+from .watchers.parameters import Parameters
+from .watchers.positions import WATCHED, Positions
+from .watchers.promotions import Promotions
+from .watchers.running_statistics import NORMS, RunningStatistics
+from .watchers.scaling import Scaling
+from .watchers.sums import Sums
+from .watchers.updates import UPDATES, Updates
 
 _CASTING = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy", "tensor", "as_tensor", "cpu", "cuda"})
 
@@ -49,10 +49,7 @@ _KEPT_SITES = 20_000  # autograd nodes whose forward place is remembered; a step
 
 
 class Tracer(TorchDispatchMode):
-    """Gives every floating tensor an origin while it is entered, and tells the watchers what happened.
-
-    watchers  objects with any of the methods below named `on_...`
-    """
+    """Gives every floating tensor an origin while it is entered, and tells the `watchers` what happened."""
 
     def __init__(self, model: torch.nn.Module | None = None, *, mapped: bool = False) -> None:
         super().__init__()

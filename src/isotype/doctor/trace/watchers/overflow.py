@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...finding import Finding, Place, Severity
-from .ops import Op
-from .source import Site, place_of
+from ....finding import Finding, Place, Severity
+from ..ops import Op
+from ..source import Site, place_of
 
 if TYPE_CHECKING:
-    from .tracer import Tracer
+    from ..tracer import Tracer
 
 _GRADIENTS = 64  # gradients whose cast to fp16 is looked at
 _SAMPLE = 4_096

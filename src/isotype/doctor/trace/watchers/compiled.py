@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...finding import Finding, Place, Severity
-from .source import Site, in_library
+from ....finding import Finding, Place, Severity
+from ..source import Site, in_library
 
 if TYPE_CHECKING:
-    from .tracer import Tracer
+    from ..tracer import Tracer
 
 
 class Compiled:

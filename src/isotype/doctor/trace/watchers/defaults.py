@@ -9,10 +9,10 @@ from types import CodeType
 
 import torch
 
-from ...dtypes import name as dtype_name
-from ...finding import Finding, Place, Severity
-from .ops import LOW
-from .source import Site, callers, in_library, own_line, short
+from ....dtypes import name as dtype_name
+from ....finding import Finding, Place, Severity
+from ..ops import LOW
+from ..source import Site, callers, in_library, own_line, short
 
 
 @dataclass(slots=True)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...finding import Finding, Severity
-from .source import Site, place_of
+from ....finding import Finding, Severity
+from ..source import Site, place_of
 
 if TYPE_CHECKING:
-    from .tracer import Tracer
+    from ..tracer import Tracer
 
 _START = 10  # skipped steps from which on a run that has taken none counts as stuck: from 65536 down to 64
 _ROW = 16  # skipped steps in a row, later on

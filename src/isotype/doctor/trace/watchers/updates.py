@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...dtypes import eps, significant_bits
-from ...dtypes import name as dtype_name
-from ...finding import Finding, Severity
-from .ops import LOW, Op
-from .pace import now_and_then
-from .source import Site, place_of
+from ....dtypes import eps, significant_bits
+from ....dtypes import name as dtype_name
+from ....finding import Finding, Severity
+from ..ops import LOW, Op
+from ..pace import now_and_then
+from ..source import Site, place_of
 
 if TYPE_CHECKING:
-    from .tracer import Tracer
+    from ..tracer import Tracer
 
 SAMPLE = 16_384  # elements of a tensor that are compared
 LOST = 0.5  # below this share of the fp32 movement the update counts as rounded away

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...dtypes import name as dtype_name
-from ...finding import Finding, Place, Severity, listed
-from .ops import FLOATS, LOW
-from .source import TORCH, Site, callers, in_library, own_line, place_of, short
+from ....dtypes import name as dtype_name
+from ....finding import Finding, Place, Severity, listed
+from ..ops import FLOATS, LOW
+from ..source import TORCH, Site, callers, in_library, own_line, place_of, short
 
 if TYPE_CHECKING:
-    from .tracer import Tracer
+    from ..tracer import Tracer
 
 SAMPLE = 4096  # elements of a tensor that are compared before and after a cast
 _BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}

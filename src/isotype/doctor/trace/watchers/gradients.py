@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...dtypes import name as dtype_name
-from ...finding import Finding, Place, Severity
-from .origin import Origin
+from ....dtypes import name as dtype_name
+from ....finding import Finding, Place, Severity
+from ..origin import Origin
+from ..source import place_of
 from .promotions import size
-from .source import place_of
 
 if TYPE_CHECKING:
-    from .tracer import Tracer
+    from ..tracer import Tracer
 
 
 @dataclass(slots=True)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...dtypes import name as dtype_name
-from ...finding import Finding, Severity, listed
-from .source import Site, place_of
+from ....dtypes import name as dtype_name
+from ....finding import Finding, Severity, listed
+from ..source import Site, place_of
 
 if TYPE_CHECKING:
-    from .tracer import Tracer
+    from ..tracer import Tracer
 
 
 @dataclass(slots=True)

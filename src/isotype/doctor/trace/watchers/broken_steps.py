@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...dtypes import name as dtype_name
-from ...finding import Finding, Severity, listed
-from .pace import now_and_then
-from .source import Site, place_of
+from ....dtypes import name as dtype_name
+from ....finding import Finding, Severity, listed
+from ..pace import now_and_then
+from ..source import Site, place_of
 
 if TYPE_CHECKING:
-    from .tracer import Tracer
+    from ..tracer import Tracer
 
 _LOOKS = 4  # steps that are looked at; then those whose number is a power of two
 

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...dtypes import eps
-from ...dtypes import name as dtype_name
-from ...finding import Finding, Severity, listed
-from .ops import LOW, Op
-from .pace import now_and_then
-from .source import Site, place_of
+from ....dtypes import eps
+from ....dtypes import name as dtype_name
+from ....finding import Finding, Severity, listed
+from ..ops import LOW, Op
+from ..pace import now_and_then
+from ..source import Site, place_of
 
 if TYPE_CHECKING:
-    from .tracer import Tracer
+    from ..tracer import Tracer
 
 NORMS = frozenset({"native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm", "miopen_batch_norm"})
 _STATISTICS = ((3, "running mean"), (4, "running variance"))  # their places among the arguments

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...dtypes import name as dtype_name
-from ...finding import Finding, Severity
-from .origin import Origin
-from .refusals import recompute_finding
-from .source import Site, place_of, short
+from ....dtypes import name as dtype_name
+from ....finding import Finding, Severity
+from ..origin import Origin
+from ..refusals import recompute_finding
+from ..source import Site, place_of, short
 
 if TYPE_CHECKING:
-    from .tracer import Tracer
+    from ..tracer import Tracer
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...dtypes import name as dtype_name
-from ...finding import Finding, Place, Severity
-from .operands import share_of
-from .ops import LOW, Op
-from .origin import Origin
-from .provenance import MARK
+from ....dtypes import name as dtype_name
+from ....finding import Finding, Place, Severity
+from ..operands import share_of
+from ..ops import LOW, Op
+from ..origin import Origin
+from ..provenance import MARK
 
 if TYPE_CHECKING:
-    from .tracer import Tracer
+    from ..tracer import Tracer
 
 
 @dataclass(slots=True)

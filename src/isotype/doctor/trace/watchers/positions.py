@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...dtypes import eps, significant_bits, to_torch
-from ...dtypes import name as dtype_name
-from ...finding import Finding, Severity
-from .ops import LOW, Op
-from .origin import Origin
-from .pace import now_and_then
-from .source import place_of
+from ....dtypes import eps, significant_bits, to_torch
+from ....dtypes import name as dtype_name
+from ....finding import Finding, Severity
+from ..ops import LOW, Op
+from ..origin import Origin
+from ..pace import now_and_then
+from ..source import place_of
 
 if TYPE_CHECKING:
-    from .tracer import Tracer
+    from ..tracer import Tracer
 
 WATCHED = frozenset({"cos", "sin", "arange", "_to_copy", "linspace", "cumsum"})
 _EXACT = {to_torch(word): 2 ** significant_bits(word) for word in ("bf16", "fp16")}  # whole numbers up to here are exact

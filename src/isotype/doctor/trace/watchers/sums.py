@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...dtypes import eps
-from ...dtypes import name as dtype_name
-from ...finding import Finding, Severity, listed
-from .ops import LOW, Op
-from .source import Site, place_of
+from ....dtypes import eps
+from ....dtypes import name as dtype_name
+from ....finding import Finding, Severity, listed
+from ..ops import LOW, Op
+from ..source import Site, place_of
 
 if TYPE_CHECKING:
-    from .tracer import Tracer
+    from ..tracer import Tracer
 
 SAMPLE = 4_096  # elements of a sum that are followed in fp32
 _ENOUGH = 8  # forwards a sum must span: within one forward it may be a residual stream, which is bf16 by design
