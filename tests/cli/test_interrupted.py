@@ -53,6 +53,8 @@ def test_the_installed_command_is_as_patient(interrupted):
 
 def test_nothing_slow_is_imported_before_ctrl_c_is_heeded():
     source = str(Path(__file__).parents[2] / "src")
-    program = "import sys; sys.path.insert(0, sys.argv[1]); before = {*sys.modules}; import isotype.__main__; print(*{*sys.modules} - before)"
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); before = {*sys.modules}; import isotype.__main__; print(*{*sys.modules} - before)"
+    )
     imported = subprocess.run([sys.executable, "-S", "-c", program, source], capture_output=True, text=True, check=True, timeout=60).stdout
     assert {name.partition(".")[0] for name in imported.split()} <= {"isotype", "importlib", "warnings", "__future__"}

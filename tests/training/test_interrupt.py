@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -31,7 +32,7 @@ def test_a_closed_terminal_has_the_run_save_and_stop(configured, tmp_path):
 
 def test_a_second_hang_up_does_not_stop_the_save_and_nohup_is_heeded():
     with Interrupt() as interrupt:
-        interrupt.training = True
+        interrupt.begin()
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGHUP)
         assert interrupt.asked
@@ -44,3 +45,18 @@ def test_a_second_hang_up_does_not_stop_the_save_and_nohup_is_heeded():
             assert not interrupt.asked
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_one_that_a_library_swallowed_ends_the_run_before_step_1(configured, tmp_path, monkeypatch, capfd):
+    from isotype.training import run
+
+    def swallowing(*given, **rest):
+        with contextlib.suppress(KeyboardInterrupt):  # as Python does in a __del__ and in callbacks
+            os.kill(os.getpid(), signal.SIGINT)
+        return preflight(*given, **rest)
+
+    preflight = run.preflight
+    monkeypatch.setattr(run, "preflight", swallowing)
+    assert run.train(configured("run")) == 130
+    assert "interrupted before" in capfd.readouterr().out
+    assert not (tmp_path / "run/metrics.jsonl").exists()
