@@ -186,6 +186,22 @@ def _read(terminal: int) -> bytes:
 
 
 @pytest.mark.slow
+def test_a_run_on_what_was_downloaded_before_says_one_line(workshop, tmp_path, monkeypatch, refusing):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home/hub"))
+    cached(workshop.base)
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_ENDPOINT", refusing)
+    command = [sys.executable, "-m", "isotype", "train", "--model", "org/tiny", "--data", str(workshop.chats), "--steps", "1",
+               "--out", str(tmp_path / "run"), "run.report=false"]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stderr
+    (said,) = ended.stderr.splitlines()
+    assert "does not answer" in said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("terminal", [True, False])
 def test_downloads_show_their_progress_on_a_terminal_only(filled, tmp_path, terminal):
     folder, environment = filled

@@ -29,3 +29,5 @@ def quiet_libraries() -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
     for module in ("transformers", "peft", "torch"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
+    # peft asks the hub at each save whether the vocabulary was changed, which no run does
+    warnings.filterwarnings("ignore", message="Unable to fetch remote file|Could not find a config file in", module="peft")
