@@ -27,7 +27,7 @@ def test_round_trips_through_torch(word):
     assert dtypes.eps(word) == torch.finfo(dtypes.to_torch(word)).eps
 
 
-@given(st.sampled_from(FLOATS), st.sampled_from(FLOATS))
+@given(st.sampled_from([*FLOATS, "complex64", "complex128"]), st.sampled_from([*FLOATS, "complex64", "complex128"]))
 def test_promotes_as_torch_does(left, right):
     assert dtypes.to_torch(dtypes.promote(left, right)) == torch.promote_types(dtypes.to_torch(left), dtypes.to_torch(right))
 

@@ -91,10 +91,12 @@ def eps(dtype: str) -> float:
 
 
 def promote(left: str, right: str) -> str:
-    """What torch's type promotion makes of two floating tensors with dimensions: bf16 with fp16 gives fp32."""
+    """What torch's type promotion makes of two floating or complex tensors with dimensions: bf16 with fp16 gives fp32."""
     left, right = parse(left), parse(right)
     if left == right:
         return left
+    if "complex" in left + right:
+        return "complex128" if {left, right} & {"complex128", "fp64"} else "complex64"
     if {left, right} == {"bf16", "fp16"}:
         return "fp32"
     order = ("bf16", "fp16", "fp32", "fp64")

@@ -8,6 +8,7 @@ import os
 import pty
 import signal
 import sys
+from functools import partial
 
 import pytest
 
@@ -19,6 +20,7 @@ def test_a_closed_terminal_has_the_run_save_and_stop(configured, tmp_path):
     configured("run", train={"steps": 10_000, "eval_every": 5_000})
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may themselves be run under nohup
         os.execv(sys.executable, [sys.executable, "-m", "isotype", "train", str(tmp_path / "run.yaml")])
     shown = b""
     while b"tok/s" not in shown and (read := os.read(terminal, 4096)):
@@ -30,7 +32,16 @@ def test_a_closed_terminal_has_the_run_save_and_stop(configured, tmp_path):
     assert CheckpointStore(tmp_path / "run/checkpoints").newest_whole() == (result["steps"], [])
 
 
-def test_a_second_hang_up_does_not_stop_the_save_and_nohup_is_heeded():
+@pytest.fixture
+def hang_up():
+    """Sets what SIGHUP does here."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield partial(signal.signal, signal.SIGHUP)
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_hang_up_does_not_stop_the_save(hang_up):
+    hang_up(signal.SIG_DFL)
     with Interrupt() as interrupt:
         interrupt.begin()
         os.kill(os.getpid(), signal.SIGHUP)
@@ -38,13 +49,13 @@ def test_a_second_hang_up_does_not_stop_the_save_and_nohup_is_heeded():
         assert interrupt.asked
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with Interrupt() as interrupt:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not interrupt.asked
-    finally:
-        signal.signal(signal.SIGHUP, before)
+
+
+def test_nohup_is_heeded(hang_up):
+    hang_up(signal.SIG_IGN)
+    with Interrupt() as interrupt:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not interrupt.asked
 
 
 def test_one_that_a_library_swallowed_ends_the_run_before_step_1(configured, tmp_path, monkeypatch, capfd):

@@ -33,6 +33,37 @@ class Attention(nn.Module):
         mask = torch.full((q.shape[-2], k.shape[-2]), float("-inf"), device=q.device).triu(1)
         return torch.softmax(q @ k.mT + mask, dim=-1) @ v
 """
+ROTARY = """import torch
+from torch import nn
+
+
+class Rotary(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.register_buffer("inv_freq", 1.0 / 10_000 ** (torch.arange(0, dim, 2).float() / dim), persistent=False)
+
+    def forward(self, x):
+        t = torch.arange(x.shape[1], device=x.device, dtype=self.inv_freq.dtype)
+        angles = torch.outer(t, self.inv_freq)
+        return angles.cos(), angles.sin()
+"""
+MODEL = """from .rotary import Rotary
+
+
+class Model:
+    {kept}
+
+    def __init__(self):
+        self.rotary_emb = Rotary(64)
+"""
+SPECTRAL = """
+
+class Mixer(nn.Module):
+    def forward(self, x):
+        if x.ndim != 3:
+            raise ValueError
+        return torch.fft.rfft(x, dim=1).real
+"""
 LOOP = """def fit(model, optimizer, batches):
     for batch in batches:
         model(batch).backward()
@@ -118,6 +149,20 @@ def test_a_benchmark_chooses_its_dtypes(told):
     assert codes(told({"benchmarks/function.py": program, "low.py": LOW})) == []
     assert codes(told({"benchmarks/function.py": program + "    # under autocast\n", "low.py": LOW})) == ["LT002"]
     assert codes(told({"benchmarks/function.py": UNDER_AUTOCAST, "low.py": LOW})) == ["LT002"]
+
+
+@pytest.mark.parametrize("kept", ['_keep_in_fp32_modules = ["inv_freq"]', '_keep_in_fp32_modules_strict: list = ["norm", "rotary_emb"]'])
+def test_a_model_keeps_the_frequencies_in_fp32(told, kept):
+    files = {"one/rotary.py": ROTARY, "one/model.py": MODEL.format(kept=kept), "low.py": LOW}
+    assert codes(told(files)) == []
+    assert told(files, weak=True)[0][2].startswith("a model beside it keeps ")
+    assert codes(told({**files, "one/model.py": MODEL.format(kept='_keep_in_fp32_modules = ["norm"]')})) == ["LT008"]
+    assert codes(told({"one/rotary.py": ROTARY, "other/model.py": MODEL.format(kept=kept), "one/model.py": ""})) == ["LT008"]
+
+
+@pytest.mark.parametrize(("cast", "expected"), [("", []), (".float()", ["LT007"])])
+def test_a_model_with_a_fourier_transform_of_its_inputs_is_never_in_bf16(told, cast, expected):
+    assert codes(told({"attention.py": IN_BF16 + SPECTRAL.replace("rfft(x", f"rfft(x{cast}"), "low.py": LOW})) == expected
 
 
 def test_a_lone_file_is_judged_by_itself(tmp_path):

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 
 from .dataflow.events import Scenario
 from .files import SKIPPED_FOLDERS, regular
+from .source import SourceFile
 
 MARKERS = (".git", "pyproject.toml", "setup.py", "setup.cfg")
 MAX_FILES = MAX_FOLDERS = 20_000  # more is no repository but a disk
@@ -31,6 +33,8 @@ _TRAINER = re.compile(
     rb"GradScaler|mixed_precision\s*[=:]|AmpOptimWrapper|amp\.initialize|auto_fp16|TrainingArguments|LightningModule|\bAccelerator\(|"
     rb"precision\s*=\s*[\"'](?:16|bf16)"
 )
+# the names that a model of transformers leaves in fp32 when it is cast
+_KEPT = re.compile(rb"_keep_in_fp32_modules\w*\b[^=\n]*=\s*[\[({]([^\])}]*)[\])}]")
 _STEP = re.compile(rb"(?:optimi[sz]er|optim|opt|scaler)\w*(?:\[\w+\])?\.step\(")
 _TESTS = re.compile(r"(^|[_/])(tests?|testing|bench\w*)([_/.]|$)")
 _BENCHMARKS = re.compile(r"(^|[_/])bench\w*([_/.]|$)")
@@ -42,6 +46,7 @@ class Repository:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._parsed: dict[Path, SourceFile] = {}
 
     @cached_property
     def texts(self) -> dict[Path, bytes]:
@@ -107,6 +112,23 @@ class Repository:
     def region_near(self, path: Path) -> bool:
         """Whether a region is opened in the folder of this file or below it. An engine keeps a folder for each model, with what runs it."""
         return any(_REGION.search(text) for file, text in self.texts.items() if path.parent in file.parents and b"autocast" in text)
+
+    def kept_in_fp32(self, path: Path, names: tuple[str, ...]) -> str:
+        """Which of these buffers and classes a model in this file's folder keeps in fp32 by name, or ""."""
+        beside = b"\n".join(text for file, text in self.texts.items() if file.parent == path.resolve().parent)
+        kept = {word for group in _KEPT.findall(beside) for word in re.findall(rb"[\"'.](\w+)[\"']", group)}
+        kept |= {cls for word in kept for cls in re.findall(rb"\bself\.%b\s*=\s*(\w+)\(" % word, beside)}
+        return next((name for name in names if name.encode() in kept), "")
+
+    def files_with(self, words: bytes, but: Path) -> list[SourceFile]:
+        """The files, parsed, whose text has these bytes, except this one."""
+        found: list[SourceFile] = []
+        for path, text in self.texts.items():
+            if words in text and path != but.resolve():
+                with suppress(SyntaxError, ValueError):
+                    found.append(self._parsed.get(path) or SourceFile(str(path), text.decode("utf-8", "replace")))
+                    self._parsed[path] = found[-1]
+        return found
 
     def against(self, scenario: Scenario, path: Path, text: str) -> str:
         """Why nobody meets the scenario in this file, or "" where nothing says so."""

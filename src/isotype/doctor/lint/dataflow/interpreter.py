@@ -22,9 +22,11 @@ from .values import (
     Closure,
     Dtype,
     Env,
+    Instance,
     Items,
     Loop,
     Mapping,
+    Scalar,
     Tensor,
 )
 
@@ -45,6 +47,7 @@ class Interpreter:
         self.calls: list[ast.Call] = []  # calls by which another file was entered
         self.depth = self.steps = 0
         self.found_subclass = False
+        self.launched: dict[ast.Call, list[tuple[list[Any], dict[str, Any]]]] = {}  # `kernel[grid](...)` -> what it was handed, each time
         self.entered: dict[ast.AST, set[frozenset[str | None]]] = {}  # function -> floating dtypes that it was called with, all known
 
     # -- what happened ---------------------------------------------------------------------------------------------------
@@ -79,6 +82,8 @@ class Interpreter:
         told: list[Any] = [*tensors] or [v for v in (*args, *kwargs.values()) if isinstance(v, Dtype)]
         if told and all((v.dtype if isinstance(v, Tensor) else v.word) is not None for v in told):
             self.entered.setdefault(closure.node, set()).add(frozenset(v.dtype for v in tensors if v.floating))
+        elif isinstance(closure.bound, Instance) and all(isinstance(v, Scalar) for v in (*args, *kwargs.values())):
+            self.entered.setdefault(closure.node, set()).add(frozenset())  # what it works on is self's
         file, self.file = self.file, closure.file
         left_home = file is self.home and self.file is not self.home and node is not None
         if left_home:

@@ -199,6 +199,9 @@ def _call_own_method(run: Interpreter, method: Method, args: list[Any], kwargs: 
                 return run.call_closure(Closure(item, run.file, Env(), method.of), args, kwargs, node)
             if decorators == {"staticmethod"}:
                 return run.call_closure(Closure(item, run.file, Env()), args, kwargs, node)
+    if method.name == "register_buffer" and len(args) > 1 and isinstance(args[0], Scalar) and isinstance(args[0].value, str):
+        method.of.attributes[args[0].value] = args[1]
+        return NONE
     return UNKNOWN
 
 

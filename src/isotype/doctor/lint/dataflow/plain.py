@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from ..source import Function, SourceFile, keyword, last_name
 from . import arguments
@@ -54,15 +55,54 @@ class _Runs:
     events: list[Event] = field(default_factory=list)
     entered: dict[ast.AST, set[frozenset[str | None]]] = field(default_factory=dict)
     steps: int = MAX_STEPS
+    launched: dict[ast.Call, list[tuple[list[Any], dict[str, Any]]]] = field(default_factory=dict)
+    impossible: bool = False  # some way through it ends at a kernel that torch has not
 
 
 def _disproved(event: Event, one: _Runs, runs: list[_Runs], file: SourceFile) -> bool:
     """Whether the function's callers in this file hand it other dtypes than were assumed, and with those nothing happens."""
     if event.kind == "returned":  # seen of the outermost function only: what counts is whether two dtypes met in it at all
-        given = [dtypes for r in runs if r.scenario == one.scenario for dtypes in r.entered.get(one.function, ())]
+        given = [dtypes for r in runs if r.scenario == one.scenario for dtypes in r.entered.get(one.function, ()) if dtypes]
         return bool(given) and all(len(dtypes) == 1 for dtypes in given)
-    callers = [r for r in runs if r.scenario == one.scenario and r.function is not one.function and one.function in r.entered]
-    return bool(callers) and not any(e.node is event.node and e.kind == event.kind for r in callers for e in r.events)
+    others = [r for r in runs if r.scenario == one.scenario and r.function is not one.function and r.function.name != "__init__"]
+    callers = [r for r in others if one.function in r.entered]
+    outermost = [r for r in callers if not any(r.function in above.entered for above in callers if above is not r)]
+    callers = outermost or callers  # none where they call one another
+    return bool(callers) and not any(_alike(e, event) for r in callers for e in r.events)
+
+
+def _alike(one: Event, other: Event) -> bool:
+    """The same thing at the same place; of two tables, both of rounded positions or neither."""
+    rounded = [any(value.lowered is not None for _, value in event.operands) for event in (one, other)]
+    return one.node is other.node and one.kind == other.kind and (one.kind != "table" or rounded[0] == rounded[1])
+
+
+def launched_by(file: SourceFile, function: Function, scenario: Scenario) -> dict[ast.Call, list[tuple[list[Any], dict[str, Any]]]]:
+    """What the launches `kernel[grid](...)` of a function hand to kernels, along each way through it."""
+    known = file.memo.setdefault("launched_by", {})
+    if (function, scenario) not in known:
+        one = _Runs(function, scenario)
+        each_path(partial(_run, file, one), MAX_PATHS)
+        known[function, scenario] = one.launched
+    return known[function, scenario]
+
+
+def refused_in_bf16(file: SourceFile) -> str:
+    """The class of the file whose forward, on its plainest way, asks torch for a kernel that bf16 has not; or ""."""
+    if "refused_in_bf16" not in file.memo:
+        found = ""
+        for function in file.functions():
+            cls = file.parents.get(function)
+            if function.name == "forward" and isinstance(cls, ast.ClassDef) and any(map(_is_spectrum, file.own(function))):
+                one = _Runs(function, PURE)
+                _run(file, one, Path())
+                found = found or (cls.name if one.impossible else "")
+        file.memo["refused_in_bf16"] = found
+    return file.memo["refused_in_bf16"]
+
+
+def _is_spectrum(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and last_name(node.func) in names.SPECTRA
 
 
 def _worth_running(file: SourceFile) -> Wanted:
@@ -92,15 +132,17 @@ def _worth_running(file: SourceFile) -> Wanted:
         calls[function] = called
         if scenarios:
             wanted[function] = scenarios
-    by_name: dict[str, set[Scenario]] = {}
-    for function, scenarios in wanted.items():
-        by_name.setdefault(function.name, set()).update(scenarios)
+    callers: dict[str, list[Function]] = {}
     for function, called in calls.items():
-        for name in called & by_name.keys():
-            wanted.setdefault(function, set()).update(by_name[name])
-            for outer, names_called in calls.items():  # and what calls that, whose casts may decide
-                if function.name in names_called:
-                    wanted.setdefault(outer, set()).update(by_name[name])
+        for name in called:
+            callers.setdefault(name, []).append(function)
+    waiting = list(wanted)
+    for function in waiting:  # grows while it is read: the casts of whatever calls it may decide
+        for caller in callers.get(function.name, ()):
+            missing = wanted[function] - wanted.get(caller, set())
+            if missing:
+                wanted.setdefault(caller, set()).update(missing)
+                waiting.append(caller)
     return wanted
 
 
@@ -170,10 +212,13 @@ def _run(file: SourceFile, one: _Runs, path: Path) -> None:
         run_function(run, Closure(function, file, Env()), env)
     except Impossible:
         run.events.clear()  # what was called on the way there is not called so, either
+        one.impossible = True
     except OutOfSteps:
         return
     finally:
         one.steps -= run.steps
     one.events += run.events
+    for site, given in run.launched.items():
+        one.launched.setdefault(site, []).extend(given)
     for called, dtypes in run.entered.items():
         one.entered.setdefault(called, set()).update(dtypes)

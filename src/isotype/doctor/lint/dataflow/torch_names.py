@@ -31,6 +31,8 @@ NOT_IN_BF16 = frozenset(
     "svd svdvals eigh eigvalsh eig eigvals qr cholesky inv pinv solve lstsq det slogdet lu_factor matrix_rank inverse pinverse "
     "view_as_complex complex stft istft quantile nanquantile".split()
 )
+# Of torch.fft, or of a package's own module around it.
+SPECTRA = frozenset("fft ifft rfft irfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn hfft ihfft".split())
 # In-place writes at indices: source and destination must have one dtype; autocast leaves them alone.
 SCATTER = frozenset(
     "index_add_ index_add index_copy_ index_copy index_put_ index_put scatter_ scatter scatter_add_ scatter_add "

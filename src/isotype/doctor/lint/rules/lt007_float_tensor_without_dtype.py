@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterator
 
 from ..dataflow.arguments import ACTIVATION, WEIGHT
-from ..dataflow.plain import PURE, plain_events
+from ..dataflow.plain import PURE, plain_events, refused_in_bf16
+from ..dataflow.torch_names import SPECTRA
 from ..dataflow.values import Made, Tensor
 from ..rule import Edit, FixSafety, Hit, Rule
 from ..source import Function, SourceFile, keyword, last_name
@@ -106,6 +107,11 @@ def _unlikely(file: SourceFile, node: ast.AST, other: Tensor) -> str:
     if other.why.startswith("the buffer "):
         return "a buffer, made in fp32 like the constant, meets it: bf16 only where the whole module is cast"
     function = file.function_of(node)
+    if function is not None and any(isinstance(n, ast.Call) and last_name(n.func) in SPECTRA for n in file.own(function)):
+        return "a Fourier transform beside it takes no bf16, and gives what is fp32 or complex"
+    refusing = refused_in_bf16(file)
+    if refusing:
+        return f"{refusing} beside it takes the Fourier transform of its inputs, which torch has not for bf16"
     if function is None or other.made is not Made.PARAMETER or not other.why.startswith("the argument "):
         return ""
     names = [a.arg for a in (*function.args.args, *function.args.kwonlyargs)]

@@ -3,9 +3,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 from ..dataflow.arguments import ACTIVATION
 from ..dataflow.plain import plain_events
+from ..repository import Repository
 from ..rule import Hit, Rule
 from ..source import SourceFile, last_name
 from .evidence import details, first_of_each
@@ -93,7 +96,20 @@ class PositionsInLowPrecision(Rule):
                 + (", with autocast switched off around the product" if by_autocast else ""),
                 details=details(event),
                 scenario=event.scenario,
+                elsewhere=None if by_autocast else partial(_kept_in_fp32, file, _cast_with_the_model(file, at)),
             )
+
+
+def _kept_in_fp32(file: SourceFile, names: tuple[str, ...], repository: Repository | None) -> str:
+    kept = repository.kept_in_fp32(Path(file.path), names) if repository is not None else ""
+    return f"a model beside it keeps {kept} in fp32" if kept else ""
+
+
+def _cast_with_the_model(file: SourceFile, at: ast.AST) -> tuple[str, ...]:
+    """The attributes of `self` that give this its dtype, and their class: none where the dtype comes from elsewhere."""
+    attributes = [n.attr for n in ast.walk(at) if isinstance(n, ast.Attribute) and last_name(n.value) == "self"]
+    cls = file.parents.get(file.function_of(at) or at)
+    return (*attributes, cls.name) if attributes and isinstance(cls, ast.ClassDef) else ()
 
 
 def _is_an_angle(file: SourceFile, at: ast.expr | ast.stmt, label: str) -> bool:
