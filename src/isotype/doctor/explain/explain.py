@@ -86,11 +86,11 @@ def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
     ranked = explained.ranked()
     top, others = ranked[0], ranked[1:]
     situation = seen.situation
-    frame = situation.users or situation.innermost
+    frame = situation.users or situation.callers or situation.innermost
     details: list[tuple[str, str]] = [
         (
             "error",
-            incident.text.strip().splitlines()[-1][:300] if len(incident.text.splitlines()) < 3 else _telling_line(incident.text, seen),
+            incident.text.strip()[:300] if len(incident.text.strip().splitlines()) < 2 else _telling_line(incident.text, seen),
         )
     ]
     if seen.dtypes:

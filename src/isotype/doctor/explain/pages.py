@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from . import (  # noqa: F401  families register themselves
+    arguments,
     attention,
     buffers,
     demands,
     kernels,
     layers,
+    libraries,
     products,
     refusals,
     regions,
