@@ -39,6 +39,16 @@ FAULTS = [
     ("gradients_of_two_dtypes_in_fsdp2", "EX014", 176, "accumulated gradients beside fresh ones", "every micro-batch"),
     ("attention_in_an_engines_log", "EX005", 227, "rotary, norm or cache promoted one operand", "KV cache"),
     ("fused_adam", "EX010", 9, "gradient in another dtype than the parameter", "a gradient or a state is fp32"),
+    ("scaler_told_by_a_logger_too", "EX013", 1064, "fp16=True with bf16 weights", "bf16=True, fp16=False"),
+    ("bf16_metric_over_gloo", "EX036", 90, "a dtype without a collective", "gloo"),
+    ("numpy_in_a_pool", "EX026", 31, "numpy() of a half-precision tensor", "x.float().cpu().numpy()"),
+    ("pytest_in_two_files", "EX001", 88, "bias or in-place buffer in another dtype", "addmm_"),
+    ("loguru", "EX001", 17, "weight left in a wider dtype", "autocast"),
+    ("exception_group", "EX003", 5, "VAE or image encoder in another dtype", "fp16"),
+    ("quoted_in_a_mail", "EX001", 12, "fp32 adapter on a half-precision base", "autocast_adapter_dtype"),
+    ("tensorflow", "EX034", 44, "arguments of two dtypes", "tf.cast"),
+    ("jax", "EX034", 71, "arguments of two dtypes", "b.astype(a.dtype)"),
+    ("rich_on_windows", "EX003", 501, "VAE or image encoder in another dtype", "vae"),
 ]
 
 

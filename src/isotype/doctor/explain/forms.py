@@ -190,6 +190,11 @@ FORMS: tuple[tuple[str, str], ...] = (
     ),
     ("paired arguments", r"Expected both inputs to be Half, Float or Double tensors but got <left> and <right>"),
     ("paired arguments", r"both inputs should have (?:the )?same dtype"),
+    ("paired arguments", r"(?P<_name>(?:lax|jnp|jax)\.[\w.]+) requires arguments to have the same dtypes,? got <left>, <right>(?=[.\s]|$)"),
+    (
+        "paired arguments",
+        r"cannot compute (?P<_name>\w+) as input #\d+ ?\(zero-based\) was expected to be an? <left> tensor but is an? <right> tensor",
+    ),
     ("storage", r"Could not set tensor of type <right> to a tensor of type <left>"),
     # loss scaling
     (

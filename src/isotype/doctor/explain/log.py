@@ -48,13 +48,15 @@ class Frame:
 
 @dataclass(slots=True)
 class Incident:
-    """text: the exception's own lines, or the passage; frames: outermost first; line: where in the log; ranks: how many said it."""
+    """text: the exception's own lines, or the passage; frames: outermost first; line: where in the log; ranks: how many said it;
+    chained: raised on account of the one before."""
 
     text: str
     frames: list[Frame]
     line: int
     exception: str | None = None
     ranks: int = 1
+    chained: bool = False
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ class _Open:
     frames: list[Frame] = field(default_factory=list)
     message: list[str] = field(default_factory=list)
     exception: str | None = None
+    chained: bool = False
 
     def add(self, frame: Frame) -> None:
         if len(self.frames) >= MOST_FRAMES:
@@ -73,12 +76,13 @@ class _Open:
 
     def close(self) -> Incident | None:
         text = "\n".join(self.message).strip()
-        return Incident(text, self.frames, self.start, self.exception) if text else None
+        return Incident(text, self.frames, self.start, self.exception, chained=self.chained) if text else None
 
 
 def incidents(lines: Iterable[str]) -> Iterator[Incident]:
     """Every exception and every passage, in the order of their last lines."""
     open_by_rank: dict[str, _Open] = {}
+    chained: set[str] = set()  # ranks whose next traceback was raised on account of their last
     passage: list[str] = []
     passage_start = 1
     number = 0
@@ -102,9 +106,16 @@ def incidents(lines: Iterable[str]) -> Iterator[Incident]:
             if (done := open_by_rank.pop(rank, None)) and (incident := done.close()):
                 yield incident
             yield from loose()
-            open_by_rank[rank] = _Open(number)
+            open_by_rank[rank] = _Open(number, chained=rank in chained)
+            chained.discard(rank)
             continue
         current = open_by_rank.get(rank)
+        if _CHAIN.match(line):
+            if current and (incident := current.close()):
+                yield incident
+            open_by_rank.pop(rank, None)
+            chained.add(rank)
+            continue
         if current is None:
             if frame := _FRAME.match(line):  # pasted without its first line
                 yield from loose()
@@ -118,11 +129,6 @@ def incidents(lines: Iterable[str]) -> Iterator[Incident]:
                     yield from loose()
             else:
                 yield from loose()
-            continue
-        if _CHAIN.match(line):
-            if incident := current.close():
-                yield incident
-            open_by_rank.pop(rank)
             continue
         if _take(current, line):
             if incident := current.close():

@@ -35,7 +35,9 @@ class _Box:
 def _rich(lines: Iterable[Numbered]) -> Iterator[Numbered]:
     box: _Box | None = None
     for number, line in lines:
-        if top := _BOX_TOP.match(line):
+        if box is None and "╭" not in line:
+            yield number, line
+        elif top := _BOX_TOP.match(line):
             yield from box.message if box else ()
             box = _Box(top["head"], len(top["box"]))
             yield number, box.head + _TITLE
@@ -123,7 +125,9 @@ def _pytest(lines: Iterable[Numbered]) -> Iterator[Numbered]:
     report: _Report | None = None
     summary = False
     for number, line in lines:
-        if test := _TEST.match(line):
+        if report is None and not summary and not line.startswith("___"):
+            yield number, line
+        elif test := _TEST.match(line):
             yield from report.printed() if report else ()
             report = _Report(test["name"], number)
         elif report is None:

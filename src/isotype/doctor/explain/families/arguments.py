@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ..family import Cause, Explained, Seen, family
 from ..source_line import failing_call
 from .causes import wider
@@ -49,6 +51,7 @@ def paired_arguments(s: Seen) -> Explained:
     if s.operator == "interpolation":
         return Explained(message=f"lerp of {left} with {right}", causes=_interpolation(s, left, right))
     named = [s.words[key] for key in ("left", "right") if key in s.words]
+    other = "b.astype(a.dtype)" if re.match(r"(?:lax|jnp|jax)\.", name) else "tf.cast(b, a.dtype)" if "zero-based" in s.text else ""
     pair = named if len(named) == 2 else list(call.tensors[:2]) if call else []
     roles = f"{pair[0]} and {pair[1]}" if pair else "its arguments"
     if len(named) == 2:
@@ -57,7 +60,9 @@ def paired_arguments(s: Seen) -> Explained:
         roles = (
             f"{roles} are {left} and {right}" if "right" in s.dtypes else f"{roles} are of {left} and {right}, in one order or the other"
         )
-    if pair and wider(right, left):
+    if other:
+        cast = other
+    elif pair and wider(right, left):
         cast = f"{pair[1]}.to({pair[0]}.dtype)"
     elif pair:
         cast = f"{pair[0]}.to({pair[1]}.dtype)"
@@ -70,7 +75,7 @@ def paired_arguments(s: Seen) -> Explained:
                 name="arguments of two dtypes",
                 score=3,
                 why=f"{name} takes one dtype and casts nothing: {roles}; what was made in fp32 (a grid, weights, a softmax) met {s.half}",
-                fix=f"cast one at the call: {cast}, or both with .float() where the precision matters",
+                fix=f"cast one at the call: {cast}, or both to fp32 where the precision matters",
                 because=f"{call.frame.code} at {call.frame.file}:{call.frame.line}"
                 if call
                 else "the text names the arguments"

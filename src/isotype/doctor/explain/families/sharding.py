@@ -149,8 +149,10 @@ def collective_without(s: Seen) -> Explained:
             Cause(
                 name="a dtype without a collective",
                 score=3,
-                why=f"{dtype} is none that this backend sums or gathers (fp8, 16-bit unsigned and complex values are not)",
-                fix="reduce in fp32: y = x.float(); dist.all_reduce(y); bytes that are only moved: x.view(torch.uint8)",
+                why=f"{dtype} is none that this backend sums or gathers: fp8, 16-bit unsigned and complex values are not, and gloo (a CPU, "
+                "Windows) has no bf16 in older torch",
+                fix="reduce in fp32: y = x.float(); dist.all_reduce(y); a metric: keep its state in fp32; bytes that are only moved: "
+                "x.view(torch.uint8)",
                 because=f"{user.code} at {user.file}:{user.line}" if user and user.code else "",
             )
         ],
