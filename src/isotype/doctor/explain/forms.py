@@ -280,6 +280,7 @@ FORMS: tuple[tuple[str, str], ...] = (
     ("missing kernel", r"(?P<_op>linalg\.\w+): Low precision dtypes not supported\. Got (?P<_dtype>BFloat16|Half)"),
     ("outside torch", r"Cannot handle this data type: \([^\n]*<f(?P<_bytes>[248])"),
     ("outside torch", r"array type (?P<_dtype>float16|bfloat16) is (?:unsupported|not supported) in (?P<_library>linalg)"),
+    ("outside torch", r"can'?t (?P<_library>convert np\.ndarray) of type ml_dtypes\.(?P<_dtype>bfloat16|float8\w*)"),
     ("outside torch", r"(?P<_library>no kernel matching) input types \([^)]*(?P<_dtype>half)float"),
     ("dtype as data", r"Object of type dtype is not JSON serializable|cannot represent an object', torch\.\w+"),
     ("dtype as data", r"Value 'torch\.\w+' \(dtype\) is not a supported primitive type"),

@@ -35,7 +35,9 @@ def outside_torch(s: Seen) -> Explained:
         library, dtype = "PIL", {"2": "fp16", "4": "fp32", "8": "fp64"}.get(s.words.get("bytes", ""), dtype)
     else:
         fix = "give it fp32: x.float().cpu().numpy(), or array.astype('float32')"
-    library = {"linalg": "numpy.linalg", "no kernel matching": "Arrow"}.get(library, library) or "this library"
+    library = {"linalg": "numpy.linalg", "no kernel matching": "Arrow", "convert np.ndarray": "torch.from_numpy"}.get(
+        library, library
+    ) or "this library"
     return Explained(
         message=f"{library} does not take {dtype}",
         causes=[
