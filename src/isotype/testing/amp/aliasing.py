@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...finding import Finding, Place, Severity
 from .attempt import BACKWARD, Outcome, attempt, incoming_gradient
-from .dtype_rules import Fault, method_place
+from .dtype_rules import Fault, method_place, owner_of_method
 from .numerics import Numerics
 from .places import failure_of
 from .raising import first_line
@@ -34,8 +34,7 @@ def _place(subject: Subject, outcome: Outcome, stage: str) -> Place:
     """The hand-written method at fault, where there is one."""
     if outcome.calls:
         function = outcome.calls[0].function
-        owner = f"{function.__qualname__.split('<locals>.')[-1]}.{stage}"
-        return method_place(function, stage, owner)
+        return method_place(function, stage, owner_of_method(function, stage))
     return subject.place
 
 

@@ -43,7 +43,7 @@ def gradient_faults(outcome: Outcome, setting: Setting) -> list[Fault]:
 
 def _gradient_fault(call: BackwardCall, i: int, returned: torch.dtype, expected: torch.dtype, setting: Setting, wider: bool) -> Fault:
     argument = _argument(call.function, i)
-    owner = f"{call.function.__qualname__.split('<locals>.')[-1]}.backward"
+    owner = owner_of_method(call.function, "backward")
     place = return_of(call.function, owner)
     got, wanted = _word(returned), _word(expected)
     if wider:
@@ -100,7 +100,7 @@ def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: S
             wider = False
         else:
             continue
-        owner = classes[0].__qualname__.split("<locals>.")[-1] + ".forward" if classes else subject.label
+        owner = owner_of_method(classes[0], "forward") if classes else subject.label
         faults.append(
             (
                 ("AC004", owner, i, wider),
@@ -124,13 +124,30 @@ def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: S
     return faults
 
 
+def registered(function: type, method: str) -> Any:
+    """What the author of a torch.library operator registered, for the Function that torch generates around it; else None."""
+    own = getattr(function, "backward", None)
+    if not function.__name__.startswith("GeneratedBackwardFor_") or own is None:
+        return None
+    infos = [cell.cell_contents for cell in own.__closure__ or () if hasattr(cell.cell_contents, "_backward_fn")]
+    return getattr(infos[0], "_backward_fn" if method == "backward" else "_init_fn", None) if infos else None
+
+
+def owner_of_method(function: type, method: str) -> str:
+    """`Class.backward`; the registered function's own name for an operator of torch.library."""
+    written = registered(function, method)
+    if written is not None:
+        return f"{written.__qualname__.split('<locals>.')[-1]} (of {function.__name__.removeprefix('GeneratedBackwardFor_')})"
+    return f"{function.__qualname__.split('<locals>.')[-1]}.{method}"
+
+
 def return_of(function: type, owner: str) -> Place:
     """The last `return` of a Function's backward."""
     return method_place(function, "backward", owner, statement=True)
 
 
 def method_place(function: type, method: str, owner: str, *, statement: bool = False) -> Place:
-    written: Any = inspect.unwrap(getattr(function, method))
+    written: Any = inspect.unwrap(registered(function, method) or getattr(function, method))
     try:
         lines, first = inspect.getsourcelines(written)
         file = inspect.getsourcefile(written)
