@@ -6,7 +6,10 @@ Attributes are imported when first used, so that the torch-free commands stay to
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+
+TYPE_CHECKING = False  # typing is 10 ms in which Ctrl-C is a traceback
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0"
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
+from .printable import printable
 
 TEXT, PARTS, PRETRAIN, TUNE = "text.txt", "small", "pretrain.yaml", "tune.yaml"
 
@@ -137,7 +138,7 @@ def _show(folder: Path, summary: dict[str, Any], say: Callable[[str], None]) -> 
 
 
 def _short(text: str, most: int = 110) -> str:
-    flat = " ".join(text.split())
+    flat = printable(" ".join(text.split()))
     return (flat if len(flat) <= most else flat[: most - 3] + "...") or "(nothing)"
 
 

@@ -68,7 +68,10 @@ def test_the_doctors_static_commands_too(arguments, tmp_path):
     "arguments",
     [("train",), ("train", "no-such.yaml"), ("plan", "train.foo=1"), ("train", "--preset", "bf17"),
      ("train", "--resume", "nowhere"), ("train", "x.yaml", "--resume", "nowhere"), ("train", "--yes", "--model", "m"),
-     ("train", "--steps", "0", "--model", "m", "--data", "d"), ("plan", "--model", "./none", "--data", "stdlib")],
+     ("train", "--steps", "0", "--model", "m", "--data", "d"), ("plan", "--model", "./none", "--data", "stdlib"),
+     ("train", "--model", "m", "--data", "none.jsonl"), ("plan", "--model", "m", "--data", "none*.csv"),
+     ("train", "--model", "m", "--data", "stdlib", "data.eval=none.jsonl"),
+     ("eval", ".", "--data", "none.jsonl"), ("eval", "nowhere", "--data", "stdlib"), ("chat", "nowhere")],
 )  # fmt: skip
 def test_mistakes_are_told_before_torch_is_imported(arguments):
     answer = run(*arguments)

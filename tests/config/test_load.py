@@ -84,6 +84,12 @@ def test_values_and_where_they_came_from(write):
         ("train:\n  steps: 1\n  steps: 2", "run.yaml:3 train.steps: given twice, first in line 2"),
         ("train:\n  steps: 1\ntrain:\n  seed: 2", "run.yaml:3 train: given twice, first in line 1"),
         ("train: 7", "run.yaml:1 train: expected keys below it, got 7"),
+        ("model: org/name", "run.yaml:1 model: expected keys below it, got org/name, did you mean model.name?"),
+        ("data: [a.jsonl]", "run.yaml:1 data: expected keys below it, got [a.jsonl], did you mean data.train?"),
+        ("adapter: lora", "run.yaml:1 adapter: expected keys below it, got lora, did you mean adapter.kind?"),
+        ("finetuning_type: lora", "run.yaml:1 finetuning_type: unknown section; here it is adapter.kind"),
+        ("--learning_rate: 1e-4", "run.yaml:1 --learning_rate: unknown section, did you mean train.learning_rate?"),
+        ("--mixed_precision: bf16", "run.yaml:1 --mixed_precision: unknown section; here it is precision.preset"),
         ("- a\n- b", "run.yaml:1: expected sections (model:, data:, train:, ...)"),
         ("just text", "run.yaml:1: expected sections (model:, data:, train:, ...)"),
         ("# nothing\n", "run.yaml: empty; expected sections (model, data, adapter, precision, train, run); isotype init writes"),
@@ -117,6 +123,8 @@ def test_files_that_are_none(tmp_path, write):
     assert complaints(tmp_path)[0] == "run.yaml: is a folder, expected a YAML file"
     (tmp_path / "config.json").write_text("{}")
     assert complaints(tmp_path)[1].split()[:2] == ["fix", "--model"]
+    (tmp_path / "chats.jsonl").write_text('{"text": "a"}\n')
+    assert complaints(tmp_path / "chats.jsonl") == ["run.yaml: expected a YAML file", "  fix       --data run.yaml"]
     (tmp_path / "binary.yaml").write_bytes(b"\x80\x02\xff\xfe")
     assert complaints(tmp_path / "binary.yaml")[0].endswith("not text (UTF-8): expected a YAML file")
     (tmp_path / "nul.yaml").write_bytes(b"train:\n  seed: 1\x00\n")

@@ -63,6 +63,16 @@ def test_chat_answers_what_is_piped_in(run):
     assert ask("chat", run, "--tokens", 4, "--temperature", 0, text="How much is 1 plus 2?\n")
 
 
+def test_an_answer_moves_no_cursor_and_clears_no_screen(run, monkeypatch):
+    from transformers import PreTrainedTokenizerFast
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda self, ids, **options: "a\x1b[2J\x07\x9bb\r\n\tc\n")
+    for shown in (ask("chat", run, "--tokens", 1, text="one?\n"), ask("sample", run, "one?", "--tokens", 1)):
+        assert "a�[2J��b\n\tc\n" in shown
+    answer = json.loads(ask("sample", run, "one?", "--tokens", 1, "--json").splitlines()[-1])["samples"][0]["answer"]
+    assert answer.startswith("a\x1b[2J")
+
+
 def test_a_conversation_has_turns_until_it_is_reset_and_forgets_a_question_that_is_stopped(run, monkeypatch):
     from isotype.inference.conversation import Conversation
 

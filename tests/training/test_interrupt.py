@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -42,7 +43,7 @@ def hang_up():
 def test_a_second_hang_up_does_not_stop_the_save(hang_up):
     hang_up(signal.SIG_DFL)
     with Interrupt() as interrupt:
-        interrupt.training = True
+        interrupt.begin()
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGHUP)
         assert interrupt.asked
@@ -55,3 +56,18 @@ def test_nohup_is_heeded(hang_up):
     with Interrupt() as interrupt:
         os.kill(os.getpid(), signal.SIGHUP)
         assert not interrupt.asked
+
+
+def test_one_that_a_library_swallowed_ends_the_run_before_step_1(configured, tmp_path, monkeypatch, capfd):
+    from isotype.training import run
+
+    def swallowing(*given, **rest):
+        with contextlib.suppress(KeyboardInterrupt):  # as Python does in a __del__ and in callbacks
+            os.kill(os.getpid(), signal.SIGINT)
+        return preflight(*given, **rest)
+
+    preflight = run.preflight
+    monkeypatch.setattr(run, "preflight", swallowing)
+    assert run.train(configured("run")) == 130
+    assert "interrupted before" in capfd.readouterr().out
+    assert not (tmp_path / "run/metrics.jsonl").exists()

@@ -1,5 +1,7 @@
 """Samples in the middle of training leave no trace: "train, generate, train" is bit-identical to "train, train"."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tests.models import lora, rows, tiny
@@ -69,3 +71,10 @@ def test_generation_and_evaluation_leave_no_trace(preset, checkpointing, tmp_pat
     with_interludes = trained(preset, tmp_path, interludes=True, checkpointing=checkpointing)
     assert plain[0] == with_interludes[0]
     assert all(torch.equal(plain[1][name], tensor) for name, tensor in with_interludes[1].items())
+
+
+def test_samples_in_a_runs_own_lines_move_no_cursor(capsys):
+    from isotype.training.console import RunConsole
+
+    RunConsole(json_output=False).samples(1, [SimpleNamespace(prompt="one?\x1b[1A", answer="a\x1b[2Jb\x9b")])
+    assert capsys.readouterr().out.splitlines()[1:] == ["    > one?�[1A", "    a�[2Jb�"]

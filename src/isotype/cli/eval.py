@@ -30,6 +30,13 @@ def evaluate(
 
         isotype eval runs/qwen --data held_out.jsonl
     """
+    from ..config.sources import SourceSpec
+    from ..data.sources import refuse_absent
+    from ..training.folder import require_run, without_run
+
+    refuse_absent(SourceSpec(name=data))
+    if without_run(run) is None:
+        require_run(run)  # before the seconds that loading takes
     from ..training.quiet import quiet_libraries
 
     quiet_libraries()

@@ -45,6 +45,7 @@ def sample(
         from ..data.read import existing_file, read_text
 
         texts += [line for line in read_text(existing_file(str(prompts)), str(prompts)).splitlines() if line.strip()]
+    from ..printable import printable
     from ..training.quiet import quiet_libraries
 
     quiet_libraries()
@@ -76,7 +77,7 @@ def sample(
         return
     print(f"{run} ({loaded.taken})")
     for one in answers:
-        print(f"\n> {one.prompt}\n{one.answer or '(nothing)'}")
+        print(f"\n> {one.prompt}\n{printable(one.answer) or '(nothing)'}")
 
 
 def _chats(run: Path) -> bool:

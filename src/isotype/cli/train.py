@@ -146,7 +146,8 @@ def _loaded(
 
 def _refuse_incomplete(loaded: LoadedConfig) -> None:
     """What no run can do without, said before anything heavy is imported."""
-    from ..config.sources import check_data, is_folder_name
+    from ..config.sources import check_data, is_folder_name, source_specs
+    from ..data.sources import refuse_absent
     from ..training.trackers.available import missing as missing_trackers
 
     config = loaded.config
@@ -162,6 +163,9 @@ def _refuse_incomplete(loaded: LoadedConfig) -> None:
     if missing:
         raise UsageError("\n".join(missing))
     check_data(config, loaded.sources)
+    for side in ("train", "eval"):
+        for spec in source_specs(config.data, side):
+            refuse_absent(spec)
 
 
 def _print_plan(loaded: LoadedConfig, json_output: bool) -> None:

@@ -6,7 +6,7 @@ _NAMES = {
     "train.learning_rate": "lr",
     "train.epochs": "num_train_epochs num_epochs",
     "train.steps": "max_steps",
-    "train.batch_size": "per_device_train_batch_size micro_batch_size batch",
+    "train.batch_size": "per_device_train_batch_size micro_batch_size train_batch_size batch",
     "train.eval_batch_size": "per_device_eval_batch_size",
     "train.accumulate": "gradient_accumulation_steps",
     "train.schedule": "lr_scheduler_type lr_scheduler scheduler",
@@ -22,14 +22,15 @@ _NAMES = {
     "data.train": "dataset datasets train_file",
     "data.eval": "validation_file",
     "data.packing": "sample_packing",
-    "data.eval_split": "val_set_size",
+    "data.eval_split": "val_set_size val_size",
+    "adapter.kind": "finetuning_type",
     "adapter.r": "lora_r rank lora_rank",
     "adapter.alpha": "lora_alpha",
     "adapter.dropout": "lora_dropout",
-    "adapter.targets": "target_modules lora_target_modules",
+    "adapter.targets": "target_modules lora_target_modules lora_target",
     "adapter.rslora": "use_rslora",
-    "model.name": "model_name_or_path base_model",
-    "model.attention": "attn_implementation",
+    "model.name": "model_name_or_path base_model pretrained_model_name_or_path",
+    "model.attention": "attn_implementation flash_attention flash_attn",
     "run.folder": "output_dir",
     "run.save_every": "save_steps",
     "run.log_every": "logging_steps",
@@ -38,4 +39,6 @@ _NAMES = {
     "precision.preset": "bf16 fp16 mixed_precision load_in_4bit",
     "precision.base": "torch_dtype",
 }
+# what a section is taken for where it has a value and no keys: `model: org/name`
+MEANT = {"model": "model.name", "data": "data.train", "adapter": "adapter.kind", "precision": "precision.preset"}
 ELSEWHERE = {theirs: ours for ours, names in _NAMES.items() for theirs in names.split()}

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from ..dtypes import parse
 from ..errors import UsageError
-from .elsewhere import ELSEWHERE
+from .elsewhere import ELSEWHERE, MEANT
 from .expected import expected, keys, options, sections, takes
 from .recipes import STRONG, recipe
 from .schema import RunConfig
@@ -118,6 +118,8 @@ def read_text(path: Path) -> str:
         if path.is_dir():
             model = f"--model {path}" if (path / "config.json").is_file() else None
             raise UsageError(f"{path}: is a folder, expected a YAML file", fix=model)
+        if path.suffix in (".jsonl", ".csv", ".tsv", ".parquet") and path.exists():
+            raise UsageError(f"{path}: expected a YAML file", fix=f"--data {path}")
         if path.stat().st_size > MAX_BYTES:
             raise UsageError(f"{path}: {path.stat().st_size >> 20} MiB, too large for a configuration")
         return path.read_text(encoding="utf-8-sig")
@@ -152,7 +154,8 @@ def _from_file(settings: _Settings, text: str, name: str) -> None:
         elif below is not None:
             _section(settings, entry.key, below, name)
         elif entry.value is not None:  # `train:` with nothing below is an empty section
-            settings.complaints.append(f"{where}{entry.key}: expected keys below it, got {_shown(entry.value)}")
+            meant = f", did you mean {MEANT[entry.key]}?" if entry.key in MEANT and isinstance(entry.value, str | list) else ""
+            settings.complaints.append(f"{where}{entry.key}: expected keys below it, got {_shown(entry.value)}{meant}")
 
 
 def _section(settings: _Settings, section: str, entries: list[Entry], name: str) -> None:
@@ -195,6 +198,7 @@ def _from_override(settings: _Settings, override: str) -> None:
 
 
 def _unknown(key: str) -> str:
+    key = key.lstrip("-")  # files of command line options have them with their dashes
     section, dot, name = key.partition(".")
     elsewhere = [k for k in keys() if k.partition(".")[2] == (name if dot else key)]
     if not elsewhere and (name if dot else key) in ELSEWHERE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from ..config.sources import HUB
 from ..errors import UsageError
+from ..hub import is_away, not_in_cache
 from .formats import Example
 from .progress import Meter
 from .read import Record
@@ -68,7 +70,9 @@ def _load(source: HubSource) -> Any:
     spec = source.spec
     name = spec.name.removeprefix(HUB)
     saved = Path(name).expanduser()
-    datasets.disable_progress_bars()
+    if not sys.stderr.isatty():  # where its bars are a line for each change
+        datasets.disable_progress_bars()
+    away = not saved.exists() and is_away()
     try:
         if (saved / "state.json").is_file() or (saved / "dataset_dict.json").is_file():
             found = datasets.load_from_disk(str(saved))
@@ -83,6 +87,8 @@ def _load(source: HubSource) -> Any:
     except UsageError:
         raise
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        if away and isinstance(error, ConnectionError):
+            raise not_in_cache(spec.name, "local files") from error
         raise UsageError(f"{spec.name}: {_first_line(error)}", fix=_fix(error, name)) from error
 
 
@@ -90,8 +96,8 @@ def _fix(error: BaseException, name: str) -> str | None:
     text = f"{type(error).__name__} {error}".lower()
     if "gated" in text:
         return f"accept its terms at huggingface.co/datasets/{name}, then: hf auth login"
-    if "offline" in text or "couldn't reach" in text or "connection" in text:
-        return "the hub cannot be reached: check the network and HF_HUB_OFFLINE, or give local files"
+    if "couldn't reach" in text or "connection" in text:
+        return "the hub cannot be reached: check the network, or give local files"
     if "config" in text and "missing" in text:
         return "name one: {name: hf:..., subset: ...}"
     if "notfound" in text or "doesn't exist" in text:

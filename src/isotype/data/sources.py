@@ -208,6 +208,12 @@ class StdlibSource(Source):
             yield Example(f"stdlib:{pair.name}", messages=turns)
 
 
+def refuse_absent(spec: SourceSpec) -> None:
+    """What can be said of a file, folder or glob before a row is read. Raises UsageError."""
+    if spec.name != STDLIB and not spec.name.startswith(HUB) and not _is_saved(spec.name):
+        _files(spec.name)
+
+
 def source(spec: SourceSpec, *, needs_answer: bool, streaming: bool = False) -> Source:
     """Finds what a name means and looks at its first rows. Raises UsageError naming file, line and key."""
     if spec.name == STDLIB:

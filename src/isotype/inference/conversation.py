@@ -7,8 +7,14 @@ from transformers import TextStreamer
 
 from ..data.chat import chat_template
 from ..precision.apply import generating
+from ..printable import printable
 from ..training.sample import generation_config
 from .loaded import LoadedRun
+
+
+class _Stream(TextStreamer):  # type: ignore[misc]
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(printable(text), stream_end)
 
 
 class Conversation:
@@ -29,7 +35,7 @@ class Conversation:
         if tokenizer.chat_template:
             text = chat_template(tokenizer, None).render(asked, generation_prompt=True, place="the question")
         ids = torch.tensor([tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]], device=self.run.device)
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if self.stream else None
+        streamer = _Stream(tokenizer, skip_prompt=True, skip_special_tokens=True) if self.stream else None
         with torch.no_grad(), generating(model):
             out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=self.config, streamer=streamer)
         answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ..printable import printable
+
 PLAIN_LINES = 60  # about so many progress lines in a whole run where there is no terminal
 
 
@@ -122,5 +124,5 @@ class Pace:
 
 
 def _short(text: str, most: int = 160) -> str:
-    flat = " ".join(text.split())
+    flat = printable(" ".join(text.split()))
     return flat if len(flat) <= most else flat[: most - 1] + "…"

@@ -31,10 +31,17 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked or not self.training:
+    def begin(self) -> None:
+        """From here on there is something to save. Raises KeyboardInterrupt where an earlier one was lost: in a `__del__`, in a library."""
+        if self.asked:
             raise KeyboardInterrupt
+        self.training = True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        at_once = self.asked or not self.training
         self.asked = True
+        if at_once:
+            raise KeyboardInterrupt
 
     def _hang_up(self, number: int, frame: FrameType | None) -> None:
         """It may arrive twice, from the kernel and from the shell; what is still printed would fail."""

@@ -124,7 +124,7 @@ class Loop:
 
     def run(self, interrupt: Interrupt) -> bool:
         """Raises  RunError naming the last good checkpoint when a step fails."""
-        interrupt.training = True
+        interrupt.begin()
         if self.progress.step == 0:
             self._between(evaluating=True, sampling=True, saving=False)
         while self.progress.step < self.plan.total:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,9 @@ from ..config.schema import ModelSection
 from ..config.sources import is_folder_name
 from ..dtypes import to_torch
 from ..errors import UsageError
+from ..hub import is_away, not_in_cache, say
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_base, of_config
-from .quiet import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,13 +44,9 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     name = section.tokenizer or section.name
     if name is None:
         raise UsageError("model.tokenizer: a model built from model.config needs a tokenizer (a folder or hub id)")
-    with _explained(name, "tokenizer"):
-        _reach(name, section.revision if section.tokenizer is None else None)
-        tokenizer = AutoTokenizer.from_pretrained(
-            name,
-            revision=section.revision if section.tokenizer is None else None,
-            trust_remote_code=section.trust_remote_code,
-        )
+    revision = section.revision if section.tokenizer is None else None
+    with _explained(name, "tokenizer", revision):
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=section.trust_remote_code)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise UsageError(f"tokenizer {name}: has neither a padding nor an end token; set one in its tokenizer_config.json")
@@ -79,8 +74,7 @@ def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase 
         assert tokenizer is not None, "a random model takes its vocabulary from the tokenizer"
         return _random_config(section, tokenizer)
     assert section.name is not None, "the command line asks for a model before anything is loaded"
-    with _explained(section.name, "model"):
-        _reach(section.name, section.revision)
+    with _explained(section.name, "model", section.revision):
         return AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
 
 
@@ -96,7 +90,7 @@ def load_base(source: Source, precision: Precision, *, attention: str, device: t
         if not quantised_before:
             options["quantization_config"] = _nf4(precision)
         options["device_map"] = {"": device}
-    with _explained(source.name, "model"):
+    with _explained(source.name, "model", source.revision):
         model, loaded = AutoModelForCausalLM.from_pretrained(
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, output_loading_info=True, **options
         )
@@ -113,7 +107,7 @@ def load_base(source: Source, precision: Precision, *, attention: str, device: t
 
 def base_notes(source: Source, precision: Precision) -> list[str]:
     """What to say of a base that was quantised before it was saved. Raises UsageError for one that the precision does not declare."""
-    with _explained(source.name, "model"):
+    with _explained(source.name, "model", source.revision):
         architecture = AutoConfig.from_pretrained(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
     return check_base(of_config(architecture), precision, source.name)
 
@@ -160,7 +154,7 @@ def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) ->
     if given is None:
         if section.name is None:
             raise UsageError("model.init: random needs model.config (or model.name, whose architecture is taken)")
-        with _explained(section.name, "model"):
+        with _explained(section.name, "model", section.revision):
             return AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
     given = dict(given)
     kind = given.pop("model_type", None)
@@ -176,11 +170,11 @@ def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _reach(name: str, revision: str | None) -> None:
-    """Raises  LocalEntryNotFoundError for a model that is not here, where the hub does not answer.
+    """Says that a model is fetched, before the minutes it takes; where the hub is away, what was downloaded before is taken at once.
 
-    transformers asks it for one file after another, and waits half a minute for each.
+    Raises  LocalEntryNotFoundError where the hub goes away meanwhile
     """
-    if Path(name).exists():
+    if is_folder_name(name) or Path(name).exists() or is_away():
         return
     try:
         if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
@@ -193,9 +187,10 @@ def _reach(name: str, revision: str | None) -> None:
 
 
 @contextmanager
-def _explained(name: str, what: str) -> Iterator[None]:
+def _explained(name: str, what: str, revision: str | None) -> Iterator[None]:
     """Turns what transformers and the hub raise into one line with a fix; the original stays attached."""
     try:
+        _reach(name, revision)
         yield
     except (UsageError, torch.OutOfMemoryError):
         raise
@@ -232,18 +227,16 @@ def _explain(name: str, what: str, error: BaseException) -> UsageError:
         return UsageError(
             f"{what} {name}: neither a folder here nor a model on the hub", fix="check the spelling; for a private one: hf auth login"
         )
-    offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
-    if offline and offline != "0":
-        return UsageError(
-            f"{what} {name}: not in the local cache, and HF_HUB_OFFLINE is set", fix="unset HF_HUB_OFFLINE, or give a local folder"
-        )
     if (
         kinds & {"ConnectionError", "ConnectError", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectTimeout"}
         or "couldn't connect" in text.lower()
     ):
-        return UsageError(
-            f"{what} {name}: not in the local cache, and the hub cannot be reached", fix="check the network, or give a local folder"
-        )
+        return not_in_cache(f"{what} {name}", "a local folder")
+    absent = "backend tokenizer" in text or "does not appear to have a file named" in text
+    if absent and constants.HF_HUB_OFFLINE:
+        return not_in_cache(f"{what} {name}", "a local folder", part=True)
+    if "backend tokenizer" in text:
+        return UsageError(f"{what} {name}: it has no tokenizer.json", fix="model.tokenizer: a folder or hub id that has it")
     return UsageError(f"{what} {name}: {_first_line(error)}")
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 
 from .dataflow.events import Scenario
 from .files import SKIPPED_FOLDERS, regular
+from .source import SourceFile
 
 MARKERS = (".git", "pyproject.toml", "setup.py", "setup.cfg")
 MAX_FILES = MAX_FOLDERS = 20_000  # more is no repository but a disk
@@ -44,6 +46,7 @@ class Repository:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._parsed: dict[Path, SourceFile] = {}
 
     @cached_property
     def texts(self) -> dict[Path, bytes]:
@@ -85,6 +88,15 @@ class Repository:
         return running >= 2 * MOSTLY and running >= MOSTLY * len(_having(self.own, b".backward(", b"autograd.Function"))
 
     @cached_property
+    def infers(self) -> bool:
+        """A program that loads a trained model and runs it without gradients, however small."""
+        texts = self.texts.values()
+        loads = _having(texts, b"load_state_dict(", b"safe_open(", b"torch.load(", b"load_file(")
+        program = _having(texts, b"__name__ ==", b"argparse", b"gradio", b"uvicorn", b"import fire", b"import click", b"import typer")
+        runs = _having(texts, b"no_grad(", b"inference_mode")
+        return bool(loads and program and runs) and not _having(texts, b".backward(", b"def backward(", b"GradScaler")
+
+    @cached_property
     def low(self) -> bool:
         """Any low precision at all."""
         return bool(_having(self.texts.values(), *_LOW))
@@ -117,6 +129,16 @@ class Repository:
         kept |= {cls for word in kept for cls in re.findall(rb"\bself\.%b\s*=\s*(\w+)\(" % word, beside)}
         return next((name for name in names if name.encode() in kept), "")
 
+    def files_with(self, words: bytes, but: Path) -> list[SourceFile]:
+        """The files, parsed, whose text has these bytes, except this one."""
+        found: list[SourceFile] = []
+        for path, text in self.texts.items():
+            if words in text and path != but.resolve():
+                with suppress(SyntaxError, ValueError):
+                    found.append(self._parsed.get(path) or SourceFile(str(path), text.decode("utf-8", "replace")))
+                    self._parsed[path] = found[-1]
+        return found
+
     def against(self, scenario: Scenario, path: Path, text: str) -> str:
         """Why nobody meets the scenario in this file, or "" where nothing says so."""
         program = "__main__" in text and "autocast" not in text
@@ -127,6 +149,8 @@ class Repository:
         # to put a library's module under autocast, its users need nothing from it; to cast it, they mostly find how in it
         if not (self.low or self.autocast) and (self.trains or self.serves or not scenario.autocast):
             return "nothing in this repository uses a low precision"
+        if scenario.autocast and self.infers and not self.autocast:
+            return "this repository runs models without gradients, and opens no autocast region"
         if not (self.trains or self.serves):
             return ""
         if scenario.autocast and not self.autocast:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from ...finding import Severity
 from .dataflow.events import Scenario
+from .repository import Repository
 from .source import SourceFile
 
 
@@ -52,7 +53,7 @@ class Hit:
     """What a visitor yields; `run.py` makes a Finding of it.
 
     scenario  what it supposes: nothing is said where the repository speaks against that (`repository.py`)
-    cast      the buffers and the class that it supposes to be cast with their model
+    elsewhere asks the repository, None for a lone file, why nobody is likely to meet it, or ""
     weak      why the code itself makes the scenario unlikely, or ""
     """
 
@@ -65,7 +66,7 @@ class Hit:
     symbol: str | None = None
     edit: Edit | None = None
     scenario: Scenario | None = None
-    cast: tuple[str, ...] = ()
+    elsewhere: Callable[[Repository | None], str] | None = None
     weak: str = ""
 
 

@@ -112,13 +112,13 @@ def lint_text(text: str, path: Path, *, active: Sequence[str], config: LintConfi
 
 def _against(hit: Hit, file: SourceFile, path: Path, named: tuple[Path, ...]) -> str:
     """Why nobody is likely to meet it, or ""."""
-    if hit.weak or hit.scenario is None:
+    if hit.weak or (hit.scenario is None and hit.elsewhere is None):
         return hit.weak
     repository = repository_of(path, named)
-    if repository is None:
-        return ""
-    kept = repository.kept_in_fp32(path, hit.cast) if hit.cast else ""
-    return f"a model beside it keeps {kept} in fp32" if kept else repository.against(hit.scenario, path, file.text)
+    found = hit.elsewhere(repository) if hit.elsewhere else ""
+    if found or repository is None or hit.scenario is None:
+        return found
+    return repository.against(hit.scenario, path, file.text)
 
 
 def _finding(rule: Rule, hit: Hit, file: SourceFile, against: str) -> Finding:

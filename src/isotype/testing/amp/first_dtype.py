@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ...finding import Severity
-from .aliasing import _finding
 from .attempt import floating
-from .dtype_rules import Fault
+from .fault import Fault, fault
 from .numerics import Numerics
 from .places import is_users
 
@@ -40,7 +39,7 @@ def first_dtype_faults(numerics: Numerics) -> list[Fault]:
     kept = _kept(module, numerics)
     named = f" ({', '.join(kept)})" if kept else ""
     return [
-        _finding(
+        fault(
             "AC024",
             f"{subject.label} keeps a table in the dtype of its first call{named}",
             place,

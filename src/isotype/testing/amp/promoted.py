@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dtypes import name
 from ...finding import Place, Severity
-from .aliasing import _finding
 from .attempt import Outcome, attempt
-from .dtype_rules import Fault
+from .fault import Fault, fault
 from .locate import _floats, _users_line
 from .numerics import Numerics
 from .settings import Setting
@@ -72,7 +71,7 @@ def promoted_outputs(numerics: Numerics, setting: Setting, outcome: Outcome) -> 
         return []
     word, narrow = name(str(wide.dtype)), name(str(low))
     return [
-        _finding(
+        fault(
             "AC025",
             f"{subject.label} returns {word} for {narrow} inputs: a table made in forward promotes them",
             place,

@@ -35,6 +35,7 @@ ACTIVATION = re.compile(
     r"^(x|xs|X|q|k|v|Q|K|V|query|key|value|queries|keys|values|hidden|hidden_states?|h|inputs?|inp|input_|xq|xk|xv|query_states|key_states|"
     r"value_states|residual|attn_\w+|logits|embeds?|inputs_embeds|features|latents|activations?)$"
 )
+_NAMED_FP32 = re.compile(r"_(fp32|float32|f32)$")
 NUMBER = re.compile(
     r"(^|_)(scale|scaling|alpha|eps|epsilon|dim|axis|size|chunks?|seq_len|theta|base|p|dropout|temperature|softcap|causal|groups?|stride|"
     r"padding|reduction|length|heads?|num_\w+|is_\w+|use_\w+|n_\w+)$"
@@ -101,7 +102,9 @@ def _value(name: str, annotation: ast.expr | None, default: ast.expr | None, use
         return UNFOLLOWED.but(positional=bool(POSITIONS.search(name)))
     if _OWN_TENSOR.search(hint) and not _TORCH_TENSOR.search(hint):
         return UNFOLLOWED
-    if "Tensor" in hint or used or ACTIVATION.match(name) or WEIGHT.match(name):
+    if "Tensor" in hint or used or ACTIVATION.match(name) or WEIGHT.match(name) or _NAMED_FP32.search(name):
+        if _NAMED_FP32.search(name):
+            return Tensor("fp32", Made.LITERAL, f"the argument {name}, by its name", zero_dim=None)
         if WEIGHT.match(name):
             return Tensor(scenario.weights, Made.PARAMETER, f"the argument {name}")
         if _STATE.search(name) and "hidden" not in name:

@@ -162,6 +162,8 @@ def _call(run: Interpreter, node: ast.Call, env: Env) -> Any:
         else:
             args.append(run.evaluate(argument, env))
     kwargs = _keywords(run, node, env)
+    if isinstance(node.func, ast.Subscript):
+        run.launched.setdefault(node, []).append((args, kwargs))
     sources = list(node.args)
     while isinstance(function, Partial):
         args, sources, kwargs = [*function.args, *args], [*function.nodes, *sources], function.kwargs | kwargs

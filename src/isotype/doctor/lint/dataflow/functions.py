@@ -52,6 +52,7 @@ class FunctionClass:
     custom_fwd: Decorator | None = None
     custom_bwd: Decorator | None = None
     events: list[Event] = field(default_factory=list)
+    launched: dict[ast.Call, list[tuple[list[Any], dict[str, Any]]]] = field(default_factory=dict)  # kernels, in a bf16 model
     hard_coded: list[Event] = field(default_factory=list)  # on a device for which the decorators were not written
 
 
@@ -154,6 +155,9 @@ def _run_pair(file: SourceFile, function: FunctionClass, scenario: Scenario, eve
     except OutOfSteps:
         pass
     events += run.events
+    if scenario.autocast is None:
+        for site, given in run.launched.items():
+            function.launched.setdefault(site, []).extend(given)
 
 
 def _run_forward(run: Interpreter, file: SourceFile, function: FunctionClass, ctx: Context) -> Any:

@@ -47,6 +47,7 @@ class Interpreter:
         self.calls: list[ast.Call] = []  # calls by which another file was entered
         self.depth = self.steps = 0
         self.found_subclass = False
+        self.launched: dict[ast.Call, list[tuple[list[Any], dict[str, Any]]]] = {}  # `kernel[grid](...)` -> what it was handed, each time
         self.entered: dict[ast.AST, set[frozenset[str | None]]] = {}  # function -> floating dtypes that it was called with, all known
 
     # -- what happened ---------------------------------------------------------------------------------------------------

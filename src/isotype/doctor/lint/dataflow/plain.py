@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from ..source import Function, SourceFile, keyword, last_name
 from . import arguments
@@ -54,6 +55,7 @@ class _Runs:
     events: list[Event] = field(default_factory=list)
     entered: dict[ast.AST, set[frozenset[str | None]]] = field(default_factory=dict)
     steps: int = MAX_STEPS
+    launched: dict[ast.Call, list[tuple[list[Any], dict[str, Any]]]] = field(default_factory=dict)
     impossible: bool = False  # some way through it ends at a kernel that torch has not
 
 
@@ -73,6 +75,16 @@ def _alike(one: Event, other: Event) -> bool:
     """The same thing at the same place; of two tables, both of rounded positions or neither."""
     rounded = [any(value.lowered is not None for _, value in event.operands) for event in (one, other)]
     return one.node is other.node and one.kind == other.kind and (one.kind != "table" or rounded[0] == rounded[1])
+
+
+def launched_by(file: SourceFile, function: Function, scenario: Scenario) -> dict[ast.Call, list[tuple[list[Any], dict[str, Any]]]]:
+    """What the launches `kernel[grid](...)` of a function hand to kernels, along each way through it."""
+    known = file.memo.setdefault("launched_by", {})
+    if (function, scenario) not in known:
+        one = _Runs(function, scenario)
+        each_path(partial(_run, file, one), MAX_PATHS)
+        known[function, scenario] = one.launched
+    return known[function, scenario]
 
 
 def refused_in_bf16(file: SourceFile) -> str:
@@ -206,5 +218,7 @@ def _run(file: SourceFile, one: _Runs, path: Path) -> None:
     finally:
         one.steps -= run.steps
     one.events += run.events
+    for site, handed in run.launched.items():
+        one.launched.setdefault(site, []).extend(handed)
     for called, dtypes in run.entered.items():
         one.entered.setdefault(called, set()).update(dtypes)

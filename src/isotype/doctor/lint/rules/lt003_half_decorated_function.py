@@ -46,6 +46,7 @@ class HalfDecoratedFunction(Rule):
     Known problems
     --------------
     custom_fwd alone is reported only when backward has a matrix product, or hands its tensors to functions that may hold one;
+    a setup_context with a decorator of its own beside staticmethod is taken to leave the note itself;
     with `cast_inputs` the forward ran without autocast and nothing is reported. Decorators of other packages count as the torch
     decorator that they are named after.
     """
@@ -65,7 +66,7 @@ def _fault(function: FunctionClass) -> Hit | None:
     fwd, bwd, name = function.custom_fwd, function.custom_bwd, function.cls.name
     if function.forward is None or function.backward is None:
         return None
-    if fwd and function.setup_context is not None:
+    if fwd and function.setup_context is not None and len(function.setup_context.decorator_list) < 2:
         return Hit(
             node=fwd.node,
             message=f"{name}: custom_fwd on a forward with a separate setup_context raises AttributeError",

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 
 from ....finding import Severity
 from ..rule import Edit, FixSafety, Hit, Rule
 from ..source import SourceFile, last_name
 from ..triton.kernels import Kernel, KernelEvent, is_activation, kernels
+from ..triton.launches import against
 
 
 class TritonValueChangesDtype(Rule):
@@ -55,7 +57,7 @@ class TritonValueChangesDtype(Rule):
         for kernel in kernels(file):
             for event in kernel.events:
                 if event.kind in ("branch", "loop") and _fails(kernel, event):
-                    yield _hit(file, event, _flags(kernel, event.test) if event.test is not None else [])
+                    yield _hit(file, kernel, event)
 
 
 def _fails(kernel: Kernel, event: KernelEvent) -> bool:
@@ -68,7 +70,8 @@ def _fails(kernel: Kernel, event: KernelEvent) -> bool:
     return True
 
 
-def _hit(file: SourceFile, event: KernelEvent, flags: list[str]) -> Hit:
+def _hit(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hit:
+    flags = _flags(kernel, event.test) if event.test is not None else []
     before, after = _shown(event.before.type), _shown(event.after.type)
     block = f"the run-time branch `if {file.snippet(event.test, 40)}`" if event.test is not None else "a run-time loop"
     lost = (
@@ -86,6 +89,7 @@ def _hit(file: SourceFile, event: KernelEvent, flags: list[str]) -> Hit:
         f"redefines it as {after.replace('fp32', 'float32')}{lost}. It compiles for fp32 pointers and fails for bf16",
         fix=f"cast at load: `tl.load(...).to(tl.float32)`, and leave the dtype alone inside{constexpr}",
         edit=Edit.at("append", load, ".to(tl.float32)") if load is not None and mendable else None,
+        elsewhere=partial(against, file, kernel, event),
     )
 
 

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 
 from ....finding import Severity
 from ..rule import Hit, Rule
 from ..source import SourceFile, keyword
 from ..triton.kernels import Value, is_activation, kernels
+from ..triton.launches import against
 
 
 class TritonDotMixesOperands(Rule):
@@ -63,6 +65,7 @@ class TritonDotMixesOperands(Rule):
                     cause="both operands of tl.dot must have the same dtype, it does not promote: fp32 against the pointer's element type "
                     "fails to compile as soon as that is bf16 or fp16",
                     fix="cast one operand: `.to(other.dtype)`, and apply a float scale after the dot",
+                    elsewhere=partial(against, file, kernel, event),
                 )
 
 

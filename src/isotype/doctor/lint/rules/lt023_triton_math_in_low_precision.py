@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 
 from ....finding import Severity
 from ..rule import Edit, FixSafety, Hit, Rule
 from ..source import SourceFile
 from ..triton.kernels import is_activation, kernels
+from ..triton.launches import against
 
 
 class TritonMathInLowPrecision(Rule):
@@ -63,6 +65,7 @@ class TritonMathInLowPrecision(Rule):
                     cause=f"Triton's math functions take fp32 (float32) or fp64 only: {when}tl.{event.name} does not compile",
                     fix="upcast at load: `tl.load(...).to(tl.float32)`, and cast down at the store",
                     edit=Edit.at("append", load, ".to(tl.float32)") if load is not None and new else None,
+                    elsewhere=partial(against, file, kernel, event),
                 )
                 if load is not None:
                     mended.add(load)

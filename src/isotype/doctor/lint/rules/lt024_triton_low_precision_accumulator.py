@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from ..rule import Hit, Rule
 from ..source import SourceFile
 from ..triton.kernels import Kernel, KernelEvent, is_activation, kernels
+from ..triton.launches import against
 
 
 class TritonLowPrecisionAccumulator(Rule):
@@ -55,12 +57,15 @@ class TritonLowPrecisionAccumulator(Rule):
                         message=f"`{event.name}` accumulates over a loop in {held}",
                         cause=f"every addition rounds to {held}: bf16 keeps 8 bits, fp16 overflows at 65504; tl.float32 does neither",
                         fix="tl.zeros(..., dtype=tl.float32), and cast once at the store",
+                        elsewhere=partial(against, file, kernel, event),
                     )
 
 
 def _sums_floats(kernel: Kernel, event: KernelEvent) -> bool:
     """Whether the accumulator holds floats for certain: pointers may as well be to counts."""
     pointer = event.before.loaded
+    if event.after.type in ("int", "bool"):
+        return False
     if pointer is None or event.after.type in ("fp32", "fp16", "bf16"):
         return True
     return is_activation(pointer) or pointer in kernel.casts | kernel.floats

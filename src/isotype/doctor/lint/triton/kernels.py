@@ -58,6 +58,7 @@ class KernelEvent:
     before: Value
     after: Value
     test: ast.expr | None = None
+    flags: frozenset[str] = frozenset()  # names that decide, while compiling, against a branch that casts to fp32
 
 
 @dataclass(slots=True, eq=False)
@@ -115,11 +116,13 @@ class _Run:
         self.innermost: ast.stmt | None = None  # the loop being run
         self.done = told
         self.returned: list[Value] = []
+        self.uncast: list[ast.If] = []  # compile-time branches being run whose other side casts to fp32
 
     def emit(self, kind: Kind, node: ast.expr | ast.stmt, name: str, before: Value, after: Value, test: ast.expr | None = None) -> None:
         if (kind, node.lineno, name) not in self.done:
             self.done.add((kind, node.lineno, name))
-            self.kernel.events.append(KernelEvent(kind, node, name, before, after, test))
+            flags = frozenset(n.id for branch in self.uncast for n in ast.walk(branch.test) if isinstance(n, ast.Name))
+            self.kernel.events.append(KernelEvent(kind, node, name, before, after, test, flags))
 
     # -- statements ------------------------------------------------------------------------------------------------------
 
@@ -162,7 +165,9 @@ class _Run:
                 self.compile_time.add(target.id)
             elif not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)):
                 self.compile_time.discard(target.id)
-            self.values[target.id] = Value(value.type, value.node or node, value.number, value.pointer)
+            # a float written out becomes an fp32 scalar once it has a name, which promotes; an integer stays one
+            named = value.number and not (value.type == "fp32" and isinstance(node, ast.Assign))
+            self.values[target.id] = Value(value.type, value.node or node, named, value.pointer)
         elif isinstance(target, (ast.Tuple, ast.List)):
             items = node.value.elts if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Tuple, ast.List)) else []
             for position, element in enumerate(target.elts):
@@ -173,10 +178,10 @@ class _Run:
         before = dict(self.values)
         test = node.test
         self.value(test)
-        self.block(node.body)
+        self.side(node, node.body, node.orelse if compile_time else [])
         then = self.values
         self.values = dict(before)
-        self.block(node.orelse)
+        self.side(node, node.orelse, node.body if compile_time else [])
         other = self.values
         joined: dict[str, Value] = {}
         for name in then.keys() | other.keys():
@@ -194,6 +199,16 @@ class _Run:
                     if start is not None or node.orelse:
                         self.compare("branch", node, name, kept, changed, node.test)
         self.values = joined
+
+    def side(self, node: ast.If, body: list[ast.stmt], other: list[ast.stmt]) -> None:
+        """One side of a branch. other: the side taken instead, which may be there for other dtypes."""
+        if any(isinstance(n, ast.Call) and last_name(n.func) == "to" and self.dtype_of(n.args[0] if n.args else None) == "fp32"
+               for statement in other for n in ast.walk(statement)):  # fmt: skip
+            self.uncast.append(node)
+            self.block(body)
+            self.uncast.pop()
+        else:
+            self.block(body)
 
     def loop(self, node: ast.For | ast.While) -> None:
         unrolled = isinstance(node, ast.For) and last_name(node.iter) == "static_range"
@@ -394,6 +409,8 @@ class _Run:
             return self.promote(node, args[0], args[1]) if len(args) >= 2 else NOTHING
         if name in ("max", "min") and (first.loaded or first.type in FLOATS):
             return Value("fp32", node)  # Triton reduces floats narrower than 32 bits in fp32
+        if name in ("sum", "cumsum") and first.type in ("int", "bool"):
+            return Value("int", node)
         if name in ("sum", "sigmoid", "softmax", "cumsum") and first.type != "fp32":
             return NOTHING
         return Value(first.type, node)

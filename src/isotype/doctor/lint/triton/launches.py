@@ -1,0 +1,85 @@
+"""What a file's launches `kernel[grid](...)` hand to a kernel's pointers, when the launching function is given bf16."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..dataflow.functions import function_classes
+from ..dataflow.plain import PURE, launched_by
+from ..dataflow.values import Tensor
+from ..source import SourceFile, bindings, keyword, last_name
+from .kernels import Kernel, KernelEvent
+
+if TYPE_CHECKING:
+    from ..repository import Repository
+
+
+def against(file: SourceFile, kernel: Kernel, event: KernelEvent, repository: Repository | None) -> str:
+    """Why no launch of this kernel meets what was seen of bf16 pointers, or ""."""
+    files = [file]
+    if repository is not None:
+        name = kernel.node.name
+        files += [other for other in repository.files_with(f"{name}[".encode(), but=Path(file.path)) if name in other.imports]
+    for pointer in (event.before.loaded, event.after.loaded):
+        where = _always_wide(files, kernel, pointer) if pointer in kernel.parameters else ""
+        if where:
+            return f"every launch hands {pointer} fp32 or integers ({where})"
+    for flag in sorted(event.flags & kernel.constexprs):
+        where = _chosen_by_dtype(files, kernel, flag)
+        if where:
+            return f"the launch chooses {flag} by the dtype ({where}), and the other branch casts"
+    return ""
+
+
+def _always_wide(files: Iterable[SourceFile], kernel: Kernel, pointer: str) -> str:
+    """The file and line of a launch, where every launch in these files certainly hands the pointer fp32, fp64 or integers; else ""."""
+    found = ""
+    for file in files:
+        for site in _sites(file, kernel.node.name):
+            values = [_argument(kernel, pointer, *given) for given in _handed(file, site)]
+            if not values or not all(isinstance(v, Tensor) and v.dtype is not None and not v.low for v in values):
+                return ""
+            found = f"{Path(file.path).name}:{site.lineno}"
+    return found
+
+
+def _chosen_by_dtype(files: Iterable[SourceFile], kernel: Kernel, flag: str) -> str:
+    """The file and line of a launch, where every launch in these files chooses the flag by some tensor's dtype; else ""."""
+    found = ""
+    for file in files:
+        for site in _sites(file, kernel.node.name):
+            source = keyword(site, flag) or _argument(kernel, flag, site.args, {})
+            if not isinstance(source, ast.expr) or not _asks_for_a_dtype(file, site, source):
+                return ""
+            found = f"{Path(file.path).name}:{site.lineno}"
+    return found
+
+
+def _sites(file: SourceFile, name: str) -> list[ast.Call]:
+    return [n for n in file.nodes(ast.Call) if isinstance(n.func, ast.Subscript) and last_name(n.func.value) == name]
+
+
+def _handed(file: SourceFile, site: ast.Call) -> list[tuple[list[Any], dict[str, Any]]]:
+    """The arguments of this launch along each way through the function around it; none where that could not be followed."""
+    function = file.function_of(site)
+    if function is None:
+        return []
+    for cls in function_classes(file):
+        if function in (cls.forward, cls.backward):
+            return cls.launched.get(site, [])
+    return launched_by(file, function, PURE).get(site, [])
+
+
+def _argument(kernel: Kernel, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    position = kernel.parameters.index(name)
+    return kwargs.get(name, args[position] if position < len(args) else None)
+
+
+def _asks_for_a_dtype(file: SourceFile, site: ast.Call, source: ast.expr) -> bool:
+    """Whether the expression, or what the function around binds to its name, compares a dtype."""
+    bound = [value for node in file.own(file.function_of(site) or file.tree) for target, value in bindings(node)
+             if isinstance(target, ast.Name) and isinstance(source, ast.Name) and target.id == source.id]  # fmt: skip
+    return any(isinstance(n, ast.Attribute) and n.attr == "dtype" for value in (source, *bound) for n in ast.walk(value))

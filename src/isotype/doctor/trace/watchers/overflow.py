@@ -1,0 +1,215 @@
+"""Values that leave fp16's range: the first module that turns finite inputs into inf or NaN, and gradients that become zero."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ....finding import Finding, Place, Severity
+from ..ops import Op
+from ..pace import now_and_then
+from ..source import Site, place_of
+
+if TYPE_CHECKING:
+    from ..tracer import Tracer
+
+_GRADIENTS = 64  # gradients whose cast to fp16 is looked at
+_SAMPLE = 4_096
+_SHARE = 0.05  # of the values of a tensor that a division may make zero
+_PRODUCTS = 256  # products of a backward that are looked at
+_TIMES = 2  # that products, or most casts, must lose most of their values: once it may be a gradient that is nearly zero by right
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    module: str
+    inside: bool  # made by the module; else by what its parent did before calling it
+    largest: float
+    word: str
+    site: Site | None
+
+
+@dataclass(frozen=True, slots=True)
+class Beyond:
+    op: str
+    module: str
+    largest: float
+    site: Site | None
+
+
+class Overflows:
+    """Looks at the fp16 outputs of modules, until one is not finite."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._first: Overflow | None = None
+        self._gradients = 0  # gradients cast down to fp16 that were looked at, and those that mostly became zero
+        self._flushed = 0
+        self._site: Site | None = None
+        self._products = 0
+        self._beyond: Beyond | None = None
+        self._looked: Counter[str] = Counter()
+        self._divisions = 0
+        self._divided: list[tuple[float, Site | None]] = []
+        self._lost: list[tuple[str, Site | None]] = []  # modules and lines of the forward whose gradients' products became zero
+
+    def left(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """A module's forward has ended."""
+        if self._first is not None or not self._tracer.pace.looking:
+            return
+        out = output[0] if isinstance(output, (tuple, list)) and output else output
+        if type(out) is not torch.Tensor or out.dtype != torch.float16 or not out.numel() or bool(torch.isfinite(out).all()):
+            return
+        inputs = [t for t in args if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        inside = all(bool(torch.isfinite(t).all()) for t in inputs)
+        largest = max((float(t.detach().abs().max()) for t in inputs if inside and t.numel()), default=0.0)
+        word = "NaN" if bool(torch.isnan(out).any()) else "inf"
+        self._first = Overflow(self._tracer.names.of(module), inside, largest, word, self._tracer.locator.here())
+
+    def flushed(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """A gradient was cast to fp16: how much of it is below fp16's smallest value."""
+        if source.dtype not in (torch.float32, torch.float64) or self._gradients > _GRADIENTS:
+            return
+        self._gradients += 1
+        wide, low = source.detach().reshape(-1)[:_SAMPLE], out.detach().reshape(-1)[:_SAMPLE]
+        there = int((wide != 0).sum())
+        if there and int(((low == 0) & (wide != 0)).sum()) > there / 2:
+            self._flushed += 1
+            self._site = self._site or self._tracer.here()[0]
+
+    def made(self, op: Op, args: tuple, kwargs: dict | None, out: torch.Tensor) -> None:
+        """A product of a backward without a loss scale came out in fp16: if it is mostly zero, whether it is so in fp32."""
+        if self._products > _PRODUCTS or self._tracer.scaling.scaled or not out.numel():
+            return
+        self._products += 1
+        if int((out == 0).sum()) * 2 < out.numel():
+            return
+
+        def widen(value: Any) -> Any:
+            return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.float16 else value
+
+        with torch.no_grad():
+            wide = op.func(*map(widen, args), **{key: widen(value) for key, value in (kwargs or {}).items()})
+            wide = wide[0] if isinstance(wide, (tuple, list)) else wide
+            there = int((wide != 0).sum())
+            if there and int(((out == 0) & (wide != 0)).sum()) * 2 > there:
+                site, module, _ = self._tracer.here()
+                self._lost.append((module, site))
+
+    def scaled(self, tensor: torch.Tensor, factor: Any, power: float) -> None:
+        """Between forwards, before an fp16 tensor is multiplied by, or divided by, a number: what of it becomes zero."""
+        if type(factor) not in (int, float) or not factor or self._divisions > _GRADIENTS:
+            return
+        by = float(factor) ** power
+        if not 0 < abs(by) < 1:
+            return
+        self._divisions += 1
+        low = tensor.detach().reshape(-1)[:_SAMPLE]
+        there = int((low != 0).sum())
+        if there and int(((low * by == 0) & (low != 0)).sum()) > _SHARE * there:
+            self._divided.append((by, self._tracer.locator.here(4)))
+
+    def computed(self, op: Op, args: tuple, out: torch.Tensor) -> None:
+        """An fp16 op that can leave the range of what it is given: whether it did."""
+        tracer = self._tracer
+        if self._beyond is not None or not out.numel():
+            return
+        if tracer.stack:
+            if not tracer.pace.looking:
+                return
+        else:
+            self._looked[op.name] += 1
+            if not now_and_then(self._looked[op.name], _GRADIENTS):
+                return
+        given = [t for t in args if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        if bool(torch.isfinite(out).all()) or not all(bool(torch.isfinite(t).all()) for t in given):
+            return
+        module = tracer.names.of(tracer.stack[-1]) if tracer.stack else ""
+        largest = max((float(t.detach().abs().max()) for t in given if t.numel()), default=0.0)
+        if largest >= torch.finfo(torch.float16).max or (op.name == "mul" and not out.dim()):
+            return  # a mask of the smallest number, to which another is added; a loss times its scale, which the scaler lowers
+        self._beyond = Beyond(op.name, module, largest, tracer.locator.here(3))
+
+    @property
+    def beyond(self) -> Site | None:
+        """The line of the first op that left fp16's range."""
+        return self._beyond.site if self._beyond is not None else None
+
+    def _range(self) -> list[Finding]:
+        first = self._beyond
+        if first is None:
+            return []
+        return [
+            Finding(
+                code="TR023",
+                severity=Severity.WARNING,
+                message=f"fp16 values become inf in {first.op}" + (f", in {first.module}" if first.module else ""),
+                place=place_of(first.site, first.module),
+                cause=f"fp16 ends at 65504: {first.op} was given finite values up to {first.largest:.4g} and its result is "
+                "beyond it; a softmax of inf is NaN, and a factor made from inf is 0, which nan_to_num, clamp or a mask of what is finite "
+                "only hide",
+                fix="run in bf16, which has the range of fp32, or compute this in fp32 (`x.float()`; scale the operands first, as "
+                "`(q * scale) @ k.T`)",
+                details=(("at", f"{first.site}: {first.site.text}"),) if first.site is not None else (),
+            )
+        ]
+
+    def _underflow(self) -> list[Finding]:
+        if len(self._divided) >= _TIMES:
+            by, site = self._divided[0]
+            return [
+                Finding(
+                    code="TR025",
+                    severity=Severity.WARNING,
+                    message=f"fp16 values flush to zero when they are multiplied by {by:.3g}",
+                    place=place_of(site),
+                    cause="fp16's smallest value is 6e-8, and below 6e-5 it has fewer and fewer digits: divided by what they are averaged "
+                    f"over, {len(self._divided)} tensors lost more than {100 * _SHARE:.0f}% of their values, and what is left is rough",
+                    fix="divide in fp32, before the cast or after it (`x.float() / n`), or send bf16, which has the range of fp32",
+                    details=(("at", f"{site}: {site.text}"),) if site is not None else (),
+                )
+            ]
+        casts = self._flushed >= _TIMES and self._flushed * 2 >= self._gradients
+        if not casts and len(self._lost) < _TIMES:
+            return []
+        modules = list(dict.fromkeys(module for module, _ in self._lost if module))
+        site = self._site if casts else self._lost[0][1]
+        return [
+            Finding(
+                code="TR025",
+                severity=Severity.WARNING,
+                message=f"gradients flush to zero in fp16: {self._flushed} of {self._gradients} lost more than half of their values"
+                if casts
+                else f"gradients flush to zero in fp16: {len(self._lost)} products lost more than half of their values, in "
+                + ", ".join(modules[:4]),
+                place=place_of(site),
+                cause="fp16's smallest value is 6e-8: a gradient below half of it is zero, and everything before it in the network gets "
+                "none; the loss was not scaled (or not enough)",
+                fix="scale the loss: scaler = torch.amp.GradScaler(); scaler.scale(loss).backward(); scaler.step(optimizer)\nor run in "
+                "bf16, which has the range of fp32",
+            )
+        ]
+
+    def findings(self, *, skipping: bool = False) -> list[Finding]:
+        """skipping  a GradScaler takes no step, which tells the line that left the range"""
+        if self._first is None:
+            return ([] if skipping else self._range()) or self._underflow()
+        first = self._first
+        where = f"in {first.module}" if first.inside else f"before {first.module}, in the module that calls it"
+        return [
+            Finding(
+                code="TR023",
+                severity=Severity.WARNING,
+                message=f"fp16 values become {first.word} {where}",
+                place=Place(
+                    file=first.site.file if first.site else None, line=first.site.line if first.site else None, symbol=first.module
+                ),
+                cause="fp16 ends at 65504: a product or a sum beyond it is inf, and inf - inf or inf / inf is NaN"
+                + (f"; {first.module} was given values up to {first.largest:.0f}" if first.inside and first.largest else ""),
+                fix="run in bf16, which has the range of fp32, or keep this part in fp32 (cast in, compute, cast back), "
+                "or clamp to torch.finfo(x.dtype).max",
+            )
+        ]
