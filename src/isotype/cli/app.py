@@ -6,6 +6,7 @@ or usage, 3 refused by preflight, 130 interrupted and saved.
 
 from __future__ import annotations
 
+import io
 import os
 import pkgutil
 import sys
@@ -57,6 +58,9 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     """The entry point: errors a user caused are one line on stderr, never a traceback (`ISOTYPE_TRACEBACK=1` shows it)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a sample or a file's name that the terminal's encoding lacks must not end a run
+            stream.reconfigure(errors="backslashreplace")
     try:
         build_app()()
     except IsotypeError as error:
