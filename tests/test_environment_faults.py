@@ -23,6 +23,7 @@ def test_nothing_to_say():
     ("changes", "code", "word"),
     [
         ({"distributions": {"bitsandbytes": "0.50.2"}, "devices": BF16_CPU}, "EV002", "repacked"),
+        ({"distributions": {"bitsandbytes": "0.49.0"}, "devices": BF16_CPU}, "EV002", "repacked"),
         ({"distributions": {"triton": "3.9.0"}, "variables": {"TRITON_INTERPRET": "1"}}, "EV002", "interpreter"),
         ({"distributions": {"transformers": "5.23.0"}}, "EV002", "checkpoint"),
         ({"distributions": {"trl": "0.7.8"}}, "EV002", "autocast"),
@@ -42,8 +43,10 @@ def test_each_fault_is_found_and_mended(changes, code, word):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"distributions": {"bitsandbytes": "0.50.2"}}, {"distributions": {"triton": "3.9.0"}}, {"distributions": {"transformers": "4.57.0"}},
-     {"distributions": {"triton": "3.9.0"}, "variables": {"TRITON_INTERPRET": "0"}}, {"distributions": {"trl": "1.16.0"}}],
+    [{"distributions": {"bitsandbytes": "0.50.2"}}, {"distributions": {"bitsandbytes": "0.48.2"}, "devices": BF16_CPU},
+     {"distributions": {"bitsandbytes": "main"}, "devices": BF16_CPU}, {"distributions": {"triton": "3.9.0"}},
+     {"distributions": {"triton": "3.9.0"}, "variables": {"TRITON_INTERPRET": "0"}},
+     {"distributions": {"transformers": "4.57.0"}}, {"distributions": {"trl": "1.16.0"}}],
 )  # fmt: skip
 def test_a_fault_that_does_not_apply_is_not_told(changes):
     assert [f for f in faults({**HEALTHY, **changes}) if f.code != "EV001"] == []

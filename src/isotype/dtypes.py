@@ -76,6 +76,11 @@ def to_torch(dtype: str) -> torch.dtype:
     return getattr(torch, attribute)
 
 
+def torch_word(dtype: str) -> str:
+    """`bf16` -> `bfloat16`, as torch and the configurations of others spell it; a word that is none of ours stays as it is."""
+    return _TABLE.get(dtype, (None,))[0] or dtype
+
+
 def itemsize(dtype: str) -> float:
     """Bytes an element (0.5 for nf4)."""
     return _TABLE[parse(dtype)][1] / 8
@@ -88,6 +93,11 @@ def is_float(dtype: str) -> bool:
 def eps(dtype: str) -> float:
     """Distance from 1 to the next larger value."""
     return 2.0 ** -_TABLE[parse(dtype)][3]
+
+
+def significant_bits(dtype: str) -> int:
+    """Bits of a value that count, the leading one among them: whole numbers are exact up to 2 to that power."""
+    return _TABLE[parse(dtype)][3] + 1
 
 
 def promote(left: str, right: str) -> str:

@@ -28,16 +28,26 @@ class KnownFault:
     fix: str
     applies: Callable[[Mapping[str, Any]], bool] = lambda environment: True
 
+    def holds_for(self, version: str) -> bool:
+        """Whether this version has the fault; a local part (`2.13.0+cpu`) is not looked at, and a word that is no version has none."""
+        from packaging.specifiers import SpecifierSet
+        from packaging.version import InvalidVersion
+
+        try:
+            return SpecifierSet(self.versions).contains(version.partition("+")[0], prereleases=True)
+        except InvalidVersion:
+            return False
+
 
 def _cpu_has_bf16(environment: Mapping[str, Any]) -> bool:
     return any(d.get("generation", "").startswith(("cpu-avx512-bf16", "cpu-amx")) for d in environment["devices"])
 
 
-# Each was reproduced in the versions named or is stated by the project's own fix.
+# Each was reproduced in a version named, is there in the source of the others, or is stated by the project's own fix.
 KNOWN_FAULTS = (
     KnownFault(
         package="bitsandbytes",
-        versions="==0.50.2",
+        versions=">=0.49.0,<=0.50.2",
         severity=Severity.NOTE,
         message="a 4-bit layer is repacked in place by the first forward without gradients, and later gradients are wrong",
         cause="on CPUs with AVX512-BF16 evaluate() or generate() repacks Linear4bit for inference and never unpacks it (seen in 0.50.2)",
@@ -70,6 +80,11 @@ KNOWN_FAULTS = (
         fix="pip install 'trl>=0.7.9'",
     ),
 )
+
+
+def known_fault(package: str, version: str) -> bool:
+    """Whether a version of a package has a fault of `KNOWN_FAULTS`, wherever that applies."""
+    return any(fault.package == package and fault.holds_for(version) for fault in KNOWN_FAULTS)
 
 
 def faults(environment: Mapping[str, Any]) -> list[Finding]:
@@ -114,11 +129,9 @@ def _requirements(name: str) -> list[Any]:
 
 
 def _known(environment: Mapping[str, Any]) -> Iterator[Finding]:
-    from packaging.specifiers import SpecifierSet
-
     for fault in KNOWN_FAULTS:
         version = environment["distributions"].get(fault.package)
-        if version and SpecifierSet(fault.versions).contains(version.partition("+")[0], prereleases=True) and fault.applies(environment):
+        if version and fault.holds_for(version) and fault.applies(environment):
             yield Finding(
                 code="EV002",
                 severity=fault.severity,

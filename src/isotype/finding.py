@@ -5,7 +5,7 @@ A `Finding` answers five questions: what (code, message), where (place), why (ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -98,6 +98,11 @@ class Finding:
                 lines.append(f"  {label:<{width}}{first}")
                 lines += [f"  {'':<{width}}{line}" for line in rest]
         return "\n".join(lines)
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """`a, b, c, d and 3 more`."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import peft
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 FEATURES, OUT = 64, 48
 
@@ -18,6 +19,17 @@ class OneLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(x)
+
+
+class Checkpointed(nn.Module):
+    """Runs `inner` again in its backward."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
 def nf4_linear(

@@ -8,11 +8,10 @@ import peft
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from isotype.lora import attach, fuse_lora, unfuse_lora
 
-from .layers import FEATURES, adapted, assert_same, inputs, layer_of, nf4_linear, results
+from .layers import FEATURES, Checkpointed, adapted, assert_same, inputs, layer_of, nf4_linear, results
 
 
 @pytest.fixture
@@ -223,15 +222,7 @@ def test_gradient_checkpointing(reentrant, base, calls):
     model = adapted(nf4_linear(compute=torch.float32) if base else None, lora_dropout=0.2)
     fused = fused_copy(model)
 
-    class Checkpointed(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=reentrant)
-
-    assert_same(results(Checkpointed(fused), inputs()), results(Checkpointed(model), inputs()))
+    assert_same(results(Checkpointed(fused, reentrant), inputs()), results(Checkpointed(model, reentrant), inputs()))
     assert len(calls) == 2
 
 

@@ -9,14 +9,13 @@ import peft
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from isotype.lora import attach, fuse_lora, unfuse_lora
 from isotype.lora.dtypes import LoraDtypes
 from isotype.lora.group import Projection, lora_group
 from isotype.lora.linear import lora_linear
 
-from .layers import FEATURES, assert_same, inputs, nf4_linear, results
+from .layers import FEATURES, Checkpointed, assert_same, inputs, nf4_linear, results
 
 
 class Attention(nn.Module):
@@ -202,17 +201,9 @@ def test_members_that_differ_go_alone(state, calls):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant, calls):
-    class Checkpointed(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=reentrant)
-
     model = adapted()
     fused = fused_copy(model)
-    assert_same(results(Checkpointed(fused), inputs()), results(Checkpointed(model), inputs()))
+    assert_same(results(Checkpointed(fused, reentrant), inputs()), results(Checkpointed(model, reentrant), inputs()))
     assert calls == {"group": 2, "single": 0}
 
 

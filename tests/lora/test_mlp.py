@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from isotype.lora import fuse_lora, gated, unfuse_lora
 from isotype.optimize import gated as placing
 
-from .layers import FEATURES, assert_same, inputs, nf4_linear, results
+from .layers import FEATURES, Checkpointed, assert_same, inputs, nf4_linear, results
 
 INNER = 80
 ACTIVATIONS = {
@@ -191,17 +190,9 @@ def test_unfused_layers_are_called(ran):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant, ran):
-    class Checkpointed(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=reentrant)
-
     model = adapted()
     fused, _ = optimized(model)
-    assert_same(results(Checkpointed(fused), inputs()), results(Checkpointed(model), inputs()), relative=4e-6)
+    assert_same(results(Checkpointed(fused, reentrant), inputs()), results(Checkpointed(model, reentrant), inputs()), relative=4e-6)
     assert len(ran) == 2
 
 

@@ -132,7 +132,7 @@ def _kernels(files: list[Path], seconds: float, tell: Tell) -> Visit:
     if importlib.util.find_spec("triton") is None:
         what = f"{count(len(files), 'file')} with Triton kernels, and no Triton here: pip install 'isotype[kernels]'"
         return Visit("kernels", what, looked_at=False)
-    from .kernels_apart import compile_apart
+    from .kernels.apart import compile_apart
 
     tell(f"kernels {count(len(files), 'file')}")
     done = compile_apart(files, seconds=seconds, tell=tell)

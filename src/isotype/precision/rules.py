@@ -6,12 +6,12 @@ conflict, and the fix. Errors refuse the run; warnings are shown in its header. 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..dtypes import itemsize
 from ..finding import Finding, Place, Severity
+from ..pages.docstrings import docstring_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,7 @@ def codes() -> list[str]:
 
 def page(code: str) -> str | None:
     """The page of a rule, from its docstring."""
-    if code not in RULES:
-        return None
-    first, _, rest = (inspect.getdoc(RULES[code]) or "").partition("\n")
-    return f"# {code}: {first}\n{rest}\n"
+    return docstring_page(code, RULES[code]) if code in RULES else None
 
 
 def _finding(

@@ -36,6 +36,7 @@ def compile_matrix(
     binary    also to machine code, with registers, spills and shared memory (seconds a target)
     Raises    DoesNotCompile (an AssertionError) naming kernel, line, variable and dtypes; AssertionError when nothing was launched
     """
+    from ..doctor.kernels.inputs import several
     from ..doctor.kernels.unwrap import is_kernel
     from ..doctor.kernels.wrapper import check_wrapper
 
@@ -57,14 +58,3 @@ def compile_matrix(
     if failing:
         count = f"{len(failing)} finding{'s' if len(failing) != 1 else ''}"
         raise DoesNotCompile(f"{name}: {count} for {', '.join(targets)}\n\n" + "\n\n".join(f.render() for f in failing), failing)
-
-
-def several(inputs: Any) -> list[Any]:
-    """The calls that `inputs` stands for: a list whose items are tuples or dicts is several, anything else is one."""
-    import torch
-
-    if isinstance(inputs, list) and inputs and all(isinstance(i, (tuple, dict)) for i in inputs):
-        return inputs
-    if inputs is None:
-        return [()]
-    return [(inputs,)] if isinstance(inputs, torch.Tensor) else [inputs]

@@ -15,6 +15,7 @@ from ..checkpoint.folder import write_text
 from ..config.schema import RunConfig
 from ..config.sources import first_name
 from ..errors import UsageError
+from ..run_lock import LOCK, take_lock
 from .strangers import refuse_foreign_entries
 
 RESOLVED = "resolved.yaml"
@@ -56,7 +57,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             refuse_foreign_entries(self.path)
-            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except UsageError:
             raise
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -65,7 +66,7 @@ class RunFolder:
                 f"run.folder: {str(self.path)[:200]!r}: {said}", fix="give a folder that can be written: --out FOLDER"
             ) from None
         try:
-            _lock(lock, self.path)
+            take_lock(lock, self.path)
             yield
         finally:
             os.close(lock)  # which also lets the lock go, as a kill does
@@ -94,31 +95,3 @@ def without_run(path: Path) -> str | None:
         return None
     named = {"adapter": "adapter_config.json", "model": "config.json"}
     return next((kind for kind, file in named.items() if (path / file).is_file()), None)
-
-
-def is_held(path: Path) -> bool:
-    """Whether a process trains in this folder now. The look itself takes the lock for some microseconds."""
-    try:
-        import fcntl
-
-        handle = os.open(path / ".lock", os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name is not waited for
-    except (ImportError, OSError):
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except OSError:
-        return True
-    finally:
-        os.close(handle)
-
-
-def _lock(handle: int, path: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows has no flock; there two runs in one folder are not noticed
-        return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UsageError(f"run.folder: {path} is in use by another run", fix="wait for it, or give another folder: --out FOLDER") from None

@@ -24,6 +24,10 @@ def test_every_emitted_code_has_a_page():
     assert emitted(explain_package, "EX") <= set(explain_pages.codes())
 
 
+def test_rules_are_asked_in_the_order_of_their_codes():
+    assert list(RULES) == sorted(RULES)
+
+
 @pytest.mark.parametrize("code", [*RULES, *[c for c in explain_pages.codes() if c != "EX000"]])
 def test_a_page_has_its_sections(code: str):
     page = check_pages.page(code) or explain_pages.page(code) or ""

@@ -47,6 +47,13 @@ class Rotary(nn.Module):
         angles = torch.outer(t, self.inv_freq)
         return angles.cos(), angles.sin()
 """
+ROTARY_UNDER_AUTOCAST = """import torch
+
+
+def rotary(position_ids, inv_freq):
+    angles = torch.einsum("i,j->ij", position_ids.float(), inv_freq.float())
+    return angles.cos(), angles.sin()
+"""
 MODEL = """from .rotary import Rotary
 
 
@@ -204,3 +211,12 @@ def test_the_option_and_the_setting(tmp_path):
     (tmp_path / "pyproject.toml").write_text("[tool.isotype.lint]\nweak = 1\n")
     with pytest.raises(UsageError, match=r"lint\.weak: expected true or false, got 1"):
         lint_command([tmp_path])
+
+
+def test_a_program_that_runs_a_trained_model(told):
+    program = (
+        "import argparse\nimport torch\n\n\n@torch.inference_mode()\ndef run(model, path):\n    model.load_state_dict(torch.load(path))\n"
+    )
+    files = {"function.py": ROTARY_UNDER_AUTOCAST, "low.py": LOW}
+    assert codes(told({**files, "run.py": program})) == []
+    assert codes(told({**files, "run.py": program + "    model(1).backward()\n"})) == ["LT008"]

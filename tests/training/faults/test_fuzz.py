@@ -12,7 +12,8 @@ import pytest
 
 from isotype.errors import UsageError
 from isotype.training.faults import fuzz
-from isotype.training.faults.hostile import TARGETS, Material
+from isotype.training.faults.hostile import TARGETS
+from isotype.training.faults.material import Material
 from isotype.training.faults.mutate import mutated_bytes, mutated_json
 from isotype.training.faults.workshop import Workshop
 

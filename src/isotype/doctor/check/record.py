@@ -1,6 +1,6 @@
 """The effective precision record: what each role of a run will really be, with the setting that decided it.
 
-Each tool's settings are compiled into the same record (`compile.py`), so that a rule about precision is written once.
+Each tool's settings are compiled into the same record (`effective.py`), so that a rule about precision is written once.
 """
 
 from __future__ import annotations

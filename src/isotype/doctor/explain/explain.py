@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ...finding import Finding, Place, Severity
-from . import pages  # noqa: F401  registers the families
+from . import families  # noqa: F401  they register themselves
 from .family import FAMILIES, Explained, Seen
 from .log import Incident, incidents
 from .recognise import half_words, recognise

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ...dtypes import torch_word
 from ...finding import Severity
 from .situation import Situation
 
@@ -35,7 +35,7 @@ class Seen:
 
     @property
     def torch_half(self) -> str:
-        return {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[self.half]
+        return f"torch.{torch_word(self.half)}"
 
     @property
     def autocast(self) -> str:
@@ -77,8 +77,3 @@ def family(code: str, *operators: str) -> Callable[[Family], Family]:
         return function
 
     return register
-
-
-def page_of(function: Callable[..., object], code: str) -> str:
-    first, _, rest = (inspect.getdoc(function) or "").partition("\n")
-    return f"# {code}: {first}\n{rest}\n"

@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-from . import (  # noqa: F401  families register themselves
-    attention,
-    buffers,
-    demands,
-    kernels,
-    layers,
-    products,
-    refusals,
-    regions,
-    scaling,
-    sharding,
-    updates,
-    values,
-    wording,
-)
-from .family import FAMILIES, page_of
+from ...pages.docstrings import docstring_page
+from . import families  # noqa: F401  they register themselves
+from .family import FAMILIES
 
 _NOT_DTYPE = """# EX000: not a dtype error
 
@@ -35,4 +22,4 @@ def codes() -> list[str]:
 def page(code: str) -> str | None:
     if code == "EX000":
         return _NOT_DTYPE
-    return next((page_of(function, code) for known, function in FAMILIES.values() if known == code), None)
+    return next((docstring_page(code, function) for known, function in FAMILIES.values() if known == code), None)

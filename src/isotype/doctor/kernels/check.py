@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import UsageError
-from ...finding import Finding, Place, Severity
-from .diagnose import Fault, diagnose
+from ...finding import Finding, Place, Severity, listed
+from .diagnose import diagnose
+from .fault import Fault
 from .observe import Observation, observe
 from .signature import Combination, Reach, distinct, float_pointer_matrix, scalar_variations
 from .static_checks import static_faults
@@ -217,7 +218,7 @@ def _finding(function: Any, one: Seen, observations: Sequence[Observation]) -> F
     details = [("kernel", fault.kernel), ("variable", fault.variable), ("dtypes", " and ".join(fault.dtypes)), *fault.facts]
     reachable = list(dict.fromkeys(o.combination.label for o in failing if o.combination.reach > Reach.LATENT)) or labels
     varied = f" (and {len(labels) - len(reachable)} variations)" if len(labels) > len(reachable) else ""
-    details += [(verb, _few(reachable) + varied), ("compiles for", _few(passing) if failing[0].failed else "")]
+    details += [(verb, listed(reachable) + varied), ("compiles for", listed(passing) if failing[0].failed else "")]
     details += [("signature", failing[0].combination.written), ("targets", ", ".join(dict.fromkeys(o.target for o in failing)))]
     details += [("reach", one.reach.words)]
     if failing[0].failed:
@@ -233,8 +234,3 @@ def _finding(function: Any, one: Seen, observations: Sequence[Observation]) -> F
         fix=fault.fix,
         details=tuple((label, value) for label, value in details if value),
     )
-
-
-def _few(labels: Sequence[str], most: int = 6) -> str:
-    shown = ", ".join(labels[:most])
-    return shown + (f" and {len(labels) - most} more" if len(labels) > most else "")

@@ -3,63 +3,32 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from ...finding import Severity
+from .failures.constexpr import lost_constexpr
+from .failures.control_flow import inconsistent_returns, inconsistent_ternary, reassigned_in_loop, redefined_in_branch
+from .failures.dot import dot_accumulator, dot_operands
+from .failures.math_functions import math_on_low_precision
+from .failures.memory import refused_atomic, refused_store
+from .failures.operands import refused_operands, typed_operands
+from .failures.scene import Scene
+from .fault import Fault
 from .observe import Frame, Observation
-from .provenance import LOW, Origin, assigns, call_name, names_in, origin, source_text, variable_of
+from .provenance import source_text, variable_of
 
-
-@dataclass(frozen=True)
-class Fault:
-    """What `check` turns into a Finding, once for all the combinations that show it."""
-
-    code: str
-    file: str
-    line: int
-    kernel: str
-    variable: str
-    message: str
-    cause: str
-    fix: str
-    dtypes: tuple[str, str] | tuple[str] | tuple[()] = ()
-    facts: tuple[tuple[str, str], ...] = field(default=())
-    is_dtype: bool = True  # whether the failure is about dtypes at all
-    statistic: bool = False  # whether the value at fault is one loaded number a program
-    severity: Severity | None = None  # None: decided by how reachable the combination is
-
-
-@dataclass(frozen=True)
-class Scene:
-    """A failure as the recognisers see it: the innermost function of the user's, the node at which it stopped, the message."""
-
-    frame: Frame
-    node: ast.AST
-    message: str
-    kernel: str
-
-    def fault(self, code: str, variable: str, message: str, *, cause: str, fix: str, line: int | None = None, **more: object) -> Fault:
-        place = self.frame.line(self.node) if line is None else line
-        return Fault(code, self.frame.file, place, self.kernel, variable, message, cause, fix, **more)  # type: ignore[arg-type]
-
-    def at(self, found: Origin | None) -> str:
-        """` (case.py:12)` of an origin."""
-        return f" ({self.frame.file.rsplit('/', 1)[-1]}:{found.line})" if found else ""
-
-
-def scalar_word(text: str) -> str:
-    """`fp32` of `fp32[constexpr[256]]` (Triton 3.9) and of `<[256], fp32>` (older)."""
-    text = text.strip()
-    if old := re.fullmatch(r"<\[.*\], *(.+)>", text):
-        return old[1]
-    return {"int1": "bool"}.get(word := re.split(r"\[", text, maxsplit=1)[0], word)
-
-
-def _innermost_of_the_user(observation: Observation) -> tuple[Frame, ast.AST] | None:
-    own = [(frame, node) for frame, node in observation.failures if not frame.in_triton]
-    return own[0] if own else (observation.failures[0] if observation.failures else None)
+RECOGNISERS: tuple[Callable[[Scene], Fault | None], ...] = (
+    redefined_in_branch,
+    reassigned_in_loop,
+    inconsistent_ternary,
+    inconsistent_returns,
+    dot_operands,
+    dot_accumulator,
+    math_on_low_precision,
+    lost_constexpr,
+    refused_atomic,
+    refused_store,
+    refused_operands,
+)
 
 
 def diagnose(kernel_name: str, file: str, line: int, observation: Observation) -> Fault:
@@ -77,408 +46,14 @@ def diagnose(kernel_name: str, file: str, line: int, observation: Observation) -
     return _unrecognised(scene)
 
 
-def _bound_lines(frame: Frame, name: str, dtype: str | None, inside: ast.AST | None) -> list[ast.AST]:
-    """Statements that gave `name` this dtype, inside a block or before it."""
-    statements = []
-    for bound in frame.bindings:
-        if bound.name == name and assigns(bound.node, name) and (dtype is None or bound.dtype == dtype):
-            within = inside is None or any(node is bound.node for node in ast.walk(inside))
-            if within and bound.node is not None and bound.node not in statements:
-                statements.append(bound.node)
-    return statements
-
-
-def _binding_before(frame: Frame, name: str, node: ast.AST, dtype: str) -> Origin | None:
-    """Where the value that enters a branch or a loop was made."""
-    probe = ast.Name(id=name, ctx=ast.Load(), lineno=getattr(node, "lineno", 1) - 1, col_offset=0)
-    frame.dtypes[probe] = dtype
-    return origin(frame, probe)
-
-
-def _flags(frame: Frame, test: ast.AST) -> list[str]:
-    """Parameters in a branch's condition that reach the kernel at run time."""
-    return [n for n in names_in(test) if n in frame.parameters and not frame.parameters[n].startswith("constexpr")]
-
-
-def _redefined_in_branch(scene: Scene) -> Fault | None:
-    first = re.search(r"initial value for `(\w+)` is of type (.+?), *but the (then|else) block redefines it as (.+)$", scene.message)
-    both = re.search(r"[Mm]ismatched type for (\w+) between then block \((.+?)\) and else block \((.+)\)$", scene.message)
-    if not first and not both:
-        return None
-    if first:
-        name, before, block, after = first[1], scalar_word(first[2]), first[3], scalar_word(first[4])
-    else:
-        assert both is not None
-        name, before, block, after = both[1], scalar_word(both[2]), "else", scalar_word(both[3])
-    branch = scene.node if isinstance(scene.node, ast.If) else _enclosing(scene, ast.If)
-    inside = _bound_lines(scene.frame, name, after, branch)
-    line = scene.frame.line(inside[-1]) if inside else scene.frame.line(scene.node)
-    test = getattr(branch, "test", None)
-    condition = f"`if {source_text(test)}`" if test is not None else "the branch"
-    statement = f"`{source_text(inside[-1])}`" if inside else f"the {block} block"
-    entered = _binding_before(scene.frame, name, branch or scene.node, before) if first else None
-    cause = (
-        f"{condition} is decided when the kernel runs, so {name} must keep one dtype across the branch; {statement} redefines it as {after}"
-    )
-    if entered:
-        cause += f", while it enters as {before}: {entered.text}{scene.at(entered)}"
-    fix = _widening(name, before, after, entered, "before the branch")
-    flags = _flags(scene.frame, test) if test is not None else []
-    if flags:
-        fix += f"; or, where it is known at launch, declare {_as_constexprs(flags)}: a constexpr branch may change a dtype"
-    message = (
-        f"{name} is {before} and a run-time branch redefines it as {after}"
-        if first
-        else f"{name} is {before} in one branch and {after} in the other"
-    )
-    return scene.fault(
-        "KN001",
-        name,
-        message,
-        cause=cause,
-        fix=fix,
-        line=line,
-        dtypes=(before, after),
-        facts=_origin_facts(scene, entered),
-        statistic=bool(entered and entered.statistic),
-    )
-
-
-def _as_constexprs(flags: list[str]) -> str:
-    return " and ".join(f"{flag}: tl.constexpr" for flag in flags)
-
-
-def _widening(name: str, before: str, after: str, entered: Origin | None, when: str) -> str:
-    wide = _wider(before, after)
-    if entered and entered.kind == "load":
-        return f"widen at load, {when}: {name} = {entered.source}.to(tl.{_tl(wide)})"
-    if entered and entered.kind == "constant":
-        return f"start it in {wide} {when}: a Python 0 is int32, so write {name} = 0.0 or tl.zeros(..., tl.{_tl(wide)})"
-    if before == wide:
-        return f"keep {name} in {before}: cast what is assigned to it, .to(tl.{_tl(before)})"
-    return f"give {name} its final dtype {when}: {name} = {name}.to(tl.{_tl(wide)})"
-
-
-def _wider(left: str, right: str) -> str:
-    """What two dtypes should both become; fp64 is hardly ever meant, so fp32 stands for it."""
-    order = ["bool", "int8", "int16", "int32", "int64", "fp16", "bf16", "fp32"]
-    known = [w for w in (left, right) if w in order]
-    if "fp64" in (left, right):
-        return "fp32"
-    return max(known, key=order.index) if known else right
-
-
-def _tl(word: str) -> str:
-    return {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(word, word)
-
-
-def _origin_facts(scene: Scene, *found: Origin | None) -> tuple[tuple[str, str], ...]:
-    return tuple(("comes from", f"{o.text}{scene.at(o)}") for o in found if o is not None)
-
-
-def _enclosing(scene: Scene, kind: type) -> ast.AST | None:
-    tree = scene.frame.tree
-    if tree is None:
-        return None
-    holding = [n for n in ast.walk(tree) if isinstance(n, kind) and any(c is scene.node for c in ast.walk(n))]
-    return holding[-1] if holding else None
-
-
-def _reassigned_in_loop(scene: Scene) -> Fault | None:
-    found = re.search(r"[Ll]oop-carried variable (\w+) has initial type (.+?) but is re-assigned to (.+?) in loop", scene.message)
-    if not found:
-        return None
-    name, before, after = found[1], scalar_word(found[2]), scalar_word(found[3])
-    loop = scene.node if isinstance(scene.node, (ast.For, ast.While)) else None
-    inside = _bound_lines(scene.frame, name, after, loop)
-    statement = inside[-1] if inside else None
-    line = scene.frame.line(statement or scene.node)
-    entered = _binding_before(scene.frame, name, scene.node, before)
-    made = _statement_origin(scene.frame, statement)
-    cause = f"a value carried round a run-time loop keeps one dtype: {name} enters as {before}"
-    cause += f" ({entered.text})" if entered else ""
-    cause += f" and `{source_text(statement)}` makes it {after}" if statement is not None else f" and is re-assigned as {after}"
-    if made and made.kind in ("scalar", "promotion"):
-        cause += f"; {made.text}{scene.at(made)}"
-    if "fp64" in (before, after) and made and made.name in scene.frame.parameters:
-        cause += f". Under torch.compile (Inductor) a Python float such as {made.name} reaches the kernel as fp64"
-        fix = f"pin the scalar before its use: {made.name} = {made.name}.to(tl.float32), or annotate it fp32"
-    elif before == _wider(before, after):
-        fix = f"keep {name} in {before} inside the loop: cast what is assigned, (...).to(tl.{_tl(before)})"
-    else:
-        fix = "give it one dtype: " + _widening(name, before, after, entered, "before the loop")
-    message = f"{name} enters a loop as {before} and is re-assigned as {after} in it"
-    return scene.fault(
-        "KN002",
-        name,
-        message,
-        cause=cause,
-        fix=fix,
-        line=line,
-        dtypes=(before, after),
-        facts=_origin_facts(scene, made),
-        statistic=bool(entered and entered.statistic),
-    )
-
-
-def _statement_origin(frame: Frame, statement: ast.AST | None) -> Origin | None:
-    value = next((b.value for b in reversed(frame.bindings) if b.node is statement), None)
-    return origin(frame, value) if value is not None else None
-
-
-def _ternary(scene: Scene) -> Fault | None:
-    found = re.search(r"[Tt]ernary expression with dynamic condition has inconsistent types (.+?) and (.+)$", scene.message)
-    if not found or not isinstance(scene.node, ast.IfExp):
-        return None
-    left, right = scalar_word(found[1]), scalar_word(found[2])
-    name = variable_of(scene.node.body)
-    cause = f"the condition `{source_text(scene.node.test)}` is known only when the kernel runs, and the two sides are {left} and {right}"
-    fix = f"cast both sides to one dtype, for example .to(tl.{_tl(_wider(left, right))}), or use tl.where, which promotes"
-    flags = _flags(scene.frame, scene.node.test)
-    fix += f"; or declare {_as_constexprs(flags)}" if flags else ""
-    return scene.fault(
-        "KN001",
-        name,
-        f"`{source_text(scene.node)}` is {left} on one side and {right} on the other",
-        cause=cause,
-        fix=fix,
-        dtypes=(left, right),
-    )
-
-
-def _return_types(scene: Scene) -> Fault | None:
-    found = re.search(
-        r"(?:[Rr]eturn type mismatch|[Ii]nconsistent return types)[: ]*(<.*?>|\S+) (?:and|vs\.?|!=) (<.*?>|\w\S*)", scene.message
-    )
-    if not found:
-        return None
-    left, right = scalar_word(found[1]), scalar_word(found[2])
-    returns = [n for n in ast.walk(scene.frame.tree or scene.node) if isinstance(n, ast.Return) and n.value is not None]
-    line = next((scene.frame.line(n) for n in returns if scene.frame.dtypes.get(n.value or n) == left), None)
-    cause = f"{scene.frame.name} returns {left} on one path and {right} on another; a function called from a kernel has one return type"
-    return scene.fault(
-        "KN001",
-        "return",
-        f"{scene.frame.name} returns {left} or {right}",
-        cause=cause,
-        fix=f"cast every return value of {scene.frame.name} to one dtype",
-        line=line,
-        dtypes=(left, right),
-    )
-
-
-def _dot_operands(scene: Scene) -> Fault | None:
-    found = re.search(r"same dtype\. Got (\w+) and (\w+)", scene.message) or re.search(
-        r"First input \((\w+)\) and second input \((\w+)\) must have the same dtype", scene.message
-    )
-    if not found:
-        return None
-    left, right = found[1], found[2]
-    call = scene.node
-    if not isinstance(call, ast.Call) or len(call.args) < 2:
-        return scene.fault(
-            "KN003",
-            "tl.dot",
-            f"tl.dot got {left} and {right}",
-            cause="the operands of tl.dot must have one dtype",
-            fix="cast one operand to the other's dtype",
-            dtypes=(left, right),
-        )
-    a, b = call.args[:2]
-    name_a, name_b = variable_of(a), variable_of(b)
-    from_a, from_b = origin(scene.frame, a), origin(scene.frame, b)
-    cause = f"tl.dot does not promote: its operands {name_a} ({left}) and {name_b} ({right}) must have one dtype"
-    cause += "".join(f"; {n}: {o.text}{scene.at(o)}" for n, o in ((name_a, from_a), (name_b, from_b)) if o)
-    promoted = next(((n, o) for n, o in ((name_a, from_a), (name_b, from_b)) if o and o.kind == "scalar"), None)
-    cast = f"cast one operand: {name_b}.to({name_a}.dtype) keeps {left}, {name_a}.to({name_b}.dtype) keeps {right}"
-    if promoted:
-        name, step = promoted
-        other = name_b if name == name_a else name_a
-        fix = f"apply {step.name} after the dot (to its fp32 result), or cast back before it: {name} = (...).to({other}.dtype)"
-        message = f"a scalar promotes {name} before tl.dot, which then gets {left} and {right}"
-    else:
-        fix, message = cast, f"tl.dot got {name_a} in {left} and {name_b} in {right}"
-    computed = [n for n, o in ((name_a, from_a), (name_b, from_b)) if o and o.kind not in ("load", "parameter")]
-    variable = promoted[0] if promoted else computed[0] if len(computed) == 1 else name_b
-    return scene.fault(
-        "KN003", variable, message, cause=cause, fix=fix, dtypes=(left, right), facts=(("operands", f"{name_a} {left}, {name_b} {right}"),)
-    )
-
-
-def _dot_accumulator(scene: Scene) -> Fault | None:
-    if call_name(scene.node) != "dot" or (
-        "acc" not in scene.message and "out_dtype" not in scene.message and "Unsupported" not in scene.message
-    ):
-        return None
-    call = scene.node
-    assert isinstance(call, ast.Call)
-    accumulator = next((k.value for k in call.keywords if k.arg == "acc"), call.args[2] if len(call.args) > 2 else None)
-    name = variable_of(accumulator) if accumulator is not None else variable_of(call.args[0]) if call.args else "tl.dot"
-    seen = [scene.frame.dtypes.get(n, "?") for n in (*call.args[:2], *([accumulator] if accumulator is not None else []))]
-    cause = f"tl.dot refuses these dtypes ({', '.join(seen)}): {scene.message}"
-    fix = "start the accumulator as tl.zeros(..., dtype=tl.float32) and cast operands to a dtype that tl.dot takes"
-    return scene.fault("KN003", name, f"tl.dot refuses the dtype of {name}", cause=cause, fix=fix, dtypes=tuple(seen[:2]))
-
-
-def _math_function(scene: Scene) -> str | None:
-    """`math` or `libdevice` when the node calls one of their functions."""
-    if not isinstance(scene.node, ast.Call):
-        return None
-    value: object = scene.frame.scope.get(names_in(scene.node.func)[0]) if names_in(scene.node.func) else None
-    for attribute in source_text(scene.node.func).split(".")[1:]:
-        value = getattr(value, attribute, None)
-    module = str(getattr(value, "__module__", ""))
-    return "libdevice" if "libdevice" in module else "math" if module.endswith("language.math") else None
-
-
-def _math_on_low_precision(scene: Scene) -> Fault | None:
-    found = re.search(r"Expected dtype (\[.*?\]) but got (\w+)", scene.message)
-    call = scene.node
-    arguments = [*call.args, *(k.value for k in call.keywords)] if isinstance(call, ast.Call) else []
-    kind = _math_function(scene)
-    wrong = [a for a in arguments if scene.frame.dtypes.get(a) in (*LOW, "int32", "int64")]
-    if not found and not (kind and wrong):
-        return None
-    # libdevice's table of functions by dtype has no entry: its message is the dtypes it was asked for
-    argument = next((a for a in wrong if not found or scene.frame.dtypes[a] == found[2]), arguments[0] if arguments else None)
-    function = call_name(call) or "the function"
-    name = variable_of(argument) if argument is not None else function
-    got = found[2] if found else scene.frame.dtypes[wrong[0]]
-    wanted = " or ".join(re.findall(r"fp\d+", found[1])) if found else "fp32 or fp64"
-    where = origin(scene.frame, argument) if argument is not None else None
-    cause = f"Triton's {kind or 'math'} function {function} takes {wanted} only, and {name} is {got}"
-    cause += f": {where.text}{scene.at(where)}" if where else ""
-    text = source_text(argument) if argument is not None else "x"
-    wrapped = text if isinstance(argument, (ast.Name, ast.Call, ast.Subscript)) else f"({text})"
-    fix = f"upcast before the call: {function}({wrapped}.to(tl.float32))"
-    if where and where.kind == "load":
-        fix += f", or once at load: {where.source}.to(tl.float32)"
-    facts = _origin_facts(scene, where)
-    return scene.fault("KN004", name, f"{function} on {name}, which is {got}", cause=cause, fix=fix, dtypes=(got, "fp32"), facts=facts)
-
-
-def _lost_constexpr(scene: Scene) -> Fault | None:
-    if not re.search(
-        r"must be of type `?(?:tl\.)?constexpr|must have type `?constexpr|did you forget .*constexpr|constexpr\[int\]|tl\.constexpr",
-        scene.message,
-    ):
-        return None
-    nodes = [*getattr(scene.node, "args", []), *(k.value for k in getattr(scene.node, "keywords", []))] or [scene.node]
-    suspects = [p for node in nodes for p in _runtime_parameters_behind(scene.frame, node)]
-    suspects = [p for p in dict.fromkeys(suspects) if not scene.frame.parameters[p].startswith("*")]
-    if not suspects:
-        return None
-    name = suspects[0]
-    got = scene.frame.parameters[name]
-    cause = (
-        f"`{source_text(scene.node)}` needs a value known when compiling, and {name} is a run-time {got}: its `: tl.constexpr` is missing"
-    )
-    return scene.fault(
-        "KN005",
-        name,
-        f"{name} must be a constexpr and is a run-time {got}",
-        cause=cause,
-        fix=f"declare it {name}: tl.constexpr in {scene.frame.name}",
-        dtypes=(got, "constexpr"),
-    )
-
-
-def _runtime_parameters_behind(frame: Frame, node: ast.AST, depth: int = 0) -> list[str]:
-    found = []
-    for name in names_in(node):
-        if name in frame.parameters:
-            if not frame.parameters[name].startswith("constexpr"):
-                found.append(name)
-        elif depth < 4:
-            for bound in frame.bindings:
-                if bound.name == name and assigns(bound.node, name):
-                    found += _runtime_parameters_behind(frame, getattr(bound.node, "value", ast.Pass()), depth + 1)
-    return found
-
-
-def _atomic(scene: Scene) -> Fault | None:
-    found = re.search(r"atomic_(\w+) (?:does not support|not supported for dtype|only supports) (.+)", scene.message)
-    if not found:
-        return None
-    call = scene.node
-    pointer = variable_of(call.args[0]) if isinstance(call, ast.Call) and call.args else "the pointer"
-    parameters = [n for n in names_in(call) if scene.frame.parameters.get(n, "").startswith("*")]
-    pointer = parameters[0] if parameters else pointer
-    got = scene.frame.parameters.get(pointer, "*?").removeprefix("*")
-    cause = f"tl.atomic_{found[1]} does not take {got}: the hardware or Triton has no such atomic, and {pointer} points to {got}"
-    fix = f"accumulate into an fp32 buffer ({pointer} as *fp32, atomics in fp32) and cast once after the kernel"
-    return scene.fault("KN006", pointer, f"atomic_{found[1]} on {pointer}, which holds {got}", cause=cause, fix=fix, dtypes=(got, "fp32"))
-
-
-def _store(scene: Scene) -> Fault | None:
-    found = re.search(r"element type ?\((\w+)\) and value element type ?\((\w+)\) mismatch", scene.message)
-    if not found and (call_name(scene.node) != "store" or not re.search(r"dtype|element type|cast|convert", scene.message)):
-        return None  # a block stored through one pointer, a mask of another shape: no matter of dtypes
-    call = scene.node
-    method = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and names_in(call.func.value) != ["tl"]
-    value = call.args[1] if isinstance(call, ast.Call) and len(call.args) > 1 else None
-    name = variable_of(value) if value is not None else "value"
-    got = scene.frame.dtypes.get(value, "?") if value is not None else "?"
-    wanted = found[1] if found else "?"
-    got = found[2] if found else got
-    if not found and method is False and got not in ("fp64", "fp32", "bf16", "fp16"):
-        return None
-    cause = f"`{source_text(call)}` stores {got} where the memory holds {wanted}: {scene.message}"
-    stored = name if value is None or isinstance(value, ast.Name) else f"({source_text(value)})"
-    fix = (
-        f"cast before the store: {stored}.to(tl.{_tl(wanted)})"
-        if found
-        else f"cast {name} to the pointer's element type before the store: .to(ptr.dtype.element_ty)"
-    )
-    return scene.fault(
-        "KN007",
-        name,
-        f"{name} is {got} and is stored as {wanted}" if found else f"storing {name} is refused",
-        cause=cause,
-        fix=fix,
-        dtypes=(wanted, got),
-    )
-
-
-_REFUSED = re.compile(
-    r"invalid operands? of type|unexpected type|[Ii]ncompatible|Unexpected dtype|cannot (?:convert|cast|be)|wrong type argument|dtype|"
-    r"[Mm]ust be (?:an )?int|should be (?:an )?int|integer|element type|Unsupported (?:lhs|rhs)|not support|must all be ints|type mismatch|"
-    r"Invalid argument .*cast|bitcast|precision"
-)
-
-
-def _parts(scene: Scene) -> list[ast.AST]:
-    """The typed operands of the expression or loop at which Triton stopped."""
-    node = scene.node.iter if isinstance(scene.node, ast.For) else scene.node
-    return [n for n in ast.walk(node) if n in scene.frame.dtypes and n is not scene.node and not _inside_other(n, node, scene)]
-
-
-def _inside_other(part: ast.AST, whole: ast.AST, scene: Scene) -> bool:
-    typed = [n for n in ast.walk(whole) if n in scene.frame.dtypes and n is not whole and n is not part]
-    return any(part in ast.walk(other) for other in typed)
-
-
-def _refused(scene: Scene) -> Fault | None:
-    """An operation that does not take these dtypes: `%` on floats, `&` on a float, a float index, pointer arithmetic with a float."""
-    if not _REFUSED.search(scene.message) or re.search(r"block type|shape", scene.message):
-        return None
-    parts = _parts(scene)
-    seen = [(variable_of(n), scene.frame.dtypes[n]) for n in parts if not scene.frame.dtypes[n].startswith("constexpr")]
-    if not seen:
-        return None
-    odd = next((pair for pair in seen if pair[1] in ("fp64", "fp32", "bf16", "fp16")), seen[0])
-    text = source_text(scene.node).splitlines()[0]
-    listed = ", ".join(f"{name} {word}" for name, word in seen)
-    where = next((origin(scene.frame, n) for n in parts if variable_of(n) == odd[0]), None)
-    cause = f"`{text}` does not take {listed}: {scene.message}"
-    cause += f"; {odd[0]}: {where.text}{scene.at(where)}" if where else ""
-    fix = f"cast {odd[0]} before it, or change the dtype that {where.name if where and where.name else odd[0]} is passed in"
-    return scene.fault("KN008", odd[0], f"`{text}` refuses {listed}", cause=cause, fix=fix, dtypes=tuple(w for _, w in seen[:2]))
+def _innermost_of_the_user(observation: Observation) -> tuple[Frame, ast.AST] | None:
+    own = [(frame, node) for frame, node in observation.failures if not frame.in_triton]
+    return own[0] if own else (observation.failures[0] if observation.failures else None)
 
 
 def _unrecognised(scene: Scene) -> Fault:
     text = source_text(scene.node).splitlines()[0]
-    parts = _parts(scene)
+    parts = typed_operands(scene)
     seen = ", ".join(f"{variable_of(n)} {scene.frame.dtypes[n]}" for n in parts)
     facts = (("types here", seen),) if seen else ()
     return scene.fault(
@@ -490,18 +65,3 @@ def _unrecognised(scene: Scene) -> Fault:
         facts=facts,
         is_dtype=False,
     )
-
-
-RECOGNISERS: tuple[Callable[[Scene], Fault | None], ...] = (
-    _redefined_in_branch,
-    _reassigned_in_loop,
-    _ternary,
-    _return_types,
-    _dot_operands,
-    _dot_accumulator,
-    _math_on_low_precision,
-    _lost_constexpr,
-    _atomic,
-    _store,
-    _refused,
-)

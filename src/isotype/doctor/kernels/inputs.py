@@ -1,4 +1,4 @@
-"""Inputs for a wrapper that comes without any: a few usual shapes are tried until the call reaches a launch."""
+"""Inputs for a wrapper: the calls that given ones stand for, and where there are none, a few usual shapes until a call reaches a launch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ _ROWS, _COLUMNS = 16, 64
 _INDEX = ("label", "target", "idx", "index", "ids", "positions")
 _VECTOR = ("weight", "bias", "gamma", "beta", "scale", "w", "b")
 _SHAPES = ((_ROWS, _COLUMNS), (2, _ROWS, _COLUMNS), (2, 4, _ROWS, _COLUMNS), (_COLUMNS,), (_COLUMNS, _COLUMNS))
+
+
+def several(inputs: Any) -> list[Any]:
+    """The calls that `inputs` stands for: a list whose items are tuples or dicts is several, anything else is one."""
+    import torch
+
+    if isinstance(inputs, list) and inputs and all(isinstance(i, (tuple, dict)) for i in inputs):
+        return inputs
+    if inputs is None:
+        return [()]
+    return [(inputs,)] if isinstance(inputs, torch.Tensor) else [inputs]
 
 
 def guessed_inputs(function: Callable[..., Any], target: Any) -> dict[str, Any] | tuple[Any, ...] | None:

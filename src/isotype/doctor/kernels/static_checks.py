@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...finding import Severity
-from .diagnose import Fault
+from .fault import Fault
 from .observe import Frame, Observation
 from .provenance import LOW, assigns, call_name, names_in, origin, source_text, variable_of
 

@@ -17,7 +17,7 @@ from ...errors import IsotypeError, UsageError
 from ...finding import Finding
 from .check import Result, check_combinations, check_kernel, given
 from .infer import inferable
-from .inputs import guessed_inputs
+from .inputs import guessed_inputs, several
 from .targets import DEFAULT, parse_target, require_triton
 from .unwrap import is_kernel, unwrap
 from .wrapper import WrapperResult, check_reached, check_wrapper
@@ -222,8 +222,6 @@ def _check_callable(
     elif is_kernel(result):
         _check_one(module, result, None, targets, binary, report)
     elif isinstance(result, tuple) and len(result) == 2 and callable(result[0]):
-        from ...testing.kernel_matrix import several
-
         for inputs in several(result[1]):
             answer = check_wrapper(result[0], inputs, targets, binary=binary)
             report.add_wrapper(answer)

@@ -88,6 +88,15 @@ class Repository:
         return running >= 2 * MOSTLY and running >= MOSTLY * len(_having(self.own, b".backward(", b"autograd.Function"))
 
     @cached_property
+    def infers(self) -> bool:
+        """A program that loads a trained model and runs it without gradients, however small."""
+        texts = self.texts.values()
+        loads = _having(texts, b"load_state_dict(", b"safe_open(", b"torch.load(", b"load_file(")
+        program = _having(texts, b"__name__ ==", b"argparse", b"gradio", b"uvicorn", b"import fire", b"import click", b"import typer")
+        runs = _having(texts, b"no_grad(", b"inference_mode")
+        return bool(loads and program and runs) and not _having(texts, b".backward(", b"def backward(", b"GradScaler")
+
+    @cached_property
     def low(self) -> bool:
         """Any low precision at all."""
         return bool(_having(self.texts.values(), *_LOW))
@@ -140,6 +149,8 @@ class Repository:
         # to put a library's module under autocast, its users need nothing from it; to cast it, they mostly find how in it
         if not (self.low or self.autocast) and (self.trains or self.serves or not scenario.autocast):
             return "nothing in this repository uses a low precision"
+        if scenario.autocast and self.infers and not self.autocast:
+            return "this repository runs models without gradients, and opens no autocast region"
         if not (self.trains or self.serves):
             return ""
         if scenario.autocast and not self.autocast:

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...dtypes import name as dtype_name
-from ...finding import Finding, Severity
+from ...finding import Finding, Severity, listed
 from .operands import Operand, share_of
 from .ops import FLOATS, LOW
 from .source import Site, in_library, own_line, place_of, short, statement
 
 if TYPE_CHECKING:
     from .tracer import Tracer
-
-_SHOWN = 6
 
 
 @dataclass(slots=True)
@@ -104,7 +102,7 @@ def _finding(
     raised = evidence.stack[0] if evidence.stack else None
     own = own_line(evidence.stack)
     at = own or raised
-    groups = [(f"{dtype_name(dtype)}", _some(names)) for dtype, names in evidence.parameters.items()]
+    groups = [(f"{dtype_name(dtype)}", listed(names)) for dtype, names in evidence.parameters.items()]
     details = [("raised by", f"{raised.function}, {short(raised.file)}:{raised.line}")] if raised is not None and raised != own else []
     if own is not None:
         details.append(("called at", f"{own}: {own.text}"))
@@ -122,10 +120,6 @@ def _finding(
     )
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-
-
 def _unscale(tracer: Tracer, error: BaseException, evidence: Evidence) -> Finding | None:
     """GradScaler.unscale_: the gradients, hence the trainable parameters, are fp16."""
     low = [n for d, names in (evidence.trainable or evidence.parameters).items() if d == torch.float16 for n in names]
@@ -140,7 +134,7 @@ def _unscale(tracer: Tracer, error: BaseException, evidence: Evidence) -> Findin
         evidence,
         symbol=low[0],
         message=f"GradScaler refuses fp16 gradients: {len(low)} trainable parameters are fp16",
-        cause=f"the trainable parameters {_some(low)} are stored in fp16, so their gradients are fp16; GradScaler unscales fp32 "
+        cause=f"the trainable parameters {listed(low)} are stored in fp16, so their gradients are fp16; GradScaler unscales fp32 "
         "gradients only, "
         "since an fp16 gradient has already lost what the scale was to save" + (f". {changed}" if changed else ""),
         fix="keep trainable parameters in fp32 (`for p in model.parameters(): if p.requires_grad: p.data = p.data.float()`) before the "
@@ -171,8 +165,8 @@ def _uniform(tracer: Tracer, error: BaseException, evidence: Evidence) -> Findin
         evidence,
         symbol=groups[odd][0],
         message=f"FSDP needs a uniform dtype within a unit and got {' and '.join(dtype_name(d) for d in groups)}",
-        cause=f"FSDP flattens the parameters of a unit into one tensor; here the {kind} {dtype_name(odd)} ({_some(groups[odd])}) beside "
-        f"{dtype_name(usual)} base weights ({_some(groups[usual])})",
+        cause=f"FSDP flattens the parameters of a unit into one tensor; here the {kind} {dtype_name(odd)} ({listed(groups[odd])}) beside "
+        f"{dtype_name(usual)} base weights ({listed(groups[usual])})",
         fix=f"give all parameters of a unit the same dtype: cast these to {dtype_name(usual)}"
         + (" (PEFT: get_peft_model(..., autocast_adapter_dtype=False))" if adapters else "")
         + "\nor wrap them in a unit of their own (auto_wrap_policy)\nfor quantised weights set bnb_4bit_quant_storage to that same dtype",
@@ -196,7 +190,7 @@ def _gradient(tracer: Tracer, error: BaseException, evidence: Evidence) -> Findi
         evidence,
         symbol=name,
         message=f"gradients are {dtype_name(kept)} where the parameters are {dtype_name(own)}",
-        cause=f"the gradients of {_some([n for n, _, _ in wrong])} are kept in {dtype_name(kept)} (param.grad_dtype, or a re-typed "
+        cause=f"the gradients of {listed([n for n, _, _ in wrong])} are kept in {dtype_name(kept)} (param.grad_dtype, or a re-typed "
         ".grad), the parameters are "
         f"{dtype_name(own)}; DDP's buckets and autograd's accumulation have the parameter's dtype",
         fix=f"leave .grad in the parameter's dtype and accumulate in {dtype_name(kept)} buffers of your own, filled from "

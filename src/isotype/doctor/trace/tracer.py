@@ -1,7 +1,7 @@
-"""The tracer: one dispatch mode (what every op really got), one function mode (what the program called), and module hooks (where it was).
+"""The tracer: one dispatch mode (what every op really got), with the function mode of `calls` above it, and module hooks (where it was).
 
 The modes only watch: each op runs once, unchanged, and its result is returned as it is. While the program repeats itself they
-rest (`pace`).
+rest (`pace`). Long because it is one class: its state is what the watchers share, and a call less an op is time.
 """
 
 from __future__ import annotations
@@ -13,72 +13,43 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ...dtypes import name as dtype_name
 from ...finding import Finding
-from .autocast import Autocast, Recompute
-from .broken_steps import BrokenSteps
-from .compiled import Compiled
-from .defaults import DefaultDtype
+from .calls import Calls
 from .failures import Failures
-from .gradients import Casts
 from .naming import Names
 from .ops import FLOATS, LOW, Op, dtype_of_tensors
 from .origin import Origin
-from .orphans import Orphans
-from .overflow import Overflows
 from .pace import UNWATCHED, Pace
-from .parameters import Parameters
-from .positions import WATCHED, Positions
 from .precision_map import PrecisionMap
-from .promotions import Promotions
 from .provenance import MARK, Provenance
-from .running_statistics import NORMS, RunningStatistics
-from .scaling import Scaling
 from .source import Locator, Site, statement
-from .sums import Sums
-from .updates import UPDATES, Updates
+from .watchers.autocast import Autocast, Recompute
+from .watchers.broken_steps import BrokenSteps
+from .watchers.compiled import Compiled
+from .watchers.defaults import DefaultDtype
+from .watchers.gradients import Casts
+from .watchers.orphans import Orphans
+from .watchers.overflow import Overflows
+from .watchers.parameters import Parameters
+from .watchers.positions import WATCHED, Positions
+from .watchers.promotions import Promotions
+from .watchers.running_statistics import NORMS, RunningStatistics
+from .watchers.scaling import Scaling
+from .watchers.sums import Sums
+from .watchers.updates import UPDATES, Updates
 
 _CASTING = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy", "tensor", "as_tensor", "cpu", "cuda"})
-_BACKWARD = frozenset({"backward", "grad"})
+
+
 _KEPT_SITES = 20_000  # autograd nodes whose forward place is remembered; a step makes a few thousand
 
 
-class Calls(TorchFunctionMode):
-    """What the program called: names casts and factories, and sees the checks made above the dispatcher."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self._tracer = tracer
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = func.__name__
-        if name == "__get__":
-            return func(*args)  # an attribute: half of all calls, and no op
-        tracer = self._tracer
-        outer, tracer.calling = tracer.calling, func
-        tracer.autocast_around = torch.is_autocast_enabled(tracer.device)
-        resting = name in _BACKWARD and tracer.pace.backward_rests() and tracer.rest(hooks=True)
-        try:
-            if name == "__set__" and len(args) == 2:
-                tracer.attribute_set(func, *args)
-            return func(*args, **kwargs) if kwargs else func(*args)
-        except Exception as error:
-            tracer.call_failed(error, func, args, kwargs)
-            raise
-        finally:
-            if resting:
-                tracer.wake()
-            tracer.calling = outer
-
-
 class Tracer(TorchDispatchMode):
-    """Gives every floating tensor an origin while it is entered, and tells the watchers what happened.
-
-    watchers  objects with any of the methods below named `on_...`
-    """
+    """Gives every floating tensor an origin while it is entered, and tells the `watchers` what happened."""
 
     def __init__(self, model: torch.nn.Module | None = None, *, mapped: bool = False) -> None:
         super().__init__()

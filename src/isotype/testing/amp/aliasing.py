@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...finding import Finding, Place, Severity
+from ...finding import Place, Severity
 from .attempt import BACKWARD, Outcome, attempt, incoming_gradient
-from .dtype_rules import Fault, method_place
+from .fault import Fault, fault, method_at_fault
 from .numerics import Numerics
 from .places import failure_of
 from .raising import first_line
@@ -30,21 +30,6 @@ def aliasing_faults(numerics: Numerics, setting: Setting, baseline: Outcome) -> 
     return faults
 
 
-def _place(subject: Subject, outcome: Outcome, stage: str) -> Place:
-    """The hand-written method at fault, where there is one."""
-    if outcome.calls:
-        function = outcome.calls[0].function
-        owner = f"{function.__qualname__.split('<locals>.')[-1]}.{stage}"
-        return method_place(function, stage, owner)
-    return subject.place
-
-
-def _finding(code: str, message: str, place: Place, cause: str, fix: str, severity: Severity = Severity.ERROR, **more: str) -> Fault:
-    return (code, place.symbol, place.line, severity), Finding(
-        code=code, severity=severity, message=message, place=place, cause=cause, fix=fix, observed=more.get("observed")
-    )
-
-
 def _overwritten_inputs(subject: Subject, baseline: Outcome) -> list[Fault]:
     faults = []
     for name, (tensor, before) in baseline.passed.items():
@@ -57,9 +42,9 @@ def _overwritten_inputs(subject: Subject, baseline: Outcome) -> list[Fault]:
             severity = Severity.NOTE  # plain in-place code: autograd knows, and raises where it matters
         else:
             severity = Severity.ERROR
-        place = _place(subject, baseline, "forward" if name in baseline.changed_by_forward else "backward")
+        place = method_at_fault(subject, baseline, "forward" if name in baseline.changed_by_forward else "backward")
         faults.append(
-            _finding(
+            fault(
                 "AC011",
                 f"{place.symbol} overwrites its caller's tensor {name}",
                 place,
@@ -77,9 +62,9 @@ def _written_gradient(subject: Subject, baseline: Outcome) -> list[Fault]:
     fresh = [incoming_gradient(t, i) for i, t in enumerate(baseline.outputs) if t.requires_grad]
     if all(same(given, clean) for given, clean in zip(baseline.grad_outputs, fresh)):
         return []
-    place = _place(subject, baseline, "backward")
+    place = method_at_fault(subject, baseline, "backward")
     return [
-        _finding(
+        fault(
             "AC008",
             f"{place.symbol} writes into the incoming gradient",
             place,
@@ -118,7 +103,7 @@ def _strange_gradients(numerics: Numerics, setting: Setting, baseline: Outcome) 
 
 
 def _strange_gradient(given: Outcome, right: Outcome, kind: str, wrong: str, subject: Subject) -> list[Fault]:
-    place = _place(subject, right, "backward")
+    place = method_at_fault(subject, right, "backward")
     severity = Severity.ERROR
     if given.error is not None:
         failure = failure_of(given.error)
@@ -132,7 +117,7 @@ def _strange_gradient(given: Outcome, right: Outcome, kind: str, wrong: str, sub
     else:
         return []
     return [
-        _finding(
+        fault(
             "AC009",
             message,
             place,
@@ -148,7 +133,7 @@ def _strange_gradient(given: Outcome, right: Outcome, kind: str, wrong: str, sub
 def _second_backward(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
     subject, sample = numerics.subject, numerics.sample
     twice = attempt(subject, sample, setting, passes=2)
-    place = _place(subject, baseline, "backward")
+    place = method_at_fault(subject, baseline, "backward")
     if twice.error is not None:
         failure = failure_of(twice.error)
         if twice.stage != BACKWARD or (failure is not None and failure.raised_by_hand):
@@ -164,7 +149,7 @@ def _second_backward(numerics: Numerics, setting: Setting, baseline: Outcome) ->
         spot, message = place, f"{place.symbol} gives another gradient of {wrong} the second time it runs over one graph"
         severity = Severity.ERROR
     return [
-        _finding(
+        fault(
             "AC010",
             message,
             spot,
@@ -187,9 +172,9 @@ def _reused_output(subject: Subject, sample: Sample, setting: Setting) -> list[F
     second = attempt(subject, sample, setting, relative_noise=0.25, forward_only=True)
     if not second.ran or all(same(now.detach(), then) for now, then in zip(first.outputs, kept)):
         return []
-    place = _place(subject, attempt(subject, sample, setting), "forward")
+    place = method_at_fault(subject, attempt(subject, sample, setting), "forward")
     return [
-        _finding(
+        fault(
             "AC017",
             f"{place.symbol} returns memory that its next call overwrites",
             place,

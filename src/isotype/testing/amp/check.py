@@ -18,8 +18,9 @@ from . import raising
 from .aliasing import aliasing_faults
 from .attempt import Outcome, attempt
 from .contracts import contract_faults
-from .dtype_rules import Fault, gradient_faults, output_faults
+from .dtype_rules import gradient_faults, output_faults
 from .edges import edge_faults, unwritten_memory
+from .fault import Fault
 from .inexact import COLUMNS, ROWS, inexact, long_sums
 from .numerics import Numerics
 from .places import failure_of

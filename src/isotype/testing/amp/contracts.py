@@ -11,7 +11,7 @@ from ...dtypes import TensorSpec, name, parse
 from ...finding import Finding, Place, Severity
 from ...ops.contract import OpContract
 from .attempt import Outcome
-from .dtype_rules import Fault, return_of
+from .fault import Fault, return_of
 from .samples import Sample
 from .settings import Setting
 from .subjects import Subject

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from typing import Any
-
 import torch
 
 from ...dtypes import name
 from ...finding import Finding, Place, Severity
 from .attempt import Outcome
+from .fault import Fault, method_place, return_of
 from .samples import Sample, parameter_names
 from .settings import Setting
 from .subjects import Subject
 from .watch import BackwardCall
-
-Fault = tuple[tuple[object, ...], Finding]
 
 
 def gradient_faults(outcome: Outcome, setting: Setting) -> list[Fault]:
@@ -122,28 +116,6 @@ def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: S
             )
         )
     return faults
-
-
-def return_of(function: type, owner: str) -> Place:
-    """The last `return` of a Function's backward."""
-    return method_place(function, "backward", owner, statement=True)
-
-
-def method_place(function: type, method: str, owner: str, *, statement: bool = False) -> Place:
-    written: Any = inspect.unwrap(getattr(function, method))
-    try:
-        lines, first = inspect.getsourcelines(written)
-        file = inspect.getsourcefile(written)
-    except (OSError, TypeError):
-        return Place(symbol=owner)
-    line = first + next((i for i, text in enumerate(lines) if text.lstrip().startswith("def ")), 0)
-    if statement:
-        try:
-            tree = ast.parse(textwrap.dedent("".join(lines)))
-        except SyntaxError:
-            tree = ast.Module(body=[], type_ignores=[])
-        line = max((first + n.lineno - 1 for n in ast.walk(tree) if isinstance(n, ast.Return)), default=line)
-    return Place(file=file, line=line, symbol=owner)
 
 
 def _argument(function: type, index: int) -> str:

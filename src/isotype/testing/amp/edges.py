@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ...finding import Place, Severity
-from .aliasing import _finding, _place
 from .attempt import BACKWARD, FORWARD, Outcome, attempt, floating, incoming_gradient
-from .dtype_rules import Fault
 from .exact import exact
+from .fault import Fault, fault, method_at_fault
 from .numerics import Numerics
 from .places import failure_of
 from .raising import first_line
@@ -66,7 +65,7 @@ def _without_rows(numerics: Numerics, setting: Setting, baseline: Outcome) -> li
     if not right.ran:
         return []
     given = attempt(numerics.subject, sample, setting, around=poisoned)
-    spot = _place(numerics.subject, baseline, given.stage or FORWARD)
+    spot = method_at_fault(numerics.subject, baseline, given.stage or FORWARD)
     if given.error is not None:
         failure = failure_of(given.error)
         if failure is None or failure.raised_by_hand:
@@ -78,10 +77,10 @@ def _without_rows(numerics: Numerics, setting: Setting, baseline: Outcome) -> li
         wrong = [n for n, t in given.results().items() if n in wanted and not _alike_without_rows(t, wanted[n])]
         if not wrong:
             return []
-        spot = _place(numerics.subject, baseline, _stage(wrong))
+        spot = method_at_fault(numerics.subject, baseline, _stage(wrong))
         message = f"{spot.symbol} gives another {', '.join(wrong)} than plain PyTorch where there are no rows"
     return [
-        _finding(
+        fault(
             "AC019",
             message,
             spot,
@@ -113,9 +112,9 @@ def unwritten_memory(numerics: Numerics, setting: Setting, baseline: Outcome) ->
     wrong = [n for n, t in given.results().items() if n in right and bool((torch.isfinite(right[n]) & ~torch.isfinite(t)).any())]
     if not wrong:
         return []
-    spot = _place(numerics.subject, baseline, _stage(wrong))
+    spot = method_at_fault(numerics.subject, baseline, _stage(wrong))
     return [
-        _finding(
+        fault(
             "AC021",
             f"{spot.symbol} returns memory it never wrote in its {', '.join(wrong)}",
             spot,
@@ -142,9 +141,9 @@ def _second_derivatives(numerics: Numerics, baseline: Outcome) -> list[Fault]:
     wrong = [n for n in names if float((given[n] - right[n]).norm()) > 1e-5 * float(right[n].norm()) + 1e-12]
     if not wrong:
         return []
-    spot = _place(numerics.subject, baseline, "backward")
+    spot = method_at_fault(numerics.subject, baseline, "backward")
     return [
-        _finding(
+        fault(
             "AC020",
             f"{spot.symbol} lets itself be differentiated, and the second derivative by {', '.join(wrong)} is wrong",
             spot,

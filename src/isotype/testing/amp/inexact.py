@@ -14,9 +14,8 @@ import torch
 
 from ...dtypes import name
 from ...finding import Finding, Place, Severity
-from .aliasing import _place
 from .attempt import Outcome, attempt
-from .dtype_rules import Fault
+from .fault import Fault, method_at_fault
 from .locate import Culprit, locate, running_sums
 from .numerics import Excess, Numerics, percent
 from .samples import Sample, lengthened, widened
@@ -157,7 +156,7 @@ def _growing(
 def _finding(code: str, excess: Excess, outcome: Outcome, setting: Setting, subject: Subject, sample: Sample, axis: Axis = ROWS) -> Fault:
     culprit = locate(subject, sample, setting, long_sum=code == "AC007")
     stage = "backward" if excess.result.startswith("gradient") else "forward"
-    place = culprit.place if culprit else _place(subject, outcome, stage)
+    place = culprit.place if culprit else method_at_fault(subject, outcome, stage)
     low = name(str(culprit.dtype)) if culprit and culprit.dtype is not None else name(str(setting.lowest(sample)))
     row = f" (row {excess.worst_row} worst)" if excess.worst_row is not None else ""
     details = [("error", f"{percent(excess.error)} of its norm{row}; {percent(excess.excused)} is excused by {excess.yardstick}")]

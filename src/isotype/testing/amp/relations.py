@@ -10,9 +10,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from ...finding import Finding, Place, Severity
-from .aliasing import _finding, _place
 from .attempt import FORWARD, Outcome, attempt
-from .dtype_rules import Fault
+from .fault import Fault, fault, method_at_fault
 from .numerics import Numerics
 from .places import failure_of
 from .raising import first_line
@@ -25,9 +24,9 @@ def state_faults(outcome: Outcome, subject: Subject) -> list[Fault]:
     faults = []
     for what, change in outcome.states:
         stage = what.rpartition(" ")[2]
-        place = _place(subject, outcome, stage)
+        place = method_at_fault(subject, outcome, stage)
         faults.append(
-            _finding(
+            fault(
                 "AC005",
                 f"{place.symbol} leaves {what.split(' after ')[0]} changed",
                 place,
@@ -54,10 +53,10 @@ def _forgotten(numerics: Numerics, baseline: Outcome) -> list[Fault]:
     names = numerics.forgotten() if baseline.functions else []
     if not names:
         return []
-    place = _place(numerics.subject, baseline, "backward")
+    place = method_at_fault(numerics.subject, baseline, "backward")
     shown = ", ".join(names)
     return [
-        _finding(
+        fault(
             "AC023",
             f"{place.symbol} gives no gradient for {shown}",
             place,
@@ -81,11 +80,11 @@ def _scaled_loss(numerics: Numerics, setting: Setting, baseline: Outcome) -> lis
     ]
     if not wrong or not baseline.calls:
         return []
-    place = _place(subject, baseline, "backward")
+    place = method_at_fault(subject, baseline, "backward")
     # a gradient that is no derivative at all (a penalty added to logits) was not meant to be scaled
     meant = any(numerics.is_derivative(f"gradient of {n}") is False for n in wrong)
     return [
-        _finding(
+        fault(
             "AC015",
             f"{place.symbol} does not scale the gradient of {', '.join(wrong)} with the incoming gradient",
             place,
@@ -105,7 +104,7 @@ def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> l
         return []
     for frozen in trainable:
         outcome = attempt(subject, sample, setting, frozen=frozen)
-        place = _place(subject, baseline, "backward")
+        place = method_at_fault(subject, baseline, "backward")
         if outcome.error is not None:
             failure = failure_of(outcome.error)
             if failure is None or failure.raised_by_hand:
@@ -121,7 +120,7 @@ def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> l
             what = f"no gradient for {', '.join(missing)}" if missing else f"another gradient for {', '.join(wrong)}"
             message = f"{place.symbol} gives {what} when {frozen} is frozen"
         faults.append(
-            _finding(
+            fault(
                 "AC012",
                 message,
                 place,
@@ -150,9 +149,9 @@ def _layout(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fau
     wrong = [n for n, t in outcome.results().items() if n in right and not numerics.alike(n, t, right[n], setting)]
     if not wrong:
         return []
-    place = _place(subject, baseline, FORWARD)
+    place = method_at_fault(subject, baseline, FORWARD)
     return [
-        _finding(
+        fault(
             "AC016",
             f"{place.symbol} gives another {', '.join(wrong)} for the same values in another memory layout",
             place,
@@ -171,7 +170,7 @@ def wrapped_faults(numerics: Numerics, setting: Setting, baseline: Outcome, wrap
         if wrap == "reentrant" and (sample.behind_clone or not sample.differentiates_positionally()):
             continue  # torch itself cannot: it sees leaves that are positional arguments only
         outcome = attempt(subject, sample, replace(setting, wrap=wrap))
-        place = _place(subject, baseline, "backward")
+        place = method_at_fault(subject, baseline, "backward")
         under = f"torch.compile (backend {wrap})" if compiled else f"{wrap} gradient checkpointing"
         if outcome.error is not None:
             failure = failure_of(outcome.error)
@@ -183,7 +182,7 @@ def wrapped_faults(numerics: Numerics, setting: Setting, baseline: Outcome, wrap
             if not wrong:
                 continue
             message = f"{subject.label} gives another {', '.join(wrong)} under {under}"
-        finding: Finding = _finding(
+        finding: Finding = fault(
             "AC018" if compiled else "AC013",
             message,
             place,

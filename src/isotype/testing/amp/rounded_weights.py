@@ -15,7 +15,7 @@ from torch import Tensor
 from ...dtypes import name
 from ...finding import Finding, Place, Severity
 from .attempt import attempt
-from .dtype_rules import Fault
+from .fault import Fault
 from .numerics import Numerics
 from .samples import PARAM, Sample, lengthened
 from .settings import LOW, Setting

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...dtypes import name
 from ...finding import Finding, Severity
 from .attempt import Outcome, attempt
-from .dtype_rules import Fault
+from .fault import Fault
 from .locate import locate
 from .numerics import SLACK, Numerics
 from .rounded_weights import many_rows

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import IsotypeError
-from .hostile import TARGETS, Material, Target
+from .hostile import TARGETS, Target
+from .material import Material
 from .trial import Deadline, Trial
 from .workshop import Workshop
 

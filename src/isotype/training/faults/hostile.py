@@ -10,67 +10,16 @@ import os
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from ...errors import IsotypeError
+from .material import ROWS, Material
 from .mutate import TEXTS, mutated_bytes, mutated_json
-from .workshop import Workshop
+from .recipes import recipes
 
-ROWS: tuple[Any, ...] = (
-    {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
-    {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}, {"role": "user", "content": "Sure?"},
-                  {"role": "assistant", "content": "Yes."}], "id": 3},
-    {"messages": [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "", "tool_calls": [
-        {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}]}, {"role": "tool", "content": "sun"},
-        {"role": "assistant", "content": "Sun."}], "tools": [{"type": "function", "function": {"name": "weather", "parameters": {}}}]},
-    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
-    {"instruction": "Add.", "input": "1 2", "output": "3"},
-    {"prompt": "One and one is", "completion": " two."},
-    {"text": "A line of text that is learnt whole."},
-)  # fmt: skip
 ENDINGS = (".jsonl", ".jsonl", ".jsonl", ".json", ".txt", ".csv")
-
-
-@dataclass(frozen=True)
-class Material:
-    """Good files to begin with, and the settings that read them."""
-
-    workshop: Workshop
-
-    @cached_property
-    def run(self) -> Path:
-        return self.workshop.undisturbed()[0]
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        from ...config.load import load
-
-        return load(self.run / "resolved.yaml").config.model_dump()
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        from ...config.schema import ModelSection
-        from ..model import load_tokenizer
-
-        return load_tokenizer(ModelSection(name=str(self.workshop.base)))
-
-    @cached_property
-    def small_weights(self) -> tuple[dict[str, Any], bytes]:
-        """The header and the bytes of a whole file with three tensors and a note."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        for i, (dtype, shape) in enumerate((("F32", [4, 2]), ("BF16", [3]), ("U8", []))):
-            header[f"model.layers.{i}.weight"] = {"dtype": dtype, "shape": shape, "data_offsets": ([0, 32], [32, 38], [38, 39])[i]}
-        return header, bytes(range(39))
-
-    def model(self) -> Any:
-        """A fresh base on which the run's adapter fits."""
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.workshop.base))
 
 
 def configuration(material: Material, folder: Path, draw: random.Random) -> None:
@@ -171,13 +120,14 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
     from ...config.compare import compare
     from ...config.load import load
     from ...report.record import read_run
+    from ...run_lock import LOCK
     from ..folder import RunFolder
     from ..metrics import Metrics
     from ..preflight.check import skipped_before
 
     place = folder / "run"
     shutil.copytree(material.run, place, ignore=shutil.ignore_patterns("adapter", "base", "step_9", "report*"))
-    files = sorted(p for p in place.rglob("*") if p.is_file() and p.name != ".lock")
+    files = sorted(p for p in place.rglob("*") if p.is_file() and p.name != LOCK)
     for file in draw.sample(files, draw.randint(1, 3)):
         _damage(file, folder, draw)
     run = RunFolder(place)
@@ -279,18 +229,12 @@ class _bad_is_fine:
         return isinstance(error, self.kinds)
 
 
-def _recipes(material: Material, folder: Path, draw: random.Random) -> None:
-    from .recipes import recipes
-
-    recipes(material, folder, draw)
-
-
 Target = Callable[[Material, Path, random.Random], None]
 # share of all inputs: an adapter takes a model, a run folder is copied, a configuration is a line
 TARGETS: dict[str, tuple[Target, float]] = {
     "configuration": (configuration, 0.12),
     "data rows": (rows, 0.35),
-    "data recipes": (_recipes, 0.15),
+    "data recipes": (recipes, 0.15),
     "safetensors headers": (weights, 0.33),
     "adapters": (adapter, 0.03),
     "run folders": (run_folder, 0.02),

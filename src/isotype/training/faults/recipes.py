@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from .hostile import ROWS, Material
+from .material import ROWS, Material
 from .mutate import TEXTS, mutated_bytes, mutated_json
 
 ENDINGS = (".parquet", ".parquet", ".csv", ".csv", ".tsv", ".json", ".jsonl", ".jsonl.gz", ".txt")

@@ -1,6 +1,28 @@
 """The rules: each registers itself under its code when its module is imported."""
 
-from . import axolotl, contradictions, distributed, hardware, huggingface, llamafactory, other_tools, silent_losses, simpletuner  # noqa: F401
-from .base import RULES, page
+from . import (  # noqa: F401
+    accelerate,
+    axolotl,
+    deepspeed,
+    fp16_and_bf16,
+    fsdp,
+    hardware,
+    kohya,
+    lightning,
+    llamafactory,
+    mixed_precision,
+    quantisation,
+    repeated_keys,
+    silent_losses,
+    simpletuner,
+    torchtitan,
+    torchtune,
+    transformers,
+    versions,
+)
+from .base import RULES as _REGISTERED
+from .base import page
+
+RULES = dict(sorted(_REGISTERED.items()))  # by code: which file a rule lies in decides nothing
 
 __all__ = ["RULES", "page"]

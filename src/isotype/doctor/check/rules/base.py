@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 
 from ....finding import Finding, Severity
+from ....pages.docstrings import docstring_page
 from ..record import Record
 from ..settings import Setting
 
@@ -55,33 +55,5 @@ def found(
     )
 
 
-@rule("CF098")
-def key_given_twice(r: Record) -> Iterator[Finding]:
-    """A key is given twice in one file
-
-    **Why it matters.** JSON and PyYAML take the later one, and print nothing.
-
-    **Example.** `bf16: true` at the top, `bf16: false` further down.
-
-    **What to do.** Remove one.
-    """
-    for document in r.facts.documents:
-        for key, line in document.attributes.get("repeated", ()):
-            setting = document.settings.get(key)
-            shown = Setting(setting.value if setting else "...", key, document.file, line)
-            yield found(
-                "CF098",
-                WARNING,
-                f"{key} is given twice",
-                shown,
-                cause="the later value wins, without a word",
-                fix="remove one of them",
-                wins="the later one",
-            )
-
-
 def page(code: str) -> str | None:
-    if code not in RULES:
-        return None
-    first, _, rest = (inspect.getdoc(RULES[code]) or "").partition("\n")
-    return f"# {code}: {first}\n{rest}\n"
+    return docstring_page(code, RULES[code]) if code in RULES else None

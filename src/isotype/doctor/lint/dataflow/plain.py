@@ -218,7 +218,7 @@ def _run(file: SourceFile, one: _Runs, path: Path) -> None:
     finally:
         one.steps -= run.steps
     one.events += run.events
-    for site, given in run.launched.items():
-        one.launched.setdefault(site, []).extend(given)
+    for site, handed in run.launched.items():
+        one.launched.setdefault(site, []).extend(handed)
     for called, dtypes in run.entered.items():
         one.entered.setdefault(called, set()).update(dtypes)

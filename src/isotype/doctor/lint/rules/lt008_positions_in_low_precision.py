@@ -11,12 +11,13 @@ from ..dataflow.plain import plain_events
 from ..repository import Repository
 from ..rule import Hit, Rule
 from ..source import SourceFile, last_name
-from .evidence import details, first_of_each
+from .evidence import details, first_of_each, of_a_model
 from .low_dtypes import casts_low
 
 _SPARES_PRECISION = re.compile(r"fp32|float32|upcast|high_precision|full_precision")
 
 
+_FOR_A_TABLE = re.compile(r"dtype|freq|theta")
 _WRITTEN_LOW = re.compile(r"half\(|float16\b|torch\.half\b")  # bfloat16 as well
 
 
@@ -79,6 +80,8 @@ class PositionsInLowPrecision(Rule):
             if by_autocast and (_built_ahead(file, at) or not _runs_in_forward(file, at)):
                 continue
             written = _WRITTEN_LOW.search(ast.unparse(at)) or (isinstance(at, ast.Call) and casts_low(file, at))
+            if not by_autocast and not written and not (of_a_model(file, at) or _of_a_table(file, at)):
+                continue
             if not by_autocast and not _runs_in_forward(file, at) and not written:
                 continue  # built before the model is cast
             how = (
@@ -110,6 +113,12 @@ def _cast_with_the_model(file: SourceFile, at: ast.AST) -> tuple[str, ...]:
     attributes = [n.attr for n in ast.walk(at) if isinstance(n, ast.Attribute) and last_name(n.value) == "self"]
     cls = file.parents.get(file.function_of(at) or at)
     return (*attributes, cls.name) if attributes and isinstance(cls, ast.ClassDef) else ()
+
+
+def _of_a_table(file: SourceFile, at: ast.AST) -> bool:
+    """Whether a function is given frequencies or a dtype, as what makes a model's table is; angles of a geometry are not."""
+    function = file.function_of(at)
+    return function is not None and any(_FOR_A_TABLE.search(a.arg) for a in (*function.args.args, *function.args.kwonlyargs))
 
 
 def _is_an_angle(file: SourceFile, at: ast.expr | ast.stmt, label: str) -> bool:

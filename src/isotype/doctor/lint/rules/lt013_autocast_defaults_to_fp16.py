@@ -60,6 +60,8 @@ class AutocastDefaultsToFp16(Rule):
         if not MEANS_BF16.search(code) or MEANS_FP16.search(code) or "set_autocast" in code:
             return
         for call in calls:
+            if _for_another_torch(file, call):
+                continue
             yield Hit(
                 node=call,
                 message=f"{file.snippet(call)} names no dtype: on CUDA that is fp16, and this file means bf16",
@@ -83,6 +85,16 @@ def _is_fp16_by_default(file: SourceFile, call: ast.Call) -> bool:
         return len(call.args) < 2 and not (call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value is False)
     device = call.args[0] if call.args else keyword(call, "device_type")
     return name in GENERAL and len(call.args) < 2 and isinstance(device, ast.Constant) and str(device.value).startswith("cuda")
+
+
+def _for_another_torch(file: SourceFile, call: ast.Call) -> bool:
+    """Whether a branch around it asks for torch's version: of before 1.10, whose autocast takes no dtype."""
+    around = file.parents.get(call)
+    while around is not None:
+        if isinstance(around, ast.If) and "version" in ast.unparse(around.test).lower():
+            return True
+        around = file.parents.get(around)
+    return False
 
 
 def _completed(file: SourceFile, partial: ast.Call) -> bool:

@@ -1,0 +1,420 @@
+"""Rules about DeepSpeed: its file against itself, and against the trainer and the launcher. Long because it is a table of rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ....finding import Finding
+from ..model_settings import launcher_mode, mixed_flag
+from ..record import Record
+from ..settings import dtype_of, truth
+from ..sharded import deepspeed_setting, uses_deepspeed, zero_stage
+from .base import ERROR, WARNING, found, rule
+
+
+@rule("CF050")
+def deepspeed_and_trainer(r: Record) -> Iterator[Finding]:
+    """DeepSpeed's file and the trainer's arguments disagree
+
+    **Why it matters.** transformers compares DeepSpeed's literal values with its own arguments and stops: "Please correct the
+    following DeepSpeed config values that
+    mismatch TrainingArguments values".
+
+    **Example.** `"fp16": {"enabled": true}` with `bf16: true`.
+
+    **What to do.** `"enabled": "auto"` in both sections, and the decision in the arguments.
+    """
+    f = r.facts
+    tool = r.tool if r.tool in ("hf", "llamafactory", "axolotl") else None
+    if tool is None or not f.has(tool):
+        return
+    for half, other in (("fp16", "bf16"), ("bf16", "fp16")):
+        section = deepspeed_setting(f, f"{half}.enabled")
+        value = truth(section.value) if section is not None and str(section.value) != "auto" else None
+        if section is None or value is None:
+            continue
+        flag = f.on(f"{tool}.{half}", f"{tool}.{half}_full_eval", *(["llamafactory.pure_bf16"] if half == "bf16" else []))
+        if flag is None and tool == "axolotl" and r.value("compute") == half:
+            continue  # bf16: auto, or left out, becomes true where the GPU has it
+        if value and flag is None:
+            against = f.on(f"{tool}.{other}") or f.given(f"{tool}.{half}") or f.given(f"{tool}.{other}")
+            yield found(
+                "CF050",
+                ERROR,
+                (f"DeepSpeed has {half}.enabled true, the trainer {f'{other} true' if against and other in against.key else f'no {half}'}"),
+                section,
+                against,
+                f.get(f"{tool}.deepspeed"),
+                cause=(
+                    f"deepspeed's {half}.enabled is true and the training arguments "
+                    f"{'say ' + other if against and other in against.key else 'do not set ' + half}: a mismatch (ds "
+                    f"{half}.enabled=True vs hf {half}=False)"
+                ),
+                fix=f'{half}.enabled: "auto" (and {other}.enabled: "auto"), decide in the training arguments',
+                wins="the trainer refuses to start",
+            )
+        elif not value and flag is not None and "pure_bf16" not in flag.key:
+            yield found(
+                "CF050",
+                ERROR,
+                f"DeepSpeed has {half}.enabled false, the trainer {flag.key} true",
+                section,
+                flag,
+                cause=f"deepspeed's {half}.enabled is false and {flag.key} is true: a mismatch between two owners",
+                fix=f'{half}.enabled: "auto"',
+                wins="the trainer refuses to start",
+            )
+
+
+@rule("CF051")
+def deepspeed_switches_off(r: Record) -> Iterator[Finding]:
+    """The launcher says bf16 and DeepSpeed's file does not
+
+    **Why it matters.** Under DeepSpeed accelerate sets its own mixed precision to "no": an explicit `bf16.enabled: false` makes
+    the run fp32 in silence. Without the
+    sections, transformers believes in fp32 while accelerate adds bf16, and casts float inputs to fp32.
+
+    **Example.** `mixed_precision: bf16` and `"bf16": {"enabled": false}`.
+
+    **What to do.** `"bf16": {"enabled": "auto"}`.
+    """
+    f = r.facts
+    if not f.has("deepspeed") and not f.under("hf.deepspeed.zero_optimization"):
+        return
+    launcher = launcher_mode(f)
+    flag = mixed_flag(f)
+    for half in ("bf16", "fp16"):
+        section = deepspeed_setting(f, f"{half}.enabled")
+        other = deepspeed_setting(f, f"{'fp16' if half == 'bf16' else 'bf16'}.enabled")
+        asked = launcher if launcher is not None and str(launcher.value).lower() == half else None
+        if asked is not None and flag is None and other is not None and truth(other.value) is True:
+            yield found(
+                "CF051",
+                ERROR,
+                f"the launcher says {half}, DeepSpeed's file {'fp16' if half == 'bf16' else 'bf16'}",
+                other,
+                asked,
+                section,
+                cause=f"`--mixed_precision` cannot be {half} when the DeepSpeed config enables the other half",
+                fix='"enabled": "auto" in both sections, or no mixed_precision in the launcher\'s file',
+                wins="accelerate refuses to start",
+            )
+        elif asked is not None and section is not None and truth(section.value) is False and flag is None:
+            yield found(
+                "CF051",
+                WARNING,
+                f"the launcher says {half}, DeepSpeed's {half}.enabled is false",
+                section,
+                asked,
+                cause=(f"under DeepSpeed accelerate leaves precision to DeepSpeed's file, where {half} is off: the run is fp32"),
+                fix=f'"{half}": {{"enabled": "auto"}} or true',
+                wins="DeepSpeed's file: fp32",
+            )
+    if (
+        flag is not None
+        and r.tool == "hf"
+        and deepspeed_setting(f, "bf16.enabled") is None
+        and deepspeed_setting(f, "fp16.enabled") is None
+    ):
+        deepspeed = (
+            next((s for d in f.documents if d.tool == "deepspeed" for s in d.settings.values()), None)
+            or f.under("hf.deepspeed.zero_optimization")[0]
+        )
+        yield found(
+            "CF051",
+            WARNING,
+            f"DeepSpeed's file has neither a bf16 nor an fp16 section, the trainer {flag.key}",
+            flag,
+            deepspeed,
+            cause=(
+                "transformers takes the DeepSpeed dtype as fp32 while accelerate switches the half precision on: "
+                "float inputs are cast to fp32"
+            ),
+            fix='add "bf16": {"enabled": "auto"} and "fp16": {"enabled": "auto"}',
+            wins="half precision weights, fp32 inputs",
+        )
+
+
+@rule("CF052")
+def deepspeed_accumulation_dtype(r: Record) -> Iterator[Finding]:
+    """grad_accum_dtype that DeepSpeed cannot have
+
+    **Why it matters.** Without ZeRO the accumulation dtype must be the model's: "unsupported mix of model_dtype and grad_accum_dtype".
+    With ZeRO any word is taken and every micro-batch's gradient is cast to it before it is added: bf16 gradients in fp16 overflow at
+    65504 and flush below 6e-8 without a loss scale, fp16 or fp32 ones in bf16 keep 8 bits.
+
+    **Example.** `bf16` enabled, `zero_optimization.stage: 0`, `data_types: {grad_accum_dtype: fp32}` and no bf16 optimizer for it;
+    `bf16` enabled with `grad_accum_dtype: fp16` under ZeRO.
+
+    **What to do.** `grad_accum_dtype: fp32` under ZeRO; without ZeRO leave it out.
+    """
+    f = r.facts
+    accumulated = deepspeed_setting(f, "data_types.grad_accum_dtype")
+    if accumulated is None:
+        return
+    stage, stage_by = zero_stage(f)
+    model = "bf16" if _on(r, "bf16") else "fp16" if _on(r, "fp16") else "fp32"
+    asked = dtype_of(accumulated.value)
+    if (
+        asked
+        and not stage
+        and asked != model
+        and not (model == "bf16" and asked == "fp32" and _on(r, "bf16") and deepspeed_setting(f, "bf16.immediate_grad_update"))
+    ):
+        yield found(
+            "CF052",
+            ERROR,
+            f"grad_accum_dtype {asked} for a {model} model without ZeRO",
+            accumulated,
+            stage_by,
+            deepspeed_setting(f, f"{model}.enabled"),
+            cause=("without ZeRO DeepSpeed accumulates in the model's dtype only: an unsupported mix of model dtype and grad_accum_dtype"),
+            fix='"zero_optimization": {"stage": 1} or higher, or remove grad_accum_dtype',
+            wins="DeepSpeed stops with NotImplementedError",
+        )
+    elif asked not in ("bf16", "fp16", "fp32"):
+        yield found(
+            "CF052",
+            ERROR,
+            f"grad_accum_dtype: {accumulated.value} is no dtype that DeepSpeed accumulates in",
+            accumulated,
+            cause="DeepSpeed looks the word up among fp32, fp16 and bf16 (float32, half, torch.bfloat16, ...) and stops at any other",
+            fix='"grad_accum_dtype": "fp32"',
+            wins="DeepSpeed stops with ValueError",
+        )
+    elif stage and asked in ("bf16", "fp16") and asked != model:
+        yield found(
+            "CF052",
+            ERROR if (model, asked) == ("bf16", "fp16") else WARNING,
+            f"{model} gradients are accumulated in {asked} (grad_accum_dtype)",
+            accumulated,
+            deepspeed_setting(f, f"{model}.enabled"),
+            stage_by,
+            cause=(
+                f"ZeRO casts each micro-batch's {model} gradient to {asked} before it adds it: "
+                + (
+                    "beyond 65504 it is inf, below 6e-8 zero, and bf16 runs have no loss scale that would show it"
+                    if asked == "fp16"
+                    else "8 bits of mantissa are left, fewer than the gradients had"
+                )
+            ),
+            fix='"data_types": {"grad_accum_dtype": "fp32"}, or remove it',
+            wins=f"sums in {asked}, in silence",
+        )
+
+
+@rule("CF053")
+def deepspeed_amp(r: Record) -> Iterator[Finding]:
+    """DeepSpeed's amp section beside ZeRO or another precision
+
+    **Why it matters.** "Amp and ZeRO are not currently compatible"; amp excludes fp16 and bf16.
+
+    **Example.** `"amp": {"enabled": true}, "zero_optimization": {"stage": 2}`.
+
+    **What to do.** Remove amp.
+    """
+    amp = deepspeed_setting(r.facts, "amp.enabled")
+    if amp is None or truth(amp.value) is not True:
+        return
+    stage, stage_by = zero_stage(r.facts)
+    half = next((deepspeed_setting(r.facts, f"{h}.enabled") for h in ("fp16", "bf16") if _on(r, h)), None)
+    if stage or half is not None:
+        yield found(
+            "CF053",
+            ERROR,
+            f"DeepSpeed's amp with {'ZeRO' if stage else half.key if half else ''}",
+            amp,
+            stage_by if stage else half,
+            half,
+            cause="amp and ZeRO are not compatible, and amp cannot be enabled with fp16 or bf16",
+            fix="remove the amp section; bf16: {enabled: true} replaces it",
+            wins="DeepSpeed stops",
+        )
+
+
+@rule("CF054")
+def deepspeed_bf16_states(r: Record) -> Iterator[Finding]:
+    """bf16 optimizer states without what they need
+
+    **Why it matters.** `bf16_optimizer_states` needs `bf16_master_weights_and_grads`, and both need ZeRO 1 to 3.
+
+    **Example.** `"bf16": {"enabled": true, "bf16_optimizer_states": true}`.
+
+    **What to do.** Set both, under ZeRO.
+    """
+    states, masters = (
+        deepspeed_setting(r.facts, "bf16.bf16_optimizer_states"),
+        deepspeed_setting(r.facts, "bf16.bf16_master_weights_and_grads"),
+    )
+    states_on, masters_on = states is not None and truth(states.value), masters is not None and truth(masters.value)
+    if (states_on and not masters_on) or ((states_on or masters_on) and not zero_stage(r.facts)[0]):
+        yield found(
+            "CF054",
+            ERROR,
+            "bf16 optimizer states need bf16 master weights and ZeRO",
+            states if states_on else masters,
+            masters if states_on else None,
+            zero_stage(r.facts)[1],
+            cause=("DeepSpeed asserts that bf16_optimizer_states comes with bf16_master_weights_and_grads and ZeRO stage 1-3"),
+            fix="bf16_master_weights_and_grads: true and zero_optimization.stage: 1 to 3, or remove both",
+            wins="DeepSpeed stops",
+        )
+
+
+_FP16_ONLY = {
+    "loss_scale",
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "min_loss_scale",
+    "consecutive_hysteresis",
+    "auto_cast",
+    "fp16_master_weights_and_grads",
+}
+
+
+@rule("CF055")
+def deepspeed_foreign_keys(r: Record) -> Iterator[Finding]:
+    """fp16's keys in DeepSpeed's bf16 section
+
+    **Why it matters.** bf16 has no loss scaling, and unknown keys are forbidden.
+
+    **Example.** `"bf16": {"enabled": true, "loss_scale_window": 1000}`.
+
+    **What to do.** Remove them.
+    """
+    for document in r.facts.documents:
+        for key, setting in document.settings.items():
+            section, _, last = key.rpartition(".")
+            if last in _FP16_ONLY and section.rpartition(".")[2] == "bf16" and (document.tool == "deepspeed" or "deepspeed" in key):
+                yield found(
+                    "CF055",
+                    ERROR,
+                    f"{last} does not belong in DeepSpeed's bf16 section",
+                    setting,
+                    cause=f"{last} is an fp16 loss scaling key; bf16 has none, and extra keys are refused",
+                    fix=f"remove {last} from the bf16 section",
+                    wins="DeepSpeed stops",
+                )
+
+
+@rule("CF056")
+def communication_dtype(r: Record) -> Iterator[Finding]:
+    """communication_data_type in a word DeepSpeed does not know
+
+    **Why it matters.** "Invalid communication_data_type": it takes fp16, bf16 and fp32.
+
+    **Example.** `"communication_data_type": "bfloat16"`.
+
+    **What to do.** `"bf16"`.
+    """
+    setting = deepspeed_setting(r.facts, "communication_data_type")
+    if setting is not None and str(setting.value) not in ("fp16", "bf16", "fp32", "fp8"):
+        meant = dtype_of(setting.value) or "fp32"
+        yield found(
+            "CF056",
+            ERROR,
+            f"communication_data_type: {setting.value} is not known",
+            setting,
+            cause="DeepSpeed takes fp16, bf16 and fp32 here",
+            fix=f'"communication_data_type": "{meant}"',
+            wins="DeepSpeed stops",
+        )
+
+
+@rule("CF057")
+def zero3_and_adapters(r: Record) -> Iterator[Finding]:
+    """fp32 adapters on a bf16 base under ZeRO-3
+
+    **Why it matters.** PEFT makes adapters fp32. ZeRO-3 keeps small parameters together, and its first optimizer step fails on two dtypes.
+
+    **Example.** LoRA on a bf16 model with `zero_optimization.stage: 3`.
+
+    **What to do.** `autocast_adapter_dtype=False`.
+    """
+    stage, by = zero_stage(r.facts)
+    f = r.facts
+    if (
+        stage == 3
+        and r.tool == "hf"
+        and r.adapter
+        and r.value("parameters") in ("bf16", "fp16")
+        and r.by("parameters") is not None
+        and not f.off("peft.autocast_adapter_dtype", "hf.autocast_adapter_dtype")
+        and f.get("hf.trainable_dtype") is None
+    ):
+        yield found(
+            "CF057",
+            ERROR,
+            f"fp32 adapters on a {r.value('parameters')} base under ZeRO-3",
+            by,
+            r.adapter_by,
+            r.by("parameters"),
+            cause=(
+                "PEFT's adapters are fp32 (autocast_adapter_dtype) beside half-precision weights: ZeRO-3's "
+                "persistent parameters mix dtypes, and the first step raises a TypeError"
+            ),
+            fix="get_peft_model(..., autocast_adapter_dtype=False), or ZeRO-2",
+        )
+
+
+@rule("CF061")
+def autocast_around_deepspeed(r: Record) -> Iterator[Finding]:
+    """torch.autocast around a DeepSpeed engine that is not told of it
+
+    **Why it matters.** Newer DeepSpeed switches the outer autocast off inside the engine, with one warning; older ones assert.
+
+    **Example.** `with torch.autocast("cuda", dtype=torch.bfloat16): engine(x)` and no `torch_autocast` in the file.
+
+    **What to do.** `"torch_autocast": {"enabled": true}`, or `bf16`, not both.
+    """
+    f = r.facts
+    autocast, engine = f.get("code.autocast"), f.get("code.deepspeed.initialize")
+    if autocast and engine and uses_deepspeed(f) and deepspeed_setting(f, "torch_autocast.enabled") is None:
+        yield found(
+            "CF061",
+            WARNING,
+            "torch.autocast around a DeepSpeed engine without torch_autocast",
+            autocast,
+            engine,
+            cause="DeepSpeed switches an outer autocast off inside its engine",
+            fix='"torch_autocast": {"enabled": true, "dtype": "bfloat16"} in the DeepSpeed config, or its bf16 section and no autocast',
+            wins="DeepSpeed's own precision",
+        )
+
+
+@rule("CF062")
+def deepspeed_parameter_dtype(r: Record) -> Iterator[Finding]:
+    """data_types.param_dtype against the enabled half precision
+
+    **Why it matters.** DeepSpeed derives the model's dtype from its fp16 and bf16 sections everywhere; a param_dtype that says
+    another one is refused at the start.
+
+    **Example.** `"bf16": {"enabled": true}, "data_types": {"param_dtype": "fp16"}`.
+
+    **What to do.** Remove param_dtype; the section decides.
+    """
+    setting = deepspeed_setting(r.facts, "data_types.param_dtype")
+    if setting is None:
+        return
+    model = "bf16" if _on(r, "bf16") else "fp16" if _on(r, "fp16") else "fp32"
+    asked = dtype_of(setting.value)
+    if asked != model:
+        yield found(
+            "CF062",
+            ERROR,
+            f"param_dtype is {asked or setting.value}, DeepSpeed's sections make the model {model}",
+            setting,
+            deepspeed_setting(r.facts, f"{model}.enabled"),
+            cause=f"the optimizer, the master weights and the reduction follow the sections: {model}",
+            fix="remove param_dtype, or enable the section it means",
+            wins="DeepSpeed stops with AssertionError",
+            holds="DeepSpeed 0.19",
+        )
+
+
+def _on(r: Record, half: str) -> bool:
+    section = deepspeed_setting(r.facts, f"{half}.enabled")
+    if section is None:
+        return False
+    return truth(section.value) is True or (str(section.value) == "auto" and r.value("compute") == half)

@@ -1,0 +1,216 @@
+"""Rules about FSDP, 1 and 2: what a unit may hold, its checkpointing, its mixed precision policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ....dtypes import torch_word
+from ....finding import Finding
+from ..model_settings import BNB
+from ..record import Record
+from ..settings import dtype_of
+from ..sharded import fsdp_version, uses_fsdp
+from .base import ERROR, NOTE, WARNING, found, rule
+
+
+@rule("CF015")
+def one_dtype_in_a_unit(r: Record) -> Iterator[Finding]:
+    """FSDP units, and weights of two dtypes in them
+
+    **Why it matters.** FSDP1 flattens a unit's weights into one tensor and needs one dtype, frozen weights included; FSDP2 needs
+    one among the
+    trained weights. 4-bit weights stored as uint8 (the default) cannot be flattened, and under FSDP2 stay whole on every rank.
+
+    **Example.** QLoRA with FSDP and no `bnb_4bit_quant_storage`; LLaMA-Factory's `upcast_layernorm` with FSDP; LoRA with
+    `modules_to_save` on a bf16
+    base under FSDP2.
+
+    **What to do.** `bnb_4bit_quant_storage: bfloat16`, equal to the model's dtype; no upcast norms; `bf16: true`.
+    """
+    f = r.facts
+    fsdp = uses_fsdp(f)
+    if fsdp is None:
+        return
+    version, version_by = fsdp_version(f)
+    storage = f.get(
+        f"model.{BNB}.bnb_4bit_quant_storage",
+        f"hf.{BNB}.bnb_4bit_quant_storage",
+        "axolotl.bnb_config_kwargs.bnb_4bit_quant_storage",
+        "axolotl.bnb_4bit_quant_storage",
+        f"hf.model_init_kwargs.{BNB}.bnb_4bit_quant_storage",
+    )
+    stored = dtype_of(storage.value) if storage else "uint8"
+    held = r.value("parameters") if r.value("parameters") in ("bf16", "fp16", "fp32") else None
+    if (
+        r.tool == "hf"
+        and r.quantised == 4
+        and f.on(f"model.{BNB}.load_in_4bit", "hf.load_in_4bit", f"hf.{BNB}.load_in_4bit", "model.load_in_4bit")
+    ):
+        if stored in ("uint8", "int8", None) or (held and stored != held):
+            yield found(
+                "CF015",
+                WARNING if version == 2 else ERROR,
+                f"FSDP with 4-bit weights stored as {stored or 'uint8'}",
+                storage or r.quantised_by,
+                fsdp,
+                r.by("parameters"),
+                version_by,
+                cause="FSDP2 leaves uint8 4-bit weights out of sharding: every rank keeps the whole model"
+                if version == 2
+                else (
+                    f"FSDP needs a uniform dtype in a unit: {stored or 'uint8'} storage beside {held or 'float'} weights "
+                    "cannot be flattened"
+                ),
+                fix=f"bnb_4bit_quant_storage: {torch_word(held or 'bf16')}, equal to the model's dtype",
+            )
+    elif storage is not None and r.quantised == 4 and held and stored != held:
+        yield found(
+            "CF015",
+            ERROR,
+            f"FSDP with 4-bit weights stored as {stored}",
+            storage,
+            r.quantised_by,
+            fsdp,
+            r.by("parameters"),
+            cause=f"FSDP needs a uniform dtype in a unit: {stored} storage beside {held} weights cannot be flattened",
+            fix=f"bnb_4bit_quant_storage: {torch_word(held)}, equal to the model's dtype",
+        )
+    norms = f.on("llamafactory.upcast_layernorm")
+    if norms is not None:
+        yield found(
+            "CF015",
+            ERROR,
+            "upcast_layernorm with FSDP",
+            norms,
+            fsdp,
+            cause="fp32 norms in a half-precision FSDP unit: the dtype of a unit must be uniform",
+            fix="upcast_layernorm: false",
+        )
+    bits = f.get("llamafactory.quantization_bit")
+    if bits is not None and r.adapter and f.on("llamafactory.bf16", "llamafactory.fp16", "llamafactory.pure_bf16") is None:
+        yield found(
+            "CF015",
+            ERROR,
+            "QLoRA with FSDP, and neither bf16 nor fp16",
+            bits,
+            fsdp,
+            cause="the quantised storage follows a compute dtype of fp16 while the model is bf16: FSDP finds two dtypes in a unit",
+            fix="bf16: true",
+            wins='"Must flatten tensors with uniform dtype"',
+        )
+    saved = f.get("peft.modules_to_save")
+    if (
+        saved is not None
+        and saved.value
+        and version == 2
+        and r.adapter
+        and r.value("parameters") in ("bf16", "fp16")
+        and not f.off("peft.autocast_adapter_dtype")
+    ):
+        yield found(
+            "CF015",
+            ERROR,
+            "fp32 adapters and half-precision modules_to_save in one FSDP2 group",
+            saved,
+            fsdp,
+            r.by("parameters"),
+            cause=(
+                f"PEFT makes adapters fp32 and leaves modules_to_save {r.value('parameters')}: FSDP2 expects one "
+                "dtype among a group's trained weights"
+            ),
+            fix="autocast_adapter_dtype=False, or fully_shard the saved modules on their own",
+        )
+
+
+@rule("CF041")
+def checkpointed_twice(r: Record) -> Iterator[Finding]:
+    """Activation checkpointing by FSDP and by the trainer
+
+    **Why it matters.** transformers refuses both together.
+
+    **Example.** `fsdp_config: {activation_checkpointing: true}` with `gradient_checkpointing: true`.
+
+    **What to do.** Keep FSDP's.
+    """
+    f = r.facts
+    fsdp = f.on(
+        "hf.fsdp_config.activation_checkpointing",
+        "fsdp.activation_checkpointing",
+        "accelerate.fsdp_config.fsdp_activation_checkpointing",
+        "hf.fsdp_config.fsdp_activation_checkpointing",
+    )
+    own = f.on("hf.gradient_checkpointing")
+    if fsdp and own:
+        yield found(
+            "CF041",
+            ERROR,
+            "gradient checkpointing is set twice",
+            own,
+            fsdp,
+            cause="FSDP's activation_checkpointing and gradient_checkpointing cannot both be true",
+            fix="gradient_checkpointing: false, FSDP's stays",
+            wins="transformers refuses to start",
+        )
+
+
+@rule("CF045")
+def adapters_in_flat_units(r: Record) -> Iterator[Finding]:
+    """fp32 adapters on a half-precision base under FSDP1
+
+    **Why it matters.** PEFT makes adapters fp32. FSDP1 needs one dtype in a unit: the trainer's PEFT wrapping policy gives
+    adapters units of their own, a
+    policy by transformer layer alone does not. A note, because the policy decides.
+
+    **Example.** `fsdp: full_shard` with LoRA on a bf16 model.
+
+    **What to do.** `autocast_adapter_dtype=False`, or FSDP2, or PEFT's `fsdp_auto_wrap_policy`.
+    """
+    fsdp = uses_fsdp(r.facts)
+    if (
+        fsdp
+        and r.tool == "hf"
+        and r.adapter
+        and r.value("parameters") in ("bf16", "fp16")
+        and r.value("trained") == "fp32"
+        and fsdp_version(r.facts)[0] != 2
+    ):
+        yield found(
+            "CF045",
+            NOTE,
+            "fp32 adapters on a half-precision base under FSDP1",
+            r.adapter_by,
+            fsdp,
+            r.by("parameters"),
+            cause="FSDP1 flattens a unit's weights, which need a uniform dtype",
+            fix="autocast_adapter_dtype=False, or PEFT's fsdp_auto_wrap_policy",
+        )
+
+
+@rule("CF060")
+def policy_keys(r: Record) -> Iterator[Finding]:
+    """A mixed precision policy with a key of the other FSDP version
+
+    **Why it matters.** FSDP1's policy has `buffer_dtype`, FSDP2's has `output_dtype`; accelerate refuses the wrong one.
+
+    **Example.** `fsdp_version: 2` with `mixed_precision_policy: {buffer_dtype: bf16}`.
+
+    **What to do.** The keys of the version that is used.
+    """
+    f = r.facts
+    version, by = fsdp_version(f)
+    for document in f.documents:
+        for key, setting in document.settings.items():
+            section, _, last = key.rpartition(".")
+            if section.rpartition(".")[2].removeprefix("fsdp_") != "mixed_precision_policy":
+                continue
+            if (version == 2 and last == "buffer_dtype") or (version in (1, None) and last == "output_dtype"):
+                yield found(
+                    "CF060",
+                    ERROR,
+                    f"{last} in the policy of FSDP{version or 1}",
+                    setting,
+                    by or uses_fsdp(f),
+                    cause=f"the mixed precision policy of FSDP{version or 1} has no {last}",
+                    fix="param_dtype, reduce_dtype, and buffer_dtype (FSDP1) or output_dtype (FSDP2)",
+                    wins="accelerate stops: Invalid mixed precision policy",
+                )

@@ -1,0 +1,19 @@
+"""The families of errors: each file holds what one part of a program refuses, its causes and its page."""
+
+from . import (  # noqa: F401  each registers itself
+    attention,
+    bitsandbytes,
+    buffers,
+    demands,
+    layers,
+    missing_kernels,
+    products,
+    refusals,
+    regions,
+    scaling,
+    sharding,
+    triton,
+    updates,
+    values,
+    wording,
+)

@@ -1,0 +1,1 @@
+"""How compilations fail: each file recognises one kind, from Triton's message and the node at which it stopped."""

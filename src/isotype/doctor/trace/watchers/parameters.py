@@ -1,0 +1,341 @@
+"""Parameters and buffers that change dtype while the program runs: a cast down and back has rounded the values for good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ....dtypes import name as dtype_name
+from ....finding import Finding, Place, Severity, listed
+from ..ops import FLOATS, LOW
+from ..source import TORCH, Site, callers, in_library, own_line, place_of, short
+
+if TYPE_CHECKING:
+    from ..tracer import Tracer
+
+SAMPLE = 4096  # elements of a tensor that are compared before and after a cast
+_BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+_EVALUATING = frozenset({"eval", "evaluate", "evaluation", "valid", "validate", "validation", "predict", "prediction"})
+_STUCK = 0.7  # share of elements that assignments leave the same, from which on a weight counts as stuck
+_NEAR = 6  # callers of a cast in which an evaluation is looked for
+
+
+@dataclass(slots=True)
+class Change:
+    """One tensor's change of dtype.
+
+    rounded  share of the sampled values that the new dtype cannot hold
+    forward  calls of the owning module up to then; stepped: optimizer steps up to then
+    """
+
+    name: str
+    before: torch.dtype
+    after: torch.dtype
+    stack: list[Site]
+    rounded: float
+    calls: int
+    stepped: int
+
+    @property
+    def narrows(self) -> bool:
+        return _BYTES.get(self.after, 1) < _BYTES.get(self.before, 1)
+
+    @property
+    def site(self) -> Site:
+        return own_line(self.stack) or self.stack[0]
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether a function named for evaluation made the cast."""
+        return self.evaluation is not None
+
+    @property
+    def evaluation(self) -> Site | None:
+        """The line of that function."""
+        near = [site for site in self.stack if not site.file.startswith(TORCH)][:_NEAR]
+        return next((site for site in near if _EVALUATING & set(site.function.rpartition(".")[2].lower().split("_"))), None)
+
+    def __str__(self) -> str:
+        outer = [s for s in self.stack[self.stack.index(self.site) + 1 :] if not in_library(s.file)][:2]
+        called = "".join(f", called from {s}" for s in outer)
+        return f"{self.name} changed from {dtype_name(self.before)} to {dtype_name(self.after)} at {self.site}{called}"
+
+
+@dataclass(slots=True)
+class Stuck:
+    """A low-precision parameter that assignments replace: how often, how much stayed the same, how often the wide values lived on."""
+
+    dtype: torch.dtype
+    site: Site | None
+    sets: int = 0
+    same: float = 0.0
+    kept: int = 0
+
+
+@dataclass(slots=True)
+class Fault:
+    """A change that harmed: which tensors, when it was cast down, and what showed it."""
+
+    kind: str  # round trip | between steps | before training | written
+    down: Change
+    up: Change | None
+    names: list[str]
+
+
+class Parameters:
+    """Follows `module.to(dtype)` and `parameter.data = ...`."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._history: dict[tuple[int, str], list[Change]] = {}
+        self._calls: dict[int, int] = {}  # id of a module -> its forward calls
+        self._evaluated: dict[int, int] = {}  # the same, of its last call without gradients
+        self._steps: dict[int, int] = {}  # id of a parameter -> optimizer steps that updated it
+        self._depth = 0
+        self._dirty = True
+        self._faults: dict[tuple[str, str], Fault] = {}
+        self._written: dict[int, Change] = {}  # trained parameters that got low-precision values since their last step
+        self._narrowed: tuple[StorageWeakRef, StorageWeakRef] | None = None  # of the last cast down: its result's memory, its source's
+        self._stuck: dict[str, Stuck] = {}
+        self._returned: list[tuple[int, int, int, Change, Change]] = []  # module, its calls, parameter: cast down, used, and cast back
+        self._apply: Callable[..., Any] = torch.nn.Module._apply
+
+    def start(self) -> None:
+        watch, inner = self, self._apply
+
+        def _apply(module: torch.nn.Module, fn: Any, *args: Any, **kwargs: Any) -> Any:
+            if watch._depth:
+                return inner(module, fn, *args, **kwargs)
+            watch._depth += 1
+            try:
+                with torch.no_grad():
+                    before = {key: (dtype, values) for key, dtype, values, _ in watch._look(module)}
+                result = inner(module, fn, *args, **kwargs)
+                watch._compare(module, before)
+                return result
+            finally:
+                watch._depth -= 1
+
+        torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+
+    def stop(self) -> None:
+        torch.nn.Module._apply = self._apply  # type: ignore[method-assign]
+
+    def called(self, module: torch.nn.Module) -> None:
+        key = id(module)
+        self._calls[key] = self._calls.get(key, 0) + 1
+        if not torch.is_grad_enabled():
+            self._evaluated[key] = self._calls[key]
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """After an optimizer's step: a parameter that was stepped in a wider dtype or cast down by an evaluation trains rounded."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self._written:
+            for parameter in parameters:
+                if (written := self._written.pop(id(parameter), None)) is not None:
+                    self._fault("written", written, None)
+        if not self._dirty and all(id(p) in self._steps for p in parameters[:1]):
+            return
+        for parameter in parameters:
+            self._steps[id(parameter)] = self._steps.get(id(parameter), 0) + 1
+        owners = {id(p): key for key, p in self._tensors_of_roots()}
+        for parameter in parameters:
+            key = owners.get(id(parameter))
+            for change in reversed(self._history.get(key, [])) if key is not None else ():
+                if change.narrows and change.rounded and change.after == parameter.dtype:
+                    if change.stepped:
+                        self._fault("between steps", change, None)
+                    elif change.evaluating and key is not None and self._evaluated.get(key[0], 0) > change.calls:
+                        self._fault("before training", change, None)
+                    break
+        self._dirty = False
+
+    def of(self, tensor: torch.Tensor) -> str:
+        """The last change of a parameter, in words."""
+        for key, known in self._tensors_of_roots():
+            if known is tensor and self._history.get(key):
+                return str(self._history[key][-1])
+        return ""
+
+    def of_names(self, names: set[str]) -> str:
+        """The last change of the first of these parameters that changed, in words."""
+        changes = (history[-1] for history in self._history.values() if history and history[-1].name in names)
+        return next((str(change) for change in changes), "")
+
+    def written(self, parameter: torch.nn.Parameter, value: Any) -> None:
+        """Before `parameter.copy_(value)` on a wide parameter: low-precision values over trained ones, unless wide ones follow."""
+        if not isinstance(value, torch.Tensor) or not self._steps.get(id(parameter)):
+            return
+        if value.dtype not in LOW:
+            self._written.pop(id(parameter), None)
+            return
+        name = self._tracer.names.parameter_name(parameter) or f"parameter of shape {tuple(parameter.shape)}"
+        old = parameter.detach().reshape(-1)[:SAMPLE]
+        rounded = float((old.to(value.dtype).to(old.dtype) != old).float().mean()) if old.numel() else 0.0
+        if rounded:
+            self._written[id(parameter)] = Change(name, parameter.dtype, value.dtype, callers(4), rounded, 0, 1)
+
+    def narrowed(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """A cast down, which an assignment to `.data` may take."""
+        self._narrowed = (StorageWeakRef(out.untyped_storage()), StorageWeakRef(source.untyped_storage()))
+
+    def _replaced(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+        """`parameter.data = (wide arithmetic).to(low)`: what the wide values had beyond the low ones is lost when nothing keeps them."""
+        cast = self._narrowed
+        if cast is None or cast[0] != StorageWeakRef(value.untyped_storage()):
+            return
+        site = self._tracer.locator.here(4)
+        name = self._tracer.names.parameter_name(parameter) or f"of shape {tuple(parameter.shape)}"
+        with torch.no_grad():
+            old, new = parameter.detach().reshape(-1)[:SAMPLE], value.detach().reshape(-1)[:SAMPLE]
+            same = float((old == new).float().mean()) if old.shape == new.shape and old.numel() else 0.0
+        stuck = self._stuck.setdefault(name, Stuck(parameter.dtype, site))
+        stuck.sets += 1
+        stuck.same += same
+        stuck.kept += not cast[1].expired()
+
+    def data_set(self, parameter: torch.Tensor, value: Any) -> None:
+        """`parameter.data = value`, outside a module's own cast."""
+        if self._depth or not isinstance(value, torch.Tensor) or not isinstance(parameter, torch.nn.Parameter):
+            return
+        if value.dtype == parameter.dtype:
+            if value.dtype in LOW and parameter.requires_grad:
+                self._replaced(parameter, value)
+            return
+        if parameter.dtype not in FLOATS or value.dtype not in FLOATS:
+            return
+        owner = next(
+            (key for key, known in self._tensors_of_roots() if known is parameter),
+            (id(parameter), self._tracer.names.parameter_name(parameter) or "?"),
+        )
+        with torch.no_grad():
+            old = parameter.detach().reshape(-1)[:SAMPLE].clone()
+        self._record(
+            owner,
+            self._tracer.names.parameter_name(parameter) or f"parameter of shape {tuple(parameter.shape)}",
+            parameter.dtype,
+            value.dtype,
+            old,
+            parameter,
+        )
+
+    def _look(self, module: torch.nn.Module) -> Iterable[tuple[tuple[int, str], torch.dtype, torch.Tensor, torch.Tensor]]:
+        for owner in module.modules():
+            for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+                if tensor is not None and tensor.dtype in FLOATS and tensor.device.type != "meta":
+                    yield (
+                        (id(owner), leaf),
+                        tensor.dtype,
+                        tensor.detach().reshape(-1)[:SAMPLE].clone()
+                        if tensor.is_contiguous()
+                        else tensor.detach().clone().reshape(-1)[:SAMPLE],
+                        tensor,
+                    )
+
+    def _tensors_of_roots(self) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
+        for root in self._tracer.names.roots():
+            for owner in root.modules():
+                for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+                    if tensor is not None:
+                        yield (id(owner), leaf), tensor
+
+    def _compare(self, module: torch.nn.Module, before: dict[tuple[int, str], tuple[torch.dtype, torch.Tensor]]) -> None:
+        paths = {id(owner): path for path, owner in module.named_modules()}
+        for owner in module.modules():
+            for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+                known = before.get((id(owner), leaf))
+                if tensor is None or known is None or known[0] == tensor.dtype:
+                    continue
+                path = self._tracer.names.modules.get(id(owner)) or paths[id(owner)]
+                self._record((id(owner), leaf), f"{path}.{leaf}".strip("."), known[0], tensor.dtype, known[1], tensor)
+
+    def _record(
+        self, key: tuple[int, str], name: str, before: torch.dtype, after: torch.dtype, old: torch.Tensor, tensor: torch.Tensor
+    ) -> None:
+        self._dirty = True
+        self._tracer.dtypes_changed()
+        rounded = float((old.to(after).to(before) != old).float().mean()) if old.device.type != "meta" and old.numel() else 0.0
+        change = Change(name, before, after, callers(3), rounded, self._calls.get(key[0], 0), self._steps.get(id(tensor), 0))
+        history = self._history.setdefault(key, [])
+        down = history[-1] if history else None
+        if down is not None and down.narrows and down.rounded and down.before == after and change.calls > down.calls:
+            self._returned.append((key[0], change.calls, id(tensor), down, change))
+        history.append(change)
+        del history[:-4]
+
+    def _fault(self, kind: str, down: Change, up: Change | None) -> None:
+        fault = self._faults.setdefault((kind, str(down.site)), Fault(kind, down, up, []))
+        if down.name not in fault.names:
+            fault.names.append(down.name)
+
+    def _copied(self, module: int) -> bool:
+        """Whether a module seems to be in a copy of another model seen: the rounding of a copy that is then left alone harms nobody."""
+        roots = self._tracer.names.roots()
+        own = next((root for root in roots if any(id(inner) == module for inner in root.modules())), None)
+        if own is None:
+            return True
+        names = [name for name, _ in own.named_parameters()]
+        return any(root is not own and type(root) is type(own) and [n for n, _ in root.named_parameters()] == names for root in roots)
+
+    def findings(self) -> list[Finding]:
+        for module, calls, parameter, down, up in self._returned:
+            if self._steps.get(parameter) or self._calls.get(module, 0) > calls or not self._copied(module):
+                self._fault("round trip", down, up)
+        self._returned.clear()
+        lost = {n: s for n, s in self._stuck.items() if s.sets >= 3 and not s.kept and s.same > _STUCK * s.sets}
+        return [_finding(fault) for fault in self._faults.values()] + ([_stuck(lost)] if lost else [])
+
+
+def _stuck(lost: dict[str, Stuck]) -> Finding:
+    first = next(iter(lost.values()))
+    word, site = dtype_name(first.dtype), first.site
+    return Finding(
+        code="TR012",
+        severity=Severity.WARNING,
+        message=f"updates of {word} parameters round away where they are assigned: {', '.join(list(lost)[:4])}",
+        place=place_of(site, next(iter(lost))),
+        cause=f"the update is computed in fp32 and the result is cast to {word} for `.data`; nothing keeps the fp32 values, so the next "
+        "update starts from the rounded ones and what is below their rounding never adds up",
+        observed=f"{100 * first.same / first.sets:.0f}% of the sampled elements were the same after an assignment, over {first.sets}",
+        fix="keep fp32 master weights across steps and copy them down: master -= ...; p.data.copy_(master)\nor round stochastically",
+        details=(("assigned at", f"{site}: {site.text}"),) if site is not None else (),
+    )
+
+
+def _finding(fault: Fault) -> Finding:
+    down, wide, low = fault.down, dtype_name(fault.down.before), dtype_name(fault.down.after)
+    where = f"{short(down.site.file)}:{down.site.line} in {down.site.function}"
+    caller = down.evaluation or next((site for site in down.stack if not site.file.startswith(TORCH)), down.site)
+    shown = listed(fault.names, 4)
+    happened = {
+        "round trip": f"they were cast back to {wide} at {short(fault.up.site.file)}:{fault.up.site.line} in {fault.up.site.function}: the "
+        "values stay rounded"
+        if fault.up
+        else "",
+        "between steps": f"they were trained on in {low}: an optimizer had stepped them in {wide} before",
+        "written": f"an optimizer had stepped them in {wide} before and stepped them again after: what it had moved below {low} is gone",
+        "before training": f"the model was trained in {low} afterwards: an evaluation left the model rounded",
+    }[fault.kind]
+    return Finding(
+        code="TR011",
+        severity=Severity.WARNING,
+        message=f"{len(fault.names)} trained {wide} parameters were overwritten with {low} values: {shown}"
+        if fault.kind == "written"
+        else f"{len(fault.names)} parameters and buffers were cast in place from {wide} to {low}: {shown}",
+        place=Place(file=down.site.file, line=down.site.line, symbol=down.site.function),
+        cause=(
+            f"{low} values were copied into {wide} weights, {where} "
+            if fault.kind == "written"
+            else f"`.to({low})` on the live model, {where}, rounded its weights and buffers to {low} in place "
+        )
+        + f"({100 * down.rounded:.0f}% of the values of {down.name} changed); {happened}",
+        fix=f"keep the {wide} values beside the {low} copy (a checkpoint in {wide}, masters), and copy those back"
+        if fault.kind == "written"
+        else "evaluate under torch.autocast, which rounds nothing in place\nor evaluate a copy: copy.deepcopy(model).to(...)",
+        details=(("called at", f"{down.site}: {down.site.text}"),)
+        + ((("cast by", f"{caller}: {caller.text}"),) if caller != down.site else ()),
+    )

@@ -1,0 +1,188 @@
+"""Positions, timesteps and rotary angles in low precision.
+
+Whole numbers above 256 are not exact in bf16, and the sine of a rounded angle is noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ....dtypes import eps, significant_bits, to_torch
+from ....dtypes import name as dtype_name
+from ....finding import Finding, Severity
+from ..ops import LOW, Op
+from ..origin import Origin
+from ..pace import now_and_then
+from ..source import place_of
+
+if TYPE_CHECKING:
+    from ..tracer import Tracer
+
+WATCHED = frozenset({"cos", "sin", "arange", "_to_copy", "linspace", "cumsum"})
+_EXACT = {to_torch(word): 2 ** significant_bits(word) for word in ("bf16", "fp16")}  # whole numbers up to here are exact
+_ANGLE = 0.2  # radians: an error from which on a rotation is wrong rather than rough
+_LOOKS = 16  # calls of a line whose values are looked at, then those whose number is a power of two
+
+
+@dataclass(slots=True)
+class Rounded:
+    """What was rounded at one line: the largest value, and who decided the dtype."""
+
+    what: str
+    dtype: torch.dtype
+    largest: float
+    error: float
+    origin: Origin
+    module: str
+    site: Any
+
+
+class Positions:
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._found: dict[Any, Rounded] = {}
+        self._looked: dict[Any, int] = {}
+        self._cast: dict[Any, tuple[torch.dtype, float]] = {}  # where whole numbers beyond the exact ones were cast: to what, the largest
+
+    def before(self, op: Op, args: tuple, kwargs: dict | None) -> None:
+        """Looks at what cos and sin get, and at whole numbers on their way into low precision."""
+        if op.name == "_to_copy":
+            dtype = (kwargs or {}).get("dtype")
+            source = args[0]
+            whole = not source.is_floating_point() and source.dtype != torch.bool
+            maybe = source.ndim <= 2 and source.dtype in (torch.float32, torch.float64) and not source.requires_grad
+            if dtype in _EXACT and source.numel() > 1 and (whole or maybe):
+                self._whole_numbers(source, dtype)
+        elif op.name in ("arange", "linspace"):
+            dtype = (kwargs or {}).get("dtype") or (torch.get_default_dtype() if any(isinstance(a, float) for a in args) else None)
+            ends = [float(a) for a in args if isinstance(a, (int, float))]
+            if dtype in _EXACT and ends and max(map(abs, ends)) - 1 > _EXACT[dtype] and op.name == "arange":
+                self._note("arange", dtype, max(map(abs, ends)) - 1, eps(dtype_name(dtype)) / 2, None)
+        elif op.name == "cumsum":
+            self._count(args[0], args[1], (kwargs or {}).get("dtype"))
+        elif isinstance(args[0], torch.Tensor):
+            self._angle(args[0])
+
+    def _count(self, source: torch.Tensor, dim: int, dtype: torch.dtype | None) -> None:
+        """A running count (positions from a mask) in low precision."""
+        low = dtype or source.dtype
+        if low not in _EXACT or source.requires_grad or source.shape[dim] <= _EXACT[low] or not self._due(self._tracer.locator.here(4)):
+            return
+        with torch.no_grad():
+            values = source.detach().float()
+            largest = float(values.sum(dim).abs().max())
+            if largest > _EXACT[low] and bool((values == values.round()).all()):
+                self._note("running counts", low, largest, eps(dtype_name(low)) / 2, source)
+
+    def _due(self, key: Any) -> bool:
+        count = self._looked[key] = self._looked.get(key, 0) + 1
+        return now_and_then(count, _LOOKS)
+
+    def _whole_numbers(self, source: torch.Tensor, dtype: torch.dtype) -> None:
+        key = self._tracer.locator.here(4)
+        if key in self._found or not self._due(key):
+            return
+        if source.is_floating_point() and source.numel() > 65_536:
+            return
+        with torch.no_grad():
+            low, high = (float(value) for value in torch.aminmax(source.detach()))
+            largest = max(abs(low), abs(high))
+            if largest <= _EXACT[dtype] or largest == float("inf") or largest != largest:
+                return
+            values = source.detach().reshape(-1)
+            if source.is_floating_point() and not bool((values == values.round()).all()):
+                return
+            if bool((values.to(dtype).to(values.dtype) == values).all()):
+                return
+            self._cast[key] = (dtype, largest)
+            if source.is_floating_point() and not bool(
+                (values.diff().abs() <= 1).all() if source.ndim == 1 else (source.detach().diff(dim=-1) == 1).all()
+            ):
+                return  # whole numbers, but no positions: a float tensor needs to look like a range
+        self._note("whole numbers", dtype, largest, eps(dtype_name(dtype)) / 2, source)
+
+    def _angle(self, angle: torch.Tensor) -> None:
+        low = angle.dtype if angle.dtype in _EXACT else self._low_table()
+        if angle.numel() == 0:
+            return
+        if low is None:
+            if self._cast and angle.dtype == torch.float32:
+                self._rounded_before(angle)
+            return
+        key = self._tracer.locator.here(4)
+        if key in self._found or not self._due(key):
+            return
+        largest = float(angle.detach().abs().max())
+        error = largest * eps(dtype_name(low)) / 2
+        if error > _ANGLE and largest < float("inf"):
+            self._note("angles of cos and sin" if angle.dtype in _EXACT else "frequencies of cos and sin", low, largest, error, angle)
+
+    def _rounded_before(self, angle: torch.Tensor) -> None:
+        """Angles in fp32 that come from whole numbers once cast down (a timestep in the model's dtype)."""
+        origin = next((o for o in self._tracer.provenance.get(angle).chain() if o.site in self._cast and o.dtype in _EXACT), None)
+        if origin is None or self._tracer.locator.here(4) in self._found:
+            return
+        low, largest = self._cast[origin.site]
+        self._note("timesteps or positions behind cos and sin", low, largest, eps(dtype_name(low)) / 2, angle, origin)
+
+    def _low_table(self) -> torch.dtype | None:
+        """The low dtype of a float buffer of the running module (inv_freq), when the angles come from it."""
+        if not self._tracer.stack:
+            return None
+        buffers = self._tracer.stack[-1]._buffers.values()
+        return next((b.dtype for b in buffers if b is not None and b.dtype in LOW and b.dtype in _EXACT and b.ndim == 1), None)
+
+    def _note(
+        self, what: str, dtype: torch.dtype, largest: float, error: float, tensor: torch.Tensor | None, by: Origin | None = None
+    ) -> None:
+        tracer = self._tracer
+        site, module, node = tracer.here()
+        if node:
+            return
+        if tensor is not None and tensor.is_floating_point():
+            origin = by or tracer.provenance.get(tensor)
+        else:
+            origin = Origin(dtype, "created", tracer.calling_name() or what, module, site)
+        self._found[tracer.locator.here(5)] = Rounded(what, dtype, largest, error, origin, module, site)
+
+    def findings(self) -> list[Finding]:
+        places: dict[Any, Rounded] = {}
+        angles = [rounded for rounded in self._found.values() if "of cos" in rounded.what]
+        told = {origin.site for rounded in angles for origin in rounded.origin.chain()}
+        for rounded in [*angles, *(rounded for rounded in self._found.values() if rounded.site not in told)]:
+            places.setdefault(rounded.site, rounded)
+        return [_finding(rounded) for rounded in places.values()]
+
+
+def _finding(rounded: Rounded) -> Finding:
+    word = dtype_name(rounded.dtype)
+    site = rounded.site
+    if "of cos" in rounded.what:
+        effect = (
+            f"an angle of {rounded.largest:.0f} rad is off by up to {rounded.error:.2g} rad, so the rotary table is wrong at far positions"
+        )
+    else:
+        effect = (
+            f"values up to {rounded.largest:.0f} are rounded to the nearest "
+            f"{2 ** max(0, _exponent(rounded.largest) - significant_bits(word) + 1):.0f}: neighbouring positions become equal"
+        )
+    chain = rounded.origin.explain()
+    decider = rounded.origin.decider()
+    return Finding(
+        code="TR015",
+        severity=Severity.WARNING,
+        message=f"{rounded.what} are in {word}, up to {rounded.largest:.0f}",
+        place=place_of(site, rounded.module),
+        cause=f"{word} holds whole numbers exactly up to {_EXACT[rounded.dtype]} only: {effect}. {decider.describe()}"
+        + (f" ({decider.place()})" if decider.place() else ""),
+        fix="positions, frequencies and the cos/sin table in fp32, with autocast off (`torch.autocast(..., enabled=False)`), "
+        "inv_freq a fp32 buffer, and cast cos and sin last",
+        details=(("chain", "\n".join(chain)),) + ((("at", f"{site}: {site.text}"),) if site is not None else ()),
+    )
+
+
+def _exponent(value: float) -> int:
+    return max(0, int(value).bit_length() - 1)

@@ -1,0 +1,135 @@
+"""Promotions that spread: a wide tensor meets the model's activations, and what follows is computed and kept in the wider dtype."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ....dtypes import name as dtype_name
+from ....finding import Finding, Place, Severity
+from ..operands import share_of
+from ..ops import LOW, Op
+from ..origin import Origin
+from ..provenance import MARK
+
+if TYPE_CHECKING:
+    from ..tracer import Tracer
+
+
+@dataclass(slots=True)
+class Promotion:
+    """One op at one line that widened an activation.
+
+    spread  where the widened tensor went before anything cast it back
+    """
+
+    op: str
+    origin: Origin
+    narrow: torch.dtype
+    module_class: str
+    census: Counter[torch.dtype]
+    count: int = 0
+    extra_bytes: int = 0
+    vector: bool = False
+    alike: bool = False  # the wide operand is as large as the result: an activation, not a scale, mask or table
+    spread: dict[str, None] = field(default_factory=dict)
+
+
+class Promotions:
+    """Counts promotions in forward, and keeps those whose result spreads: into another module, a product, or the model's output."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._seen: dict[tuple[str, str, Any], Promotion] = {}
+
+    def happened(self, op: Op, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None:
+        tracer = self._tracer
+        if origin.backward or not tracer.stack or out.ndim == 0 or narrow.numel() < out.numel():
+            return
+        census = tracer.census()
+        usual = census.most_common(1)[0][0] if census else None
+        if usual is None or (not (narrow.dtype in LOW and usual in LOW) and not (out.dtype == torch.float64 and usual != torch.float64)):
+            return
+        key = (origin.module, op.name, origin.site)
+        promotion = self._seen.get(key)
+        if promotion is None:
+            promotion = self._seen[key] = Promotion(
+                op.name,
+                origin,
+                narrow.dtype,
+                type(tracer.stack[-1]).__name__,
+                census,
+                vector=wide.ndim <= 1,
+                alike=wide.numel() == out.numel(),
+            )
+        promotion.count += 1
+        promotion.extra_bytes += out.numel() * (out.element_size() - narrow.element_size())
+        origin.event = promotion
+
+    def reached(self, tensor: Any, what: str) -> None:
+        """A tensor goes into a product or another module, or leaves the model."""
+        if type(tensor) is torch.Tensor:
+            mark = tensor.__dict__.get(MARK)
+            if mark is not None and mark[0].event is not None:
+                spread = mark[0].event.spread
+                if len(spread) < 8:
+                    spread[what] = None
+
+    def findings(self, explained: set[Any]) -> list[Finding]:
+        """One finding for each decision that spread; `explained` are the places that a dtype error has told already."""
+        deciders: dict[tuple[str, Any, str], list[Promotion]] = {}
+        for promotion in self._seen.values():
+            decider = promotion.origin.decider()
+            if (promotion.spread and decider.site not in explained | {None}) or (
+                promotion.spread and decider.site is None and decider.what not in explained
+            ):
+                group = decider.what.rpartition(".")[2] if decider.kind in ("parameter", "buffer") else decider.what
+                deciders.setdefault((group, decider.site, promotion.narrow), []).append(promotion)  # type: ignore[arg-type]
+        return [_finding(group) for group in deciders.values()]
+
+
+def _finding(group: list[Promotion]) -> Finding:
+    first = group[0]
+    origin, decider = first.origin, first.origin.decider()
+    wide, narrow = dtype_name(origin.dtype), dtype_name(first.narrow)
+    norm = decider.kind == "parameter" and ("norm" in first.module_class.lower() or first.vector)
+    # someone wrote that the stream be wide (residual_in_fp32), rather than widened an adapter or a router and forgot to cast back
+    residual = decider.kind == "cast" and first.alike and origin.writer.startswith("_to_copy")
+    extra = sum(p.extra_bytes for p in group)
+    count = sum(p.count for p in group)
+    spread = list(dict.fromkeys(where for p in group for where in p.spread))
+    place = decider.place()
+    return Finding(
+        code="TR010",
+        severity=Severity.NOTE if norm or residual else Severity.WARNING,
+        message=f"{origin.what} promotes {narrow} activations to {wide} because of {decider.what}",
+        place=Place(
+            file=origin.site.file if origin.site else None, line=origin.site.line if origin.site else None, symbol=origin.module or None
+        ),
+        cause=f"{decider.describe()}"
+        + (f" ({place})" if place else "")
+        + f"; {origin.what} with it promoted the {narrow} operand ({origin.place()}), and nothing cast "
+        f"it back before {spread[0]}" + (f" and {len(spread) - 1} more places" if len(spread) > 1 else "") + f". {share_of(first.census)}",
+        observed=f"{count} promotions, {size(extra)} more than in {narrow}",
+        fix=f"cast the {wide} operand to the activation's dtype where they meet, `.to(x.dtype)`, or make it in that dtype (`dtype=x.dtype`)"
+        + (
+            "; or leave it: fp32 norms under autocast are a usual arrangement"
+            if norm
+            else "; or leave it if the wide stream is meant"
+            if residual
+            else ""
+        ),
+        details=tuple(("at", f"{origin.site}: {origin.site.text}") for _ in [0] if origin.site is not None),
+    )
+
+
+def size(count: float) -> str:
+    """Bytes in words."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

@@ -1,0 +1,190 @@
+"""Sums in low precision that grow over many steps, and decay factors that round to one: both against the same arithmetic in fp32.
+
+A sum is whatever `add_` or `sub_` writes again and again with nothing else in between: `.grad` over micro-batches, gradient
+buffers, totals of a metric. Updates that a single comparison shows lost are
+`updates`' business; here each addition loses little and the sum much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ....dtypes import eps
+from ....dtypes import name as dtype_name
+from ....finding import Finding, Severity, listed
+from ..ops import LOW, Op
+from ..source import Site, place_of
+
+if TYPE_CHECKING:
+    from ..tracer import Tracer
+
+SAMPLE = 4_096  # elements of a sum that are followed in fp32
+_ENOUGH = 8  # forwards a sum must span: within one forward it may be a residual stream, which is bf16 by design
+_OFF = 5e-3  # relative error of a sum from which on it is told; one rounding to bf16 is 2e-3
+_STANDS = 0.5  # share of elements that a decay factor leaves as they are
+
+
+@dataclass(slots=True)
+class _Sum:
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    name: str
+    site: Site | None
+    gradient: bool
+    fp32: torch.Tensor
+    version: int
+    inside: bool  # added to by a forward or a backward
+    additions: int = 0
+    forwards: set[int] = field(default_factory=set)
+    last: int = 0
+    off: float = 0.0
+    after: int = 0  # additions when `off` was measured
+
+
+@dataclass(slots=True)
+class _Decay:
+    factor: float
+    dtype: torch.dtype
+    stands: float
+    forwards: set[int] = field(default_factory=set)
+
+
+class Sums:
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._sums: dict[tuple[int, int], _Sum] = {}
+        self._told: dict[tuple[bool, Any], list[_Sum]] = {}
+        self._decays: dict[Site | None, _Decay] = {}
+
+    def added(self, op: Op, args: tuple, kwargs: dict | None) -> None:
+        """Before an in-place addition to a low-precision tensor that is no parameter, outside an optimizer's step."""
+        target, other = args[0], args[1]
+        if not isinstance(other, torch.Tensor) or isinstance(target, torch.nn.Parameter) or not target.numel():
+            return
+        storage = target.untyped_storage()
+        key = (storage._cdata, target.storage_offset())
+        known = self._sums.get(key)
+        if known is None or known.storage.expired() or known.version != target._version or known.dtype != target.dtype:
+            if known is not None:
+                self._keep(known)
+            known = self._sums[key] = self._begin(target, storage)
+        elif known.additions >= _ENOUGH and known.additions & (known.additions - 1) == 0:
+            self._measure(known, target)
+        factor = (kwargs or {}).get("alpha", 1) * (-1 if op.name == "sub_" else 1)
+        known.fp32.add_(_sample(other.detach().expand_as(target)).float(), alpha=factor)
+        known.additions += 1
+        known.version += 1
+        known.last = self._tracer.forwards
+        known.forwards.add(known.last)
+
+    def grows(self) -> bool:
+        """Whether the last forward, or its backward, went on with a sum of earlier ones."""
+        before = self._tracer.forwards - 1
+        return any(known.inside and known.last == before and len(known.forwards) > 1 for known in self._sums.values())
+
+    def multiplied(self, op: Op, args: tuple, kwargs: dict | None) -> None:
+        """Before `tensor * 0.999`: in bf16 that is the tensor."""
+        tensor, factor = args[0], args[1]
+        if type(factor) is not float or not 0.9 < factor < 1 or not isinstance(tensor, torch.Tensor) or tensor.dtype not in LOW:
+            return
+        if self._tracer.stack or tensor.requires_grad or 1 - factor > eps(dtype_name(tensor.dtype)):
+            return
+        values = _sample(tensor)
+        stands = float(((values * factor == values) & (values != 0)).float().mean()) if values.numel() else 0.0
+        known = self._decays.setdefault(self._tracer.locator.here(3), _Decay(factor, tensor.dtype, stands))
+        known.stands = min(known.stands, stands)
+        known.forwards.add(self._tracer.forwards)
+
+    def _begin(self, target: torch.Tensor, storage: Any) -> _Sum:
+        node = torch._C._current_autograd_node()
+        variable = getattr(node, "variable", None) if node is not None else None
+        name = self._tracer.names.parameter_name(variable) if variable is not None else None
+        return _Sum(
+            StorageWeakRef(storage),
+            target.dtype,
+            name or f"of shape {tuple(target.shape)}",
+            self._tracer.locator.here(4),
+            variable is not None,
+            _sample(target).float(),
+            target._version,
+            bool(self._tracer.stack) or node is not None,
+        )
+
+    def _measure(self, known: _Sum, target: torch.Tensor) -> None:
+        size = float(known.fp32.norm())
+        if size > 0 and torch.isfinite(known.fp32).all():
+            known.off, known.after = float((_sample(target).float() - known.fp32).norm()) / size, known.additions
+
+    def settled(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before an optimizer's step: the gradients as they are used."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None or gradient.dtype not in LOW:
+                    continue
+                known = self._sums.get((gradient.untyped_storage()._cdata, gradient.storage_offset()))
+                if known is not None and known.version == gradient._version and known.additions >= _ENOUGH - 1:
+                    self._measure(known, gradient)
+
+    def _keep(self, known: _Sum) -> None:
+        if known.off >= _OFF and len(known.forwards) >= _ENOUGH - 1:
+            kept = self._told.setdefault((known.gradient, None if known.gradient else known.site), [])
+            if len(kept) < 64:
+                kept.append(known)
+
+    def prune(self) -> None:
+        for key in [key for key, known in self._sums.items() if known.storage.expired()]:
+            self._keep(self._sums.pop(key))
+
+    def findings(self) -> list[Finding]:
+        for known in self._sums.values():
+            self._keep(known)
+        self._sums.clear()
+        told = [_of_sums(kept) for kept in self._told.values()]
+        return told + [_of_decay(site, d) for site, d in self._decays.items() if len(d.forwards) >= 3 and d.stands >= _STANDS]
+
+
+def _of_sums(kept: list[_Sum]) -> Finding:
+    worst = max(kept, key=lambda known: known.off)
+    word, names = dtype_name(worst.dtype), list(dict.fromkeys(known.name for known in kept))
+    site = worst.site
+    shown = listed(names, 4)
+    what = f"gradients are accumulated in {word}" if worst.gradient else f"a sum is kept in {word}"
+    return Finding(
+        code="TR024",
+        severity=Severity.WARNING,
+        message=f"{what}: {100 * worst.off:.1f}% off after {worst.after} additions: {shown}",
+        place=place_of(site, names[0] if worst.gradient else None),
+        cause=f"every addition rounds the sum to {word}; what is below {eps(word) / 2:.1e} of it is lost, and the sum falls behind "
+        f"({'micro-batches add into .grad, which has the weights' + chr(39) + ' dtype' if worst.gradient else 'the tensor is ' + word})",
+        observed=f"against the same sum in fp32, on up to {SAMPLE} elements of each of {len(names)}",
+        fix="accumulate in fp32: fp32 trained weights under autocast, or fp32 buffers beside bf16 weights that the step reads "
+        "(Isotype: precision: {preset: bf16-pure, grads: fp32})"
+        if worst.gradient
+        else "make the accumulator with dtype=torch.float32 and add to it without casting down",
+        details=(("added at", f"{site}: {site.text}"),) if site is not None else (),
+    )
+
+
+def _of_decay(site: Site | None, decay: _Decay) -> Finding:
+    word = dtype_name(decay.dtype)
+    return Finding(
+        code="TR018",
+        severity=Severity.WARNING,
+        message=f"an average kept in {word} does not decay: times {decay.factor:g} leaves "
+        f"{100 * decay.stands:.0f}% of its values as they are",
+        place=place_of(site),
+        cause=f"{decay.factor:g} lies {1 - decay.factor:.1e} below 1, less than a step of {word} ({eps(word):.1e}): the product rounds "
+        "back to the value, so the average (an EMA) keeps its past whole and drifts",
+        fix="keep the average in fp32 (`ema = p.detach().float().clone()`), and cast it down only where it is used",
+        details=(("updated at", f"{site}: {site.text}"),) if site is not None else (),
+    )
+
+
+def _sample(value: torch.Tensor) -> torch.Tensor:
+    flat = value.detach().reshape(-1) if value.is_contiguous() else value.detach().flatten()
+    return flat[:SAMPLE]

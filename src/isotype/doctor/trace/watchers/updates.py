@@ -1,0 +1,323 @@
+"""Updates that round away: an in-place op on a low-precision tensor is repeated in fp32 on a sample, and the two movements are compared.
+
+One mechanism for optimizers (single, foreach and fused), optimizer states, weight decay, averaged weights and accumulators: whatever is
+updated in place. Stochastic rounding writes values that are exact in the low precision, so its movement agrees with the fp32 one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ....dtypes import eps, significant_bits
+from ....dtypes import name as dtype_name
+from ....finding import Finding, Severity
+from ..ops import LOW, Op
+from ..pace import now_and_then
+from ..source import Site, place_of
+
+if TYPE_CHECKING:
+    from ..tracer import Tracer
+
+SAMPLE = 16_384  # elements of a tensor that are compared
+LOST = 0.5  # below this share of the fp32 movement the update counts as rounded away
+_ARITHMETIC = ("add_", "sub_", "mul_", "div_", "lerp_", "addcdiv_", "addcmul_")
+UPDATES = frozenset({*_ARITHMETIC, "copy_", *(f"_foreach_{name}" for name in _ARITHMETIC), "_foreach_copy_"}) | frozenset(
+    f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad")
+)
+_STANDING = 2  # samples in a row in which a counter does not move
+_PAIR = 2  # tensors of a list that are compared
+
+
+@dataclass(slots=True)
+class Watched:
+    """One updated tensor under one op: the sums of <real, meant> and <meant, meant> over the sampled updates."""
+
+    storage: StorageWeakRef
+    name: str
+    dtype: torch.dtype
+    role: str
+    op: str
+    site: Site | None
+    calls: int = 0
+    samples: int = 0
+    agreement: float = 0.0
+    meant: float = 0.0
+    still: float = 0.0
+    standing: int = 0  # of the last samples, those in which nothing moved
+    source: StorageWeakRef | None = None
+    from_master: bool = False
+    constant: bool = False  # a number is added, not a tensor
+
+    @property
+    def moved(self) -> float:
+        return self.agreement / self.meant if self.meant > 0 else 1.0
+
+
+@dataclass(slots=True)
+class _Sample:
+    watched: Watched
+    tensor: torch.Tensor
+    before: torch.Tensor
+    meant: torch.Tensor
+
+
+class Updates:
+    """Watches the in-place ops, and knows which optimizer is stepping."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._watched: dict[tuple[int, str], Watched] = {}
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._lost: dict[tuple[str, str, str], list[Watched]] = defaultdict(list)
+
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        self._tracer.sums.settled(optimizer)
+        self._optimizer = optimizer
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = None
+
+    def before(self, op: Op, args: tuple, kwargs: dict | None) -> list[_Sample] | None:
+        """The fp32 movement of those of the op's destinations that are due for a comparison."""
+        target = args[0]
+        if isinstance(target, torch.Tensor):
+            if self._tracer.autocast_around:
+                self._tracer.autocast.updated(target)
+            if target.dtype not in LOW:
+                if op.name == "copy_" and isinstance(target, torch.nn.Parameter):
+                    self._tracer.parameters.written(target, args[1])
+                return None
+            if op.name in ("add_", "sub_") and self._optimizer is None:
+                self._tracer.sums.added(op, args, kwargs)
+            due = self._due(op, target, args)
+            return [self._repeat(op, due, args, kwargs, None)] if due is not None else None
+        if self._tracer.autocast_around:
+            for tensor in target:
+                self._tracer.autocast.updated(tensor)
+        picked = [i for i, t in enumerate(target) if t.dtype in LOW and t.numel() > 1][:_PAIR]
+        samples = []
+        for index in picked:
+            due = self._due(op, target[index], tuple(a[index] if isinstance(a, (list, tuple)) and len(a) > index else a for a in args))
+            if due is not None:
+                samples.append(self._repeat(op, due, args, kwargs, index))
+        return samples or None
+
+    def after(self, samples: Sequence[_Sample]) -> None:
+        """Compares what happened with what was meant."""
+        for sample in samples:
+            real = _part(sample.tensor, sample.tensor).float() - sample.before
+            meant = sample.meant - sample.before
+            size = float(meant.double().square().sum())
+            if size == 0 or not torch.isfinite(meant).all():
+                continue
+            watched = sample.watched
+            watched.samples += 1
+            watched.agreement += float((real.double() * meant.double()).sum())
+            watched.meant += size
+            watched.still += float((real == 0).float().mean())
+            watched.standing = 0 if bool(real.any()) else watched.standing + 1
+
+    def _due(self, op: Op, target: torch.Tensor, args: tuple) -> Watched | None:
+        if op.name.endswith("copy_"):
+            source = args[1]
+            if not isinstance(source, torch.Tensor) or source.dtype != torch.float32 or source.numel() != target.numel():
+                return None
+        storage = target.untyped_storage()
+        key = (storage._cdata, op.name)
+        watched = self._watched.get(key)
+        if watched is None or watched.storage.expired():
+            self._keep(key)
+            watched = self._watched[key] = self._begin(op, target, storage)
+            self._count_alone(watched, key, args)
+        watched.calls += 1
+        if op.name.endswith("copy_"):
+            # a copy from a tensor that lives on is a copy from master weights: rounding there loses nothing
+            watched.from_master = watched.from_master or (watched.source is not None and not watched.source.expired())
+            watched.source = StorageWeakRef(args[1].untyped_storage())
+        if watched.role == "tensor" and watched.calls == 1:
+            return None  # not known yet to live longer than one step
+        due = now_and_then(watched.calls, 4) or (self._tracer.stack and self._tracer.pace.sampled)
+        return watched if due else None
+
+    def _count_alone(self, watched: Watched, key: tuple[int, str], args: tuple) -> None:
+        """A tensor that numbers are added to, and nothing else happens to, is a counter."""
+        others = [self._watched[storage, op] for storage, op in ((key[0], name) for name in _ARITHMETIC) if (storage, op) in self._watched]
+        watched.constant = key[1] in ("add_", "sub_") and isinstance(args[1], (int, float)) and others == [watched]
+        if not watched.constant:
+            for other in others:
+                other.constant = False
+
+    def _begin(self, op: Op, target: torch.Tensor, storage: Any) -> Watched:
+        tracer = self._tracer
+        origin = tracer.provenance.get(target)
+        role, name = "tensor", f"of shape {tuple(target.shape)}"
+        if isinstance(target, torch.nn.Parameter) and target.requires_grad:
+            average = self._optimizer is None and target.grad is None and ("lerp_" in op.name or "mul_" in op.name)
+            if not average and self._optimizer is None and target.grad is None:  # decayed by mul_ before this add_: an average too
+                decay = self._watched.get((storage._cdata, op.name.replace("add_", "mul_")))
+                average = decay is not None and decay.role == "tensor"
+            role = "tensor" if average else "parameter"
+            name = origin.what if origin.kind == "parameter" else tracer.names.parameter_name(target) or name
+        elif origin.kind in ("parameter", "buffer") and self._optimizer is None and torch._C._current_autograd_node() is None:
+            role, name = "tensor", origin.what
+        elif self._optimizer is not None:
+            role, name = "state", f"of shape {tuple(target.shape)}"
+        site = tracer.locator.here(4)
+        return Watched(StorageWeakRef(storage), name, target.dtype, role, op.name, site)
+
+    def _repeat(self, op: Op, watched: Watched, args: tuple, kwargs: dict | None, index: int | None) -> _Sample:
+        target = args[0] if index is None else args[0][index]
+
+        def widen(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                part = _part(value, target)
+                return part.to(torch.float32, copy=True) if part.is_floating_point() else part
+            if index is not None and isinstance(value, (list, tuple)):
+                return [widen(value[index])] if len(value) > index else value
+            return value
+
+        wide = [widen(value) for value in args]
+        before = (wide[0] if index is None else wide[0][0]).clone()
+        with torch.no_grad():
+            op.func(*wide, **{key: widen(value) for key, value in (kwargs or {}).items()})
+        return _Sample(watched, target, before, wide[0] if index is None else wide[0][0])
+
+    def _keep(self, key: tuple[int, str]) -> None:
+        """Before an entry of a tensor that is gone is replaced: what it showed stays."""
+        old = self._watched.pop(key, None)
+        if old is not None and self._counts(old):
+            kept = self._lost[(old.role, old.op, str(old.site))]
+            if len(kept) < 64:
+                kept.append(old)
+
+    @staticmethod
+    def _counts(watched: Watched) -> bool:
+        if watched.role == "tensor" and watched.constant and watched.standing >= _STANDING:
+            return True  # a counter that went as far as its dtype counts
+        enough = 1 if watched.role == "parameter" and not watched.op.endswith("copy_") else 3
+        return watched.samples >= enough and watched.moved < LOST and not watched.from_master
+
+    def prune(self) -> None:
+        for key in [key for key, watched in self._watched.items() if watched.storage.expired()]:
+            self._keep(key)
+
+    def findings(self) -> list[Finding]:
+        """One finding for the parameters, one for other tensors that are updated in place."""
+        for key in list(self._watched):
+            self._keep(key)
+        groups: dict[str, list[Watched]] = defaultdict(list)
+        for (role, _, _), kept in self._lost.items():
+            groups[role] += kept
+        found = []
+        states = groups.pop("state", [])
+        if "parameter" in groups:
+            found.append(self._parameters(groups["parameter"], states))
+        elif states:
+            found.append(self._states(states))
+        counters = [w for w in groups.get("tensor", []) if w.constant]
+        if counters:
+            found.append(self._counters(counters))
+        averages = [w for w in groups.get("tensor", []) if not w.constant]
+        if averages:
+            found.append(self._tensors(averages))
+        return found
+
+    def _parameters(self, lost: list[Watched], states: list[Watched]) -> Finding:
+        decay = [w for w in lost if "mul_" in w.op and "addcmul" not in w.op]
+        moves = [w for w in lost if w not in decay] or decay
+        only_decay = moves is decay
+        first = moves[0]
+        word = dtype_name(first.dtype)
+        names = list(dict.fromkeys(w.name for w in moves))
+        share = sum(w.agreement for w in moves) / sum(w.meant for w in moves)
+        still = sum(w.still for w in moves) / sum(w.samples for w in moves)
+        details = [("updated at", f"{first.site}: {first.site.text}")] if first.site is not None else []
+        if decay and not only_decay:
+            details.append(("weight decay", f"its factor (1 - learning rate * decay) rounds away too, for {len(decay)} parameters seen"))
+        if states:
+            details.append(
+                (
+                    "states",
+                    f"{len(states)} optimizer states in {word} lose their decay as well ({', '.join(dict.fromkeys(w.op for w in states))})",
+                )
+            )
+        what = "the weight decay" if only_decay else "optimizer updates"
+        return Finding(
+            code="TR012",
+            severity=Severity.WARNING,
+            message=f"{what} of {word} parameters {'rounds' if only_decay else 'round'} away: {', '.join(names[:4])}"
+            + (f" and {len(names) - 4} more seen" if len(names) > 4 else ""),
+            place=place_of(first.site, names[0]),
+            cause=f"{word} weights keep {significant_bits(word)} significant bits, so an update below {eps(word) / 2:.1e} of the weight is "
+            "lost in rounding to nearest; "
+            f"at this learning rate the optimizer moves the weights {100 * share:.1f}% of what the same update moves in fp32",
+            observed=f"{100 * still:.0f}% of the sampled elements did not change in an update, over {sum(w.samples for w in moves)} "
+            "sampled updates",
+            fix="keep fp32 parameters (fp32 master weights) and let autocast lower the compute\nor use an optimizer with stochastic "
+            "rounding or Kahan summation",
+            details=tuple(details),
+        )
+
+    def _states(self, lost: list[Watched]) -> Finding:
+        first = lost[0]
+        word = dtype_name(first.dtype)
+        return Finding(
+            code="TR019",
+            severity=Severity.WARNING,
+            message=f"optimizer states in {word} do not decay: {', '.join(dict.fromkeys(w.op for w in lost))} rounds away",
+            place=place_of(first.site, "optimizer"),
+            cause=f"a decay factor such as 0.999 lies within half a step of 1 in {word} ({eps(word) / 2:.1e}): multiplying by it and "
+            "rounding gives the same value",
+            fix="keep optimizer states in fp32 (fp32 parameters, or an optimizer with fp32 or 8-bit states)",
+        )
+
+    def _tensors(self, lost: list[Watched]) -> Finding:
+        first = lost[0]
+        word = dtype_name(first.dtype)
+        share = sum(w.agreement for w in lost) / sum(w.meant for w in lost)
+        names = list(dict.fromkeys(w.name for w in lost))
+        return Finding(
+            code="TR018",
+            severity=Severity.WARNING,
+            message=f"a running tensor kept in {word} loses its updates: {', '.join(names[:4])}",
+            place=place_of(first.site),
+            cause=f"{', '.join(dict.fromkeys(w.op for w in lost))} in place on a {word} tensor that lives across steps (an average "
+            "such as an EMA, or an accumulator): the "
+            f"update is below the rounding of {word} ({eps(word) / 2:.1e} of the value) and moves it {100 * share:.1f}% of what it "
+            "moves in fp32",
+            observed=f"{100 * sum(w.still for w in lost) / sum(w.samples for w in lost):.0f}% of the sampled elements did not change "
+            "in an update",
+            fix="keep the average or accumulator in fp32 (`ema = p.detach().float().clone()`), and cast it down only where it is used",
+            details=(("updated at", f"{first.site}: {first.site.text}"),) if first.site is not None else (),
+        )
+
+    def _counters(self, stuck: list[Watched]) -> Finding:
+        first = stuck[0]
+        word, site = dtype_name(first.dtype), first.site
+        bits = significant_bits(word)
+        return Finding(
+            code="TR018",
+            severity=Severity.WARNING,
+            message=f"a counter kept in {word} stands still: {', '.join(dict.fromkeys(w.name for w in stuck))}",
+            place=place_of(site, first.name),
+            cause=f"{word} keeps {bits} significant bits, so counting by ones ends at {2**bits}: one more rounds back "
+            "to it (a float buffer takes the model's dtype with model.to)",
+            observed=f"the last {first.standing} of {first.samples} sampled additions changed nothing",
+            fix="count in an integer: torch.zeros((), dtype=torch.long), which model.to(dtype) leaves as it is",
+            details=(("updated at", f"{site}: {site.text}"),) if site is not None else (),
+        )
+
+
+def _part(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The sampled elements of an operand: those that belong to the first elements of the target."""
+    if target.numel() <= SAMPLE or value.numel() == 1:
+        return value.detach()
+    if value.shape == target.shape:
+        return value.detach().reshape(-1)[:SAMPLE]
+    return value.detach().expand_as(target).reshape(-1)[:SAMPLE]

@@ -1,0 +1,51 @@
+"""What a rule finds: a finding with the key under which the same one, seen again, is told once; and the method that it lies in."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+from ...finding import Finding, Place, Severity
+from .attempt import Outcome
+from .subjects import Subject
+
+Fault = tuple[tuple[object, ...], Finding]
+
+
+def fault(code: str, message: str, place: Place, cause: str, fix: str, severity: Severity = Severity.ERROR, **more: str) -> Fault:
+    return (code, place.symbol, place.line, severity), Finding(
+        code=code, severity=severity, message=message, place=place, cause=cause, fix=fix, observed=more.get("observed")
+    )
+
+
+def method_at_fault(subject: Subject, outcome: Outcome, stage: str) -> Place:
+    """The hand-written method at fault, where there is one."""
+    if outcome.calls:
+        function = outcome.calls[0].function
+        owner = f"{function.__qualname__.split('<locals>.')[-1]}.{stage}"
+        return method_place(function, stage, owner)
+    return subject.place
+
+
+def return_of(function: type, owner: str) -> Place:
+    """The last `return` of a Function's backward."""
+    return method_place(function, "backward", owner, statement=True)
+
+
+def method_place(function: type, method: str, owner: str, *, statement: bool = False) -> Place:
+    written: Any = inspect.unwrap(getattr(function, method))
+    try:
+        lines, first = inspect.getsourcelines(written)
+        file = inspect.getsourcefile(written)
+    except (OSError, TypeError):
+        return Place(symbol=owner)
+    line = first + next((i for i, text in enumerate(lines) if text.lstrip().startswith("def ")), 0)
+    if statement:
+        try:
+            tree = ast.parse(textwrap.dedent("".join(lines)))
+        except SyntaxError:
+            tree = ast.Module(body=[], type_ignores=[])
+        line = max((first + n.lineno - 1 for n in ast.walk(tree) if isinstance(n, ast.Return)), default=line)
+    return Place(file=file, line=line, symbol=owner)

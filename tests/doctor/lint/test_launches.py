@@ -1,0 +1,129 @@
+"""What a kernel's launches hand its pointers decides whether bf16 ever comes there."""
+
+import pytest
+
+from isotype.doctor.lint.command import lint_command
+
+HEAD = "import torch\nimport triton\nimport triton.language as tl\n\n\n"
+KERNEL = """@triton.jit
+def sine(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + cols, mask=cols < n)
+    tl.store(y_ptr + cols, tl.sin(x))
+
+
+"""
+CHOSEN = """@triton.jit
+def arctanh(x_ptr, n, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + cols, mask=cols < n)
+    if WIDE:
+        y = tl.log((1.0 + x.to(tl.float32)) / (1.0 - x.to(tl.float32)))
+    else:
+        y = tl.log((1.0 + x) / (1.0 - x))
+    tl.store(x_ptr + cols, y, mask=cols < n)
+
+
+"""
+LOOP = """@triton.jit
+def balance(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + cols)
+    f = tl.zeros((BLOCK,), dtype=x.dtype)
+    for _ in range(n):
+        f = x - tl.max(x + f, axis=0)
+    tl.store(y_ptr + cols, f)
+
+
+"""
+COUNT = """@triton.jit
+def count(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    total = tl.full((), value=0, dtype=out_ptr.dtype.element_ty)
+    for start in range(0, n, BLOCK):
+        total += tl.sum(tl.load(x_ptr + start + cols))
+    tl.store(out_ptr, total)
+
+
+"""
+CAST = "def sin(x):\n    x32 = x.contiguous().to(torch.float32)\n    sine[(1,)](x32, torch.empty_like(x32), x.numel(), BLOCK=1024)\n"
+HELPED = """def prepare(x):
+    return x.float(), x.dtype
+
+
+def sin(x):
+    wide, dtype = prepare(x)
+    sine[(1,)](wide, torch.empty_like(wide), x.numel(), BLOCK=1024)
+"""
+NAMED = "def sin(x_fp32):\n    sine[(1,)](x_fp32, torch.empty_like(x_fp32), x_fp32.numel(), BLOCK=1024)\n"
+SAVED = """class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.float()
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        sine[(1,)](x, dy, x.numel(), BLOCK=1024)
+        return dy
+"""
+
+
+@pytest.fixture
+def told(tmp_path):
+    """Codes told of these files, in a project."""
+
+    def lint(**files):
+        (tmp_path / "pyproject.toml").touch()
+        for name, text in files.items():
+            (tmp_path / f"{name}.py").write_text(HEAD + text)
+        return [f.code for f in lint_command([tmp_path]).findings if f.code.startswith("LT02")]
+
+    return lint
+
+
+@pytest.mark.parametrize("launch", [CAST, HELPED, NAMED, SAVED])
+def test_a_launch_that_casts(told, launch):
+    assert told(kernels=KERNEL) == ["LT023"]
+    assert told(kernels=KERNEL + launch) == []
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        CAST.replace(".to(torch.float32)", ""),
+        CAST + CAST.replace("def sin", "def out").replace(".to(torch.float32)", ""),
+        SAVED.replace("x = x.float()", "x = x.contiguous()"),
+        CAST.replace("x32 = x.contiguous().to(torch.float32)", "x32 = narrow(x)"),
+    ],
+)
+def test_a_launch_that_may_hand_bf16(told, launch):
+    assert told(kernels=KERNEL + launch) == ["LT023"]
+
+
+def test_launches_of_another_file(told):
+    assert told(kernels=KERNEL, ops="from .kernels import sine\n\n\n" + CAST) == []
+    assert told(kernels=KERNEL, ops="from .kernels import sine\n\n\n" + CAST.replace(".to(torch.float32)", "")) == ["LT023"]
+    other = KERNEL.replace("x = tl.load(x_ptr + cols, mask=cols < n)", "x = tl.load(x_ptr + cols, mask=cols < n).to(tl.float32)")
+    assert told(kernels=KERNEL + CAST, ops=other + CAST.replace(".to(torch.float32)", "")) == [], "a kernel of its own of that name"
+
+
+def test_a_flag_chosen_by_the_dtype(told):
+    launch = "def run(x):\n    wide = x.dtype in (torch.float16, torch.bfloat16)\n    arctanh[(1,)](x, x.numel(), BLOCK=64, WIDE=wide)\n"
+    assert told(kernels=CHOSEN + launch) == []
+    assert told(kernels=CHOSEN + launch.replace("x.dtype in (torch.float16, torch.bfloat16)", "x.numel() > 64")) == ["LT023"]
+    assert told(kernels=CHOSEN.replace(".to(tl.float32)", "") + launch) == ["LT023", "LT023"], "the other branch does not cast either"
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("torch.float32", []), ("x.dtype", ["LT020"])])
+def test_a_loop_over_what_the_launch_cast(told, dtype, expected):
+    launch = f"def run(x):\n    x = x.to({dtype})\n    balance[(1,)](x, torch.empty_like(x), 3, BLOCK=64)\n"
+    assert told(kernels=LOOP + launch) == expected
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("torch.int64", []), ("torch.float32", []), ("x.dtype", ["LT024"])])
+def test_a_sum_into_what_the_launch_made(told, dtype, expected):
+    launch = f"def run(x):\n    out = torch.zeros((), dtype={dtype}, device=x.device)\n    count[(1,)](x, out, x.numel(), BLOCK=64)\n"
+    assert told(kernels=COUNT + launch) == expected
