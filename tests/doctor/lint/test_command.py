@@ -133,6 +133,9 @@ def test_what_cannot_be_parsed_is_told(project):
     (project / "null.py").write_bytes(b"torch = 1\x00\n")
     (project / "other.py").write_text("def f(:\n")  # speaks of neither torch nor Triton: not looked at
     assert codes("broken.py", "latin.py", "null.py", "other.py") == ["LT000"] * 3
+    told = run("broken.py").stdout
+    assert f"could not be parsed by Python 3.{sys.version_info.minor}: " in told
+    assert "run Isotype with the Python that it is written for" in told
 
 
 def test_a_pipe_is_not_waited_for_and_a_link_to_nowhere_is_told(project):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -68,14 +69,16 @@ def _lint_guarded(path: Path, *, active: tuple[str, ...], config: LintConfig) ->
         return lint_text(text, path, active=active, config=config)
     except (SyntaxError, UnicodeDecodeError, OSError, RecursionError) as error:
         reason = getattr(error, "msg", None) or str(error) or type(error).__name__
-        return [_unread(path, f"could not be parsed: {reason}", getattr(error, "lineno", None))]
+        by = f" by Python {sys.version_info.major}.{sys.version_info.minor}" if isinstance(error, SyntaxError) else ""
+        newer = "run Isotype with the Python that it is written for, " if by else ""
+        return [_unread(path, f"could not be parsed{by}: {reason}", getattr(error, "lineno", None), newer)]
     except Exception as error:  # a fault of ours in one file is told, and does not cost the findings in the others
         where = traceback.extract_tb(error.__traceback__)[-1]
         return [_unread(path, f"a rule failed: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})", None)]
 
 
-def _unread(path: Path, message: str, line: int | None) -> Found:
-    fix = "correct the file, or leave it out with `exclude` in [tool.isotype.lint]"
+def _unread(path: Path, message: str, line: int | None, instead: str = "") -> Found:
+    fix = f"correct the file, {instead}or leave it out with `exclude` in [tool.isotype.lint]"
     return Found(Finding(code="LT000", severity=Severity.ERROR, message=message, place=Place(file=str(path), line=line), fix=fix))
 
 
