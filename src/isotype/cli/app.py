@@ -19,7 +19,9 @@ from ..errors import IsotypeError
 
 ENGINE, RUNS, DOCTOR, ABOUT = "Train", "With a run", "Doctor", "About"  # the panels of --help
 # what a command may miss in an installation without extras -> the extra that brings it
-_EXTRA_OF = dict.fromkeys(("torch", "transformers", "peft", "safetensors", "jinja2", "matplotlib", "tokenizers", "numpy"), "train")
+_EXTRA_OF = dict.fromkeys(
+    ("torch", "transformers", "peft", "safetensors", "jinja2", "matplotlib", "tokenizers", "numpy", "huggingface_hub", "datasets"), "train"
+)
 _EXTRA_OF |= {"bitsandbytes": "quant", "triton": "kernels", "pytest": "testing", "hypothesis": "testing", "libcst": "fix"}
 _PANEL_ORDER = (ENGINE, RUNS, DOCTOR, ABOUT)
 
