@@ -121,6 +121,8 @@ def test_files_that_are_none(tmp_path, write):
     write("train: {}")
     assert complaints(tmp_path / "runn.yaml")[0].endswith("did you mean " + str(tmp_path / "run.yaml") + "?")
     assert complaints(tmp_path)[0] == "run.yaml: is a folder, expected a YAML file"
+    (tmp_path / "resolved.yaml").write_text("train: {}")
+    assert complaints(tmp_path)[1].split()[:2] == ["fix", "--resume"]
     (tmp_path / "config.json").write_text("{}")
     assert complaints(tmp_path)[1].split()[:2] == ["fix", "--model"]
     (tmp_path / "chats.jsonl").write_text('{"text": "a"}\n')

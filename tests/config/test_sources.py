@@ -2,7 +2,7 @@
 
 import pytest
 
-from isotype.config.sources import short_names
+from isotype.config.sources import near_model, short_names
 
 
 @pytest.mark.parametrize(
@@ -12,3 +12,14 @@ from isotype.config.sources import short_names
 )  # fmt: skip
 def test_sources_are_named_for_a_line(given, said):
     assert short_names(given) == said
+
+
+def test_a_mistyped_model_is_told_the_folder_that_is_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, marked in (("models/base", True), ("llama-tiny", True), ("llama-tony", False)):
+        (tmp_path / name).mkdir(parents=True)
+        if marked:
+            (tmp_path / name / "config.json").write_text("{}")
+    assert near_model("llama-tinny") == near_model("./llama-tiny-") == ", did you mean llama-tiny?"
+    assert near_model("models/bse") == ", did you mean models/base?"
+    assert [near_model(name) for name in ("org/name", "else", "a/b\0/c", "~nobody-here/x", "/nowhere/base")] == [""] * 5

@@ -156,6 +156,15 @@ def test_every_page_is_laid_out_without_a_complaint(browser: Browser, pages: dic
         assert browser.asked_for == [file.as_uri()], "the page and nothing else is loaded"
 
 
+def test_a_telephone_shows_charts_whose_numbers_can_be_read(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.show(pages["finished"], width=390)
+    drawn = (
+        "[...document.querySelectorAll('svg .tick')].map(t => { const s = t.ownerSVGElement;"
+        " return parseFloat(getComputedStyle(t).fontSize) * s.getBoundingClientRect().width / s.viewBox.baseVal.width })"
+    )
+    assert min(browser.value(drawn)) > 9
+
+
 def test_charts_are_drawn_in_both_colour_schemes(browser: Browser, pages: dict[str, Path]) -> None:
     strokes = []
     for dark in (False, True):

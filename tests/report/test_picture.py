@@ -40,3 +40,15 @@ def test_runs_that_died_have_one_too(tmp_path: Path, recwarn: pytest.WarningsRec
     )
     assert nothing.height < 300 < failed.height
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("letter", ["W", "i", "界"])
+def test_long_words_end_where_their_card_does(tmp_path: Path, letter: str) -> None:
+    long = letter * 400
+    told = {"prompt": long, "answer": long, "reference": long}
+    folder = run_folder(
+        tmp_path / (letter * 60), metrics=[step(1)], resolved=f"model:\n  name: {long}\n", samples=[{"step": 0, "samples": [told]}]
+    )
+    image = drawn(folder)
+    beside = image.crop((image.width - 52, 0, image.width, image.height))  # the margin, less a rounded corner
+    assert beside.getcolors() == [(52 * image.height, (0xF5, 0xF5, 0xF2))]

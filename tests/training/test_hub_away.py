@@ -220,3 +220,17 @@ def test_downloads_show_their_progress_on_a_terminal_only(filled, tmp_path, term
     assert ("model.safetensors:" in shown) == terminal
     assert ("Generating train split:" in shown) == terminal
     assert "Loading weights" not in shown
+
+
+@pytest.mark.slow
+def test_a_dataset_that_was_fetched_once_needs_no_hub(filled):
+    folder, environment = filled
+    command = [sys.executable, "-c", "from isotype.data.sources import *; print(len(list(source(SourceSpec(name='hf:org/chats'), "
+               "needs_answer=True).examples())))"]  # fmt: skip
+    with hub(folder) as served:
+        environment |= {"HF_ENDPOINT": served.url}
+        first = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert first.stdout == again.stdout == "48\n", first.stderr + again.stderr
+    assert "does not answer" in again.stderr
+    assert "does not answer" not in first.stderr

@@ -62,6 +62,11 @@ def missing_folder(tmp_path):
     return str(tmp_path / "nowhere"), "no such folder"
 
 
+def mistyped_folder(tmp_path):
+    tiny().save_pretrained(tmp_path / "base")
+    return str(tmp_path / "bsae"), "no such folder, did you mean .*/base"
+
+
 def empty_folder(tmp_path):
     (tmp_path / "empty").mkdir()
     return str(tmp_path / "empty"), "no config.json there"
@@ -90,7 +95,9 @@ def unknown_architecture(tmp_path):
     return str(tmp_path / "odd"), "no_such_architecture"
 
 
-@pytest.mark.parametrize("make", [unknown_hub, missing_folder, empty_folder, broken_weights, missing_weight, unknown_architecture])
+@pytest.mark.parametrize(
+    "make", [unknown_hub, missing_folder, mistyped_folder, empty_folder, broken_weights, missing_weight, unknown_architecture]
+)
 def test_a_model_that_cannot_be_loaded_is_explained_in_a_line(tmp_path, make):
     name, message = make(tmp_path)
     with pytest.raises(UsageError, match=message) as caught:

@@ -6,6 +6,7 @@ or usage, 3 refused by preflight, 130 interrupted and saved.
 
 from __future__ import annotations
 
+import io
 import os
 import pkgutil
 import sys
@@ -18,7 +19,9 @@ from ..errors import IsotypeError
 
 ENGINE, RUNS, DOCTOR, ABOUT = "Train", "With a run", "Doctor", "About"  # the panels of --help
 # what a command may miss in an installation without extras -> the extra that brings it
-_EXTRA_OF = dict.fromkeys(("torch", "transformers", "peft", "safetensors", "jinja2", "matplotlib", "tokenizers", "numpy"), "train")
+_EXTRA_OF = dict.fromkeys(
+    ("torch", "transformers", "peft", "safetensors", "jinja2", "matplotlib", "tokenizers", "numpy", "huggingface_hub", "datasets"), "train"
+)
 _EXTRA_OF |= {"bitsandbytes": "quant", "triton": "kernels", "pytest": "testing", "hypothesis": "testing", "libcst": "fix"}
 _PANEL_ORDER = (ENGINE, RUNS, DOCTOR, ABOUT)
 
@@ -57,6 +60,9 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     """The entry point: errors a user caused are one line on stderr, never a traceback (`ISOTYPE_TRACEBACK=1` shows it)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a sample or a file's name that the terminal's encoding lacks must not end a run
+            stream.reconfigure(errors="backslashreplace")
     try:
         build_app()()
     except IsotypeError as error:

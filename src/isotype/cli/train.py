@@ -146,7 +146,7 @@ def _loaded(
 
 def _refuse_incomplete(loaded: LoadedConfig) -> None:
     """What no run can do without, said before anything heavy is imported."""
-    from ..config.sources import check_data, is_folder_name, source_specs
+    from ..config.sources import check_data, is_folder_name, near_model, source_specs
     from ..data.sources import refuse_absent
     from ..training.trackers.available import missing as missing_trackers
 
@@ -157,7 +157,7 @@ def _refuse_incomplete(loaded: LoadedConfig) -> None:
         missing.append(f"{where}model.name: missing: --model FOLDER, or model.name in a file (isotype init writes one)")
     for key, name in (("model.name", config.model.name), ("model.tokenizer", config.model.tokenizer)):
         if name is not None and is_folder_name(name) and not Path(name).exists():
-            missing.append(f"{loaded.sources[key]} {key}: {name}: no such folder")
+            missing.append(f"{loaded.sources[key]} {key}: {name}: no such folder{near_model(name)}")
     if config.data.train is None:
         missing.append(f"{where}data.train: missing: --data FILE, or --data stdlib for the built-in questions and answers")
     if missing:

@@ -116,8 +116,9 @@ def read_text(path: Path) -> str:
     """The text of a configuration file. Raises UsageError in one line."""
     try:
         if path.is_dir():
-            model = f"--model {path}" if (path / "config.json").is_file() else None
-            raise UsageError(f"{path}: is a folder, expected a YAML file", fix=model)
+            run, model = (path / "resolved.yaml").is_file(), (path / "config.json").is_file()
+            fix = f"--resume {path} goes on with that run; {path / 'resolved.yaml'} is its configuration" if run else None
+            raise UsageError(f"{path}: is a folder, expected a YAML file", fix=f"--model {path}" if model else fix)
         if path.suffix in (".jsonl", ".csv", ".tsv", ".parquet") and path.exists():
             raise UsageError(f"{path}: expected a YAML file", fix=f"--data {path}")
         if path.stat().st_size > MAX_BYTES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, get_args
 
 from ..errors import UsageError
@@ -65,6 +66,17 @@ def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
 def is_folder_name(model: str) -> bool:
     """Whether a model's name can only be a folder: the hub's have at most one slash."""
     return model.startswith((".", "/", "~")) or model.count("/") > 1
+
+
+def near_model(name: str) -> str:
+    """`, did you mean DIR/base?` where a model's folder of nearly that name lies, else nothing."""
+    try:
+        path = Path(name).expanduser()
+        models = [p.name for p in path.parent.iterdir() if (p / "config.json").is_file()]
+    except (OSError, ValueError, RuntimeError):  # ValueError: a NUL in the name; RuntimeError: ~ of nobody
+        return ""
+    near = get_close_matches(path.name, models, n=1)
+    return f", did you mean {path.parent / near[0]}?" if near else ""
 
 
 def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:

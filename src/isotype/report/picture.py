@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from textwrap import wrap
 from typing import Any
 
@@ -26,7 +27,7 @@ WIDTH, DPI, MARGIN, GAP = 12.0, 120, 0.45, 0.16  # inches, dots an inch
 PAGE, CARD, INK, SOFT, FAINT, LINE = "#f5f5f2", "#ffffff", "#171714", "#54534d", "#6a6962", "#e4e3dc"
 COLOURS = {1: "#2563c4", 2: "#b8500f"}
 MOODS = {"good": ("#17693e", "#e2f3e9"), "warn": ("#7a4f00", "#fbf0d8"), "bad": ("#a5211a", "#fce8e6"), "busy": ("#1e55ab", "#e4edfb")}
-COLUMNS, MOST_SMALL, MOST_SAMPLES, MOST_TEXT = 3, 6, 3, 150
+COLUMNS, MOST_SMALL, MOST_SAMPLES, MOST_TEXT = 3, 6, 3, 300  # characters, of which a line shows what fits
 
 
 def picture(record: RunRecord) -> bytes:
@@ -55,7 +56,7 @@ class _Sheet:
 
     def __init__(self) -> None:
         self.height, self.used = 40.0, MARGIN
-        self.figure = Figure(figsize=(WIDTH, self.height), facecolor=PAGE)
+        self.figure = Figure(figsize=(WIDTH, self.height), dpi=DPI, facecolor=PAGE)  # what is measured is what is drawn
         self.canvas = FigureCanvasAgg(self.figure)
 
     def down(self, inches: float, gap: float = GAP) -> None:
@@ -81,6 +82,15 @@ class _Sheet:
             **how,
         )
 
+    def line(self, x: float, y: float, words: str, *, right: float = WIDTH - MARGIN - 0.18, **how: Any) -> Any:
+        """`text` on one line, cut where it would pass `right` inches from the left."""
+        drawn = self.text(x, y, words, **how)
+        with _any_script():
+            while (end := drawn.get_window_extent(self.canvas.get_renderer()).x1 / self.figure.dpi) > right and words:
+                words = words[: int(len(words) * (right - x) / (end - x)) - 1]
+                drawn.set_text(f"{words.rstrip()}…")
+        return drawn
+
     def card(self, left: float, width: float, height: float, colour: str = CARD, edge: str = LINE) -> None:
         x, y = left / WIDTH, 1 - (self.used + height) / self.height
         box = FancyBboxPatch(
@@ -105,16 +115,23 @@ class _Sheet:
 
     def png(self) -> bytes:
         used = self.used + MARGIN - GAP
-        with io.BytesIO() as file, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing")  # a model may answer in any script
+        with io.BytesIO() as file, _any_script():
             box = Bbox([[0, self.height - used], [WIDTH, self.height]])
             self.figure.savefig(file, format="png", dpi=DPI, facecolor=PAGE, bbox_inches=box)
             return file.getvalue()
 
 
+@contextmanager
+def _any_script() -> Iterator[None]:
+    """A model may answer in one that the font has no glyphs of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        yield
+
+
 def _head(sheet: _Sheet, record: RunRecord) -> None:
     words, mood = status(record)
-    name = sheet.text(MARGIN, 0, _clean(record.folder.resolve().name)[:60], size=19, weight="bold")
+    name = sheet.line(MARGIN, 0, _clean(record.folder.resolve().name), right=WIDTH - MARGIN - 3, size=19, weight="bold")
     colour, back = MOODS[mood]
     end = name.get_window_extent(sheet.canvas.get_renderer()).x1 / sheet.figure.dpi
     sheet.text(
@@ -126,7 +143,7 @@ def _head(sheet: _Sheet, record: RunRecord) -> None:
         weight="bold",
         bbox={"facecolor": back, "edgecolor": "none", "boxstyle": "round,pad=0.45"},
     )
-    sheet.text(MARGIN, 0.42, _clean(subtitle(record))[:150], size=10.5, colour=SOFT)
+    sheet.line(MARGIN, 0.42, _clean(subtitle(record)), right=WIDTH - MARGIN, size=10.5, colour=SOFT)
     sheet.down(0.68)
 
 
@@ -248,7 +265,7 @@ def _samples(sheet: _Sheet, record: RunRecord) -> None:
     for i, (when, words, colour, prompt) in enumerate(rows):
         y += 0.1 if prompt and i else 0
         sheet.text(MARGIN + 0.18, y, when, size=8, colour=FAINT)
-        sheet.text(MARGIN + (0.18 if prompt else 1.15), y, words, size=9, colour=colour, weight="bold" if prompt else "normal")
+        sheet.line(MARGIN + (0.18 if prompt else 1.15), y, words, size=9, colour=colour, weight="bold" if prompt else "normal")
         y += 0.225
     sheet.down(height)
 
@@ -263,7 +280,7 @@ def _lines(sheet: _Sheet, lines: Sequence[str], *, colour: str, back: str) -> No
 
 def _short(text: str) -> str:
     flat = _clean(" ".join(text.split()))
-    return flat if len(flat) <= MOST_TEXT else flat[: MOST_TEXT - 1] + "…"
+    return flat[:MOST_TEXT]
 
 
 def _clean(text: str) -> str:

@@ -31,7 +31,7 @@ def write_report(run_folder: Path, out: Path | None = None) -> Written:
     """
     record = read_run(run_folder)
     target = out or run_folder / REPORT
-    _write(target, render(record).encode("utf-8"))
+    _write(target, render(record).encode("utf-8", "backslashreplace"))  # a file's name may be no UTF-8
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # of a home that cannot be written it says much when imported
     try:
         from .picture import picture

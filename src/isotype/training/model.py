@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..config.schema import ModelSection
-from ..config.sources import is_folder_name
+from ..config.sources import is_folder_name, near_model
 from ..dtypes import to_torch
 from ..errors import UsageError
 from ..hub import is_away, not_in_cache, say
@@ -218,20 +218,21 @@ def _explain(name: str, what: str, error: BaseException) -> UsageError:
     if "custom code" in text:
         return _damaged(name, what, error)
     if is_folder_name(name):
-        return UsageError(f"{what} {name}: no such folder")
+        return UsageError(f"{what} {name}: no such folder{near_model(name)}")
     if "GatedRepoError" in kinds or "gated" in text.lower():
         return UsageError(
             f"{what} {name}: access is gated on the hub", fix=f"accept its terms at huggingface.co/{name}, then: hf auth login"
         )
     if "RepositoryNotFoundError" in kinds:
         return UsageError(
-            f"{what} {name}: neither a folder here nor a model on the hub", fix="check the spelling; for a private one: hf auth login"
+            f"{what} {name}: neither a folder here nor a model on the hub{near_model(name)}",
+            fix="check the spelling; for a private one: hf auth login",
         )
     if (
         kinds & {"ConnectionError", "ConnectError", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectTimeout"}
         or "couldn't connect" in text.lower()
     ):
-        return not_in_cache(f"{what} {name}", "a local folder")
+        return not_in_cache(f"{what} {name}", f"a local folder{near_model(name)}")
     absent = "backend tokenizer" in text or "does not appear to have a file named" in text
     if absent and constants.HF_HUB_OFFLINE:
         return not_in_cache(f"{what} {name}", "a local folder", part=True)

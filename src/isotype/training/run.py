@@ -163,7 +163,7 @@ def _to_the_end(
 
         try:
             result["report"] = str(write_report(folder.path).page)
-        except (IsotypeError, OSError) as error:  # the run is done and checked: a report can be made again at any time
+        except Exception as error:  # whatever it is, the run is done and checked: a report can be made again at any time
             console.say(f"warning   no report: {error}; isotype report {folder.path} makes it")
     _say_result(result, console)
     return 0, result
@@ -177,7 +177,7 @@ def _report_of_unfinished(config: RunConfig, folder: RunFolder, console: RunCons
 
     try:
         console.say(f"report    {write_report(folder.path).page}")
-    except (IsotypeError, OSError) as error:
+    except Exception as error:
         console.say(f"report    not written: {error}")
 
 

@@ -36,6 +36,20 @@ def test_found_and_quiet_when_repaired(name: str, tmp_path: Path):
     assert not repaired, [(f.code, f.severity, f.message) for f in repaired]
 
 
+def test_of_a_run_folder_only_its_configuration_is_one(tmp_path: Path):
+    run = tmp_path / "runs/first"
+    (run / "checkpoints/step_1").mkdir(parents=True)
+    told = {"template": "chatml", "stage": "sft", "fp16": True, "bf16": True, "finetuning_type": "lora"}
+    for name in ("data.json", "plan.json", "manifest.json", "env.json", "checkpoints/step_1/state.json"):
+        (run / name).write_text(json.dumps(told))
+    for name in ("config.yaml", "resolved.yaml"):
+        (run / name).write_text("train:\n  batch_size: four\n")
+    found = check([str(tmp_path)]).findings
+    assert sorted(os.path.basename(str(f.place.file)) for f in found) == ["config.yaml", "resolved.yaml"]
+    (run / "env.json").unlink()
+    assert len(check([str(tmp_path)]).findings) > 2
+
+
 def test_a_checkpoint_that_disagrees_with_its_config(tmp_path: Path):
     header = json.dumps({"w": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))

@@ -56,6 +56,21 @@ def test_exception_keeps_type_and_message_and_gains_the_explanation():
     assert seen.failure is seen.findings[0]
 
 
+@pytest.mark.parametrize(
+    ("given", "model", "offered"),
+    [(bf16, torch.float32, bf16), (torch.float32, torch.float16, torch.float16), (torch.float64, torch.float32, None)],
+)
+def test_autocast_is_offered_to_a_dtype_that_it_has(given, model, offered):
+    with pytest.raises(RuntimeError, match="dtype"), trace(made := net(model)) as seen:
+        made(torch.randn(2, 16, dtype=given))
+    fix = seen.failure.fix
+    assert ("torch.autocast" in fix) == (offered is not None)
+    if offered is not None:
+        assert f'torch.autocast("cpu", dtype={offered})' in fix
+        with torch.autocast("cpu", dtype=offered):
+            made(torch.randn(2, 16, dtype=given))
+
+
 def test_same_numbers_with_and_without():
     plain, traced = net(), net()
     expected = train(plain, 6)

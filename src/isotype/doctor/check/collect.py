@@ -33,6 +33,8 @@ SKIPPED_FOLDERS = {
     "dist",
     ".cache",
 }
+# what a run leaves: its configuration is in two of its files, the others say what came of it
+_RUN, _ITS_CONFIGURATION = {"resolved.yaml", "plan.json", "manifest.json", "env.json"}, {"resolved.yaml", "config.yaml"}
 LARGEST = 8 << 20  # bytes of a text file that may be a configuration
 MOST_FILES = 5000
 _TRAINING = re.compile(r"bf16|fp16|mixed_precision|learning_rate|load_in_4bit|bfloat16|float16")
@@ -90,6 +92,9 @@ def collect(paths: Iterable[str]) -> Collection:
 def _walk(folder: Path) -> Iterator[Path]:
     for here, folders, files in os.walk(folder):
         folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith((".", "checkpoint-")))
+        if set(files) >= _RUN:
+            folders.clear()
+            files = [name for name in files if name in _ITS_CONFIGURATION]
         for name in sorted(files):
             path = Path(here, name)
             wanted = path.suffix.lower() in _SUFFIXES or name == ".env" or is_version_file(name) or _RECIPE.match(name)

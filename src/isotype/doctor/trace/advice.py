@@ -58,11 +58,13 @@ def fix_of(
     decider = odd.origin.decider()
     other = next((operand for operand in others if operand.dtype != odd.dtype), odd)
     wanted = f"torch.{str(other.dtype).removeprefix('torch.')}"
+    # autocast to fp32 is switched off with a warning
+    half = next((one.dtype for one in (other, odd) if one.dtype in (torch.bfloat16, torch.float16)), None)
     forced = next((step for step in odd.origin.chain() if step.kind == "promotion"), None)
     ways: list[str] = []
-    if generate or autocast_before:
+    if (generate or autocast_before) and half is not None:
         caller = "generate() (or the evaluation)" if generate else "this call"
-        ways.append(f'run {caller} under torch.autocast("{device}", dtype={wanted}), as training does')
+        ways.append(f'run {caller} under torch.autocast("{device}", dtype={half}), as training does')
     if op.strip("_") in WRITES or op == "__setitem__":
         ways.append(f"cast the source to the destination's dtype where it is written: `.to(out.dtype)`, here {other.word}")
         ways.append(f"or allocate the destination (buffer, cache dtype) as {odd.word}")
@@ -91,8 +93,8 @@ def fix_of(
             ways.append(f"cast the input to the model's dtype before the call: `x.to({wanted})`")
         case _:
             ways.append(f"cast its result back: `.to({wanted})` at {_line(decider.site)}")
-    if not autocast_on and not (generate or autocast_before):
-        ways.append(f'or run the forward under torch.autocast("{device}", dtype={wanted})')
+    if half is not None and not (autocast_on or generate or autocast_before):
+        ways.append(f'or run the forward under torch.autocast("{device}", dtype={half})')
     return "\n".join(ways)
 
 
