@@ -35,6 +35,11 @@ _TRAINER = re.compile(
 )
 # the names that a model of transformers leaves in fp32 when it is cast
 _KEPT = re.compile(rb"_keep_in_fp32_modules\w*\b[^=\n]*=\s*[\[({]([^\])}]*)[\])}]")
+# what leaves some weights in fp32 beside activations of less: the preparation of a quantised model, norms kept or cast
+_WIDE = re.compile(
+    rb"prepare_model_for_(?:kbit|int8)|keep_in_fp32|upcast_layernorm|cast_norms?_to_fp32|load_in_[48]bit|BitsAndBytesConfig|"
+    rb"norm\w*(?:\.weight)?(?:\.data)?\.(?:to\(torch\.float32\)|float\(\))"
+)
 _STEP = re.compile(rb"(?:optimi[sz]er|optim|opt|scaler)\w*(?:\[\w+\])?\.step\(")
 _TESTS = re.compile(r"(^|[_/])(tests?|testing|bench\w*)([_/.]|$)")
 _BENCHMARKS = re.compile(r"(^|[_/])bench\w*([_/.]|$)")
@@ -107,6 +112,11 @@ class Repository:
         return any(map(_CAST.search, _having(self.texts.values(), b".half()", b"bfloat16", b"float16", b"torch.half", b"torch_dtype")))
 
     @cached_property
+    def widens(self) -> bool:
+        """Some weights stay in fp32, or are cast to it, while the rest of a model is narrower."""
+        return any(map(_WIDE.search, _having(self.texts.values(), b"norm", b"fp32", b"kbit", b"int8", b"in_4bit", b"in_8bit", b"BitsAnd")))
+
+    @cached_property
     def autocast(self) -> bool:
         """A region is opened, or may be by the trainer's option; a trainer that only switches it off somewhere reckons with it, too.
 
@@ -153,6 +163,8 @@ class Repository:
             return "this repository runs models without gradients, and opens no autocast region"
         if not (self.trains or self.serves):
             return ""
+        if scenario.mixed_weights and not self.widens:
+            return "this repository runs its models itself, and keeps no weights in fp32 beside narrower ones"
         if scenario.autocast and not self.autocast:
             return "this repository runs its models itself, and opens no autocast region"
         if scenario.autocast and self.serves and not self.trains and not self.region_near(path.resolve()):

@@ -25,6 +25,11 @@ class Scenario:
     autocast: str | None = None
     device: str = "cuda"
 
+    @property
+    def mixed_weights(self) -> bool:
+        """Weights of another dtype than the activations, without an autocast that brings them together."""
+        return self.autocast is None and self.inputs != self.weights
+
     def __str__(self) -> str:
         dtypes = f"{self.inputs} inputs" if self.inputs == self.weights else f"{self.inputs} activations with {self.weights} weights"
         return f"{dtypes} under {self.autocast} autocast" if self.autocast else f"{dtypes}, no autocast"

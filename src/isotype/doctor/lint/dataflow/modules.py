@@ -126,7 +126,11 @@ def _class_attributes(file: SourceFile, cls: ast.ClassDef, weights: str, layers:
                 name_node = node.args[0]
                 if isinstance(name_node, ast.Constant) and isinstance(name_node.value, str) and not _is_none(node.args[1:2]):
                     kind = "buffer" if last_name(node.func) == "register_buffer" else "parameter"
-                    found[name_node.value] = Tensor(weights, Made.PARAMETER, f"the {kind} self.{name_node.value}", node)
+                    made = node.args[1] if len(node.args) > 1 else None
+                    written = _written_dtype(file, keyword(made, "dtype")) if isinstance(made, ast.Call) else None
+                    narrow = weights == "fp32" and written in ("bf16", "fp16")  # what is written low stays so until a cast of the model
+                    word = written if narrow else weights
+                    found[name_node.value] = Tensor(word, Made.PARAMETER, f"the {kind} self.{name_node.value}", node)
     return {name: value for name, value in found.items() if value is not None}
 
 

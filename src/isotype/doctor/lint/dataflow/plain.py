@@ -56,6 +56,7 @@ class _Runs:
     entered: dict[ast.AST, set[frozenset[str | None]]] = field(default_factory=dict)
     steps: int = MAX_STEPS
     launched: dict[ast.Call, list[tuple[list[Any], dict[str, Any]]]] = field(default_factory=dict)
+    defaults: bool = True  # options are left as they are; else a test of one goes both ways
     impossible: bool = False  # some way through it ends at a kernel that torch has not
 
 
@@ -65,10 +66,21 @@ def _disproved(event: Event, one: _Runs, runs: list[_Runs], file: SourceFile) ->
         given = [dtypes for r in runs if r.scenario == one.scenario for dtypes in r.entered.get(one.function, ()) if dtypes]
         return bool(given) and all(len(dtypes) == 1 for dtypes in given)
     others = [r for r in runs if r.scenario == one.scenario and r.function is not one.function and r.function.name != "__init__"]
-    callers = [r for r in others if one.function in r.entered]
+    callers = [r for r in others if one.function in r.entered] or _with_options_either_way(file, one.function, others)
     outermost = [r for r in callers if not any(r.function in above.entered for above in callers if above is not r)]
     callers = outermost or callers  # none where they call one another
     return bool(callers) and not any(_alike(e, event) for r in callers for e in r.events)
+
+
+def _with_options_either_way(file: SourceFile, function: Function, others: list[_Runs]) -> list[_Runs]:
+    """The runs that come to a function of this name once its callers' options are not left as they are."""
+    found: list[_Runs] = []
+    for r in others:
+        if any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == function.name for n in file.own(r.function)):
+            again = _Runs(r.function, r.scenario, defaults=False)
+            each_path(partial(_run, file, again), MAX_PATHS)
+            found += [again] if function in again.entered else []
+    return found
 
 
 def _alike(one: Event, other: Event) -> bool:
@@ -206,7 +218,7 @@ def _run(file: SourceFile, one: _Runs, path: Path) -> None:
         attributes = {} if "classmethod" in decorators else class_attributes(file, cls, scenario)
         env.names[given[0].arg] = Instance(cls, attributes)
         given = given[1:]
-    env.names |= arguments.bind(file, function, given, scenario, path, module=True)
+    env.names |= arguments.bind(file, function, given, scenario, path, module=one.defaults)
     env.names |= arguments.extra(function)
     try:
         run_function(run, Closure(function, file, Env()), env)

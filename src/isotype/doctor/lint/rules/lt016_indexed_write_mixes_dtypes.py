@@ -73,8 +73,10 @@ def _by_the_caller(file: SourceFile, event: Event) -> str:
     if _handed_in(*event.operands[0]):
         return "the caller made the destination, in a dtype of its choice"
     function = file.function_of(event.node)
-    handed = any(value.low and value.made is Made.INPUT and value.why.startswith("the argument ") for _, value in event.operands[1:])
-    if handed and function is not None and function.name not in ("forward", "__call__"):
+    if function is None or function.name in ("forward", "__call__") or event.operands[0][1].why.startswith("self."):
+        return ""
+    arguments = {f"the argument {a.arg}" for a in (*function.args.args, *function.args.kwonlyargs)}
+    if any(value.low and value.why in arguments for _, value in event.operands[1:]):
         return f"the callers of {function.name} make what is written, in a dtype of their choice"
     return ""
 
