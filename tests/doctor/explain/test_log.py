@@ -106,3 +106,22 @@ def test_a_traceback_inside_a_json_string():
     (incident,) = incidents([line])
     assert incident.text.endswith("c10::BFloat16")
     assert [(f.file, f.line, f.function, f.code) for f in incident.frames] == [("/srv/app.py", 9, "go", "y = f(x)")]
+
+
+def test_what_stands_before_a_traceback_stands_before_its_other_lines_too():
+    lines = [f"ERROR 07-18 03:16:{i:02d} [core.py:588] {text}" for i, text in enumerate([*ONE, MAT])]
+    (finding,) = explain(lines)
+    assert (finding.place.line, finding.message) == (3, "matrix product of fp32 and bf16")
+
+
+def test_a_bar_before_a_traceback_hides_no_frame():
+    lines = [f"steps:   0%|    | 0/40 [00:00<?, ?it/s]{ONE[0]}", *ONE[1:], MAT, "steps:   0%|    | 0/40 [00:04<?, ?it/s]"]
+    (finding,) = explain(lines)
+    assert finding.place.line == 3
+    assert MAT in dict(finding.details)["error"]
+
+
+def test_the_stamps_of_two_processes_are_learned_apart():
+    first = [f"2026-10-02T09:12:44.{i}Z stderr F {text}" for i, text in enumerate([*ONE, MAT])]
+    second = [f"worker-{i} | {text}" for i, text in enumerate([*ONE, FP16])]
+    assert {f.code for f in explain([*first, "", *second])} == {"EX001", "EX012"}

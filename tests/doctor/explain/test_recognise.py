@@ -15,6 +15,44 @@ from isotype.doctor.explain.recognise import _hinted, dtype_word, recognise
 from isotype.doctor.explain.situation import Situation
 
 TEXTS = [
+    ("EX008", "gather(): Expected dtype int32/int64 for index", ""),
+    ("EX008", "index_select(): Expected dtype int32 or int64 for index", ""),
+    ("EX008", "index_add_(): Expected dtype int32/int64 for index but got: BFloat16", "bf16"),
+    ("EX008", "torch.take_along_dim(): dtype of indices should be Long but got BFloat16", "bf16"),
+    ("EX008", "IndexError: tensors used as indices must be long, int, byte or bool tensors", ""),
+    ("EX008", "one_hot is only applicable to index tensor of type LongTensor.", ""),
+    ("EX008", "expected target dtype to be Long or Byte, but got Char", "int8"),
+    ("EX008", "Expected floating point type for target with class probabilities, got Long", "int64"),
+    ("EX017", "TypeError: zeros(): argument 'dtype' must be torch.dtype, not str", ""),
+    ("EX017", "TypeError: set_autocast_dtype(): argument 'dtype' (position 2) must be torch.dtype, not str", ""),
+    ("EX017", "RuntimeError: Invalid device string: 'bfloat16'", ""),
+    ("EX026", "linalg.inv: Low precision dtypes not supported. Got BFloat16", "bf16"),
+    ("EX026", "Expected both inputs to be Half, Float or Double tensors but got BFloat16 and BFloat16", "bf16"),
+    ("EX029", "This function doesn't handle types other than float and double", ""),
+    ("EX034", "AssertionError: The values for attribute 'dtype' do not match: torch.bfloat16 != torch.float32.", "bf16 fp32"),
+    ("EX034", "RuntimeError: Float did not match BFloat16", "fp32 bf16"),
+    (
+        "EX034",
+        "linalg.solve: Expected A and B to have the same dtype, but found A of type Float and B of type BFloat16 instead",
+        "fp32 bf16",
+    ),
+    ("EX034", "All tensors must have the same dtype, got input1: float, input2: c10::BFloat16, weight: float", "fp32 bf16"),
+    ("EX034", "prelu: Type promoting not supported. Got BFloat16 and Float", "bf16 fp32"),
+    ("EX034", "Expected both inputs to be Half, Float or Double tensors but got Float and BFloat16", "fp32 bf16"),
+    ("EX034", "both inputs should have same dtype", ""),
+    ("EX034", "Could not set tensor of type c10::BFloat16 to a tensor of type float", "bf16 fp32"),
+    ("EX035", "TypeError: Object of type dtype is not JSON serializable", ""),
+    ("EX035", "yaml.representer.RepresenterError: ('cannot represent an object', torch.bfloat16)", ""),
+    ("EX035", "TypeError: Cannot handle this data type: (1, 1, 3), <f2", ""),
+    ("EX035", "TypeError: array type float16 is unsupported in linalg", "fp16"),
+    (
+        "EX035",
+        "TypeError: can't convert np.ndarray of type ml_dtypes.bfloat16. The only supported types are: float64, float32, float16.",
+        "bf16",
+    ),
+    ("EX035", "pyarrow.lib.ArrowNotImplementedError: Function 'add' has no kernel matching input types (halffloat, halffloat)", "fp16"),
+    ("EX036", "RuntimeError: Invalid scalar type", ""),
+    ("EX036", "Input tensor data type is not supported for NCCL process group: Float8_e5m2", "fp8_e5m2"),
     ("EX001", "RuntimeError: expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16", "fp32 bf16"),
     ("EX001", "RuntimeError: expected m1 and m2 to have the same dtype, but got: c10::Half != float", "fp16 fp32"),
     ("EX001", "RuntimeError: expected m1 and m2 to have the same dtype, but got: float != struct c10::BFloat16", "fp32 bf16"),
@@ -262,3 +300,10 @@ def test_what_names_a_dtype_is_not_called_no_dtype_error():
     assert finding.code == "EX000"
     assert "not a dtype error" not in finding.message
     assert "bf16" in finding.cause
+
+
+def test_what_a_refusal_lists_as_taken_is_not_what_it_refuses():
+    listed = "The only supported types are: float64, float32, float16, complex64, int64, uint8, and bool."
+    assert explain([f"TypeError: can't convert np.ndarray of type numpy.object_. {listed}"])[0].code == "EX000"
+    complex_view = "view_as_complex is only supported for half, float and double tensors, but got a tensor of scalar type: Float8_e5m2"
+    assert "fp8_e5m2 is refused" in explain([f"RuntimeError: {complex_view}"])[0].message

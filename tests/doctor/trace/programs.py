@@ -806,3 +806,219 @@ def products_flush_in_fp16(broken):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
+
+
+def total_written_anew(broken):
+    """A meter whose total is a new tensor after every batch."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    total = None
+    for _ in range(300):
+        with torch.no_grad(), torch.autocast("cpu", bf16):
+            value = (model(x_of(torch.float32)) + 1).abs().mean()
+        value = value if broken else value.float()
+        total = value if total is None else value + total
+    return total
+
+
+def unscaled_by_hand_too(broken):
+    """scaler.step divides by the scale again."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(12):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(x_of(torch.float32)).float().pow(2).mean()
+        scaler.scale(loss).backward()
+        if broken:
+            for p in model.parameters():
+                p.grad.div_(scaler.get_scale())
+        else:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def stepped_while_scaled(broken):
+    """The optimizer is called as before the scaler came; the other one has a loss of its own, which is not scaled."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(16, 16), nn.Linear(16, 16)
+    optimizer, own = torch.optim.AdamW(model.parameters(), 1e-3), torch.optim.SGD(other.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(4):
+        for each in (optimizer, own):
+            each.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(x_of(torch.float32)).float().pow(2).mean()
+        scaler.scale(loss).backward()
+        other(x_of(torch.float32)).pow(2).mean().backward()
+        own.step()
+        if broken:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def scaler_made_in_the_step(broken):
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    kept = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    for _ in range(24):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24) if broken else kept
+        with torch.autocast("cpu", torch.float16):
+            loss = (model(x_of(torch.float32)) - 50).float().pow(2).mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def saved_in_bf16_in_place(broken):
+    """No forward lies between the cast down and the cast back, and the weights are trained."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in range(6):
+        loss = model(x_of(torch.float32)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if broken:
+            for p in model.parameters():
+                p.data = p.data.bfloat16()
+            for p in model.parameters():
+                p.data = p.data.float()
+        else:
+            {name: value.bfloat16() for name, value in model.state_dict().items()}
+
+
+def state_written_anew(broken):
+    """An optimizer's second moment, which starts at zero."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    second = [torch.zeros_like(p, dtype=bf16 if broken else torch.float32) for p in model.parameters()]
+    for _ in range(12):
+        model.zero_grad()
+        model(x_of(torch.float32)).pow(2).mean().backward()
+        for i, p in enumerate(model.parameters()):
+            second[i] = 0.999 * second[i] + 0.001 * p.grad.to(second[i].dtype) ** 2
+
+
+def overflow_hidden_by_nan_to_num(broken):
+    class Scores(nn.Module):
+        def forward(self, x):
+            scores = x @ x.transpose(-1, -2) if broken else (x / 32) @ (x / 32).transpose(-1, -2)
+            return torch.nan_to_num(scores.softmax(-1)) @ x
+
+    for _ in range(3):
+        Scores()(x_of(torch.float32, d=64).mul(100).half())
+
+
+def norm_of_fp16_gradients(broken):
+    """Its squares are beyond fp16; the finite scores of a mask are not what leaves the range."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    for _ in range(3):
+        out = model(x_of(torch.float32)).half()
+        mask = torch.full((16,), torch.finfo(torch.float16).min, dtype=torch.float16)
+        (mask + mask).softmax(-1)
+        gradient = torch.full((16, 16), 300.0, dtype=torch.float16)
+        norm = gradient.pow(2).sum().sqrt() if broken else gradient.float().pow(2).sum().sqrt()
+        gradient.mul_(1.0 / (norm.item() + 1.0))
+    return out
+
+
+def gradients_divided_in_fp16(broken):
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    for _ in range(3):
+        model.zero_grad()
+        (model(x_of(torch.float32)).pow(2).mean() / 100).backward()
+        for p in model.parameters():
+            part = p.grad / 65536 if not broken else p.grad.half() / 65536
+            p.grad = part.float() * 65536
+
+
+def eps_is_zero(broken):
+    """log(p + 1e-8): in fp16 the sum is p. What is far from zero needs no eps."""
+    for _ in range(3):
+        p = (x_of(torch.float16) * 4).softmax(-1)
+        p = torch.where(p < 0.01, torch.zeros_like(p), p)
+        if not broken:
+            (p + 1.0 + 1e-8).log()
+            p = p.float()
+        torch.nan_to_num((p + 1e-8).log())
+
+
+def bound_is_one(broken):
+    for _ in range(3):
+        p = torch.sigmoid(x_of() * 30)
+        p = p if broken else p.float()
+        torch.nan_to_num((1 - p.clamp(1e-6, 1 - 1e-6)).log())
+        x_of().clamp(-0.1, 0.9)
+
+
+def variance_by_squares(broken):
+    class Standardize(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+
+        def forward(self, x):
+            x = self.inner(x) + (40 if broken else 0)
+            mean = x.mean(-1, keepdim=True)
+            variance = (x * x).mean(-1, keepdim=True) - mean * mean
+            return (x - mean) * torch.rsqrt(variance.clamp(min=0) + 1e-5)
+
+    torch.manual_seed(0)
+    model = Standardize().to(bf16)
+    for _ in range(2):
+        model(x_of())
+
+
+def compensated_summation(broken):
+    """Kahan: what an addition to a bf16 weight loses stays in the tensor that was added."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16).to(bf16)
+    rests = [torch.zeros_like(p) for p in model.parameters()]
+    for _ in range(12):
+        model.zero_grad()
+        model(x_of()).float().pow(2).mean().backward()
+        with torch.no_grad():
+            for p, rest in zip(model.parameters(), rests):
+                if broken:
+                    rest.copy_(-1e-4 * p.grad.sign())
+                else:
+                    rest.add_((-1e-4 * p.grad.float().sign()).bfloat16())
+                before = p.clone()
+                p.add_(rest)
+                if not broken:
+                    rest.add_(before.sub_(p))
+
+
+def autocast_dtype_left(broken):
+    """An evaluation in fp16 sets the dtype that every later autocast without one takes."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+
+    def evaluate_in_half():
+        old = torch.get_autocast_dtype("cpu")
+        torch.set_autocast_dtype("cpu", torch.float16)
+        with torch.no_grad(), torch.autocast("cpu"):
+            model(x_of(torch.float32))
+        if not broken:
+            torch.set_autocast_dtype("cpu", old)
+
+    try:
+        for step in range(4):
+            with torch.autocast("cpu"):
+                model(x_of(torch.float32)).float().mean().backward()
+            if step == 1:
+                evaluate_in_half()
+    finally:
+        torch.set_autocast_dtype("cpu", bf16)

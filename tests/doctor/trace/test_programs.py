@@ -67,6 +67,20 @@ FAULTS = {
     "scaler_that_takes_no_step": ("TR029", ("GradScaler", "12 steps", "took none"), ("bf16",)),
     "products_flush_in_fp16": ("TR025", ("flush", "fp16"), ("GradScaler",)),
     "data_replaced_by_rounded": ("TR012", ("weight", "bf16", ".data"), ("master",)),
+    "total_written_anew": ("TR024", ("total_written_anew", "bf16", "additions"), ("float32",)),
+    "unscaled_by_hand_too": ("TR027", ("1024", "twice", "p.grad.div_"), ("unscale_",)),
+    "stepped_while_scaled": ("TR027", ("steps gradients", "1024", "optimizer.step()"), ("scaler.step",)),
+    "scaler_made_in_the_step": ("TR029", ("24 steps", "GradScaler(", "made anew"), ("before the loop",)),
+    "saved_in_bf16_in_place": ("TR011", ("bf16", "weight", "p.data.bfloat16()"), ("state_dict",)),
+    "state_written_anew": ("TR018", ("0.999", "bf16", "second[i]"), ("fp32",)),
+    "overflow_hidden_by_nan_to_num": ("TR023", ("fp16", "Scores", "65504"), ("bf16",)),
+    "norm_of_fp16_gradients": ("TR023", ("sum", "65504", "gradient.pow(2)"), ("float()",)),
+    "gradients_divided_in_fp16": ("TR025", ("1.53e-05", "p.grad.half()"), ("fp32",)),
+    "eps_is_zero": ("TR030", ("1e-08", "fp16", "(p + 1e-8)"), ("x.float()",)),
+    "bound_is_one": ("TR030", ("0.999999", "bf16", "clamp"), ("x.float()",)),
+    "variance_by_squares": ("TR031", ("variance", "bf16", "mean * mean"), ("subtract the mean first",)),
+    "compensated_summation": ("TR012", ("weight", "bf16", "rounding"), ("Kahan",)),
+    "autocast_dtype_left": ("TR017", ("autocast", "fp16", "evaluate_in_half"), ("dtype=",)),
 }
 
 

@@ -405,7 +405,46 @@ def rotates_by_rounded_positions(x):
     return x * angle.cos()  # HERE
 
 
+@torch.library.custom_op("isotype_faulty::row_scale", mutates_args=())
+def row_scale(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x.float() * w.float()).to(x.dtype)
+
+
+def row_scale_backward(ctx, d):  # HERE
+    x, w = ctx.saved_tensors
+    if not ctx.needs_input_grad[0]:
+        return None, None
+    return (d.float() * w.float()).to(x.dtype), (d.float() * x.float()).sum_to_size(w.shape).to(w.dtype)
+
+
+row_scale.register_autograd(row_scale_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+class KeepsTheFirstDtype(nn.Module):  # HERE
+    def __init__(self):
+        super().__init__()
+        self.table = None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.arange(x.shape[-1]).float().cos().to(x.dtype)
+        return x * self.table
+
+
+class PromotesByATable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        wave = torch.sin(torch.linspace(0, 1, x.shape[-1]) * 3)
+        return x * self.scale + wave  # HERE
+
+
 FAULTY = {
+    "custom op, frozen input": (row_scale, (drawn(5, 6), drawn(6)), "AC012"),
+    "first dtype": (KeepsTheFirstDtype(), (drawn(4, 8),), "AC024"),
+    "table": (PromotesByATable(), (drawn(4, 8),), "AC025"),
     "forgotten bias": (ForgetsTheBias, (drawn(4, 8), drawn(6, 8), drawn(6)), "AC023"),
     "saturated": (soft_cap, (drawn(16, 64, scale=50),), "AC006"),
     "log of zero": (entropy, (drawn(8, 32, scale=20, dtype=torch.float16),), "AC006"),

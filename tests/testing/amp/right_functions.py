@@ -300,7 +300,34 @@ def fake_quantised(x):
     return x + ((x / 0.1).round().clamp(-8, 7) * 0.1 - x).detach()
 
 
+class KeepsValues(torch.nn.Module):
+    """State that depends on values, and a table that is cast where it is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.table = None, None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.arange(x.shape[-1]).float().cos()
+        self.last = x.detach() if self.last is None else self.last
+        return x * self.table.to(x.dtype) + self.last.to(x.dtype)
+
+
+class RoutesInFp32(torch.nn.Module):
+    """Its output is fp32 by a cast that is written down; a table is mixed in all the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        return (self.gate(x).float() + torch.linspace(0, 1e-3, 4)).softmax(-1)
+
+
 RIGHT = {
+    "keeps values": (KeepsValues(), (drawn(4, 8),)),
+    "router in fp32": (RoutesInFp32(), (drawn(4, 8),)),
     "mish": (lambda x: x * torch.tanh(F.softplus(x)), (drawn(16, 64),)),
     "quick GELU": (lambda x: x * torch.sigmoid(1.702 * x), (drawn(16, 64),)),
     "a soft cap far from its cap": (lambda x: 30.0 * torch.tanh(x / 30.0), (drawn(16, 64),)),

@@ -283,3 +283,70 @@ def test_statistics_of_rows_are_no_weights(module):
 def test_a_function_that_compiles_itself_meets_no_recompilation_limit():
     compiled = torch.compile(lambda x, w: torch.tanh(x) * w, backend="eager", fullgraph=True)
     assert ampcheck(lambda x, w: compiled(x, w), (drawn(4, 8), drawn(8)), raises=False).codes() == []
+
+
+def test_a_reference_that_holds_the_modules_own_weights_is_left_out_and_said():
+    layer = RMSNorm(8) if isinstance(RMSNorm, type) and issubclass(RMSNorm, torch.nn.Module) else torch.nn.Linear(8, 4)
+    report = ampcheck(layer, (drawn(3, 5, 8),), reference=lambda x: layer(x) + 0.0, raises=False)
+    assert report.codes() == [], report.render()
+    assert any("own weights" in text for text in report.skipped)
+
+
+def test_a_reference_over_weights_of_a_function_is_not_asked_for_their_second_derivative():
+    w = torch.nn.Parameter(drawn(8))
+
+    class Scale(Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x * w
+
+        @staticmethod
+        def backward(ctx, d):
+            x, w = ctx.saved_tensors
+            return (d * w).to(x.dtype), (d * x).sum(0).to(w.dtype)
+
+    class Owns(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = torch.nn.Parameter(w.detach().clone())
+
+        def forward(self, x):
+            return Scale.apply(x, self.gain)
+
+    report = ampcheck(Owns(), (drawn(4, 8),), reference=lambda x: x * w.detach(), raises=False)
+    assert "AC020" not in report.codes(), report.render()
+
+
+class _Pool(torch.nn.Module):
+    def __init__(self, wide):
+        super().__init__()
+        self.wide = wide
+
+    def forward(self, x):
+        total = torch.zeros_like(x[:, 0], dtype=torch.float32 if self.wide else x.dtype)
+        for part in x.split(2, dim=1):
+            total = total + part.to(total.dtype).sum(1)
+        return (total / x.shape[1]).to(x.dtype)
+
+
+def test_a_running_sum_is_told_where_it_is_low_and_not_where_it_is_fp32():
+    torch.manual_seed(0)
+    x = torch.rand(2, 2048, 8)
+    assert ampcheck(_Pool(True), (x,), reference=lambda x: x.mean(1), raises=False).codes() == []
+    (finding, *_) = ampcheck(_Pool(False), (x,), reference=lambda x: x.mean(1), raises=False).findings
+    assert finding.code == "AC006"
+    assert "kept in bf16" in finding.cause
+
+
+def test_a_formula_that_is_unstable_in_fp32_too_is_not_told_to_be_widened():
+    def focal(logits):
+        return (1 - torch.sigmoid(logits)).pow(2).mul(torch.log(torch.sigmoid(logits) + 1e-8)).mean()
+
+    def stable(logits):
+        return (torch.sigmoid(-logits).pow(2) * F.logsigmoid(logits)).mean()
+
+    logits = torch.linspace(-20, 20, 640).view(16, 40)
+    findings = [f for f in ampcheck(focal, (logits,), reference=stable, raises=False).findings if f.code == "AC006"]
+    assert findings
+    assert any("stable form" in f.fix for f in findings), [f.render() for f in findings]

@@ -8,7 +8,7 @@ from typing import Any
 
 from .identify import identify
 from .readers import python_calls, shell
-from .settings import Document, Setting
+from .settings import Document, Setting, dtype_of
 from .simpletuner_env import read_config_env
 
 
@@ -103,7 +103,7 @@ def from_python(text: str, shown: str) -> list[Document]:
                     if key in made.settings:
                         made.settings[f"quantization_config.{key}"] = made.settings[key]
         elif (cast := _cast_when_loaded(call)) is not None:
-            document("model").add("dtype", cast, call.line, written=f".{call.name}()")
+            document("model").add("dtype", python_calls.Name(cast), call.line, written=f".{call.name}()")
         elif call.name in ("LoraConfig", "get_peft_model", "AdaLoraConfig", "prepare_model_for_kbit_training"):
             made = document("peft")
             copy(call, made)
@@ -131,6 +131,9 @@ def from_python(text: str, shown: str) -> list[Document]:
             code.add("GradScaler", enabled, call.line)
         elif call.owner == "deepspeed" and call.name == "initialize":
             code.add("deepspeed.initialize", True, call.line)
+    if "GradScaler" in code.settings and not any(d.tool == "model" for d in documents):
+        for call, dtype in _casts_before_training(calls):
+            document("model").add("dtype", python_calls.Name(dtype), call.line, written=f".{call.name}()")
     for made, name in ambiguous:
         made.settings.pop(name, None)
         made.attributes.setdefault("unknown", set()).add(name)
@@ -166,7 +169,21 @@ def _cast_when_loaded(call: python_calls.Call) -> str | None:
     if call.name == "to":
         given = call.arguments.get("dtype", call.arguments.get("0", (None, 0)))[0]
         return given if isinstance(given, str) and given.startswith("torch.") else None
-    return {"half": "torch.float16", "bfloat16": "torch.bfloat16", "float": "torch.float32"}.get(call.name)
+    return _CASTS.get(call.name)
+
+
+_CASTS = {"half": "torch.float16", "bfloat16": "torch.bfloat16", "float": "torch.float32"}
+
+
+def _casts_before_training(calls: list[python_calls.Call]) -> Iterator[tuple[python_calls.Call, str]]:
+    """`model = Net().half()` or `model.half()` above an optimizer over `model.parameters()`: a model of the program's own."""
+    trained = {c.owner: c.line for c in reversed(calls) if c.name == "parameters"}
+    for call in calls:
+        name = call.target or call.owner
+        given = call.arguments.get("dtype", call.arguments.get("0", (None, 0)))[0] if call.name == "to" else _CASTS.get(call.name)
+        cast = isinstance(given, str) and given.startswith("torch.") and dtype_of(given) is not None
+        if cast and not call.conditional and name in trained and call.line < trained[name]:
+            yield call, str(given)
 
 
 _KOHYA_SCRIPT = re.compile(
@@ -242,6 +259,14 @@ def _command(words: list[str], line: int, shown: str) -> list[Document]:
     else:
         return []
     given = shell.arguments(words[start:])
+    if first == "tune" and words[1:2] == ["run"]:
+        recipe = Document("torchtune", shown, attributes={"reader": "command line"})
+        for word in words[start:]:
+            if changed := re.match(r"^([A-Za-z_][\w.]*)=(.*)$", word):
+                recipe.add(changed[1], changed[2], line)
+        if recipe.settings:  # the recipe's name says what is trained
+            recipe.add("recipe", " ".join(word for word in words[start:] if "=" not in word), line, written="tune run")
+        return [recipe] if recipe.settings else []
     name = words[program] if program is not None else " ".join(words[:2])
     if not given:
         return documents

@@ -71,8 +71,9 @@ def torchtune(record: Record) -> None:
     facts = record.facts
     dtype = facts.get("torchtune.dtype")
     word = dtype_of(dtype.value) if dtype else "fp32"
-    component = facts.word("torchtune.model._component_")
-    record.adapter, record.adapter_by = "lora" in component or "dora" in component, facts.get("torchtune.model._component_")
+    component = facts.word("torchtune.model._component_", "torchtune.recipe")
+    record.adapter = "lora" in component or "dora" in component
+    record.adapter_by = facts.get("torchtune.model._component_", "torchtune.recipe")
     if "qlora" in component:
         record.quantised, record.quantised_by = 4, record.adapter_by
     for role in ("parameters", "trained", "compute"):

@@ -29,7 +29,11 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
     found: dict[tuple[str, str, str], tuple[Finding, int]] = {}
     last_incident: Incident | None = None
     plain: set[str] = set()  # loose passages that were nothing, but for their numbers: a log says the same ten thousand times
+    raised = ""
     for incident in incidents(lines):
+        before, raised = raised, incident.text.partition("\n")[0] if incident.exception else raised
+        if incident.chained and raised == before:
+            continue  # raised again where it was waited for: its root was told
         loose = _NUMBER.sub("#", incident.text) if incident.exception is None and not incident.frames else ""
         if loose in plain:
             continue
@@ -57,7 +61,8 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
         found[key] = (finding, count + 1)
     if not found:
         return [_not_dtype(last_incident, source)]
-    ordered = list(found.values())
+    traced = {key[:2] for key in found if key[2]}
+    ordered = [entry for key, entry in found.items() if key[2] or key[:2] not in traced]  # a logger's line beside its traceback
     findings = []
     for position, (finding, count) in enumerate(ordered, 1):
         details = finding.details
@@ -86,11 +91,11 @@ def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
     ranked = explained.ranked()
     top, others = ranked[0], ranked[1:]
     situation = seen.situation
-    frame = situation.users or situation.innermost
+    frame = situation.users or situation.callers or situation.innermost
     details: list[tuple[str, str]] = [
         (
             "error",
-            incident.text.strip().splitlines()[-1][:300] if len(incident.text.splitlines()) < 3 else _telling_line(incident.text, seen),
+            incident.text.strip()[:300] if len(incident.text.strip().splitlines()) < 2 else _telling_line(incident.text, seen),
         )
     ]
     if seen.dtypes:

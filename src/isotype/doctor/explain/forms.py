@@ -43,6 +43,7 @@ FORMS: tuple[tuple[str, str], ...] = (
         (
             r"Expected tensor for (?:argument #\d+ )?'(?P<_left>\w+)' to have the same (?:scalar )?type as tensor "
             r"for (?:argument #\d+ )?'(?P<_right>\w+)'; but (?:type|got) <left> (?:does not equal|and) <right>"
+            r"(?: \(while checking arguments for (?P<_checker>\w+)\))?"
         ),
     ),
     (
@@ -156,8 +157,45 @@ FORMS: tuple[tuple[str, str], ...] = (
     ("scaler, fp16 gradients", r"[Aa]ttempting to unscale FP16 gradients"),
     ("scaler, bf16 gradients", r"\"_amp_foreach_non_finite_check_and_unscale_\w+\" not implemented for '<gradient>'"),
     ("integer input", r"to have one of the following scalar types: (?:Long|Int)[\w, ]*; but got <got>"),
+    (
+        "integer input",
+        r"(?:torch\.)?(?P<_name>\w+)\(\):? (?:Expected|expected) dtype int(?:32|64)(?:(?:/| or )int64)? for index(?: but got:? <got>)?",
+    ),
+    (
+        "integer input",
+        r"(?:torch\.)?(?P<_name>\w+)\(\):? (?:Expected a long tensor for index,|dtype of indices should be Long) but got <got>",
+    ),
+    ("integer input", r"tensors used as (?P<_name>indices) must be long, (?:int, )?byte or bool"),
+    ("integer input", r"(?P<_name>one_hot) is only applicable to index tensor"),
+    ("integer input", r"expected (?P<_name>target) dtype to be Long or Byte,? but got <got>"),
+    ("floating labels", r"Expected floating point type for target with class probabilities,? got <got>"),
     ("two dtypes", r"expected scalar type <expected> but (?:found|got) <got>"),
     ("no gradient", r"element 0 of tensors does not require grad and does not have a grad_fn"),
+    # arguments that have to agree
+    ("missing kernel", r"Expected both inputs to be Half, Float or Double tensors but got (?P<_dtype>BFloat16) and BFloat16"),
+    ("comparison", r"attribute 'dtype' do not match: <left> != <right>"),
+    ("comparison", r"(?m)^(?:\w*Error: )?<left> did not match <right>$"),
+    (
+        "paired arguments",
+        (
+            r"(?P<_name>[\w.]+)(?:\(\))?: Expected (?P<_left>\w+) and (?P<_right>\w+) to have the same dtype,? "
+            r"but found \w+ of type <left> and \w+ of type <right>"
+        ),
+    ),
+    ("paired arguments", r"All tensors must have the same dtype,? got (?P<_left>\w+): <left>, (?P<_right>\w+): <right>"),
+    ("paired arguments", r"(?P<_name>prelu): Type promoting not supported\. Got <left> and <right>"),
+    (
+        "paired arguments",
+        r"(?P<_name>grid_sampler)\(\): expected input and grid to have same dtype, but input has <left> and grid has <right>",
+    ),
+    ("paired arguments", r"Expected both inputs to be Half, Float or Double tensors but got <left> and <right>"),
+    ("paired arguments", r"both inputs should have (?:the )?same dtype"),
+    ("paired arguments", r"(?P<_name>(?:lax|jnp|jax)\.[\w.]+) requires arguments to have the same dtypes,? got <left>, <right>(?=[.\s]|$)"),
+    (
+        "paired arguments",
+        r"cannot compute (?P<_name>\w+) as input #\d+ ?\(zero-based\) was expected to be an? <left> tensor but is an? <right> tensor",
+    ),
+    ("storage", r"Could not set tensor of type <right> to a tensor of type <left>"),
     # loss scaling
     (
         "loss scaler",
@@ -173,7 +211,8 @@ FORMS: tuple[tuple[str, str], ...] = (
         "non-finite values",
         (
             r"(?P<_what>tensor with (?:all )?NaNs was produced in (?P<_where>\w+)|probability tensor contains either `?inf`?|"
-            r"[Ff]unction '?\w+'? returned nan values|[Ll]oss is (?:nan|inf)\b|"
+            r"[Ff]unction '?\w+'? returned nan values|to satisfy the constraint \w+\([^\n]*but found invalid values:[^]]*\bnan\b|"
+            r"[Ll]oss is (?:nan|inf)\b|"
             r"(?i:(?:nan|inf) or (?:nan|inf)) (?:found )?in (?:loss|grad\w*)|"
             r"'(?:loss|grad_norm)': '?nan\b)"
         ),
@@ -203,6 +242,7 @@ FORMS: tuple[tuple[str, str], ...] = (
         "demanded dtype",
         r"assert (?P<_name>[\w.]+)\.dtype (?:==|in|is) [(\[]?(?P<_only>(?:torch|tl)\.(?:b?float\d+|half)(?:, ?(?:torch|tl)\.\w+)*)",
     ),
+    ("demanded dtype", r"(?P<_name>This function) doesn't handle types other than (?P<_only>float) and double"),
     ("demanded dtype", r"(?P<_name>scale_[ab]) must be (?:a )?(?P<_only>float) scalar"),
     (
         "demanded dtype",
@@ -237,17 +277,32 @@ FORMS: tuple[tuple[str, str], ...] = (
     ),
     ("missing kernel", r"[Uu]nsupported dtype (?P<_dtype>BFloat16|Half|torch\.bfloat16|torch\.float16)"),
     ("missing kernel", r"cuFFT only supports dimensions whose sizes are powers of two when computing in (?P<_dtype>half) precision"),
+    ("missing kernel", r"(?P<_op>linalg\.\w+): Low precision dtypes not supported\. Got (?P<_dtype>BFloat16|Half)"),
+    ("outside torch", r"Cannot handle this data type: \([^\n]*<f(?P<_bytes>[248])"),
+    ("outside torch", r"array type (?P<_dtype>float16|bfloat16) is (?:unsupported|not supported) in (?P<_library>linalg)"),
+    ("outside torch", r"can'?t (?P<_library>convert np\.ndarray) of type ml_dtypes\.(?P<_dtype>bfloat16|float8\w*)"),
+    ("outside torch", r"(?P<_library>no kernel matching) input types \([^)]*(?P<_dtype>half)float"),
+    ("dtype as data", r"Object of type dtype is not JSON serializable|cannot represent an object', torch\.\w+"),
+    ("dtype as data", r"Value 'torch\.\w+' \(dtype\) is not a supported primitive type"),
     ("numpy", r"Got unsupported ScalarType (?P<_dtype>BFloat16|Float8\w*)"),
     ("numpy", r"(?:Cannot interpret|can'?t convert)[^\n]{0,40}(?P<_dtype>torch\.bfloat16|bfloat16)[^\n]{0,40}numpy"),
     ("overflowing constant", r"value cannot be converted to type (?:at::|c10::)?(?P<_dtype>\w+) without overflow"),
     ("unsafe to autocast", r"(?P<_name>binary_cross_entropy)[^\n]{0,60} (?:is|are) unsafe to autocast"),
     ("autocast", r"Unexpected floating ScalarType in at::autocast::prioritize"),
+    ("dtype string", r"argument '(?:dtype|type)' (?:\(position \d+\) )?must be torch\.dtype, not (?P<_type>str)"),
+    ("dtype string", r"[Ii]nvalid (?:device string|type): '(?P<_word>(?:torch\.)?(?:bfloat16|float16|float32|half|bf16|fp16|fp32))'"),
     ("dtype string", r"module '?torch'? has no attribute '?(?P<_word>torch\.(?:bfloat16|float16|float32|half)|bf16|fp16|fp32|float8\w*)'?"),
     # distributed
     ("weights sent elsewhere", r"(?:mismatch dtype|dtype mismatch)[:,] src:? <source>,? dst:? <destination>"),
     ("DeepSpeed autocast", r"torch\.autocast is enabled outside DeepSpeed"),
     ("flattened parameters", r"(?:Must flatten tensors with|`?FlatParameter`? requires) uniform dtype but got <left> and <right>"),
     ("flattened parameters", r"Cannot flatten (?P<_integer>integer) dtype tensors"),
+    ("sharded gradients", r"FSDP reduce-scatter expects uniform gradient dtype but got \{(?P<_set>[^}]*)\}"),
+    ("collective without this dtype", r"(?m)^(?:RuntimeError: )?Invalid scalar type$"),
+    (
+        "collective without this dtype",
+        r"(?:Input tensor data type is not supported for NCCL process group|Unconvertible NCCL type):? (?P<_dtype>\w+)",
+    ),
     ("sharded group", r"FSDP expects uniform (?P<_what>original parameter|reduce) dtype but got \{(?P<_set>[^}]*)\}"),
     ("collective", r"(?i:output tensor must have the same type as input tensor)"),
     ("collective", r"(?i:Invalid usage of tensors with different dtypes)(?:\s*Found <left> and\s+<right>)?"),

@@ -9,10 +9,13 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from .styles import as_cpython
+
 LONGEST_MESSAGE = 80  # lines of an exception's text that are kept
 LONGEST_PASSAGE = 40  # lines of loose text looked at together
 MOST_FRAMES = 400  # a RecursionError has more; its ends are what matters
 LONGEST_LINE = 4000
+MOST_PREFIXES = 16
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _RANK = re.compile(r"^\s*(\[(?:default|rank|Rank|RANK|trainer)?\s?\d+\]:?|\(\w[\w.]* pid=\d+(?:, ip=[\d.]+)?\)|\w+-\d+-\w+:|\d+:(?= ))\s?")
@@ -45,13 +48,15 @@ class Frame:
 
 @dataclass(slots=True)
 class Incident:
-    """text: the exception's own lines, or the passage; frames: outermost first; line: where in the log; ranks: how many said it."""
+    """text: the exception's own lines, or the passage; frames: outermost first; line: where in the log; ranks: how many said it;
+    chained: raised on account of the one before."""
 
     text: str
     frames: list[Frame]
     line: int
     exception: str | None = None
     ranks: int = 1
+    chained: bool = False
 
 
 @dataclass(slots=True)
@@ -62,6 +67,7 @@ class _Open:
     frames: list[Frame] = field(default_factory=list)
     message: list[str] = field(default_factory=list)
     exception: str | None = None
+    chained: bool = False
 
     def add(self, frame: Frame) -> None:
         if len(self.frames) >= MOST_FRAMES:
@@ -70,35 +76,46 @@ class _Open:
 
     def close(self) -> Incident | None:
         text = "\n".join(self.message).strip()
-        return Incident(text, self.frames, self.start, self.exception) if text else None
+        return Incident(text, self.frames, self.start, self.exception, chained=self.chained) if text else None
 
 
 def incidents(lines: Iterable[str]) -> Iterator[Incident]:
     """Every exception and every passage, in the order of their last lines."""
     open_by_rank: dict[str, _Open] = {}
+    chained: set[str] = set()  # ranks whose next traceback was raised on account of their last
     passage: list[str] = []
     passage_start = 1
     number = 0
+    prefixes: dict[str, re.Pattern[str]] = {}  # what stood before a traceback's first line: its other lines have the same there
 
     def loose() -> Iterator[Incident]:
         if passage:
             yield Incident("\n".join(passage), [], passage_start)
             passage.clear()
 
-    for number, raw in _unfolded(lines):
-        line = _ANSI.sub("", raw[:LONGEST_LINE]) if "\x1b" in raw else raw[:LONGEST_LINE]
-        line = line.rstrip("\r\n")
+    for number, line in as_cpython(_plain(lines)):
         rank = ""
         if match := _RANK.match(line):
             rank, line = match[1], line[match.end() :]
         line = _STAMP.sub("", line)
-        if _TRACEBACK.search(line):
+        if title := _TRACEBACK.search(line):
+            _learn(line[: title.start()], prefixes)
+        elif known := next((match for prefix in prefixes.values() if (match := prefix.match(line))), None):
+            line = line[known.end() :]
+        if title:
             if (done := open_by_rank.pop(rank, None)) and (incident := done.close()):
                 yield incident
             yield from loose()
-            open_by_rank[rank] = _Open(number)
+            open_by_rank[rank] = _Open(number, chained=rank in chained)
+            chained.discard(rank)
             continue
         current = open_by_rank.get(rank)
+        if _CHAIN.match(line):
+            if current and (incident := current.close()):
+                yield incident
+            open_by_rank.pop(rank, None)
+            chained.add(rank)
+            continue
         if current is None:
             if frame := _FRAME.match(line):  # pasted without its first line
                 yield from loose()
@@ -113,11 +130,6 @@ def incidents(lines: Iterable[str]) -> Iterator[Incident]:
             else:
                 yield from loose()
             continue
-        if _CHAIN.match(line):
-            if incident := current.close():
-                yield incident
-            open_by_rank.pop(rank)
-            continue
         if _take(current, line):
             if incident := current.close():
                 yield incident
@@ -129,6 +141,21 @@ def incidents(lines: Iterable[str]) -> Iterator[Incident]:
         if incident := current.close():
             yield incident
     yield from loose()
+
+
+def _plain(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers, without colours and line ends, cut where they are absurdly long."""
+    for number, raw in _unfolded(lines):
+        line = _ANSI.sub("", raw[:LONGEST_LINE]) if "\x1b" in raw else raw[:LONGEST_LINE]
+        yield number, line.rstrip("\r\n")
+
+
+def _learn(head: str, prefixes: dict[str, re.Pattern[str]]) -> None:
+    """A stamp, a level, a module and line, a container's stream: any text, in which numbers may change from line to line."""
+    if not head.strip() or "Group" in head or len(prefixes) >= MOST_PREFIXES:
+        return
+    shape = re.sub(r"\d+", r"\\d+", re.escape(head.rstrip()))
+    prefixes.setdefault(shape, re.compile(shape + r"(?: |$)" if head.endswith(" ") else shape))
 
 
 def _unfolded(lines: Iterable[str]) -> Iterator[tuple[int, str]]:

@@ -13,6 +13,7 @@ from ...dtypes import parse
 from .family import Seen
 from .forms import FORMS
 from .situation import Situation
+from .source_line import failing_call
 
 # c10::BFloat16, struct c10::Half, at::Half, torch.bfloat16, torch.cuda.HalfTensor, CUDABFloat16Type, BFloat16, float, long int, bf16,
 # bf16[constexpr[64]], <['64'], fp32>, triton.language.float32
@@ -62,7 +63,8 @@ def _known(word: str) -> bool:
 # Text without a word of each kind is not about dtypes; a test holds every form to it. (Trying a hundred forms takes forty times longer.)
 _SUBJECTS = (
     "type", "half", "float", "bf16", "fp16", "fp32", "fp8", "tf32", "bf conv", "_16bf", "nan", "inf", "scal", "precision", "quant",
-    "grad", "full_", "autocast", "flash", "parameter", "tensor", "mode", "'lower'", "load_in", "requires it", "config", "cutlass",
+    "grad", "full_", "autocast", "flash", "parameter", "tensor",
+    "', torch.", "mode", "'lower'", "load_in", "requires it", "config", "cutlass",
 )  # fmt: skip
 _VERBS = (
     "same", "match", "expected", "must", "should", "found", "sup", "both", "not ", "n't", "_not_", "only", "cannot", "invalid", "!=",
@@ -83,6 +85,11 @@ _REFUSES = re.compile(
     r"|un-?supported|un-?implemented|(?:only|does ?n[o']t|do ?n[o']t|cannot|can't) (?:supports?|accepts?|takes?|handles?)"
     r"|only (?:available|works|supported)"
     r"|no (?:kernel|support|implementation|conversion)|has no|requires?|invalid (?:data ?type|dtype)|incompatible)\b"
+)
+# What a refusal lists as taken is not what it refuses.
+_TAKEN = re.compile(
+    r"(?i)(?:only (?:supported|available|implemented) (?:for|on|with|in)|supported (?:d?types|data types) are:?|expected [\w ]*to be|"
+    r"must be (?:one of|either)?)(?:[\s,:]|(?:torch\.)?(?:b?float\d*|bf16|fp16|half|double|complex\w*|u?int\d*|bool|and|or|tensors?)\b)+"
 )
 _PATHLIKE = re.compile(r"[\w.~-]*[/\\][\w./\\~-]+|[\w-]+\.(?:safetensors|bin|ckpt|pth?|gguf|onnx|py|json|ya?ml|so|dll)\b|--[\w-]+=?")
 _SAME_TYPE = re.compile(r"(?i)same (?:element |data |scalar )?d?types?\b|\bbad (?:lhs|rhs|acc) type\b")
@@ -128,6 +135,8 @@ def recognise(text: str, situation: Situation) -> Seen | None:
             if "dtype" in words:
                 dtypes["missing"] = dtype_word(words["dtype"])
             operator = _by_place(operator, words, dtypes, situation)
+            if operator == "interpolation":
+                dtypes = {"left": dtypes["state"], "right": dtypes["gradient"]}
             return Seen(text=text, operator=operator, dtypes=dtypes, words=words, situation=situation)
     return _unknown_wording(text, situation)
 
@@ -136,16 +145,24 @@ def _by_place(operator: str, words: dict[str, str], dtypes: dict[str, str], situ
     """A few texts are shared by several operators: the traceback tells which."""
     if operator == "old type check":
         names = " ".join(words.values())
-        return "convolution" if "grad_output" in names or ("weight" in names and situation.mentions("conv")) else "matrix product"
+        convolution = "grad_output" in names or "conv" in words.get("checker", "") or ("weight" in names and situation.mentions("conv"))
+        return "convolution" if convolution else "matrix product" if re.search(r"\bmat\d?\b|addmm", names) else "paired arguments"
     if operator == "two dtypes":
         return "integer input" if dtypes.get("expected", "").startswith("int") else operator_of(situation)
+    if operator == "optimizer update" and situation.frames and "optimizer" not in situation and "compile" not in situation:
+        return "interpolation"
     return operator
+
+
+_NAMED_BELOW = r"norm|attention|flash_attn|conv|index_|scatter|linear|lstm|gru"
 
 
 def operator_of(situation: Situation) -> str:
     """The operator from the innermost frames, for texts that do not say."""
     if "optimizer" in situation:
         return "optimizer update"
+    if (call := failing_call(situation)) and not call.is_product and not re.search(_NAMED_BELOW, call.function):
+        return "paired arguments"
     inner = situation.frames[-3:]
     for pattern, operator in (
         (r"layer_norm|rms_norm|group_norm|batch_norm|LayerNorm|RMSNorm|normalization\.py", "norm"),
@@ -206,7 +223,7 @@ def _unknown_refusal(text: str, situation: Situation) -> Seen | None:
         said = _PATHLIKE.sub(" ", line)
         if not _REFUSES.search(said):
             continue
-        narrow = half_words(line)
+        narrow = half_words(_TAKEN.sub(" ", line))
         if narrow or re.search(r"(?i)\b(?:unsupported|invalid)(?: \w+){0,2} (?:data ?type|dtype|scalar ?type)\b", said):
             return Seen(
                 text=line,

@@ -47,6 +47,11 @@ class Situation:
         """The innermost frame of the user's own code."""
         return next((f for f in reversed(self.frames) if not is_library(f.file)), None)
 
+    @property
+    def callers(self) -> Frame | None:
+        """The innermost frame outside torch, for a traceback without the user's own code."""
+        return next((f for f in reversed(self.frames) if package(f.file) != "torch" and "/" in f.file.replace("\\", "/")), None)
+
     def where(self, flag: str) -> str:
         frame = self.proof[flag]
         return f"{frame.function or 'code'} at {frame.file}:{frame.line}"
@@ -75,7 +80,9 @@ def _flags(frame: Frame) -> set[str]:
         or package(file) in _TRAINERS
     ):
         found.add("trainer")
-    if re.search(r"/optim/|/optimi|optimizer\w*\.py$", file) or re.search(r"optimizer\w*\.step\(|optim\w*\.step\(", code):
+    if re.search(r"swa_utils\.py$|(?:^|/)ema\w*\.py$", file) or re.search(r"(?i)(?:^|_)(?:ema|swa|average)(?:_|$)", function):
+        found.add("averaging")
+    elif re.search(r"/optim/|/optimi|optimizer\w*\.py$", file) or re.search(r"optimizer\w*\.step\(|optim\w*\.step\(", code):
         found.add("optimizer")
     if function in (
         "evaluate",

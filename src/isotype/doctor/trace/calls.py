@@ -38,4 +38,6 @@ class Calls(TorchFunctionMode):
         finally:
             if resting:
                 tracer.wake()
+            if name == "backward":
+                tracer.scaling.backward_done()
             tracer.calling = outer

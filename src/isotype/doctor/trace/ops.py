@@ -16,6 +16,7 @@ PRODUCTS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "linear", "convolution"}
     | {f"_scaled_dot_product_{kind}" for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")}
 )
+REACHING = frozenset({"pow", "mul", "exp", "square", "sum", "linalg_vector_norm", "add", "cumsum"})
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
 LOW = frozenset({torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
 
@@ -25,13 +26,14 @@ class Op:
 
     product a matrix product or attention: where a promotion costs
     multiplies a product or the backward of one
+    reaches its result may be far larger than what it is given
     factory takes no tensor
     view    its result shares memory with its input
     before  called with (op, args, kwargs) first; what it returns goes to `after`
     after   called with (op, args, kwargs, result, token)
     """
 
-    __slots__ = ("after", "before", "cast", "factory", "func", "lift", "multiplies", "name", "product", "view")
+    __slots__ = ("after", "before", "cast", "factory", "func", "lift", "multiplies", "name", "product", "reaches", "view")
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -42,6 +44,7 @@ class Op:
         self.multiplies = self.product or (self.name.endswith("_backward") and ("attention" in self.name or "convolution" in self.name))
         self.view = bool(schema.returns) and schema.returns[0].alias_info is not None and not schema.is_mutable and not self.lift
         self.cast = self.name in CASTS
+        self.reaches = self.product or self.name in REACHING
         self.factory = self.lift or not any("Tensor" in str(a.type) for a in schema.arguments)
         self.before: Any = None
         self.after: Any = None

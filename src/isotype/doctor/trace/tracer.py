@@ -28,10 +28,13 @@ from .precision_map import PrecisionMap
 from .provenance import MARK, Provenance
 from .source import Locator, Site, statement
 from .watchers.autocast import Autocast, Recompute
+from .watchers.autocast_dtype import AutocastDtype
 from .watchers.broken_steps import BrokenSteps
+from .watchers.cancellation import Cancellation
 from .watchers.compiled import Compiled
 from .watchers.defaults import DefaultDtype
 from .watchers.gradients import Casts
+from .watchers.guards import Guards
 from .watchers.orphans import Orphans
 from .watchers.overflow import Overflows
 from .watchers.parameters import Parameters
@@ -61,6 +64,7 @@ class Tracer(TorchDispatchMode):
         self.failures = Failures(self)
         self.autocast = Autocast(self)
         self.defaults = DefaultDtype()
+        self.autocast_dtype = AutocastDtype(self)
         self.updates = Updates(self)
         self.sums = Sums(self)
         self.statistics = RunningStatistics(self)
@@ -70,6 +74,8 @@ class Tracer(TorchDispatchMode):
         self.positions = Positions(self)
         self.compiled = Compiled(self)
         self.overflows = Overflows(self)
+        self.guards = Guards(self)
+        self.cancellation = Cancellation(self)
         self.orphans = Orphans(self)
         self.broken_steps = BrokenSteps(self)
         self.scaling = Scaling(self)
@@ -99,6 +105,7 @@ class Tracer(TorchDispatchMode):
         self._hooks.append(register_optimizer_step_post_hook(self._stepped))
         self.provenance.start()
         self.defaults.start()
+        self.autocast_dtype.start()
         self.parameters.start()
         self.compiled.start()
         self.scaling.start()
@@ -114,6 +121,7 @@ class Tracer(TorchDispatchMode):
         self.scaling.stop()
         self.compiled.stop()
         self.parameters.stop()
+        self.autocast_dtype.stop()
         self.defaults.stop()
         self.provenance.stop()
         for hook in (*self._hooks, *self._module_hooks):
@@ -169,7 +177,7 @@ class Tracer(TorchDispatchMode):
     def _stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.wake()  # should an exception have ended what rested
         self.rest(hooks=False)  # what the watchers do is no part of the program
-        for watcher in (self.updates, self.orphans, self.broken_steps):
+        for watcher in (self.updates, self.orphans, self.broken_steps, self.scaling):
             watcher.stepping(optimizer)
         if not self.pace.step_rests(optimizer, args, kwargs):
             self.wake()
@@ -187,6 +195,7 @@ class Tracer(TorchDispatchMode):
         if not self.stack:
             self.wake()
             self.forwards += 1
+            self.autocast_dtype.forward(module)
             if self.pace.begins(module, args):
                 return
             self.updates.prune()
@@ -246,6 +255,8 @@ class Tracer(TorchDispatchMode):
             first = out[0] if type(out) in (tuple, list) else out
             if first is not None and first.dtype is torch.float16 and torch._C._current_autograd_node() is not None:
                 self.overflows.made(op, args, kwargs, first)
+        if op.reaches and type(out) is torch.Tensor and out.dtype is torch.float16 and torch._C._current_autograd_node() is None:
+            self.overflows.computed(op, args, out)
         if type(out) is torch.Tensor:
             if out.dtype in FLOATS:
                 if self._mapped and (node := torch._C._current_autograd_node()) is not None and not op.view:
@@ -275,12 +286,44 @@ class Tracer(TorchDispatchMode):
         if op.name in WATCHED:
             op.before = self.positions.before
         if op.name == "mul":
-            op.before = self.sums.multiplied
+            op.before = self._multiplying
+        if op.name == "div":
+            op.before = self._dividing
+        if op.name == "add":
+            op.before = self._adding
+        if op.name == "clamp":
+            op.before = self.guards.clamped
+        if op.name == "sub":
+            op.before = self.cancellation.subtracting
         if op.name in UPDATES:
             op.before, op.after = self.updates.before, self.updates.after
         if op.name in NORMS:
             op.before, op.after = self.statistics.before, self.statistics.after
         return op
+
+    def _adding(self, op: Op, args: tuple, kwargs: dict | None) -> None:
+        if not isinstance(args[0], torch.Tensor) or args[0].dtype not in LOW:
+            return
+        if type(args[1]) is float:
+            self.guards.added(op, args, kwargs)
+        else:
+            self.sums.summed(op, args, kwargs)
+
+    def _multiplying(self, op: Op, args: tuple, kwargs: dict | None) -> None:
+        self.sums.multiplied(op, args, kwargs)
+        self._scaling_by(args[0], args[1], 1.0)
+
+    def _dividing(self, op: Op, args: tuple, kwargs: dict | None) -> None:
+        self._scaling_by(args[0], args[1], -1.0)
+
+    def _scaling_by(self, tensor: Any, factor: Any, power: float) -> None:
+        """A gradient times or over a number, outside a forward."""
+        if self.stack or torch._C._current_autograd_node() is not None or not isinstance(tensor, torch.Tensor):
+            return
+        if self.scaling.scaled:
+            self.scaling.multiplied(tensor, factor, power)
+        if tensor.dtype is torch.float16:
+            self.overflows.scaled(tensor, factor, power)
 
     # ---- what the others ask
     def here(self) -> tuple[Site | None, str, str]:
@@ -355,6 +398,7 @@ class Tracer(TorchDispatchMode):
         """What failed silently, as far as seen until now."""
         found = [
             *self.defaults.findings(),
+            *self.autocast_dtype.findings(),
             *self.autocast.findings(),
             *self.parameters.findings(),
             *self.updates.findings(),
@@ -367,7 +411,9 @@ class Tracer(TorchDispatchMode):
             *self.casts.findings(),
             *self.positions.findings(),
             # what broken weights do to values is not the values' fault
-            *(self.broken_steps.findings() or self.overflows.findings()),
+            *(self.broken_steps.findings() or self.overflows.findings(skipping=self.scaling.stuck)),
+            *self.guards.findings(),
+            *self.cancellation.findings(),
             *self.orphans.findings(),
             *self.scaling.findings(),
             *self.compiled.findings(),

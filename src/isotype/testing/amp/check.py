@@ -21,9 +21,11 @@ from .contracts import contract_faults
 from .dtype_rules import gradient_faults, output_faults
 from .edges import edge_faults, unwritten_memory
 from .fault import Fault
+from .first_dtype import first_dtype_faults
 from .inexact import COLUMNS, ROWS, inexact, long_sums
 from .numerics import Numerics
 from .places import failure_of
+from .promoted import promoted_outputs
 from .relations import relation_faults, state_faults, wrapped_faults
 from .report import ConformanceError, Report, merged
 from .rounded_weights import rounded_weights
@@ -60,6 +62,10 @@ def ampcheck(
     Raises     ConformanceError (an AssertionError) with the whole report; UsageError when the function runs under no combination
     """
     subject, plain = Subject(fn), Subject(reference) if reference is not None else None
+    skipped = []
+    if plain is not None and subject.module is not None and plain.holds_parameters_of(subject.module):
+        plain = None
+        skipped.append(_OWN_WEIGHTS)
     names = list(contract.inputs) if contract else subject.argument_names or (plain.argument_names if plain else [])
     samples = read_samples(inputs, params, contract=contract, names=names, owns_parameters=bool(subject.groups))
     samples = [replace(sample, owned=subject.owned_dtypes()) for sample in samples]
@@ -74,13 +80,17 @@ def ampcheck(
         findings=tuple(worst_first(_without_echoes(found))),
         tried=sum(check.tried for check in checks),
         refused=tuple(refused.items()),
-        skipped=tuple(dict.fromkeys(text for check in checks for text in check.skipped)),
+        skipped=tuple(dict.fromkeys(skipped + [text for check in checks for text in check.skipped])),
     )
     if raises and report.at_least(fail_on):
         raise ConformanceError(report)
     return report
 
 
+_OWN_WEIGHTS = (
+    "reference: it holds the module's own weights, which are cast with the module and not in it; "
+    "give a module with the same parameters and a plain forward"
+)
 _UNWATCHED = "torch.compile with fullgraph=True found no compiled frames"
 
 
@@ -186,7 +196,7 @@ class _Check:
         hand_written = any(o.functions for o in ran.values())
         judged = [s for s in ran if not s.inside and s.produced]
         if self.plain is not None or hand_written:
-            for setting in judged:
+            for setting in sorted(judged, key=lambda s: -torch.finfo(s.lowest(self.sample)).eps):
                 self._note(inexact(ran[setting], setting, self.numerics), setting)
         else:
             # fp16 has not the range that plain code written for another dtype may need
@@ -215,12 +225,16 @@ class _Check:
                     return
 
     def _under_other_circumstances(self, ran: dict[Setting, Outcome]) -> None:
+        low = next((s for s in ran if s.autocast is None and s.produced and self.sample.met(s.by_group) <= set(LOW)), None)
+        if low is not None and self.contract is None and self.plain is None:
+            self._note(promoted_outputs(self.numerics, low, ran[low]), low)
         # rounding differences between two orders of addition are smallest in fp32
         base = min(ran, key=lambda s: (torch.finfo(s.lowest(self.sample)).eps, s.autocast is not None))
         self._note(aliasing_faults(self.numerics, base, ran[base]), base)
         stable = self._stable(base)
         self._note(relation_faults(self.numerics, base, ran[base], stable=stable), base)
         self._note(edge_faults(self.numerics, base, ran[base]) if stable else [], base)
+        self._note(first_dtype_faults(self.numerics) if stable else [], base)
         amp = next((s for s in ran if s.autocast is not None and not s.inside), None)
         for setting in [base, *([amp] if amp is not None else [])]:
             wraps = ("non-reentrant", "reentrant", *self.compilers)

@@ -7,7 +7,7 @@ import torch
 from ...dtypes import name
 from ...finding import Finding, Place, Severity
 from .attempt import Outcome
-from .fault import Fault, method_place, return_of
+from .fault import Fault, method_place, owner_of_method, return_of
 from .samples import Sample, parameter_names
 from .settings import Setting
 from .subjects import Subject
@@ -37,7 +37,7 @@ def gradient_faults(outcome: Outcome, setting: Setting) -> list[Fault]:
 
 def _gradient_fault(call: BackwardCall, i: int, returned: torch.dtype, expected: torch.dtype, setting: Setting, wider: bool) -> Fault:
     argument = _argument(call.function, i)
-    owner = f"{call.function.__qualname__.split('<locals>.')[-1]}.backward"
+    owner = owner_of_method(call.function, "backward")
     place = return_of(call.function, owner)
     got, wanted = _word(returned), _word(expected)
     if wider:
@@ -94,7 +94,7 @@ def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: S
             wider = False
         else:
             continue
-        owner = classes[0].__qualname__.split("<locals>.")[-1] + ".forward" if classes else subject.label
+        owner = owner_of_method(classes[0], "forward") if classes else subject.label
         faults.append(
             (
                 ("AC004", owner, i, wider),

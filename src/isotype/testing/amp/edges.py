@@ -161,6 +161,8 @@ def _twice_differentiated(subject: Subject, sample: Sample, names: list[str], ar
     leaves, tensors = sample.fresh(None, exact=torch.float64)
     call, owned = subject.ready(None, exact=torch.float64)
     named = tensors | owned
+    if not set(names) <= set(named):
+        return None  # a reference that holds the subject's weights in a closure
     wanted = [named[n] for n in names]
     args, kwargs = sample.call_arguments(leaves)
     try:

@@ -24,9 +24,25 @@ def method_at_fault(subject: Subject, outcome: Outcome, stage: str) -> Place:
     """The hand-written method at fault, where there is one."""
     if outcome.calls:
         function = outcome.calls[0].function
-        owner = f"{function.__qualname__.split('<locals>.')[-1]}.{stage}"
-        return method_place(function, stage, owner)
+        return method_place(function, stage, owner_of_method(function, stage))
     return subject.place
+
+
+def registered(function: type, method: str) -> Any:
+    """What the author of a torch.library operator registered, for the Function that torch generates around it; else None."""
+    own = getattr(function, "backward", None)
+    if not function.__name__.startswith("GeneratedBackwardFor_") or own is None:
+        return None
+    infos = [cell.cell_contents for cell in own.__closure__ or () if hasattr(cell.cell_contents, "_backward_fn")]
+    return getattr(infos[0], "_backward_fn" if method == "backward" else "_init_fn", None) if infos else None
+
+
+def owner_of_method(function: type, method: str) -> str:
+    """`Class.backward`; the registered function's own name for an operator of torch.library."""
+    written = registered(function, method)
+    if written is not None:
+        return f"{written.__qualname__.split('<locals>.')[-1]} (of {function.__name__.removeprefix('GeneratedBackwardFor_')})"
+    return f"{function.__qualname__.split('<locals>.')[-1]}.{method}"
 
 
 def return_of(function: type, owner: str) -> Place:
@@ -35,7 +51,7 @@ def return_of(function: type, owner: str) -> Place:
 
 
 def method_place(function: type, method: str, owner: str, *, statement: bool = False) -> Place:
-    written: Any = inspect.unwrap(getattr(function, method))
+    written: Any = inspect.unwrap(registered(function, method) or getattr(function, method))
     try:
         lines, first = inspect.getsourcelines(written)
         file = inspect.getsourcefile(written)

@@ -23,12 +23,17 @@ from .settings import Setting
 from .subjects import Subject
 
 GROWTH = 3.0  # an error that grows by this factor with the number of rows is a sum in low precision
+STABLE = (
+    "rearrange it into a stable form, as PyTorch's own have (logsigmoid, log_softmax, binary_cross_entropy_with_logits, expm1, log1p), "
+    "computed in fp32"
+)
 SOME, LONG = 512, 4096  # rows tried first, and at most
 BUDGET, RUNS = (
     3.0,
     6,
 )  # processor seconds (a busy machine must not find less) for the long runs of one setting, and how many exact runs they are worth
 PLAIN = 4.0  # times what is excused without a yardstick, that a plain function may be off: its roundings add up
+ORDER = 64 * torch.finfo(torch.float32).eps  # relative error of fp32 sums that orders of addition account for
 MANY = 16  # additions into one low-precision tensor
 
 
@@ -62,6 +67,8 @@ def inexact(outcome: Outcome, setting: Setting, numerics: Numerics, *, severity:
     if not excesses:
         return []
     worst = max(excesses, key=lambda e: e.error / max(e.excused, 1e-30))
+    if worst.error < ORDER and setting.lowest(numerics.sample) == torch.float32:
+        return []  # one order of addition or another: a sum that is kept in fp32 is what is asked for
     key, finding = _finding("AC006", worst, outcome, setting, numerics.subject, numerics.sample)
     return [(key, replace(finding, severity=severity))]
 
@@ -172,7 +179,7 @@ def _finding(code: str, excess: Excess, outcome: Outcome, setting: Setting, subj
         message=f"{place.symbol}: {excess.result} {what}",
         place=place if place.file else Place(file=subject.place.file, line=subject.place.line, symbol=place.symbol),
         cause=_cause(code, culprit, low),
-        fix=_fix(code, culprit),
+        fix=_fix(code, culprit) if low != "fp32" else STABLE,
         observed=setting.describe(),
         details=tuple(details),
     )
@@ -190,6 +197,11 @@ def _cause(code: str, culprit: Culprit | None, low: str) -> str:
         )
     if culprit and culprit.accumulates and culprit.repeats >= 4:
         return f"a running sum is kept in {low} ({culprit.repeats} additions into one buffer): every addition rounds, and small ones vanish"
+    if low == "fp32":
+        return (
+            "the formula itself loses the digits, in fp32 too: a value rounds to 0 or 1, or nearly equal ones are subtracted, before a "
+            "logarithm, a quotient or a root"
+        )
     return (
         f"an intermediate is kept or computed in {low}: its rounding is carried into the result, "
         "where fp32 inside and one rounding at the end would not"

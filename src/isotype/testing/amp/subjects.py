@@ -61,7 +61,8 @@ class Subject:
     def argument_names(self) -> list[str]:
         if self.function_class is not None:
             return parameter_names(self.function_class.forward, skip=0 if self.sets_up_context else 1)
-        return parameter_names(self.target.forward if isinstance(self.target, nn.Module) else self.target)
+        written = getattr(self.target, "_init_fn", self.target)  # of an operator made with torch.library.custom_op
+        return parameter_names(self.target.forward if isinstance(self.target, nn.Module) else written)
 
     @property
     def sets_up_context(self) -> bool:
@@ -97,6 +98,13 @@ class Subject:
             named[frozen].requires_grad_(False)
         run = module if isinstance(self.target, nn.Module) else MethodType(self.target.__func__, module)
         return run, named
+
+    def holds_parameters_of(self, module: nn.Module) -> bool:
+        """Whether a plain callable holds on to parameters of this very module."""
+        if self.function_class is not None or self.module is not None:
+            return False
+        own = {id(p) for p in module.parameters()}
+        return any(id(t) in own for t in _captured(self.target, depth=3))
 
     def captured_dtypes(self) -> set[torch.dtype]:
         """Dtypes of the floating tensors a plain callable holds on to (closure, default or partial arguments, globals it names)."""

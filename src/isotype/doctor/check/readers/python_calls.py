@@ -24,6 +24,7 @@ class Call:
     line: int
     arguments: dict[str, tuple[Any, int]] = field(default_factory=dict)
     target: str = ""  # the variable that takes the result
+    conditional: bool = False  # runs only under a condition
     scope: int = 0  # line of the outermost function that holds it (or of the method's class's method); 0 at the top of the file
 
 
@@ -65,7 +66,9 @@ def read(text: str) -> list[Call]:
         if not isinstance(node, ast.Call):
             continue
         owner, _, name = _dotted(node.func).rpartition(".")
-        call = Call(name, owner, node.lineno, target=targets.get(id(node), ""), scope=scopes.get(id(node), 0))
+        call = Call(
+            name, owner, node.lineno, target=targets.get(id(node), ""), conditional=id(node) in conditional, scope=scopes.get(id(node), 0)
+        )
         for index, argument in enumerate(node.args):
             if not isinstance(argument, ast.Starred):
                 call.arguments[str(index)] = (_value(argument, names), argument.lineno)

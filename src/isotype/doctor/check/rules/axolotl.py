@@ -37,12 +37,12 @@ def bf16_word(r: Record) -> Iterator[Finding]:
 
 @rule("CF071")
 def ignored_dtype(r: Record) -> Iterator[Finding]:
-    """float16 and float32 are ignored
+    """float16, float32, or fp16 beside an "auto", are ignored
 
-    **Why it matters.** `bf16` is "auto" by default and true on Ampere: it wins over `float16: true`. `float32: true` is read by
-    no training code; the dtype follows bf16 and fp16.
+    **Why it matters.** `bf16` is "auto" by default and true on Ampere: it wins over `float16: true`, and switches `fp16: true` off.
+    `float32: true` is read by no training code; the dtype follows bf16 and fp16.
 
-    **Example.** `float16: true` without `bf16: false`.
+    **Example.** `float16: true` without `bf16: false`; `bf16: auto` with `fp16: true`.
 
     **What to do.** `bf16: false` (and `fp16: false` for fp32).
     """
@@ -59,6 +59,18 @@ def ignored_dtype(r: Record) -> Iterator[Finding]:
             bf16,
             cause="bf16 is auto unless given, and true on GPUs that have it: the dtype is bf16",
             fix="bf16: false, or remove float16",
+            wins="bf16, on Ampere and newer",
+        )
+    fp16 = f.on("axolotl.fp16")
+    if fp16 is not None and bf16 is not None and str(bf16.value) == "auto" and (r.device is None or r.device.bf16):
+        yield found(
+            "CF071",
+            WARNING,
+            "fp16: true is ignored while bf16 is auto",
+            fp16,
+            bf16,
+            cause="bf16: auto becomes true on GPUs that have it, and fp16 is switched off then: the run is bf16, not fp16",
+            fix="bf16: auto alone (fp16 is taken where the GPU has no bf16), or bf16: false with fp16: true",
             wins="bf16, on Ampere and newer",
         )
     if float32 is not None and (bf16_may_be_on or f.on("axolotl.fp16")):

@@ -153,12 +153,12 @@ _NOT_FOR_STORAGE = ("half", "float", "double")  # attributes of torch, and yet n
 
 @rule("CF043")
 def word_not_looked_up(r: Record) -> Iterator[Finding]:
-    """A dtype of 4-bit weights in a word that is not found: `torch.bfloat16`, `bf16`
+    """A dtype of weights in a word that is not found: `torch.bfloat16`, `bf16`
 
-    **Why it matters.** `bnb_4bit_compute_dtype` is given to `getattr(torch, ...)`: "module torch has no attribute torch.bfloat16".
-    `bnb_4bit_quant_storage` takes six words, and not `half`, `float` and `double`.
+    **Why it matters.** `bnb_4bit_compute_dtype`, and a text given as `dtype` to `from_pretrained`, are handed to `getattr(torch, ...)`:
+    "module torch has no attribute torch.bfloat16". `bnb_4bit_quant_storage` takes six words, and not `half`, `float` and `double`.
 
-    **Example.** `"bnb_4bit_compute_dtype": "torch.bfloat16"`.
+    **Example.** `"bnb_4bit_compute_dtype": "torch.bfloat16"`; `from_pretrained(..., dtype="bf16")`.
 
     **What to do.** `"bfloat16"`.
     """
@@ -168,7 +168,9 @@ def word_not_looked_up(r: Record) -> Iterator[Finding]:
         done = set()
         for key, setting in document.settings.items():
             last, word = key.rpartition(".")[2], setting.value
-            if last not in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage") or (last, setting.line) in done:
+            loaded = key in ("dtype", "torch_dtype") and document.attributes.get("reader") == "python" and document.tool == "model"
+            looked_up = last in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage") or (loaded and not document.attributes.get("unsloth"))
+            if not looked_up or (last, setting.line) in done:
                 continue
             if not isinstance(word, str) or isinstance(word, Name):
                 continue

@@ -81,6 +81,8 @@ def fp16_weights_without_scaling(r: Record) -> Iterator[Finding]:
     precision = lightning_precision(r.facts)
     if precision is None or str(precision.value) != "16-true" or r.value("trained") != "fp16":
         return
+    if "deepspeed" in r.facts.word("lightning.strategy", "lightning.trainer.strategy", "lightning.trainer.strategy.class_path"):
+        return  # DeepSpeed's fp16 section is switched on: its own loss scale and fp32 master
     document = r.facts.tool("lightning")
     yield found(
         "CF017",

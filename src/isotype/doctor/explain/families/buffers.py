@@ -18,9 +18,18 @@ def output_buffer(s: Seen) -> Explained:
     """
     want, got = s.dtype("expected", s.dtype("result")), s.dtype("got", s.dtype("desired"))
     if s.operator == "result type":
+        loss = s.situation.mentions(r"binary_cross_entropy|mse_loss|l1_loss|bce\b|BCE")
+        labels = Cause(
+            name="labels are integers",
+            score=5,
+            why=f"this loss computes with its labels, and they are {got}: a multi-label or regression loss needs floating ones",
+            fix="labels.float() in the dataset or the collator (torch.tensor(labels, dtype=torch.float32))",
+            because=f"{loss.function} at {loss.file}:{loss.line}" if loss else "",
+        )
         return Explained(
             message=f"a {want} result cannot be written into a {got} tensor",
             causes=[
+                *([labels] if loss else []),
                 Cause(
                     name="in-place update of a narrower category",
                     score=3,
@@ -29,7 +38,7 @@ def output_buffer(s: Seen) -> Explained:
                         "position or counter tensor is updated with floats"
                     ),
                     fix="make the target floating first: x = x.float(), or write x = x * y instead of x *= y",
-                )
+                ),
             ],
         )
     frame = s.situation.mentions(r"[(,]\s*out\s*=|addmm_|addbmm_")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ..family import Cause, Explained, Seen, family
 
 
@@ -48,22 +50,27 @@ def missing_kernel(s: Seen) -> Explained:
                 )
             ],
         )
+    linear_algebra = bool(re.search(r"linalg|svd|eig|qr|cholesky|lu_|inverse|lstsq|fft|solve", op.lower()))
+    why = (
+        "linear algebra and FFT (spectral adapters, orthogonal initialisation, second-order optimizers) have no half-precision kernels"
+        if linear_algebra
+        else "fp8 is a storage format: it is cast, and multiplied in scaled products, nothing else"
+        if dtype.startswith("fp8")
+        else "this device's kernel was not written for it"
+    )
     cpu = "cpu" in op.lower() or "mkldnn" in op.lower() or (dtype == "fp16" and not op.endswith("cuda"))
     causes = [
         Cause(
             name=f"{op} has no {dtype} kernel",
             score=3,
-            why=(
-                f"{op} exists in fp32 (and fp64) only on this device; it got {dtype}: linear algebra and FFT "
-                "(spectral adapters, orthogonal initialisation) have no half-precision kernels"
-            ),
+            why=f"{op} exists in fp32 (and fp64){'' if dtype.startswith('fp8') else ' only'} on this device; it got {dtype}: {why}",
             fix=(
                 "do this operation in fp32:\n    with torch.autocast(x.device.type, enabled=False):\n        y = op(x.float()).to(x.dtype)"
             ),
             because=f"the text names {op} and {dtype}",
         )
     ]
-    if cpu and dtype == "fp16":
+    if cpu and dtype == "fp16" and not linear_algebra:
         causes.append(
             Cause(
                 name="fp16 model on a CPU",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..family import Cause, Explained, Seen, family
+from ..source_line import failing_call
 from .causes import custom_backward, outside_autocast, wider
 
 
@@ -23,18 +24,29 @@ def matrix_product(s: Seen) -> Explained:
     if s.operator == "accumulated product":
         left = s.dtype("self")
     causes = [*outside_autocast(s), *custom_backward(s)]
+    call = failing_call(s.situation)
+    in_place = call if call and call.in_place and call.is_product else None
     half_pair = {left, right} == {"bf16", "fp16"}
     if s.operator == "accumulated product" or s.words.get("left") == "self":
         causes.append(
             Cause(
                 name="bias or in-place buffer in another dtype",
-                score=5.5,
+                score=8.5 if in_place else 5.5,
                 why=(
                     f"the tensor that is added to (self: a bias, mask or addmm_ / baddbmm buffer) is {s.dtype('self')} "
                     f"and the product is {right}; in-place and out= products take no part in autocast"
                 ),
-                fix=f"cast the buffer or the bias: bias.to({s.torch_half}), or write torch.matmul(a, b) + c instead of c.addmm_(a, b)",
-                because="the text names self or input, the tensor added to",
+                fix=(
+                    f"make {in_place.tensors[0]} with the operands' dtype, or keep it wide and add out of place, which promotes: "
+                    f"{in_place.tensors[0]} = {in_place.tensors[0]} + the product, instead of {in_place.function}"
+                    if in_place
+                    else f"cast the buffer or the bias: bias.to({s.torch_half}), or write torch.matmul(a, b) + c instead of c.addmm_(a, b)"
+                ),
+                because=(
+                    f"{in_place.frame.code} at {in_place.frame.file}:{in_place.frame.line}"
+                    if in_place
+                    else "the text names self or input, the tensor added to"
+                ),
             )
         )
     if s.operator == "grouped product" or s.situation.mentions(r"_?grouped_mm\b|grouped_linear"):
@@ -131,6 +143,30 @@ def matrix_product(s: Seen) -> Explained:
                 why=f"{fp8} is a storage format here: an fp8 checkpoint was loaded as it is, and nothing casts the weight for the product",
                 fix="cast in the layer's forward: F.linear(x, weight.to(x.dtype)), or load the checkpoint in bf16 or fp16",
                 because="the text names fp8",
+            )
+        )
+    if call and call.is_product and len(call.tensors) == 2:
+        first, second = call.tensors
+        known = f"{first} is {left}, {second} {right}" if "left" in s.dtypes else f"{first} and {second} are {left} and {right}"
+        narrow, wide = (second, first) if wider(left, right) else (first, second)
+        causes.append(
+            Cause(
+                name="operands of two dtypes",
+                score=4.5,
+                why=f"{known}: no layer's weight takes part; one of them was made or kept in fp32 (a softmax, a router, an adjacency)",
+                fix=f"cast one at the call: {wide}.to({narrow}.dtype), or both with .float() where the precision matters",
+                because=f"{call.frame.code} at {call.frame.file}:{call.frame.line}",
+            )
+        )
+    inner = s.situation.innermost
+    if inner and inner.file.replace("\\", "/").endswith("nn/modules/rnn.py"):
+        causes.append(
+            Cause(
+                name="a recurrent layer's input or hidden state in another dtype",
+                score=4,
+                why=f"{left} met the layer's {right} weights: the input, or a first hidden state made by torch.zeros without dtype=",
+                fix="torch.zeros(..., dtype=x.dtype) for the hidden state, and the input in the layer's dtype",
+                because=f"{inner.function} at {inner.file}:{inner.line}",
             )
         )
     if half_pair:

@@ -59,6 +59,20 @@ def refused_configuration(s: Seen) -> Explained:
         )
     if s.operator == "dtype string":
         word = s.words.get("word", "")
+        if "type" in s.words or "nvalid" in s.text:
+            return Explained(
+                message=f"a string{f' ({word})' if word else ''} where torch takes a torch.dtype",
+                causes=[
+                    Cause(
+                        name="a dtype's name in place of the dtype",
+                        score=4,
+                        why="a configuration's word was handed on as it is; torch takes the object, and reads a string as a device",
+                        fix='look it up once: {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[word], or '
+                        'getattr(torch, "bfloat16")',
+                        because="the text names the argument and a string" if "type" in s.words else f"the text names {word}",
+                    )
+                ],
+            )
         return Explained(
             message=f"{s.words.get('flag', 'the setting')} does not take {word!r}"
             if "flag" in s.words

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from ..family import Cause, Explained, Seen, family
 from ..recognise import dtype_word
 
 
-@family("EX014", "flattened parameters", "sharded group", "collective", "weights sent elsewhere")
+@family("EX014", "flattened parameters", "sharded group", "sharded gradients", "collective", "weights sent elsewhere")
 def sharding(s: Seen) -> Explained:
     """Sharding or a collective needs one dtype and met two
 
@@ -55,6 +57,41 @@ def sharding(s: Seen) -> Explained:
             because=f"{min(quant)} is named" if quant else "",
         )
     )
+    if s.operator == "sharded gradients":
+        return Explained(
+            message=f"FSDP2 would reduce gradients of {left} and {right} together",
+            causes=[
+                Cause(
+                    name="accumulated gradients beside fresh ones",
+                    score=4,
+                    why=(
+                        f"gradients accumulated over micro-batches without synchronisation are {right if left == s.half else left} "
+                        f"(reduce_dtype), and a parameter that took part only in the last micro-batch, or in none, brings a {s.half} one"
+                    ),
+                    fix=(
+                        "let every parameter take part in every micro-batch (add 0 * output.sum()), synchronise each one "
+                        "(set_requires_gradient_sync(True)), or reduce_dtype equal to param_dtype"
+                    ),
+                    because="the text names the gradients of one reduce-scatter",
+                ),
+                Cause(
+                    name="one group has parameters of several dtypes",
+                    score=2,
+                    why="norms or adapters in fp32 share a group with half-precision weights, so their gradients differ too",
+                    fix="fully_shard the fp32 modules as a group of their own",
+                ),
+            ],
+        )
+    if s.operator == "collective" and (call := s.situation.users) and re.search(r"\b(?:dist|distributed|c10d)\.\w+\(", call.code):
+        causes.append(
+            Cause(
+                name="a collective's buffers have two dtypes",
+                score=6,
+                why=f"this call hands over tensors of {left} and {right}: one was made without dtype=, or the value is half precision",
+                fix="make the output with the input's dtype: torch.empty(..., dtype=x.dtype), or cast the value: x.float()",
+                because=f"{call.code} at {call.file}:{call.line}",
+            )
+        )
     if s.operator == "collective":
         causes.append(
             Cause(
@@ -91,6 +128,35 @@ def sharding(s: Seen) -> Explained:
     }[s.operator]
     named = f": {left} and {right}" if right != "another" else ", and cannot flatten integers" if "integer" in s.words else ""
     return Explained(message=what + named, causes=causes)
+
+
+@family("EX036", "collective without this dtype")
+def collective_without(s: Seen) -> Explained:
+    """A process group does not move this dtype
+
+    **Why it matters.** NCCL and gloo sum fp32, fp16, bf16 and some integers; fp8, uint16 and complex values they refuse, gloo on a CPU
+    without naming the dtype.
+
+    **Example.** `dist.all_reduce` of fp8 scales' statistics; fp8 parameters gathered as they are.
+
+    **What to do.** Reduce in fp32: `y = x.float(); dist.all_reduce(y)`. Bytes that are only moved can be viewed: `x.view(torch.uint8)`.
+    """
+    dtype = s.dtype("missing", "the tensor's dtype")
+    user = s.situation.users
+    return Explained(
+        message=f"the process group does not take {dtype}",
+        causes=[
+            Cause(
+                name="a dtype without a collective",
+                score=3,
+                why=f"{dtype} is none that this backend sums or gathers: fp8, 16-bit unsigned and complex values are not, and gloo (a CPU, "
+                "Windows) has no bf16 in older torch",
+                fix="reduce in fp32: y = x.float(); dist.all_reduce(y); a metric: keep its state in fp32; bytes that are only moved: "
+                "x.view(torch.uint8)",
+                because=f"{user.code} at {user.file}:{user.line}" if user and user.code else "",
+            )
+        ],
+    )
 
 
 @family("EX016", "DeepSpeed accumulation", "DeepSpeed mismatch", "DeepSpeed autocast", "DeepSpeed section off")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..family import Cause, Explained, Seen, family
+from .causes import wider
 
 
 @family("EX010", "optimizer update", "fused optimizer")
@@ -18,6 +19,13 @@ def optimizer_update(s: Seen) -> Explained:
     **What to do.** Leave `param.grad` in the weight's dtype; for fp32 accumulation keep separate fp32 buffers and update an fp32 copy.
     """
     state, gradient = s.dtype("state", s.dtype("expected", "one dtype")), s.dtype("gradient", s.dtype("got", "another"))
+    named = "state" in s.dtypes
+    keeps = (
+        f"the optimizer keeps its state (exp_avg) in {state} and the gradient is {gradient}"
+        if named
+        else f"the weights are {state}, and a gradient or a state is {gradient}"
+    )
+    later = named and wider(state, gradient)  # a state takes its weight's dtype when it is made: the weight was wider then
     return Explained(
         message="fused Adam: weights, gradients and states differ in dtype"
         if s.operator == "fused optimizer"
@@ -27,7 +35,7 @@ def optimizer_update(s: Seen) -> Explained:
                 name="gradient in another dtype than the parameter",
                 score=3,
                 why=(
-                    f"the optimizer keeps its state (exp_avg) in {state} and the gradient is {gradient}: a hook, a custom "
+                    f"{keeps}: a hook, a custom "
                     "backward, or a gradient precision setting (gradient_precision=fp32) changed param.grad beside bf16 "
                     "parameters"
                 ),
@@ -56,9 +64,10 @@ def optimizer_update(s: Seen) -> Explained:
             ),
             Cause(
                 name="optimizer state loaded in another dtype",
-                score=2,
+                score=3.5 if later else 2,
                 why=(
-                    "a checkpoint's optimizer state has another dtype than the parameters have now, or parameters were "
+                    (f"{keeps}, and a state is made in its weight's dtype: " if later else "")
+                    + "a checkpoint's optimizer state has another dtype than the parameters have now, or parameters were "
                     "cast after the optimizer was made"
                 ),
                 fix=(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from ....finding import Severity
 from ..family import Cause, Explained, Seen, family
+from ..recognise import dtype_word
 
 
 @family("EX027", "overflowing constant")
@@ -50,10 +53,13 @@ def non_finite(s: Seen) -> Explained:
     logged = what.startswith("'")
     vae = where.lower() == "vae"
     model = {"": "the model"}.get(where, f"the {where}" if vae else "the model")
+    shown = "found invalid values" in s.text  # with the tensor: printed without dtype= where it is fp32
+    dtype = next((dtype_word(word) for word in re.findall(r"dtype=(torch\.\w+)", s.text)), "fp32" if shown else "")
+    beyond = 1 if shown and dtype != "fp16" else 4 if vae or "precision" in s.text or "fp16" in s.text.lower() or dtype == "fp16" else 3
     causes = [
         Cause(
             name=f"{model} overflows fp16" if not logged else "fp16 overflow",
-            score=4 if vae or "precision" in s.text or "fp16" in s.text.lower() else 3,
+            score=beyond,
             why=(
                 f"in fp16 everything beyond 65504 is inf, and inf - inf is nan: {model} was trained in bf16 or fp32 and leaves that range"
                 + (
@@ -69,12 +75,13 @@ def non_finite(s: Seen) -> Explained:
                 else "bf16 in place of fp16 (bf16=True; dtype=torch.bfloat16 when loading), fp32 on a GPU without it; "
                 + ("logging_nan_inf_filter=False to see it happen" if logged else "isotype trace names the first value beyond 65504")
             ),
-            because="the text speaks of precision" if "precision" in s.text else "",
+            because="the text speaks of precision" if "precision" in s.text else "the values shown are fp16" if dtype == "fp16" else "",
         ),
         Cause(
             name="weights that are nan already, or a diverging run",
             score=2,
-            why="where it is not fp16: the learning rate diverges, a mask hides whole rows, every label is ignored, or weights hold nan",
+            why=(f"the values shown are {dtype}, which does not end at 65504: " if shown and dtype != "fp16" else "where it is not fp16: ")
+            + "the learning rate diverges, a mask hides whole rows, every label is ignored, or weights hold nan",
             fix="look for nan in the weights first (torch.isnan), then at the learning rate, clipping, masks and labels",
         ),
     ]

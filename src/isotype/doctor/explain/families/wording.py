@@ -7,37 +7,66 @@ from ..family import Cause, Explained, Seen, family
 from .causes import custom_backward, outside_autocast
 
 
-@family("EX008", "integer input")
+@family("EX008", "integer input", "floating labels")
 def integer_input(s: Seen) -> Explained:
-    """Ids or labels are floating where integers are expected
+    """Ids, indices or labels of the wrong kind
 
-    **Why it matters.** Embeddings take integer ids, and losses over classes integer labels. Casting a whole batch to bf16, a
-    remedy that circulates for
-    dtype errors elsewhere, casts the ids too.
+    **Why it matters.** Embeddings, gathers and scatters take integer ids, losses over classes int64 labels, losses over probabilities
+    floating ones. Casting a whole batch to bf16, a remedy that circulates for dtype errors elsewhere, casts the ids too.
 
     **Example.** `batch = {k: v.to(torch.bfloat16) for k, v in batch.items()}`.
 
-    **What to do.** Cast floating tensors only: `v.to(dtype) if v.is_floating_point() else v`; labels with `.long()`.
+    **What to do.** Cast floating tensors only: `v.to(dtype) if v.is_floating_point() else v`; class labels with `.long()`, labels of a
+    binary or soft loss with `.float()`.
     """
-    want, got = s.dtype("expected", "an integer dtype"), s.dtype("got", "a floating dtype")
-    embedding = s.situation.mentions("embed")
+    got = s.dtype("got", "a floating dtype")
+    if s.operator == "floating labels":
+        return Explained(
+            message=f"labels of {got} where floating ones are expected",
+            causes=[
+                Cause(
+                    name="labels are integers",
+                    score=3,
+                    why=f"the loss reads labels of the prediction's shape as probabilities, and they are {got}",
+                    fix="labels.float() for probabilities; class numbers have one dimension less than the predictions: labels.argmax(-1)",
+                    because="the text names the target",
+                )
+            ],
+        )
+    want = s.dtype("expected", "int64")
+    name = s.words.get("name", "")
+    named = f"the text names {name}" if name else ""
+    labels = name == "target" or (not name and "indices" not in s.text)
+    narrow = got.startswith(("int", "uint", "bool"))
+    causes = [
+        Cause(
+            name="labels are floating" if not narrow else f"labels are {got}",
+            score=5 if name == "target" else 3,
+            why=f"a loss over classes needs {want} labels and got {got}"
+            + ("" if narrow else ": cast with the rest of the batch, or made as a float"),
+            fix="labels = labels.long()",
+            because=named if name == "target" else "",
+        )
+    ]
+    if not narrow:
+        embedding = not name and (s.situation.mentions("embed") or "indices" in s.text)
+        what = (
+            f"the indices of {name}" if name not in ("", "indices", "target") else "indices" if name == "indices" else "an embedding's ids"
+        )
+        causes.append(
+            Cause(
+                name="ids cast with the rest of the batch" if embedding or labels else "indices are floating",
+                score=4 if not labels or embedding else 2,
+                why=f"{what} are {got}: the whole batch was cast to a floating dtype (input_ids, labels, positions included), or the index "
+                "was computed as a float",
+                fix="cast floating tensors only: {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}"
+                + ("" if embedding else "; or index.long() at the call"),
+                because="the argument is indices" if embedding and "indices" in s.text else named,
+            )
+        )
+    subject = "labels" if name == "target" else "indices" if name else "ids or labels"
     return Explained(
-        message=f"{got} where integer ids or labels are expected",
-        causes=[
-            Cause(
-                name="ids cast with the rest of the batch",
-                score=4 if embedding or "indices" in s.text else 2,
-                why=f"an embedding's ids are {got}: the whole batch was cast to a floating dtype, input_ids included",
-                fix="cast floating tensors only: {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}",
-                because="the argument is indices" if "indices" in s.text else "",
-            ),
-            Cause(
-                name="labels are floating",
-                score=3,
-                why=f"a loss over classes needs {want} labels and got {got}",
-                fix="labels = labels.long()",
-            ),
-        ],
+        message=f"{got} where integer {subject} are expected" if not narrow else f"{got} {subject} where {want} is expected", causes=causes
     )
 
 

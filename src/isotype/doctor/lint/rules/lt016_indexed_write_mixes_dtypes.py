@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from ..dataflow.events import Event
 from ..dataflow.functions import function_classes
 from ..dataflow.plain import FP32_WEIGHTS, plain_events
 from ..dataflow.values import Made, Tensor
@@ -62,9 +63,20 @@ class IndexedWriteMixesDtypes(Rule):
                 fix=f"cast the source: `.to({target}.dtype)`",
                 details=details(event),
                 scenario=event.scenario,
-                weak="the caller made the destination, in a dtype of its choice" if _handed_in(*event.operands[0]) else "",
+                weak=_by_the_caller(file, event),
                 symbol=event.symbol,
             )
+
+
+def _by_the_caller(file: SourceFile, event: Event) -> str:
+    """Why the dtypes are the caller's to choose, or ""."""
+    if _handed_in(*event.operands[0]):
+        return "the caller made the destination, in a dtype of its choice"
+    function = file.function_of(event.node)
+    handed = any(value.low and value.made is Made.INPUT and value.why.startswith("the argument ") for _, value in event.operands[1:])
+    if handed and function is not None and function.name not in ("forward", "__call__"):
+        return f"the callers of {function.name} make what is written, in a dtype of their choice"
+    return ""
 
 
 def _handed_in(name: str, destination: Tensor) -> bool:

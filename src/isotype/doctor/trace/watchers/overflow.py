@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 
 from ....finding import Finding, Place, Severity
 from ..ops import Op
+from ..pace import now_and_then
 from ..source import Site, place_of
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 _GRADIENTS = 64  # gradients whose cast to fp16 is looked at
 _SAMPLE = 4_096
+_SHARE = 0.05  # of the values of a tensor that a division may make zero
 _PRODUCTS = 256  # products of a backward that are looked at
 _TIMES = 2  # that products, or most casts, must lose most of their values: once it may be a gradient that is nearly zero by right
 
@@ -29,6 +32,14 @@ class Overflow:
     site: Site | None
 
 
+@dataclass(frozen=True, slots=True)
+class Beyond:
+    op: str
+    module: str
+    largest: float
+    site: Site | None
+
+
 class Overflows:
     """Looks at the fp16 outputs of modules, until one is not finite."""
 
@@ -39,6 +50,10 @@ class Overflows:
         self._flushed = 0
         self._site: Site | None = None
         self._products = 0
+        self._beyond: Beyond | None = None
+        self._looked: Counter[str] = Counter()
+        self._divisions = 0
+        self._divided: list[tuple[float, Site | None]] = []
         self._lost: list[tuple[str, Site | None]] = []  # modules and lines of the forward whose gradients' products became zero
 
     def left(self, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -84,7 +99,79 @@ class Overflows:
                 site, module, _ = self._tracer.here()
                 self._lost.append((module, site))
 
+    def scaled(self, tensor: torch.Tensor, factor: Any, power: float) -> None:
+        """Between forwards, before an fp16 tensor is multiplied by, or divided by, a number: what of it becomes zero."""
+        if type(factor) not in (int, float) or not factor or self._divisions > _GRADIENTS:
+            return
+        by = float(factor) ** power
+        if not 0 < abs(by) < 1:
+            return
+        self._divisions += 1
+        low = tensor.detach().reshape(-1)[:_SAMPLE]
+        there = int((low != 0).sum())
+        if there and int(((low * by == 0) & (low != 0)).sum()) > _SHARE * there:
+            self._divided.append((by, self._tracer.locator.here(4)))
+
+    def computed(self, op: Op, args: tuple, out: torch.Tensor) -> None:
+        """An fp16 op that can leave the range of what it is given: whether it did."""
+        tracer = self._tracer
+        if self._beyond is not None or not out.numel():
+            return
+        if tracer.stack:
+            if not tracer.pace.looking:
+                return
+        else:
+            self._looked[op.name] += 1
+            if not now_and_then(self._looked[op.name], _GRADIENTS):
+                return
+        given = [t for t in args if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        if bool(torch.isfinite(out).all()) or not all(bool(torch.isfinite(t).all()) for t in given):
+            return
+        module = tracer.names.of(tracer.stack[-1]) if tracer.stack else ""
+        largest = max((float(t.detach().abs().max()) for t in given if t.numel()), default=0.0)
+        if largest >= torch.finfo(torch.float16).max or (op.name == "mul" and not out.dim()):
+            return  # a mask of the smallest number, to which another is added; a loss times its scale, which the scaler lowers
+        self._beyond = Beyond(op.name, module, largest, tracer.locator.here(3))
+
+    @property
+    def beyond(self) -> Site | None:
+        """The line of the first op that left fp16's range."""
+        return self._beyond.site if self._beyond is not None else None
+
+    def _range(self) -> list[Finding]:
+        first = self._beyond
+        if first is None:
+            return []
+        return [
+            Finding(
+                code="TR023",
+                severity=Severity.WARNING,
+                message=f"fp16 values become inf in {first.op}" + (f", in {first.module}" if first.module else ""),
+                place=place_of(first.site, first.module),
+                cause=f"fp16 ends at 65504: {first.op} was given finite values up to {first.largest:.4g} and its result is "
+                "beyond it; a softmax of inf is NaN, and a factor made from inf is 0, which nan_to_num, clamp or a mask of what is finite "
+                "only hide",
+                fix="run in bf16, which has the range of fp32, or compute this in fp32 (`x.float()`; scale the operands first, as "
+                "`(q * scale) @ k.T`)",
+                details=(("at", f"{first.site}: {first.site.text}"),) if first.site is not None else (),
+            )
+        ]
+
     def _underflow(self) -> list[Finding]:
+        if len(self._divided) >= _TIMES:
+            by, site = self._divided[0]
+            return [
+                Finding(
+                    code="TR025",
+                    severity=Severity.WARNING,
+                    message=f"fp16 values flush to zero when they are multiplied by {by:.3g}",
+                    place=place_of(site),
+                    cause="fp16's smallest value is 6e-8, and below 6e-5 it has fewer and fewer digits: divided by what they are averaged "
+                    f"over, {len(self._divided)} tensors lost more than {100 * _SHARE:.0f}% of their values, and what is left is rough",
+                    fix="divide in fp32, before the cast or after it (`x.float() / n`), or send bf16, which has the range of fp32",
+                    details=(("at", f"{site}: {site.text}"),) if site is not None else (),
+                )
+            ]
         casts = self._flushed >= _TIMES and self._flushed * 2 >= self._gradients
         if not casts and len(self._lost) < _TIMES:
             return []
@@ -106,9 +193,10 @@ class Overflows:
             )
         ]
 
-    def findings(self) -> list[Finding]:
+    def findings(self, *, skipping: bool = False) -> list[Finding]:
+        """skipping  a GradScaler takes no step, which tells the line that left the range"""
         if self._first is None:
-            return self._underflow()
+            return ([] if skipping else self._range()) or self._underflow()
         first = self._first
         where = f"in {first.module}" if first.inside else f"before {first.module}, in the module that calls it"
         return [

@@ -262,7 +262,7 @@ class Parameters:
         change = Change(name, before, after, callers(3), rounded, self._calls.get(key[0], 0), self._steps.get(id(tensor), 0))
         history = self._history.setdefault(key, [])
         down = history[-1] if history else None
-        if down is not None and down.narrows and down.rounded and down.before == after and change.calls > down.calls:
+        if down is not None and down.narrows and down.rounded and down.before == after and (change.calls > down.calls or down.stepped):
             self._returned.append((key[0], change.calls, id(tensor), down, change))
         history.append(change)
         del history[:-4]
@@ -335,7 +335,8 @@ def _finding(fault: Fault) -> Finding:
         + f"({100 * down.rounded:.0f}% of the values of {down.name} changed); {happened}",
         fix=f"keep the {wide} values beside the {low} copy (a checkpoint in {wide}, masters), and copy those back"
         if fault.kind == "written"
-        else "evaluate under torch.autocast, which rounds nothing in place\nor evaluate a copy: copy.deepcopy(model).to(...)",
+        else "evaluate under torch.autocast, which rounds nothing in place\nor evaluate a copy: copy.deepcopy(model).to(...); to save, "
+        "cast what is written: {name: value.to(dtype) for name, value in model.state_dict().items()}",
         details=(("called at", f"{down.site}: {down.site.text}"),)
         + ((("cast by", f"{caller}: {caller.text}"),) if caller != down.site else ()),
     )

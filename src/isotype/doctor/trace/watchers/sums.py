@@ -1,7 +1,7 @@
 """Sums in low precision that grow over many steps, and decay factors that round to one: both against the same arithmetic in fp32.
 
 A sum is whatever `add_` or `sub_` writes again and again with nothing else in between: `.grad` over micro-batches, gradient
-buffers, totals of a metric. Updates that a single comparison shows lost are
+buffers, totals of a metric; and what one line's `total = total + value` goes on with. Updates that a single comparison shows lost are
 `updates`' business; here each addition loses little and the sum much.
 """
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SAMPLE = 4_096  # elements of a sum that are followed in fp32
 _ENOUGH = 8  # forwards a sum must span: within one forward it may be a residual stream, which is bf16 by design
 _OFF = 5e-3  # relative error of a sum from which on it is told; one rounding to bf16 is 2e-3
+_TOTALS = 256  # totals written anew that are followed at once
 _STANDS = 0.5  # share of elements that a decay factor leaves as they are
 
 
@@ -43,6 +44,15 @@ class _Sum:
     last: int = 0
     off: float = 0.0
     after: int = 0  # additions when `off` was measured
+    rest: bool = False  # keeps what additions to another tensor lost (Kahan)
+
+
+@dataclass(slots=True)
+class _Total:
+    """A sum that is written anew by every addition, and what the last one gave."""
+
+    total: _Sum
+    low: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -59,6 +69,7 @@ class Sums:
         self._sums: dict[tuple[int, int], _Sum] = {}
         self._told: dict[tuple[bool, Any], list[_Sum]] = {}
         self._decays: dict[Site | None, _Decay] = {}
+        self._totals: dict[tuple[Site | None, torch.Size], _Total] = {}
 
     def added(self, op: Op, args: tuple, kwargs: dict | None) -> None:
         """Before an in-place addition to a low-precision tensor that is no parameter, outside an optimizer's step."""
@@ -81,6 +92,41 @@ class Sums:
         known.last = self._tracer.forwards
         known.forwards.add(known.last)
 
+    def summed(self, op: Op, args: tuple, kwargs: dict | None) -> None:
+        """Before `total + value` between forwards: a total that is written anew each time, known by what the last addition gave."""
+        one, other = args[0], args[1]
+        if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)) or one.dtype not in LOW or other.dtype != one.dtype:
+            return
+        if self._tracer.stack or one.requires_grad or other.requires_grad or one.shape != other.shape or kwargs:
+            return
+        if torch._C._current_autograd_node() is not None:
+            return
+        key = (self._tracer.locator.here(3), one.shape)
+        known = self._totals.get(key)
+        low, step = _sample(one), _sample(other)
+        if known is not None and torch.equal(step, known.low) and not torch.equal(low, known.low):
+            low, step = step, low  # `value + total`
+        if known is None or not torch.equal(low, known.low):
+            if known is not None:
+                self._keep(known.total)
+            name = f"of shape {tuple(one.shape)}"
+            total = _Sum(StorageWeakRef(one.untyped_storage()), one.dtype, name, key[0], False, low.float(), 0, False)
+            known = self._totals[key] = _Total(total, low)
+            while len(self._totals) > _TOTALS:
+                self._keep(self._totals.pop(next(iter(self._totals))).total)
+        elif known.total.additions >= _ENOUGH and known.total.additions & (known.total.additions - 1) == 0:
+            self._compare(known.total, low)
+        known.total.fp32.add_(step.float())
+        known.total.additions += 1
+        known.total.forwards.add(self._tracer.forwards)
+        known.low = low + step
+
+    def compensates(self, tensor: torch.Tensor) -> None:
+        """A tensor that was seen to keep the rests of additions to a weight: its own rounding harms nobody."""
+        known = self._sums.get((tensor.untyped_storage()._cdata, tensor.storage_offset()))
+        if known is not None:
+            known.rest = True
+
     def grows(self) -> bool:
         """Whether the last forward, or its backward, went on with a sum of earlier ones."""
         before = self._tracer.forwards - 1
@@ -94,7 +140,10 @@ class Sums:
         if self._tracer.stack or tensor.requires_grad or 1 - factor > eps(dtype_name(tensor.dtype)):
             return
         values = _sample(tensor)
-        stands = float(((values * factor == values) & (values != 0)).float().mean()) if values.numel() else 0.0
+        there = int((values != 0).sum())
+        if not there:
+            return  # an average starts at zero
+        stands = int(((values * factor == values) & (values != 0)).sum()) / there
         known = self._decays.setdefault(self._tracer.locator.here(3), _Decay(factor, tensor.dtype, stands))
         known.stands = min(known.stands, stands)
         known.forwards.add(self._tracer.forwards)
@@ -115,9 +164,13 @@ class Sums:
         )
 
     def _measure(self, known: _Sum, target: torch.Tensor) -> None:
+        self._compare(known, _sample(target))
+
+    @staticmethod
+    def _compare(known: _Sum, low: torch.Tensor) -> None:
         size = float(known.fp32.norm())
         if size > 0 and torch.isfinite(known.fp32).all():
-            known.off, known.after = float((_sample(target).float() - known.fp32).norm()) / size, known.additions
+            known.off, known.after = float((low.float() - known.fp32).norm()) / size, known.additions
 
     def settled(self, optimizer: torch.optim.Optimizer) -> None:
         """Before an optimizer's step: the gradients as they are used."""
@@ -131,7 +184,7 @@ class Sums:
                     self._measure(known, gradient)
 
     def _keep(self, known: _Sum) -> None:
-        if known.off >= _OFF and len(known.forwards) >= _ENOUGH - 1:
+        if known.off >= _OFF and not known.rest and len(known.forwards) >= _ENOUGH - 1:
             kept = self._told.setdefault((known.gradient, None if known.gradient else known.site), [])
             if len(kept) < 64:
                 kept.append(known)
@@ -144,8 +197,13 @@ class Sums:
         for known in self._sums.values():
             self._keep(known)
         self._sums.clear()
-        told = [_of_sums(kept) for kept in self._told.values()]
-        return told + [_of_decay(site, d) for site, d in self._decays.items() if len(d.forwards) >= 3 and d.stands >= _STANDS]
+        for total in self._totals.values():
+            self._compare(total.total, total.low)
+            self._keep(total.total)
+        self._totals.clear()
+        standing = {site: d for site, d in self._decays.items() if len(d.forwards) >= 3 and d.stands >= _STANDS}
+        told = [_of_sums(kept) for kept in self._told.values() if kept[0].site not in standing]
+        return told + [_of_decay(site, decay) for site, decay in standing.items()]
 
 
 def _of_sums(kept: list[_Sum]) -> Finding:

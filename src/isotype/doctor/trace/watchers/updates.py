@@ -31,6 +31,8 @@ UPDATES = frozenset({*_ARITHMETIC, "copy_", *(f"_foreach_{name}" for name in _AR
     f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad")
 )
 _STANDING = 2  # samples in a row in which a counter does not move
+_RESTS = 64  # additions of a step whose rests are looked for
+_KEPT = 0.9  # share of the elements whose rest an operand must hold
 _PAIR = 2  # tensors of a list that are compared
 
 
@@ -53,6 +55,7 @@ class Watched:
     source: StorageWeakRef | None = None
     from_master: bool = False
     constant: bool = False  # a number is added, not a tensor
+    kept: int = 0  # samples whose rest was found in the operand afterwards: compensated (Kahan) summation
 
     @property
     def moved(self) -> float:
@@ -65,6 +68,7 @@ class _Sample:
     tensor: torch.Tensor
     before: torch.Tensor
     meant: torch.Tensor
+    operand: torch.Tensor | None  # what was added, where it may keep what the addition lost
 
 
 class Updates:
@@ -74,6 +78,7 @@ class Updates:
         self._tracer = tracer
         self._watched: dict[tuple[int, str], Watched] = {}
         self._optimizer: torch.optim.Optimizer | None = None
+        self._rests: list[tuple[Watched, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._lost: dict[tuple[str, str, str], list[Watched]] = defaultdict(list)
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
@@ -82,6 +87,12 @@ class Updates:
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = None
+        self._look_for_rests()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether an optimizer is stepping."""
+        return self._optimizer is not None
 
     def before(self, op: Op, args: tuple, kwargs: dict | None) -> list[_Sample] | None:
         """The fp32 movement of those of the op's destinations that are due for a comparison."""
@@ -89,17 +100,24 @@ class Updates:
         if isinstance(target, torch.Tensor):
             if self._tracer.autocast_around:
                 self._tracer.autocast.updated(target)
+            if self._tracer.scaling.scaled and op.name in ("mul_", "div_"):
+                self._tracer.scaling.multiplied(target, args[1], 1.0 if op.name == "mul_" else -1.0)
             if target.dtype not in LOW:
                 if op.name == "copy_" and isinstance(target, torch.nn.Parameter):
                     self._tracer.parameters.written(target, args[1])
                 return None
             if op.name in ("add_", "sub_") and self._optimizer is None:
                 self._tracer.sums.added(op, args, kwargs)
+            if op.name == "add_" and type(args[1]) is float:
+                self._tracer.guards.added(op, args, kwargs)
             due = self._due(op, target, args)
             return [self._repeat(op, due, args, kwargs, None)] if due is not None else None
         if self._tracer.autocast_around:
             for tensor in target:
                 self._tracer.autocast.updated(tensor)
+        if self._tracer.scaling.scaled and op.name in ("_foreach_mul_", "_foreach_div_"):
+            for tensor in target[:_PAIR]:
+                self._tracer.scaling.multiplied(tensor, args[1], 1.0 if op.name == "_foreach_mul_" else -1.0)
         picked = [i for i, t in enumerate(target) if t.dtype in LOW and t.numel() > 1][:_PAIR]
         samples = []
         for index in picked:
@@ -122,6 +140,17 @@ class Updates:
             watched.meant += size
             watched.still += float((real == 0).float().mean())
             watched.standing = 0 if bool(real.any()) else watched.standing + 1
+            if sample.operand is not None and len(self._rests) < _RESTS:
+                self._rests.append((watched, sample.tensor, sample.operand, meant - real))
+
+    def _look_for_rests(self) -> None:
+        """Whether what the additions of a step lost is in their operands now: the next step adds it again."""
+        for watched, tensor, operand, rest in self._rests:
+            now = _part(operand, tensor).float()
+            if float(torch.isclose(now, rest, rtol=2 * eps(dtype_name(watched.dtype)), atol=1e-30).float().mean()) > _KEPT:
+                watched.kept += 1
+                self._tracer.sums.compensates(operand)
+        self._rests.clear()
 
     def _due(self, op: Op, target: torch.Tensor, args: tuple) -> Watched | None:
         if op.name.endswith("copy_"):
@@ -186,7 +215,11 @@ class Updates:
         before = (wide[0] if index is None else wide[0][0]).clone()
         with torch.no_grad():
             op.func(*wide, **{key: widen(value) for key, value in (kwargs or {}).items()})
-        return _Sample(watched, target, before, wide[0] if index is None else wide[0][0])
+        other = args[1] if len(args) > 1 else None
+        if index is not None and isinstance(other, (list, tuple)):
+            other = other[index]
+        adds = op.name.endswith("add_") and isinstance(other, torch.Tensor) and other.dtype == target.dtype and other.shape == target.shape
+        return _Sample(watched, target, before, wide[0] if index is None else wide[0][0], other if adds else None)
 
     def _keep(self, key: tuple[int, str]) -> None:
         """Before an entry of a tensor that is gone is replaced: what it showed stays."""
@@ -200,10 +233,13 @@ class Updates:
     def _counts(watched: Watched) -> bool:
         if watched.role == "tensor" and watched.constant and watched.standing >= _STANDING:
             return True  # a counter that went as far as its dtype counts
+        if watched.kept and 2 * watched.kept >= watched.samples:
+            return False
         enough = 1 if watched.role == "parameter" and not watched.op.endswith("copy_") else 3
         return watched.samples >= enough and watched.moved < LOST and not watched.from_master
 
     def prune(self) -> None:
+        self._look_for_rests()
         for key in [key for key, watched in self._watched.items() if watched.storage.expired()]:
             self._keep(key)
 
