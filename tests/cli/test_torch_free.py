@@ -71,7 +71,7 @@ def test_the_doctors_static_commands_too(arguments, tmp_path):
      ("train", "--steps", "0", "--model", "m", "--data", "d"), ("plan", "--model", "./none", "--data", "stdlib"),
      ("train", "--model", "m", "--data", "none.jsonl"), ("plan", "--model", "m", "--data", "none*.csv"),
      ("train", "--model", "m", "--data", "stdlib", "data.eval=none.jsonl"),
-     ("eval", ".", "--data", "none.jsonl"), ("eval", "nowhere", "--data", "stdlib"), ("chat", "nowhere")],
+     ("eval", "nowhere", "--data", "stdlib"), ("chat", "nowhere")],
 )  # fmt: skip
 def test_mistakes_are_told_before_torch_is_imported(arguments):
     answer = run(*arguments)

@@ -33,6 +33,12 @@ def test_eval_of_the_training_file(run, workshop):
     assert answer["loss"] == pytest.approx(other["loss"], rel=1e-6)
 
 
+def test_data_that_is_not_there_is_said_before_anything_is_loaded(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("isotype.inference.loaded.load_run", None)
+    with pytest.raises(UsageError, match=r"none\.jsonl: no such file"):
+        ask("eval", run, "--data", tmp_path / "none.jsonl")
+
+
 def test_sample_is_greedy_by_default_and_drawn_with_a_seed(run, tmp_path):
     (tmp_path / "prompts.txt").write_text("How much is 1 plus 2?\n\nHow much is 3 plus 2?\n")
 

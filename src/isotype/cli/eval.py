@@ -34,9 +34,9 @@ def evaluate(
     from ..data.sources import refuse_absent
     from ..training.folder import require_run, without_run
 
-    refuse_absent(SourceSpec(name=data))
     if without_run(run) is None:
         require_run(run)  # before the seconds that loading takes
+    refuse_absent(SourceSpec(name=data))
     from ..training.quiet import quiet_libraries
 
     quiet_libraries()
