@@ -67,18 +67,38 @@ def _lint_guarded(path: Path, *, active: tuple[str, ...], config: LintConfig) ->
     try:
         text = read(path)
         return lint_text(text, path, active=active, config=config)
-    except (SyntaxError, UnicodeDecodeError, OSError, RecursionError) as error:
-        reason = getattr(error, "msg", None) or str(error) or type(error).__name__
-        by = f" by Python {sys.version_info.major}.{sys.version_info.minor}" if isinstance(error, SyntaxError) else ""
-        newer = "run Isotype with the Python that it is written for, " if by else ""
-        return [_unread(path, f"could not be parsed{by}: {reason}", getattr(error, "lineno", None), newer)]
+    except SyntaxError as error:
+        if _is_newer_python(path):
+            return [_too_new(path, error)]
+        return [_unread(path, f"could not be parsed: {error.msg}", error.lineno)]
+    except (UnicodeDecodeError, OSError, RecursionError) as error:
+        return [_unread(path, f"could not be parsed: {error}" if str(error) else type(error).__name__, None)]
     except Exception as error:  # a fault of ours in one file is told, and does not cost the findings in the others
         where = traceback.extract_tb(error.__traceback__)[-1]
         return [_unread(path, f"a rule failed: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})", None)]
 
 
-def _unread(path: Path, message: str, line: int | None, instead: str = "") -> Found:
-    fix = f"correct the file, {instead}or leave it out with `exclude` in [tool.isotype.lint]"
+def _is_newer_python(path: Path) -> bool:
+    """Whether libcst, which knows the syntax of Pythons newer than this one, parses it; False where it is not installed."""
+    try:
+        import libcst
+
+        libcst.parse_module(path.read_bytes())
+        return True
+    except Exception:  # whatever it says of what is no Python
+        return False
+
+
+def _too_new(path: Path, error: SyntaxError) -> Found:
+    ours = f"{sys.version_info.major}.{sys.version_info.minor}"
+    message = f"not looked at: its syntax is newer than Python {ours}, with which Isotype runs ({error.msg})"
+    place = Place(file=str(path), line=error.lineno)
+    fix = "run Isotype with the Python that the file is written for"
+    return Found(Finding(code="LT000", severity=Severity.NOTE, message=message, place=place, fix=fix))
+
+
+def _unread(path: Path, message: str, line: int | None) -> Found:
+    fix = "correct the file, or leave it out with `exclude` in [tool.isotype.lint]"
     return Found(Finding(code="LT000", severity=Severity.ERROR, message=message, place=Place(file=str(path), line=line), fix=fix))
 
 
