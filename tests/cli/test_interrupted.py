@@ -19,6 +19,7 @@ class Interrupting:
         if name == os.environ["INTERRUPTED_AT"]:
             os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it runs in the background
 sys.meta_path.insert(0, Interrupting())
 """
 
