@@ -47,6 +47,20 @@ class Rotary(nn.Module):
         angles = torch.outer(t, self.inv_freq)
         return angles.cos(), angles.sin()
 """
+NORM = """import torch
+from torch import nn
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+"""
 ROTARY_UNDER_AUTOCAST = """import torch
 
 
@@ -220,3 +234,20 @@ def test_a_program_that_runs_a_trained_model(told):
     files = {"function.py": ROTARY_UNDER_AUTOCAST, "low.py": LOW}
     assert codes(told({**files, "run.py": program})) == []
     assert codes(told({**files, "run.py": program + "    model(1).backward()\n"})) == ["LT008"]
+
+
+def test_files_that_say_what_they_are_for(told):
+    files = {"run.py": REGION, "low.py": LOW}
+    assert codes(told({**files, "engine/inference.py": UNDER_AUTOCAST})) == []
+    assert codes(told({**files, "engine/inference.py": UNDER_AUTOCAST + "\n\n# under autocast\n"})) == ["LT002"]
+    (name,) = {but for _, _, but in told({"engine/inference.py": "", "pkg/reference/attention.py": IN_BF16}, weak=True)}
+    assert name == "a reference computes in the dtypes that its tests choose"
+    assert codes(told({"pkg/reference/attention.py": "", "pkg/attention.py": IN_BF16})) == ["LT007"]
+    assert codes(told({"pkg/attention.py": "", "examples/norm.py": NORM, "pkg/norm.py": ""})) == []
+    assert codes(told({"examples/norm.py": "", "pkg/norm.py": NORM})) == ["LT009"]
+
+
+def test_norms_of_a_trainer_that_keeps_no_weights_in_fp32(told):
+    files = {"norm.py": NORM, "loop.py": LOOP, "low.py": LOW, "run.py": REGION}
+    assert codes(told(files)) == []
+    assert codes(told({**files, "quantised.py": "from peft import prepare_model_for_kbit_training\n"})) == ["LT009"]

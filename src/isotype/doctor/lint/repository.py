@@ -43,6 +43,8 @@ _WIDE = re.compile(
 _STEP = re.compile(rb"(?:optimi[sz]er|optim|opt|scaler)\w*(?:\[\w+\])?\.step\(")
 _TESTS = re.compile(r"(^|[_/])(tests?|testing|bench\w*)([_/.]|$)")
 _BENCHMARKS = re.compile(r"(^|[_/])bench\w*([_/.]|$)")
+_REFERENCES = re.compile(r"(^|/)references?/")
+_INFERENCE = re.compile(r"(^|[_/])infer(ence)?([_/.]|$)")
 _EXAMPLES = re.compile(r"(^|[_/])examples?([_/.]|$)")
 
 
@@ -151,9 +153,16 @@ class Repository:
 
     def against(self, scenario: Scenario, path: Path, text: str) -> str:
         """Why nobody meets the scenario in this file, or "" where nothing says so."""
-        program = "__main__" in text and "autocast" not in text
-        if scenario.autocast and program and _BENCHMARKS.search(path.resolve().relative_to(self.root).as_posix()):
+        here = path.resolve().relative_to(self.root).as_posix()
+        bare = scenario.autocast is not None and "autocast" not in text
+        if bare and "__main__" in text and _BENCHMARKS.search(here):
             return "a benchmark chooses its dtypes, and this one opens no autocast region"
+        if bare and _INFERENCE.search(here):
+            return "a file for inference, which opens no autocast region"
+        if _REFERENCES.search(here):
+            return "a reference computes in the dtypes that its tests choose"
+        if scenario.mixed_weights and _EXAMPLES.search(here):
+            return "an example chooses its dtypes"
         if len(self.texts) <= FEW:
             return ""
         # to put a library's module under autocast, its users need nothing from it; to cast it, they mostly find how in it
