@@ -127,3 +127,11 @@ def test_a_loop_over_what_the_launch_cast(told, dtype, expected):
 def test_a_sum_into_what_the_launch_made(told, dtype, expected):
     launch = f"def run(x):\n    out = torch.zeros((), dtype={dtype}, device=x.device)\n    count[(1,)](x, out, x.numel(), BLOCK=64)\n"
     assert told(kernels=COUNT + launch) == expected
+
+
+def test_a_kernel_that_nothing_launches(told):
+    left_over = KERNEL.replace("def sine", "def cosine").replace("tl.sin", "tl.cos")
+    assert told(kernels=left_over) == ["LT023"], "a file of kernels, launched by others"
+    assert told(kernels=left_over + KERNEL + CAST) == []
+    assert told(kernels=left_over + KERNEL + CAST, ops="from .kernels import cosine\n") == ["LT023"]
+    assert told(kernels=left_over + KERNEL + CAST + "KERNELS = [cosine]\n", ops="") == ["LT023"]

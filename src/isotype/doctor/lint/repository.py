@@ -141,6 +141,11 @@ class Repository:
         kept |= {cls for word in kept for cls in re.findall(rb"\bself\.%b\s*=\s*(\w+)\(" % word, beside)}
         return next((name for name in names if name.encode() in kept), "")
 
+    def mentions(self, name: str, but: Path) -> bool:
+        """Whether another file has the name, and does not define a function so called itself."""
+        word, own = name.encode(), f"def {name}(".encode()
+        return any(word in text and own not in text for path, text in self.texts.items() if path != but.resolve())
+
     def files_with(self, words: bytes, but: Path) -> list[SourceFile]:
         """The files, parsed, whose text has these bytes, except this one."""
         found: list[SourceFile] = []
@@ -161,7 +166,7 @@ class Repository:
             return "a file for inference, which opens no autocast region"
         if _REFERENCES.search(here):
             return "a reference computes in the dtypes that its tests choose"
-        if scenario.mixed_weights and _EXAMPLES.search(here):
+        if (bare or scenario.mixed_weights) and _EXAMPLES.search(here):
             return "an example chooses its dtypes"
         if len(self.texts) <= FEW:
             return ""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ..dataflow.arguments import GRADIENT
@@ -80,7 +81,15 @@ def _loses(event: Event, inside_function: bool) -> bool:
     of_products = allocated and "grad" in (event.symbol or "").rpartition(".")[2] and _is_product(event)
     if not (a_gradient or of_products) or not buffer.low or event.scenario.autocast or buffer.zero_dim or event.loop is None:
         return False
+    if isinstance(event.loop, ast.For) and _few_parts(event.loop.iter):
+        return False
     return not any(_starts_anew(node, name) for node in ast.walk(event.loop))
+
+
+def _few_parts(over: ast.expr) -> bool:
+    """A loop over losses, terms or the entries of a mapping: a handful, whose sum loses little."""
+    name = last_name(over)
+    return name in ("items", "values") or bool(re.search(r"(^|_)(terms|losses)$", name))
 
 
 def _is_product(event: Event) -> bool:

@@ -23,6 +23,8 @@ def against(file: SourceFile, kernel: Kernel, event: KernelEvent, repository: Re
     if repository is not None:
         name = kernel.node.name
         files += [other for other in repository.files_with(f"{name}[".encode(), but=Path(file.path)) if name in other.imports]
+    if _is_left_over(file, kernel.node.name, repository):
+        return "nothing launches it, and this file launches its other kernels"
     for pointer in (event.before.loaded, event.after.loaded):
         where = _always_wide(files, kernel, pointer) if pointer in kernel.parameters else ""
         if where:
@@ -32,6 +34,15 @@ def against(file: SourceFile, kernel: Kernel, event: KernelEvent, repository: Re
         if where:
             return f"the launch chooses {flag} by the dtype ({where}), and the other branch casts"
     return ""
+
+
+def _is_left_over(file: SourceFile, name: str, repository: Repository | None) -> bool:
+    """Whether the kernel's name stands only where it is defined, in a file that launches other kernels of its own."""
+    if any(n.id == name for n in file.nodes(ast.Name)) or any(n.value == name for n in file.nodes(ast.Constant)):
+        return False
+    if repository is not None and repository.mentions(name, but=Path(file.path)):
+        return False
+    return any(isinstance(n.func, ast.Subscript) and last_name(n.func.value) in file.memo["jit_functions"] for n in file.nodes(ast.Call))
 
 
 def _always_wide(files: Iterable[SourceFile], kernel: Kernel, pointer: str) -> str:
