@@ -166,7 +166,7 @@ class Repository:
             return "a file for inference, which opens no autocast region"
         if _REFERENCES.search(here):
             return "a reference computes in the dtypes that its tests choose"
-        if (bare or scenario.mixed_weights) and _EXAMPLES.search(here):
+        if scenario.mixed_weights and _EXAMPLES.search(here):
             return "an example chooses its dtypes"
         if len(self.texts) <= FEW:
             return ""
