@@ -11,6 +11,9 @@ from .values import Tensor
 Kind = Literal["matmul", "out", "in_place", "attention", "scatter", "accumulate", "table", "returned", "integer"]
 
 
+Launches = dict[ast.Call, list[tuple[list[Any], dict[str, Any]]]]  # `kernel[grid](...)` -> what it was handed, each time
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """The dtypes a function is tried with.

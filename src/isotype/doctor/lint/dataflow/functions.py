@@ -15,7 +15,7 @@ from typing import Any
 from ..source import SourceFile, keyword, last_name
 from . import arguments
 from .endings import Impossible, OutOfSteps
-from .events import Event, Scenario
+from .events import Event, Launches, Scenario
 from .interpreter import Interpreter, run_function
 from .paths import Path, each_path
 from .values import UNFOLLOWED, Closure, Context, Dtype, Env, Items, Made, Scalar, Tensor
@@ -52,7 +52,7 @@ class FunctionClass:
     custom_fwd: Decorator | None = None
     custom_bwd: Decorator | None = None
     events: list[Event] = field(default_factory=list)
-    launched: dict[ast.Call, list[tuple[list[Any], dict[str, Any]]]] = field(default_factory=dict)  # kernels, in a bf16 model
+    launched: Launches = field(default_factory=dict)  # in a bf16 model
     hard_coded: list[Event] = field(default_factory=list)  # on a device for which the decorators were not written
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..source import SourceFile
 from .endings import Impossible, Leave, OutOfSteps, PathEnds, Return
-from .events import Event, Kind, Scenario
+from .events import Event, Kind, Launches, Scenario
 from .expressions import EXPRESSIONS
 from .paths import Path
 from .statements import STATEMENTS
@@ -47,7 +47,7 @@ class Interpreter:
         self.calls: list[ast.Call] = []  # calls by which another file was entered
         self.depth = self.steps = 0
         self.found_subclass = False
-        self.launched: dict[ast.Call, list[tuple[list[Any], dict[str, Any]]]] = {}  # `kernel[grid](...)` -> what it was handed, each time
+        self.launched: Launches = {}
         self.entered: dict[ast.AST, set[frozenset[str | None]]] = {}  # function -> floating dtypes that it was called with, all known
 
     # -- what happened ---------------------------------------------------------------------------------------------------

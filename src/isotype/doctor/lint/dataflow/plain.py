@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from ..source import Function, SourceFile, keyword, last_name
 from . import arguments
 from . import torch_names as names
 from .endings import Impossible, OutOfSteps
-from .events import Event, Scenario
+from .events import Event, Launches, Scenario
 from .functions import function_classes
 from .interpreter import Interpreter, run_function
 from .modules import class_attributes
@@ -38,10 +37,7 @@ def plain_events(file: SourceFile) -> list[Event]:
     if "plain" not in file.memo:
         runs: list[_Runs] = []
         for function, scenarios in _worth_running(file).items():
-            for scenario in (s for s in SCENARIOS if s in scenarios):
-                one = _Runs(function, scenario)
-                each_path(partial(_run, file, one), MAX_PATHS)
-                runs.append(one)
+            runs += [_explored(file, function, scenario) for scenario in SCENARIOS if scenario in scenarios]
         file.memo["plain"] = [event for one in runs for event in one.events if not _disproved(event, one, runs, file)]
     return file.memo["plain"]
 
@@ -55,7 +51,7 @@ class _Runs:
     events: list[Event] = field(default_factory=list)
     entered: dict[ast.AST, set[frozenset[str | None]]] = field(default_factory=dict)
     steps: int = MAX_STEPS
-    launched: dict[ast.Call, list[tuple[list[Any], dict[str, Any]]]] = field(default_factory=dict)
+    launched: Launches = field(default_factory=dict)
     defaults: bool = True  # options are left as they are; else a test of one goes both ways
     impossible: bool = False  # some way through it ends at a kernel that torch has not
 
@@ -77,8 +73,7 @@ def _with_options_either_way(file: SourceFile, function: Function, others: list[
     found: list[_Runs] = []
     for r in others:
         if any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == function.name for n in file.own(r.function)):
-            again = _Runs(r.function, r.scenario, defaults=False)
-            each_path(partial(_run, file, again), MAX_PATHS)
+            again = _explored(file, r.function, r.scenario, defaults=False)
             found += [again] if function in again.entered else []
     return found
 
@@ -89,14 +84,19 @@ def _alike(one: Event, other: Event) -> bool:
     return one.node is other.node and one.kind == other.kind and (one.kind != "table" or rounded[0] == rounded[1])
 
 
-def launched_by(file: SourceFile, function: Function, scenario: Scenario) -> dict[ast.Call, list[tuple[list[Any], dict[str, Any]]]]:
+def launched_by(file: SourceFile, function: Function, scenario: Scenario) -> Launches:
     """What the launches `kernel[grid](...)` of a function hand to kernels, along each way through it."""
-    known = file.memo.setdefault("launched_by", {})
-    if (function, scenario) not in known:
-        one = _Runs(function, scenario)
-        each_path(partial(_run, file, one), MAX_PATHS)
-        known[function, scenario] = one.launched
-    return known[function, scenario]
+    return _explored(file, function, scenario).launched
+
+
+def _explored(file: SourceFile, function: Function, scenario: Scenario, *, defaults: bool = True) -> _Runs:
+    """The runs of a function along each way through it, made once."""
+    known = file.memo.setdefault("explored", {})
+    key = (function, scenario, defaults)
+    if key not in known:
+        known[key] = _Runs(function, scenario, defaults=defaults)
+        each_path(partial(_run, file, known[key]), MAX_PATHS)
+    return known[key]
 
 
 def refused_in_bf16(file: SourceFile) -> str:

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 def against(file: SourceFile, kernel: Kernel, event: KernelEvent, repository: Repository | None) -> str:
     """Why no launch of this kernel meets what was seen of bf16 pointers, or ""."""
+    name = kernel.node.name
+    if _is_left_over(file, name, repository):
+        return "nothing launches it, and this file launches its other kernels"
     files = [file]
     if repository is not None:
-        name = kernel.node.name
         files += [other for other in repository.files_with(f"{name}[".encode(), but=Path(file.path)) if name in other.imports]
-    if _is_left_over(file, kernel.node.name, repository):
-        return "nothing launches it, and this file launches its other kernels"
     for pointer in (event.before.loaded, event.after.loaded):
         where = _always_wide(files, kernel, pointer) if pointer in kernel.parameters else ""
         if where:
