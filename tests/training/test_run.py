@@ -234,7 +234,7 @@ def test_a_run_that_becomes_non_finite_names_the_last_good_checkpoint(configured
 def test_a_disk_that_fills_up_names_the_last_good_checkpoint(configured, tmp_path, monkeypatch):
     from isotype.runs.checkpoint import atomic_folder
 
-    original = folder.seal
+    original = atomic_folder.seal
 
     def full(aside):
         if aside.name == ".step_4.partial":
