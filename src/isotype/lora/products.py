@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..environment.planned import stands_for
 from ..ops.autocast import wide
 from . import cpp
 
@@ -54,7 +55,7 @@ def _product_fp32(left_TM: Tensor, right_TN: Tensor) -> Tensor:
     dtype = wide(left_TM.dtype)
     if left_TM.dtype == dtype:
         return left_TM.t() @ right_TN
-    if left_TM.is_cuda:
+    if stands_for(left_TM.device) == "cuda":
         return torch.mm(left_TM.t(), right_TN, out_dtype=dtype)
     if left_TM.numel() + right_TN.numel() <= SMALL_ELEMENTS:
         return left_TM.to(dtype).t() @ right_TN.to(dtype)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..environment.planned import is_planned, stands_for
 from .compiled import DTYPES, CppKernels
 
 BACKENDS = ("triton", "cpp", "eager")
@@ -50,6 +51,11 @@ def triton_runs(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and has_triton()
 
 
+def rows_can_be_counted(x: Tensor) -> bool:
+    """Whether asking how many elements of `x` fulfil a condition costs nothing: on any device but a CPU the host would wait for it."""
+    return stands_for(x.device) == "cpu"
+
+
 def cpp_allowed() -> bool:
     """Whether C++ kernels may run now: not in a graph, and not where another path is asked for."""
     return not torch.compiler.is_compiling() and _forced.get() in (None, "cpp")
@@ -59,8 +65,8 @@ def cpp_runs(kernels: CppKernels, *tensors: Tensor) -> bool:
     """Whether the op's C++ kernels run on these tensors: not for fp64, not in a graph, and only where a compiler built them."""
     if not cpp_allowed():
         return False
-    if isinstance(tensors[0], FakeTensor) and tensors[0].device.type != "cpu":
-        # a plan for another device: its kernels make the results that these make, and nothing on the way
+    if (isinstance(tensors[0], FakeTensor) and tensors[0].device.type != "cpu") or is_planned(tensors[0].device):
+        # a plan for another device: its kernels also allocate their results only
         return _forced.get() == "cpp" and all(t.dtype in DTYPES for t in tensors)
     return kernels.take(*tensors)
 

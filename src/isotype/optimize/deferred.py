@@ -198,6 +198,11 @@ def _rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
     return _with(x, hidden=x.recipe.hidden[parts])
 
 
+def _index_select(x: DeferredLogits, dim: Any = None, index: Any = None, **rest: Any) -> DeferredLogits | None:
+    plain = not rest and dim == 0 and isinstance(index, Tensor) and x.recipe.hidden.dim() == 2
+    return _with(x, hidden=x.recipe.hidden.index_select(0, index)) if plain else None
+
+
 def _cross_entropy(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
     reduction: str = "mean", label_smoothing: float = 0.0,
@@ -247,6 +252,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.detach, torch.detach), _detach),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _view),
     Tensor.__getitem__: _rows,
+    **dict.fromkeys((Tensor.index_select, torch.index_select), _index_select),
     Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
 }
 _METADATA = {

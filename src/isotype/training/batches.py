@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..data.rows import IGNORED, LoadedData, Row, Share
@@ -31,13 +32,14 @@ class Batch:
     tokens: int
     supervised: int
     position_ids: Tensor | None = None
+    counted: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        ids, mask, labels, positions = (
+        ids, mask, labels, positions, counted = (
             None if t is None else t.to(device, non_blocking=True)
-            for t in (self.input_ids, self.attention_mask, self.labels, self.position_ids)
+            for t in (self.input_ids, self.attention_mask, self.labels, self.position_ids, self.counted)
         )
-        return Batch(ids, mask, labels, self.tokens, self.supervised, positions)  # type: ignore[arg-type]  # the first is never None
+        return replace(self, input_ids=ids, attention_mask=mask, labels=labels, position_ids=positions, counted=counted)
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -49,7 +51,7 @@ class Batch:
         """Packed rows one after the other, as varlen attention takes them. The first label of each is masked already."""
         assert self.position_ids is not None, "only packed rows may lie in one"
         ids, labels, positions = (t.reshape(1, -1) for t in (self.input_ids, self.labels, self.position_ids))
-        return Batch(ids, None, labels, self.tokens, self.supervised, positions)
+        return replace(self, input_ids=ids, attention_mask=None, labels=labels, position_ids=positions)
 
 
 def collate(rows: Sequence[Row], *, pad_id: int) -> Batch:
@@ -74,8 +76,8 @@ def collate(rows: Sequence[Row], *, pad_id: int) -> Batch:
             parts = [*(row.documents or (n,)), longest - n]
             positions[i] = torch.cat([torch.arange(part) for part in parts])
     # the first label of a row predicts nothing: the loss looks at labels[1:]
-    supervised = int((labels[:, 1:] != IGNORED).sum())
-    return Batch(input_ids, None if packed else mask, labels, int(mask.sum()), supervised, positions)
+    counted = (F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten() != IGNORED).nonzero().squeeze(-1)
+    return Batch(input_ids, None if packed else mask, labels, int(mask.sum()), counted.numel(), positions, counted)
 
 
 def epoch_order(rows: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..data.rows import IGNORED
 from ..dtypes import to_torch
+from ..environment.planned import stands_for
 from ..optimize import deferring
 from .batches import Batch
 
@@ -22,7 +23,7 @@ def batch_loss_sum(model: nn.Module, batch: Batch, *, dtype: str = "fp32") -> Te
         if batch.position_ids is not None and takes_one_row(model):
             batch = batch.as_one_row()
         logits = model(**batch.inputs).logits
-        return token_loss_sum(logits, batch.labels, dtype=dtype)
+        return token_loss_sum(logits, batch.labels, dtype=dtype, counted=batch.counted)
 
 
 def takes_one_row(model: nn.Module) -> bool:
@@ -30,15 +31,19 @@ def takes_one_row(model: nn.Module) -> bool:
     return "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
 
 
-def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor, *, dtype: str = "fp32") -> Tensor:
+def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor, *, dtype: str = "fp32", counted: Tensor | None = None) -> Tensor:
     """Cross-entropy of each next token, summed.
 
     logits_BTV  float[B T V]
     labels_BT   int[B T]      -100 where there is no loss; the label at t is predicted at t - 1
+    counted     int[N]        the flattened places whose next token is supervised; where given, and the device is not a CPU, only those
+                              rows are computed. On a CPU the loss finds them itself
     ->          float[]       in `dtype`, `precision.loss`
     inside      `dtype`
     """
     # the labels move, not the logits: those would be copied, and deferred ones made real
     targets_N = F.pad(labels_BT[:, 1:], (0, 1), value=IGNORED).flatten()
     logits_NV = logits_BTV.reshape(-1, logits_BTV.shape[-1])  # deferred logits stay deferred through a reshape
+    if counted is not None and stands_for(labels_BT.device) != "cpu":
+        logits_NV, targets_N = logits_NV.index_select(0, counted), targets_N.index_select(0, counted)
     return F.cross_entropy(logits_NV.to(to_torch(dtype)), targets_N, ignore_index=IGNORED, reduction="sum")
