@@ -1,7 +1,7 @@
 """The matrix products of the head, each with its dtype decided by the caller, and with the widest result the device can give.
 
 A CUDA product of bf16 or fp16 keeps its fp32 accumulator (`out_dtype`), which cuts the gradient error about tenfold; a CPU product has
-no such output. A CPU product of fp16 runs in fp32: it is no slower without native fp16, and does not overflow.
+no such output, nor has bf16 on a GPU older than compute capability 8.0. A CPU product of fp16 runs in fp32: it is no slower without native fp16, and does not overflow.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ...environment.planned import stands_for
-
-_HALF = (torch.bfloat16, torch.float16)
+from ..backend import keeps_fp32_sums
 
 
 def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -21,7 +20,7 @@ def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 def result_dtype(operand: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of a product's result."""
-    return torch.float32 if stands_for(device) == "cuda" and operand in _HALF else operand
+    return torch.float32 if keeps_fp32_sums(operand, device) else operand
 
 
 def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -22,17 +22,31 @@ SMALLEST = 1 << 14  # bytes: below, a copy's own cost is more than what it frees
 
 
 class Streamed:
-    """Copies on a CUDA stream of their own, each begun after what the compute stream has been given so far."""
+    """Copies on one CUDA stream a device, each begun after what that device's compute stream has been given so far."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+    def __init__(self) -> None:
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def __call__(self, to: Tensor, source: Tensor) -> Any:
-        """Begins the copy and gives its event, for which the compute stream can be made to wait."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
+    def __call__(self, to: Tensor, source: Tensor) -> Copied:
+        """Begins the copy between the host and a device, for whose end that device's compute stream can be made to wait."""
+        device = to.device if to.is_cuda else source.device
+        if device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device)
+        stream = self.streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
             to.copy_(source.detach(), non_blocking=True)
-            return self.stream.record_event()
+            return Copied(stream.record_event(), device)
+
+
+class Copied:
+    """The end of a copy. An event's own `wait` is of the current device's stream, which need not be the tensor's."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self.event, self.device = event, device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 class Away:
@@ -111,7 +125,7 @@ class HostMemory:
         if isinstance(source, FakeTensor):
             return
         if self.copies is None and away.device.type == "cuda":
-            self.copies = Streamed(away.device)
+            self.copies = Streamed()
         if self.copies is None:
             to.copy_(source)
         else:
