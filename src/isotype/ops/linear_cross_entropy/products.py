@@ -1,7 +1,8 @@
 """The matrix products of the head, each with its dtype decided by the caller, and with the widest result the device can give.
 
 A CUDA product of bf16 or fp16 keeps its fp32 accumulator (`out_dtype`), which cuts the gradient error about tenfold; a CPU product has
-no such output, nor has bf16 on a GPU older than compute capability 8.0. A CPU product of fp16 runs in fp32: it is no slower without native fp16, and does not overflow.
+no such output, nor has bf16 on a GPU older than compute capability 8.0. A CPU product of fp16 runs in fp32: it is no slower without native
+fp16, and does not overflow.
 """
 
 from __future__ import annotations
