@@ -61,7 +61,9 @@ def test_noise_keeps_the_mean_differs_by_seed_and_repeats_itself():
     assert abs(float(first.double().mean()) - 1 - step) < 4 * deviation
     # neighbours are independent: of pairs, both rise as often as the product of their chances
     up = (first > 1).double().view(-1, 4)
-    assert torch.allclose(up.t() @ up / len(up) - torch.diag(up.mean(0)), torch.full((4, 4), 1 / 64, dtype=torch.float64).fill_diagonal_(0), atol=0.02)
+    assert torch.allclose(
+        up.t() @ up / len(up) - torch.diag(up.mean(0)), torch.full((4, 4), 1 / 64, dtype=torch.float64).fill_diagonal_(0), atol=0.02
+    )
 
 
 def test_exact_values_stay_and_infinities_stay():

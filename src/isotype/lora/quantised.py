@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.autocast import autocast_off
+from ..ops.backend import fused_runs
+from ..ops.nf4 import widen_4bit
 
 _KEPT = "_isotype_wide"
 
@@ -36,9 +38,12 @@ class Kept:
 
 
 def product_4bit(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None) -> Tensor:
-    """x @ Wᵀ + bias in x's dtype: by bitsandbytes' own kernels, and in a recompute with a copy that backward will use too."""
+    """x @ Wᵀ + bias in x's dtype: with a copy that backward will use too in a recompute; with the weight widened by one kernel on a GPU; by
+    bitsandbytes' own kernels elsewhere, and for the single row of a generated token, which needs no copy of the weight."""
     if recomputing():
         return F.linear(x_TK, _kept_copy(packed, state, x_TK.dtype), bias)
+    if fused_runs(packed) and x_TK.numel() > x_TK.shape[-1]:
+        return F.linear(x_TK, widened(packed, state, x_TK.dtype), bias)
     import bitsandbytes
 
     return bitsandbytes.matmul_4bit(x_TK, packed, quant_state=state, bias=bias)
@@ -62,12 +67,7 @@ def dequantised(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
 def widened(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     """W in `dtype`, computed. `bitsandbytes.functional.dequantize_4bit` answers in the dtype at quantisation time, which rounds a fp32
     product's weight to bf16."""
-    ops = torch.ops.bitsandbytes
-    absmax = state.absmax
-    if state.nested:
-        inner = state.state2
-        absmax = ops.dequantize_blockwise.default(absmax, inner.absmax, inner.code, inner.blocksize, torch.float32) + state.offset
-    return ops.dequantize_4bit.default(packed.view(-1, 1), absmax, state.blocksize, state.quant_type, list(state.shape), dtype)
+    return widen_4bit(packed, state, dtype)
 
 
 def recomputing() -> bool:
