@@ -20,11 +20,16 @@ class HostReadError(AssertionError):
 
 
 class NoHostReads(TorchDispatchMode):
-    """Within this block such an operator on tensors of `device_type` raises HostReadError; `seen` are the others that ran."""
+    """Within this block such an operator on tensors of `device_type` raises HostReadError.
+
+    seen          the others that ran
+    largest_bool  elements of the largest tensor of bools that any of them made
+    """
 
     def __init__(self, device_type: str = "meta") -> None:
         super().__init__()
         self.device_type, self.seen = device_type, list[str]()
+        self.largest_bool = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         there = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
@@ -35,6 +40,8 @@ class NoHostReads(TorchDispatchMode):
         if there and any(t.device.type == "cpu" for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)):
             raise HostReadError(f"{function}: a copy to the host")
         self.seen.append(str(function))
+        made = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.dtype == torch.bool]
+        self.largest_bool = max([self.largest_bool, *(t.numel() for t in made)])
         return result
 
 

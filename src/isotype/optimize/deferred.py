@@ -10,6 +10,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ..environment import planned
 from ..errors import IsotypeError
 from ..ops import cross_entropy, linear_cross_entropy
 from ..ops.autocast import autocast_dtype, autocast_off, product_dtype
@@ -69,9 +71,9 @@ class Recipe:
             return linear_cross_entropy(self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap, **options)
 
 
-def _as_then(recipe: Recipe) -> torch.autocast:
+def _as_then(recipe: Recipe) -> AbstractContextManager[Any]:
     """Autocast as it was when the head was called: a loss computed outside it uses the same product."""
-    return torch.autocast(recipe.hidden.device.type, dtype=recipe.cast, enabled=recipe.cast is not None)
+    return planned.autocast(recipe.hidden.device.type, recipe.cast)
 
 
 class DeferredLogits(Tensor):

@@ -109,9 +109,11 @@ def _row_ops(name: str, module: nn.Module, manifest: Manifest, out_dtype: torch.
 def _attention(name: str, module: nn.Module, manifest: Manifest, kind: bool | str, on_cpu: bool) -> None:
     """The two functions that an attention layer's forward calls, in one rebuilt forward."""
     found: list[Replacement] = []
-    parts = [("rotary", "rope", rotary.is_candidate, lambda: rotary.find(module, kind))]
-    if on_cpu:
-        parts.append(("attention", "attention", attention.is_candidate, lambda: attention.find(module)))
+    device_type = "cpu" if on_cpu else "cuda"
+    parts = [
+        ("rotary", "rope", rotary.is_candidate, lambda: rotary.find(module, kind)),
+        ("attention", "attention", lambda m: attention.is_candidate(m, device_type), lambda: attention.find(module, device_type)),
+    ]
     for part, op, fits, find in parts:
         if not fits(module):
             continue

@@ -11,8 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..data.rows import IGNORED, LoadedData, Row, Share
+from ..ops.attention import Documents
 
-MULTIPLE = 8  # rows are padded to it: half-precision products prefer aligned sizes
+# Rows are padded to a multiple: half-precision products prefer aligned sizes. On a GPU cuDNN's attention also builds a plan for each new
+# length, about 170 ms on an H100, so that there are few of them.
+MULTIPLE, MULTIPLE_OF_SHORT_ROWS, MULTIPLE_ON_A_GPU = 8, 32, 128
+
+
+def padded_length(longest: int, device_type: str) -> int:
+    """Of a batch whose longest row has so many tokens."""
+    short = longest <= MULTIPLE_ON_A_GPU
+    multiple = MULTIPLE if device_type == "cpu" else MULTIPLE_OF_SHORT_ROWS if short else MULTIPLE_ON_A_GPU
+    return longest + -longest % multiple
 
 
 @dataclass(frozen=True)
@@ -33,13 +43,17 @@ class Batch:
     supervised: int
     position_ids: Tensor | None = None
     counted: Tensor | None = None
+    documents: Documents | None = None
 
     def to(self, device: torch.device) -> Batch:
         ids, mask, labels, positions, counted = (
             None if t is None else t.to(device, non_blocking=True)
             for t in (self.input_ids, self.attention_mask, self.labels, self.position_ids, self.counted)
         )
-        return replace(self, input_ids=ids, attention_mask=mask, labels=labels, position_ids=positions, counted=counted)
+        documents = None if self.documents is None else self.documents.to(device)
+        return replace(
+            self, input_ids=ids, attention_mask=mask, labels=labels, position_ids=positions, counted=counted, documents=documents
+        )  # fmt: skip
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -54,18 +68,18 @@ class Batch:
         return replace(self, input_ids=ids, attention_mask=None, labels=labels, position_ids=positions)
 
 
-def collate(rows: Sequence[Row], *, pad_id: int) -> Batch:
-    """Pads on the right to the longest row, rounded up to a multiple of 8; padding is never supervised.
+def collate(rows: Sequence[Row], *, pad_id: int, device_type: str = "cpu") -> Batch:
+    """Pads on the right to the longest row, rounded up to the multiple that `device_type` wants; padding is never supervised.
 
     Rows of one document each get a mask. Where one is packed, all get positions instead, and padding is a document of its own.
     """
-    longest = max(len(row.input_ids) for row in rows)
-    longest += -longest % MULTIPLE
+    longest = padded_length(max(len(row.input_ids) for row in rows), device_type)
     input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.long)
     labels = torch.full((len(rows), longest), IGNORED, dtype=torch.long)
     mask = torch.zeros((len(rows), longest), dtype=torch.long)
     packed = any(row.documents for row in rows)
     positions = torch.empty_like(mask) if packed else None
+    lengths: list[int] = []
     for i, row in enumerate(rows):
         n = len(row.input_ids)
         input_ids[i, :n] = torch.tensor(row.input_ids, dtype=torch.long)
@@ -74,10 +88,12 @@ def collate(rows: Sequence[Row], *, pad_id: int) -> Batch:
         if positions is not None:
             labels[i, 0] = IGNORED
             parts = [*(row.documents or (n,)), longest - n]
+            lengths += parts
             positions[i] = torch.cat([torch.arange(part) for part in parts])
     # the first label of a row predicts nothing: the loss looks at labels[1:]
     counted = (F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten() != IGNORED).nonzero().squeeze(-1)
-    return Batch(input_ids, None if packed else mask, labels, int(mask.sum()), counted.numel(), positions, counted)
+    documents = Documents.of(lengths) if packed else None
+    return Batch(input_ids, None if packed else mask, labels, int(mask.sum()), counted.numel(), positions, counted, documents)
 
 
 def epoch_order(rows: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:

@@ -152,7 +152,8 @@ class Loop:
         self.pace.start()
         self.model.train()
         batches = [
-            collate(self.stream.take(train.batch_size), pad_id=self.tokenizer.pad_token_id).to(self.device) for _ in range(train.accumulate)
+            collate(self.stream.take(train.batch_size), pad_id=self.tokenizer.pad_token_id, device_type=self.device.type).to(self.device)
+            for _ in range(train.accumulate)
         ]
         logging = step % run.log_every == 0 or step in (1, self.plan.total)
         rate = learning_rate(train, step, self.plan.total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +11,10 @@ from torch import Tensor, nn
 from ..data.rows import IGNORED
 from ..dtypes import to_torch
 from ..environment.planned import stands_for
+from ..ops.attention import Documents
 from ..optimize import deferring
+from ..optimize.attention import why_no_document_mask
+from ..optimize.document_mask import DocumentMask, why_mask_is_read
 from .batches import Batch
 
 
@@ -22,8 +26,24 @@ def batch_loss_sum(model: nn.Module, batch: Batch, *, dtype: str = "fp32") -> Te
     with deferring() if dtype == "fp32" else nullcontext():
         if batch.position_ids is not None and takes_one_row(model):
             batch = batch.as_one_row()
-        logits = model(**batch.inputs).logits
+        logits = model(**model_inputs(model, batch)).logits
         return token_loss_sum(logits, batch.labels, dtype=dtype, counted=batch.counted)
+
+
+def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """What the model's forward is given: the smallest mask with which every supervised token sees what it should.
+
+    Right padding needs none under causal attention: no real token attends to what comes after it, and nothing is counted of padding. A mask
+    costs the fast kernels, so that models keep one only where they read it otherwise. On a GPU packed documents are told apart by their
+    bounds, which also let windows and softcaps run in kernels.
+    """
+    inputs = batch.inputs
+    if stands_for(batch.input_ids.device) == "cuda" and not why_no_document_mask(model):
+        documents = batch.documents or Documents.rows(*batch.input_ids.shape, batch.input_ids.device)
+        return inputs | {"attention_mask": DocumentMask(documents)}
+    if batch.attention_mask is not None and not why_mask_is_read(model):
+        return inputs | {"attention_mask": None}
+    return inputs
 
 
 def takes_one_row(model: nn.Module) -> bool:

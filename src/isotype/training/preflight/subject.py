@@ -29,7 +29,7 @@ class Subject:
         return self.prepared.data.longest(self.config.train.batch_size)
 
     def batch_of(self, rows: list[Row]) -> Batch:
-        return collate(rows, pad_id=self.prepared.tokenizer.pad_token_id).to(self.prepared.device)
+        return collate(rows, pad_id=self.prepared.tokenizer.pad_token_id, device_type=self.prepared.device.type).to(self.prepared.device)
 
     @cached_property
     def formats(self) -> set[str]:
