@@ -6,7 +6,7 @@ and have no autocast: inside `planned_for` autocast is a value of this module, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -74,6 +74,20 @@ def planned_autocast(dtype: torch.dtype | None) -> Iterator[None]:
 
 def autocast_off() -> AbstractContextManager[Any]:
     return nullcontext() if _State.cast is None else planned_autocast(None)
+
+
+def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, under this moment's planned autocast whenever it is called; itself outside `planned_for`."""
+    if _State.device_type is None:
+        return function
+    cast = _State.cast
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # inside backward PyTorch has taken the mode off: `backward` itself went through it
+        with planned_autocast(cast), _FollowsAutocast():
+            return function(*args, **kwargs)
+
+    return run
 
 
 class _FollowsAutocast(TorchFunctionMode):

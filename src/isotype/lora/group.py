@@ -61,29 +61,39 @@ def parts(bs: Sequence[Tensor | None]) -> list[slice]:
     return [slice(ends[i], ends[i + 1]) for i in range(len(bs))]
 
 
-def multiply(x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]) -> Multiplied:
-    """Every projection of x, in x's dtype."""
-    weights, biases, a_masters, b_masters, keeps = (flat[i::TENSORS] for i in range(TENSORS))
+class Branches(NamedTuple):
+    """x Aᵀ of all projections, and A and B as cast down."""
+
+    xa_TR: Tensor
+    a_RK: Tensor
+    bs: list[Tensor | None]
+
+
+def branches(x_TK: Tensor, flat: Sequence[Tensor | None]) -> Branches:
+    """The adapters' part of `multiply` that backward needs too."""
+    a_masters, b_masters, keeps = flat[2::TENSORS], flat[3::TENSORS], flat[4::TENSORS]
     a_narrow = [a.to(x_TK.dtype) for a in a_masters if a is not None]
     bs = [None if b is None else b.to(x_TK.dtype) for b in b_masters]
-    slices = parts(bs)
     if not a_narrow:
-        a_RK = x_TK.new_empty(0, x_TK.shape[1])
-        xa_TR = x_TK[:, :0]
-    else:
-        a_RK = a_narrow[0] if len(a_narrow) == 1 else torch.cat(a_narrow)
-        if all(keep is None for keep in keeps):
-            xa_TR = scaled_product(x_TK, a_RK.t())
-        else:
-            xa_TR = torch.cat([kept(x_TK, keep) @ a_RK[part].t() for keep, part in zip(keeps, slices)], 1)
+        return Branches(x_TK[:, :0], x_TK.new_empty(0, x_TK.shape[1]), bs)
+    a_RK = a_narrow[0] if len(a_narrow) == 1 else torch.cat(a_narrow)
+    if all(keep is None for keep in keeps):
+        return Branches(scaled_product(x_TK, a_RK.t()), a_RK, bs)
+    parted = zip(keeps, parts(bs))
+    return Branches(torch.cat([kept(x_TK, keep) @ a_RK[part].t() for keep, part in parted], 1), a_RK, bs)
+
+
+def multiply(x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]) -> Multiplied:
+    """Every projection of x, in x's dtype."""
+    made = branches(x_TK, flat)
     ys = []
-    for weight, bias, b, state, part, scale in zip(weights, biases, bs, states, slices, scales):
+    for weight, bias, b, state, part, scale in zip(flat[0::TENSORS], flat[1::TENSORS], made.bs, states, parts(made.bs), scales):
         assert weight is not None
         y_TO = base_product(x_TK, weight, bias, state)
         if b is not None:
-            add_product_(y_TO, xa_TR[:, part], b.t(), scale)
+            add_product_(y_TO, made.xa_TR[:, part], b.t(), scale)
         ys.append(y_TO)
-    return Multiplied(ys, xa_TR, a_RK, bs)
+    return Multiplied(ys, *made)
 
 
 def branch_gradient(dys: Sequence[Tensor | None], bs: Sequence[Tensor | None], scales: Sequence[float], like_TR: Tensor) -> Tensor:

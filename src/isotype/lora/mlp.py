@@ -3,27 +3,122 @@
 Saved for backward: x, gate's and up's outputs, and tokens x rank; neither the activation nor the product, which one pass makes again
 together with their gradients. Gate and up may be one layer of twice the width.
 
+In a layer that is recomputed, backward owns gate's and up's outputs: on a GPU their gradients are written over them, and the product and
+its gradient exist for one tile of tokens at a time, so that two tensors of tokens x inner features are alive instead of six. The recompute
+leaves down's base product out where nothing reads the layer's output again: backward needs its input's product with A and nothing else.
+
 T tokens, K in features, I inner features, R ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops.autocast import autocast_off
-from ..ops.gated import Gated, gated_gradients, gated_product
+from ..ops.backend import fused_runs
+from ..ops.gated import Gated, gated_gradients, gated_gradients_, gated_product
+from ..ops.recompute import count_mlp, is_recomputed, output_is_unused, unwritten
 from .dtypes import LoraDtypes
-from .group import TENSORS, Projection, branch_gradient, input_gradient, multiply, parts, tensor_gradients, wants_input
+from .group import (
+    TENSORS,
+    Branches,
+    Projection,
+    branch_gradient,
+    branches,
+    input_gradient,
+    multiply,
+    parts,
+    tensor_gradients,
+    wants_input,
+)
+from .linear import base_weight
+from .products import product_fp32
+
+# Tokens of a tile: a product of 4,096 x 4,096 x 14,336 is 0.6 ms on an H200, a hundred launches
+TILE = 4096
 
 
 def halves(ys: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """(gate, up) of two layers' outputs, or of one layer's."""
     gate, up = ys if len(ys) == 2 else ys[0].chunk(2, dim=-1)
     return gate, up
+
+
+def _out_features(weight: Tensor, state: Any) -> int:
+    return int((weight if state is None else state).shape[0])
+
+
+def _tiles(tokens: int) -> Iterator[slice]:
+    return (slice(start, min(start + TILE, tokens)) for start in range(0, max(tokens, 1), TILE))
+
+
+def _branch_of_product(kind: Gated, gate_TI: Tensor, up_TI: Tensor, flat: Sequence[Tensor | None]) -> Branches:
+    """What backward needs of down: its input's product with A, made tile by tile on a GPU, where each tile fills the device."""
+    if flat[4] is not None or not fused_runs(gate_TI) or gate_TI.shape[0] <= TILE:
+        return branches(gated_product(kind, gate_TI, up_TI), flat)
+    made = [branches(gated_product(kind, gate_TI[rows], up_TI[rows]), flat) for rows in _tiles(gate_TI.shape[0])]
+    return made[0]._replace(xa_TR=torch.cat([m.xa_TR for m in made]))
+
+
+class _Down(NamedTuple):
+    """Down's backward: gradients of its tensors, and of gate's and up's outputs, whose product its input is."""
+
+    kind: Gated
+    dy_TK: Tensor
+    compute: torch.dtype
+    ha_TR: Tensor
+    a_RI: Tensor
+    b: Tensor | None
+    weight: Tensor
+    keep: Tensor | None
+    scale: float
+    state: Any
+    leaves: Sequence[torch.dtype | None]
+
+    def gradients(
+        self, gate_TI: Tensor, up_TI: Tensor, needs: Sequence[bool], *, tiled: bool
+    ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """(gradient of gate, of up, those of down's tensors).
+
+        tiled   gate and up are the caller's to overwrite
+        """
+        narrow_TK, slices = self.dy_TK.to(self.compute), parts([self.b])
+        dha_TR = branch_gradient([narrow_TK], [self.b], [self.scale], self.ha_TR)
+        tiled = tiled and fused_runs(gate_TI) and gate_TI.is_contiguous() and up_TI.is_contiguous() and not needs[0]
+        if not tiled:
+            dh_TI = self._input_gradient(dha_TR, narrow_TK, self.weight, self.state, slices)
+            dgate_TI, dup_TI, h_TI = gated_gradients(self.kind, gate_TI, up_TI, dh_TI)
+            del dh_TI
+            return dgate_TI, dup_TI, self._tensors(h_TI, self.ha_TR, dha_TR, narrow_TK, slices, needs)
+        # widened once for all tiles; a kept copy of a recompute is this one
+        weight = base_weight(self.weight, self.state, self.compute)
+        grads: list[Tensor | None] = [None] * TENSORS
+        da_fp32: Tensor | None = None
+        for rows in _tiles(gate_TI.shape[0]):
+            dh_TI = self._input_gradient(dha_TR[rows], narrow_TK[rows], weight, None, slices)
+            _, _, h_TI = gated_gradients_(self.kind, gate_TI[rows], up_TI[rows], dh_TI)
+            if needs[2]:
+                part = product_fp32(dha_TR[rows], h_TI)
+                da_fp32 = part if da_fp32 is None else da_fp32.add_(part)
+        # bias and B read dy and x Aᵀ alone
+        small = (needs[0], needs[1], False, needs[3], needs[4])
+        grads = self._tensors(None, self.ha_TR, dha_TR, narrow_TK, slices, small)
+        if da_fp32 is not None:
+            assert self.leaves[2] is not None
+            grads[2] = da_fp32.to(self.leaves[2])
+        return gate_TI, up_TI, grads
+
+    def _input_gradient(self, dha_TR: Tensor, dy: Tensor, weight: Tensor, state: Any, slices: Sequence[slice]) -> Tensor:
+        return input_gradient(dha_TR, self.a_RI, [dy], [weight], [state], [self.keep], slices, self.compute)
+
+    def _tensors(
+        self, h: Tensor | None, ha: Tensor, dha: Tensor, dy: Tensor, slices: Sequence[slice], needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        return tensor_gradients(h, ha, dha, [dy], [self.dy_TK], [self.scale], [self.keep], slices, needs, self.leaves)
 
 
 class LoraMlp(torch.autograd.Function):
@@ -35,10 +130,20 @@ class LoraMlp(torch.autograd.Function):
     ) -> Tensor:
         needs = ctx.needs_input_grad[5:]
         x_TK = x.reshape(-1, x.shape[-1])
+        count_mlp()
+        ctx.owns = is_recomputed()
         with autocast_off(x):
             x_TK = x_TK.to(dtypes.compute)
             inner = multiply(x_TK, flat[:-TENSORS], scales[:-1], states[:-1])
-            outer = multiply(gated_product(kind, *halves(inner.ys)), flat[-TENSORS:], scales[-1:], states[-1:])
+            gate, up = halves(inner.ys)
+            if output_is_unused():
+                outer = _branch_of_product(kind, gate, up, flat[-TENSORS:])
+                weight = flat[-TENSORS]
+                assert weight is not None
+                y_TO = unwritten((x_TK.shape[0], _out_features(weight, states[-1])), x_TK, dtypes.compute)
+            else:
+                made = multiply(gated_product(kind, gate, up), flat[-TENSORS:], scales[-1:], states[-1:])
+                outer, y_TO = Branches(made.xa_TR, made.a_RK, made.bs), made.ys[0]
         saved_x = x_TK if wants_input(needs[:-TENSORS]) else None
         ctx.save_for_backward(
             saved_x, inner.xa_TR, inner.a_RK, outer.xa_TR, outer.a_RK,
@@ -46,7 +151,7 @@ class LoraMlp(torch.autograd.Function):
         )  # fmt: skip
         ctx.kind, ctx.scales, ctx.states, ctx.dtypes, ctx.x_shape, ctx.x_dtype = kind, scales, states, dtypes, x.shape, x.dtype
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
-        return outer.ys[0].view(*x.shape[:-1], outer.ys[0].shape[-1])
+        return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -57,17 +162,10 @@ class LoraMlp(torch.autograd.Function):
         ys, bs, weights, keeps = rest[:n], rest[n : 2 * n + 1], rest[2 * n + 1 : 3 * n + 2], rest[3 * n + 2 :]
         compute = ctx.dtypes.compute
         with autocast_off(dy):
-            # down: its input's gradient first, because its input is made again in the same pass as gate's and up's gradients
             dy_TK = dy.reshape(-1, dy.shape[-1])
-            narrow, slices = [dy_TK.to(compute)], parts(bs[-1:])
-            dha_TR = branch_gradient(narrow, bs[-1:], scales[-1:], ha_TR)
-            dh_TI = input_gradient(dha_TR, a_RI, narrow, weights[-1:], states[-1:], keeps[-1:], slices, compute)
-            dgate_TI, dup_TI, h_TI = gated_gradients(ctx.kind, *halves(ys), dh_TI)
-            del dh_TI
-            last = tensor_gradients(
-                h_TI, ha_TR, dha_TR, narrow, [dy_TK], scales[-1:], keeps[-1:], slices, needs[-TENSORS:], leaves[-TENSORS:]
-            )  # fmt: skip
-            del h_TI
+            down = _Down(ctx.kind, dy_TK, compute, ha_TR, a_RI, bs[-1], weights[-1], keeps[-1], scales[-1], states[-1], leaves[-TENSORS:])
+            gate, up = halves(ys)
+            dgate_TI, dup_TI, last = down.gradients(gate, up, needs[-TENSORS:], tiled=ctx.owns and keeps[-1] is None and n == 2)
             dys = [dgate_TI, dup_TI] if n == 2 else [torch.cat((dgate_TI, dup_TI), -1)]
             slices = parts(bs[:-1])
             dxa_TR = branch_gradient(dys, bs[:-1], scales[:-1], xa_TR)

@@ -125,10 +125,9 @@ def by_the_op(original: Callable[..., Any], *, eager: bool) -> Callable[..., Any
                 raise UsageError(
                     "a mask of documents reached an attention that cannot read it", fix="model.attention: flash, or no packing"
                 )
-            documents, window = attention_mask.documents, others.get("sliding_window")
-            if documents.whole_rows and (window is None or window >= query.shape[2]):
-                documents = None
+            window = others.get("sliding_window")
             window = None if window is None or window >= query.shape[2] else window
+            documents = None if attention_mask.documents.whole_rows and window is None else attention_mask.documents
             made = attention(
                 query, key, value, causal=True, scale=scaling, window=window, softcap=others.get("softcap"), documents=documents
             )

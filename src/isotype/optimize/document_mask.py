@@ -35,7 +35,7 @@ def why_mask_is_read(model: Any) -> str:
     """What in this model reads a mask of padding besides a causal attention, or "": then right padding needs no mask at all, since no real
     token attends to what comes after it."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "is_encoder_decoder", False):
         return "its encoder attends to both sides"

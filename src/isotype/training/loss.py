@@ -39,7 +39,7 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """
     inputs = batch.inputs
     if stands_for(batch.input_ids.device) == "cuda" and not why_no_document_mask(model):
-        documents = batch.documents or Documents.rows(*batch.input_ids.shape, batch.input_ids.device)
+        documents = batch.documents or Documents.rows(batch.input_ids.shape[0], batch.input_ids.shape[1], batch.input_ids.device)
         return inputs | {"attention_mask": DocumentMask(documents)}
     if batch.attention_mask is not None and not why_mask_is_read(model):
         return inputs | {"attention_mask": None}

@@ -62,7 +62,10 @@ class MixedAdamW(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(p, dtype=self._state_dtype)
             state["exp_avg_sq"] = torch.zeros_like(p, dtype=self._state_dtype)
         state["step"] += 1
-        numbers = AdamwNumbers(group["lr"], *group["betas"], group["eps"], group["weight_decay"], state["step"])
+        numbers = AdamwNumbers(
+            lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"],
+            step=state["step"],
+        )  # fmt: skip
         adamw_(
             p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"], numbers,
             # another number for each parameter and step; both stay within 63 bits
@@ -72,7 +75,8 @@ class MixedAdamW(torch.optim.Optimizer):
 
     def _reseed(self, step: int) -> None:
         for device in {p.device for group in self.param_groups for p in group["params"]}:
-            generator = self._generators.setdefault(device, torch.Generator(device))
+            # meta tensors draw nothing, and have no generator
+            generator = self._generators.setdefault(device, torch.Generator("cpu" if device.type == "meta" else device))
             generator.manual_seed(self._seed * 1_000_003 + step)
 
 
@@ -91,7 +95,8 @@ def build_optimizer(model: nn.Module, train: TrainSection, precision: Precision,
         except ImportError:
             raise UsageError("train.optimizer: adamw8bit needs bitsandbytes", fix="pip install 'isotype[quant]'") from None
         return bitsandbytes.optim.AdamW8bit(groups, lr=train.learning_rate, betas=betas, eps=train.epsilon)
-    if precision.trainable == precision.grads == precision.optimizer == "fp32":
+    # torch's fused AdamW refuses meta tensors, with which a memory plan runs; MixedAdamW's kernel has its operands and results
+    if precision.trainable == precision.grads == precision.optimizer == "fp32" and not any(p.is_meta for p in trainable):
         return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.epsilon, fused=True)
     return MixedAdamW(
         groups,

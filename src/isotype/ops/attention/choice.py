@@ -33,7 +33,7 @@ def _capability(index: int | None) -> tuple[int, int]:
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Compute capability; None off CUDA, and for AMD's GPUs, whose numbers mean something else."""
     if is_planned(device) and stands_for(device) == "cuda":
-        return PLANNED
+        return PLANNED if not torch.cuda.is_available() else _capability(torch.cuda.current_device())
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return _capability(device.index)

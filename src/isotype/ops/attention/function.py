@@ -14,10 +14,10 @@ from ...environment.planned import is_planned, stands_for
 from ...errors import DtypeError, ShapeError, UsageError
 from ..autocast import autocast_dtype, autocast_off
 from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs
+from ..recompute import attention_results
 from . import cpp, cuda, flex
 from .choice import Backend, on_a_gpu
 from .documents import Documents
-from .kept import kept_or_computed
 from .reference import attention_reference, in_window
 
 
@@ -45,7 +45,7 @@ class Attention(torch.autograd.Function):
             return cpp.attention_forward(q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
 
         with autocast_off(q_BNSD):
-            out_BNSD, *kept = kept_or_computed(run)
+            out_BNSD, *kept = attention_results(run)
         ctx.save_for_backward(q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, *kept)
         ctx.causal, ctx.scale, ctx.backend, ctx.documents, ctx.window = causal, scale, backend, documents, window
         return out_BNSD

@@ -9,7 +9,7 @@ blocks, as glibc does, sits above it.
 from __future__ import annotations
 
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...config.schema import RunConfig, TrainSection
 from ...dtypes import to_torch
+from ...environment.planned import planned_for, stands_for
 from ...errors import UsageError
 from ...model.adapter import attach_adapter
 from ...model.load import require_bitsandbytes
+from ...ops.attention import Documents
 from ...ops.backend import using
 from ...ops.linear_cross_entropy.scratch import scratch as head_scratch
 from ...optimize import optimize
@@ -29,7 +31,7 @@ from ...precision.accumulate import GradientAccumulator
 from ...precision.apply import apply_precision, generating
 from ...precision.precision import Precision
 from ...precision.quantised_base import of_config
-from ..batches import MULTIPLE, Batch
+from ..batches import Batch, padded_length
 from ..evaluate import evaluation_mode
 from ..loss import batch_loss_sum
 from ..optimizer import build_optimizer
@@ -140,16 +142,12 @@ def plan_memory(
     length   tokens of the longest row
     packing  rows are packed: attention gets a mask of every document instead of the causal one it makes itself
     pauses   the evaluations and samples between steps
-    A GPU's step is simulated where PyTorch reaches one; elsewhere what is held is exact, and `not_simulated` says why there is no more.
+    A GPU's step is simulated on meta tensors that stand for its own, whether a GPU is here or not. Where a step cannot be simulated, what
+    is held is exact, and `not_simulated` says why there is no more.
     """
-    length += -length % MULTIPLE
+    length = padded_length(length, device_type)
     held = _held(made.model, train, precision)
     apply_checkpointing(made.model, checkpointing)
-    if device_type == "cuda" and not torch.cuda.is_available():
-        # autograd asks a device for its guard, also of a tensor without data: without CUDA that ends the interpreter, past every except
-        return replace(
-            held, peak=held.held, rows=train.batch_size, length=length, not_simulated="this PyTorch reaches no GPU to plan a step for"
-        )
     try:
         return _simulated(
             made.model, train, precision, length=length, device_type=device_type, held=held, packing=packing, pauses=pauses or Pauses()
@@ -196,23 +194,22 @@ def _simulated(
     packing: bool,
     pauses: Pauses,
 ) -> MemoryPlan:
-    live = LiveBytes(device_type, {**scratch(), **head_scratch()})
-    # on a CPU without a compiler the ops are plain PyTorch, and take more; elsewhere there are kernels
-    kernels = nullcontext() if device_type == "cpu" else using("cpp")
-    with FakeTensorMode(allow_non_fake_inputs=True), live, _quiet(), kernels:
-        _make_fake(model, torch.device(device_type))
+    device = torch.device("cpu" if device_type == "cpu" else "meta")
+    live = LiveBytes(device.type, {**scratch(), **head_scratch()})
+    with _without_data(device_type), live, _quiet():
+        _make_fake(model, device)
         accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
         plain = train.model_copy(update={"optimizer": "adamw"}) if train.optimizer == "adamw8bit" else train
         optimizer = build_optimizer(model, plain, precision, accumulator.gradient)
         stepper = Stepper(model, optimizer, accumulator, precision, train)
-        batch = _batch(train.batch_size, length, torch.device(device_type), packing=packing)
+        batch = _batch(train.batch_size, length, device, packing=packing)
         after_forward: list[int] = []
         counting = model.register_forward_hook(lambda *_: after_forward.append(live.now))
 
         # the first step makes the optimizer's states, so the second is the one that counts
         stepper.accumulate([batch])
         if train.optimizer == "adamw8bit":
-            states = [torch.empty(held.optimizer, dtype=torch.uint8, device=device_type)]
+            states = [torch.empty(held.optimizer, dtype=torch.uint8, device=device)]
         else:
             states = []
             optimizer.step()
@@ -232,8 +229,8 @@ def _simulated(
         peak, update = max(peak_step, live.peak), live.peak - before_update
         counting.remove()
         accumulator.zero()
-        evaluation = _evaluation(model, live, pauses, precision, torch.device(device_type), packing=packing)
-        sampling = _sampling(model, live, pauses.sample_length, torch.device(device_type))
+        evaluation = _evaluation(model, live, pauses, precision, device, packing=packing)
+        sampling = _sampling(model, live, pauses.sample_length, device)
         between = live.now + max(evaluation, sampling or 0)
         accumulator.close()
     return replace(
@@ -253,7 +250,7 @@ def _evaluation(model: nn.Module, live: LiveBytes, pauses: Pauses, precision: Pr
     if not pauses.eval_rows:
         return 0
     live.restart_peak()
-    before, length = live.now, pauses.eval_length + -pauses.eval_length % MULTIPLE
+    before, length = live.now, padded_length(pauses.eval_length, stands_for(device))
     with evaluation_mode(model):
         batch_loss_sum(model, _batch(pauses.eval_rows, length, device, packing=packing), dtype=precision.loss)
     return live.peak - before
@@ -293,7 +290,11 @@ def _make_fake(model: nn.Module, device: torch.device) -> None:
 def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Batch:
     ids_BT, mask_BT, labels_BT = (torch.empty(rows, length, dtype=torch.long, device=device) for _ in range(3))
     mask, positions = (None, mask_BT) if packing else (mask_BT, None)
-    return Batch(ids_BT, mask, labels_BT, rows * length, rows * (length - 1), positions)
+    supervised = rows * (length - 1)
+    counted = torch.empty(supervised, dtype=torch.long, device=device)
+    # as many documents as rows: how many there really are changes no tensor's size but their bounds'
+    documents = Documents.rows(rows, length, device)._replace(whole_rows=False) if packing else None
+    return Batch(ids_BT, mask, labels_BT, rows * length, supervised, positions, counted, documents)
 
 
 def _with_adapter(base: Any, config: RunConfig) -> nn.Module:
@@ -315,6 +316,18 @@ def _give_angles(model: nn.Module) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if name.endswith("inv_freq"):
                 module._buffers[name] = torch.linspace(1.0, 0.1, buffer.numel()).view(buffer.shape)
+
+
+@contextmanager
+def _without_data(device_type: str) -> Iterator[None]:
+    """Operators compute shapes and dtypes only: of fake tensors on a CPU, of meta tensors that stand for another device's."""
+    if device_type == "cpu":
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+        return
+    # each op as one operator that makes its results, as its kernels do
+    with planned_for(device_type), using("cpp"):
+        yield
 
 
 @contextmanager

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ...config.schema import TrainSection
 from ...errors import UsageError
+from .layer_call import call_and_recompute
 from .offload import HostMemory
 
 NONE, LAYERS, OFFLOAD, AUTO = "none", "layers", "layers+offload", "auto"
@@ -23,12 +24,14 @@ NONE, LAYERS, OFFLOAD, AUTO = "none", "layers", "layers+offload", "auto"
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """What a run does. `layers`: positions of those that recompute, among `of`; `reason`: the file, or what `auto` found."""
+    """What a run does. `layers`: positions of those that recompute, among `of`; `reason`: the file, or what `auto` found;
+    `keep_attention`: their attentions' outputs are kept."""
 
     kind: str
     layers: tuple[int, ...] = ()
     of: int = 0
     reason: str = "train.gradient_checkpointing"
+    keep_attention: bool = False
 
     def __str__(self) -> str:
         if self.kind == NONE:
@@ -101,14 +104,11 @@ def checkpointable(model: nn.Module) -> list[nn.Module]:
 
 def apply_checkpointing(model: nn.Module, what: Checkpointing) -> None:
     """Sets every layer's switch, on or off. May be called again with something else."""
-    function: Callable[..., Any] = HostMemory() if what.kind == OFFLOAD else recomputed
+    keep: Callable[..., Any] = partial(call_and_recompute, keep_attention=what.keep_attention)
+    function = HostMemory(call=keep) if what.kind == OFFLOAD else keep
     for position, layer in enumerate(checkpointable(model)):
         layer.gradient_checkpointing = WhileRecording() if position in what.layers else False  # type: ignore[assignment]
         layer._gradient_checkpointing_func = function  # type: ignore[assignment]
-
-
-def recomputed(function: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(function, *args, use_reentrant=False)
 
 
 class WhileRecording:
