@@ -46,6 +46,11 @@ def is_recomputed() -> bool:
     return bool(_running) and not _running[-1].recomputing
 
 
+def is_recomputing() -> bool:
+    """Whether what runs now is a layer's forward inside backward."""
+    return bool(_running) and _running[-1].recomputing
+
+
 def count_mlp() -> None:
     if is_recomputed():
         _running[-1].mlps += 1

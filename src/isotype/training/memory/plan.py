@@ -105,7 +105,7 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
     dtype = precision.trainable if every_weight else precision.unquantised
     # flash and flex have sdpa's memory, and need packages or devices that a plan does not
     attention = "eager" if config.model.attention == "eager" else "sdpa"
-    with torch.device("meta"), _quiet():
+    with torch.device("meta"), quiet():
         base = AutoModelForCausalLM.from_config(
             architecture, dtype=to_torch(dtype), attn_implementation=attention, trust_remote_code=config.model.trust_remote_code
         )
@@ -196,13 +196,13 @@ def _simulated(
 ) -> MemoryPlan:
     device = torch.device("cpu" if device_type == "cpu" else "meta")
     live = LiveBytes(device.type, {**scratch(), **head_scratch()})
-    with _without_data(device_type), live, _quiet():
-        _make_fake(model, device)
+    with without_data(device_type), live, quiet():
+        make_fake(model, device)
         accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
         plain = train.model_copy(update={"optimizer": "adamw"}) if train.optimizer == "adamw8bit" else train
         optimizer = build_optimizer(model, plain, precision, accumulator.gradient)
         stepper = Stepper(model, optimizer, accumulator, precision, train)
-        batch = _batch(train.batch_size, length, device, packing=packing)
+        batch = rows_without_data(train.batch_size, length, device, packing=packing)
         after_forward: list[int] = []
         counting = model.register_forward_hook(lambda *_: after_forward.append(live.now))
 
@@ -252,7 +252,7 @@ def _evaluation(model: nn.Module, live: LiveBytes, pauses: Pauses, precision: Pr
     live.restart_peak()
     before, length = live.now, padded_length(pauses.eval_length, stands_for(device))
     with evaluation_mode(model):
-        batch_loss_sum(model, _batch(pauses.eval_rows, length, device, packing=packing), dtype=precision.loss)
+        batch_loss_sum(model, rows_without_data(pauses.eval_rows, length, device, packing=packing), dtype=precision.loss)
     return live.peak - before
 
 
@@ -271,7 +271,7 @@ def _sampling(model: Any, live: LiveBytes, length: int, device: torch.device) ->
     return live.peak - before
 
 
-def _make_fake(model: nn.Module, device: torch.device) -> None:
+def make_fake(model: nn.Module, device: torch.device) -> None:
     """Replaces parameters and buffers on the meta device by fake ones; tied parameters stay tied."""
     memo: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -287,7 +287,7 @@ def _make_fake(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
 
 
-def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Batch:
+def rows_without_data(rows: int, length: int, device: torch.device, *, packing: bool) -> Batch:
     ids_BT, mask_BT, labels_BT = (torch.empty(rows, length, dtype=torch.long, device=device) for _ in range(3))
     mask, positions = (None, mask_BT) if packing else (mask_BT, None)
     supervised = rows * (length - 1)
@@ -319,7 +319,7 @@ def _give_angles(model: nn.Module) -> None:
 
 
 @contextmanager
-def _without_data(device_type: str) -> Iterator[None]:
+def without_data(device_type: str) -> Iterator[None]:
     """Operators compute shapes and dtypes only: of fake tensors on a CPU, of meta tensors that stand for another device's."""
     if device_type == "cpu":
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -331,7 +331,7 @@ def _without_data(device_type: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """What libraries advise about a model without data is no news to the user."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
