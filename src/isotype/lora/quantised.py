@@ -8,6 +8,7 @@ T tokens, K in features, O out features.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -81,9 +82,12 @@ def _kept_copy(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
         kept = Kept(widened(packed, state, dtype), packed)
         setattr(state, _KEPT, kept)
 
+        # the engine holds the callback until the whole backward has ended, and with it every layer's copy if it named one
+        left = weakref.ref(kept)
+
         def drop() -> None:
             # an output that nobody used has no backward
-            if getattr(state, _KEPT, None) is kept:
+            if left() is not None and getattr(state, _KEPT, None) is left():
                 delattr(state, _KEPT)
 
         torch.autograd.Variable._execution_engine.queue_callback(drop)  # type: ignore[attr-defined]
