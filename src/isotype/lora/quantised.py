@@ -1,7 +1,8 @@
 """A bitsandbytes 4-bit weight: its product, the copy that backward needs, and a linear layer over both.
 
-A weight is widened once a use: for forward's product, and for backward's. Under gradient checkpointing the recompute's copy is kept for
-the backward that follows it, and goes with it: three copies become two, for one layer's weights held wide while that layer is worked on.
+A weight is widened once a use: for forward's product, and for backward's. Under gradient checkpointing on a CPU the recompute's copy is
+kept for the backward that follows it, and goes with it: three copies become two, for one layer's weights held wide while that layer is
+worked on. On a GPU widening is one launch at 85% of the bandwidth, 1% of a step of Llama-3.1-8B's for 318 MB held: it is done again.
 
 T tokens, K in features, O out features.
 """
@@ -41,7 +42,7 @@ class Kept:
 def product_4bit(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None) -> Tensor:
     """x @ Wᵀ + bias in x's dtype: with a copy that backward will use too in a recompute; with the weight widened by one kernel on a GPU; by
     bitsandbytes' own kernels elsewhere, and for the single row of a generated token, which needs no copy of the weight."""
-    if recomputing():
+    if recomputing() and not fused_runs(packed):
         return F.linear(x_TK, _kept_copy(packed, state, x_TK.dtype), bias)
     if fused_runs(packed) and x_TK.numel() > x_TK.shape[-1]:
         return F.linear(x_TK, widened(packed, state, x_TK.dtype), bias)

@@ -15,17 +15,22 @@ from torch import Tensor
 _running: list[RecomputedLayer] = []
 
 
+def _as_is(x: Any) -> Any:
+    return x
+
+
 class RecomputedLayer:
     """One call of one layer. `run` it first for the forward, then for every recompute.
 
     results      of the attentions in the forward, in order, where they are kept: output and logsumexp, 8 KiB and 128 bytes a token with
-                 32 heads of 128 in bf16
+                 32 heads of 128 in bf16; `put` takes each away and `get` brings it back
     mlps         fused MLPs that the forward called
     last_unused  whether the layer ends in `residual + mlp(...)`, so that nothing in backward needs the one MLP's own output
     """
 
-    def __init__(self, *, keep_attention: bool) -> None:
-        self.keep_attention, self.results = keep_attention, list[tuple[Tensor, ...]]()
+    def __init__(self, *, keep_attention: bool, put: Callable[[Tensor], Any] = _as_is, get: Callable[[Any], Tensor] = _as_is) -> None:
+        self.keep_attention, self.results = keep_attention, list[tuple[Any, ...]]()
+        self.put, self.get = put, get
         self.again = self.last_unused = False
         self.mlps = 0
 
@@ -69,11 +74,11 @@ def attention_results(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor
     if not layer.recomputing:
         made = compute()
         # aliases: autograd writes the graph onto the very tensors that a function returns
-        layer.results.append(tuple(t.detach() for t in made))
+        layer.results.append(tuple(layer.put(t.detach()) for t in made))
         return made
     # a recompute calls what the forward called, in its order
     kept, layer.next = layer.results[layer.next], layer.next + 1
-    return tuple(t.detach() for t in kept)
+    return tuple(layer.get(t).detach() for t in kept)
 
 
 def _ends_in_an_mlp(output: Any) -> bool:

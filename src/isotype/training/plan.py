@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config.load import LoadedConfig
 from ..config.schema import RunConfig
+from ..config.sizes import bytes_of
 from ..data.facts import source_lines
 from ..data.load import load_data
 from ..data.prompts import prompts_from
@@ -161,7 +162,12 @@ def plan(loaded: LoadedConfig) -> Plan:
 
     if config.train.gradient_checkpointing == AUTO:
         checkpointing, memory = auto_checkpointing(
-            simulate, layers=len(checkpointable(made.model)), has=hardware.memory, besides=process, device_type=device_type
+            simulate,
+            layers=len(checkpointable(made.model)),
+            has=hardware.memory,
+            besides=process,
+            device_type=device_type,
+            target=None if config.train.memory is None else bytes_of(config.train.memory),
         )
     else:
         checkpointing = as_configured(made.model, config.train)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..config.schema import RunConfig
+from ..config.sizes import bytes_of
 from ..data.load import load_data
 from ..data.prompts import prompts_from
 from ..data.rows import LoadedData, SamplePrompt
@@ -131,7 +132,8 @@ def choose_checkpointing(
         return_freed_blocks()  # else the process would grow past the plan
     if train.gradient_checkpointing != AUTO:
         return as_configured(model, train)
-    if not near:
+    target = None if train.memory is None else bytes_of(train.memory)
+    if not near and (target is None or most - besides <= target):
         return Checkpointing(NONE, reason=f"auto: the step cannot take more than {shown(most)} of {shown(has)}")
     made = outline(load_architecture(config.model, tokenizer), config, precision, device_type=device.type)
 
@@ -147,7 +149,9 @@ def choose_checkpointing(
             pauses=pauses,
         )
 
-    found, _ = auto_checkpointing(simulate, layers=len(checkpointable(model)), has=has, besides=besides, device_type=device.type)
+    found, _ = auto_checkpointing(
+        simulate, layers=len(checkpointable(model)), has=has, besides=besides, device_type=device.type, target=target
+    )
     return found
 
 

@@ -86,7 +86,7 @@ class HostMemory:
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         # checkpoint saves the layer's inputs outside its own hooks: these see them and nothing else
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-            return self.call(function, *args)
+            return self.call(function, *args, put=self.pack, get=self.unpack)
 
     def __deepcopy__(self, memo: Any) -> HostMemory:
         return HostMemory(call=self.call)

@@ -38,13 +38,18 @@ class Checkpointing:
             return f"none ({self.reason})"
         n = len(self.layers)
         which = "all" if n == self.of else f"the first {n}" if self.layers == tuple(range(n)) else " ".join(map(str, self.layers))
-        return f"{self.kind}: {which} of {self.of} ({self.reason})"
+        kept = ", attention kept" if self.keep_attention else ""
+        return f"{self.kind}: {which} of {self.of}{kept} ({self.reason})"
 
     def as_settings(self) -> dict[str, Any]:
         """The configuration that gives exactly this."""
         n = len(self.layers)
         given: Any = "all" if n == self.of else n if self.layers == tuple(range(n)) else list(self.layers)
-        return {"train.gradient_checkpointing": self.kind, "train.checkpointed_layers": "all" if self.kind == NONE else given}
+        return {
+            "train.gradient_checkpointing": self.kind,
+            "train.checkpointed_layers": "all" if self.kind == NONE else given,
+            "train.keep_attention": self.keep_attention,
+        }
 
 
 def check_settings(train: TrainSection, *, device_type: str) -> None:
@@ -60,6 +65,13 @@ def check_settings(train: TrainSection, *, device_type: str) -> None:
             f"train.checkpointed_layers: {train.checkpointed_layers} has no effect with train.gradient_checkpointing: {kind}",
             fix="train.gradient_checkpointing: layers",
         )
+    if kind in (NONE, AUTO) and train.keep_attention:
+        raise UsageError(
+            f"train.keep_attention has no effect with train.gradient_checkpointing: {kind}",
+            fix="train.gradient_checkpointing: layers, or leave train.keep_attention to auto",
+        )
+    if kind != AUTO and train.memory is not None:
+        raise UsageError(f"train.memory has no effect with train.gradient_checkpointing: {kind}", fix="train.gradient_checkpointing: auto")
 
 
 def as_configured(model: nn.Module, train: TrainSection) -> Checkpointing:
@@ -73,7 +85,9 @@ def as_configured(model: nn.Module, train: TrainSection) -> Checkpointing:
             f"train.gradient_checkpointing: {train.gradient_checkpointing}: this architecture marks no layers that could be recomputed",
             fix="train.gradient_checkpointing: none",
         )
-    return Checkpointing(train.gradient_checkpointing, chosen(train.checkpointed_layers, of), of)
+    return Checkpointing(
+        train.gradient_checkpointing, chosen(train.checkpointed_layers, of), of, keep_attention=train.keep_attention
+    )  # fmt: skip
 
 
 def chosen(layers: str | int | list[int], of: int) -> tuple[int, ...]:
