@@ -167,11 +167,11 @@ class TrainSection(Section):
     checkpointed_layers: Literal["all"] | PositiveInt | EveryKth | list[Annotated[int, Field(ge=0)]] = "all"
     """Which layers: `all`, a number (the first ones, which save most), `every 2`, or a list of positions from 0."""
     keep_attention: bool = False
-    """With `layers`: attention's output and logsumexp are kept, so that backward does not compute attention again; with `layers+offload` they
+    """With `layers`: attention's output and logsumexp are kept, and backward does not compute attention again; with `layers+offload` they
     wait in host memory. About twice what a layer keeps otherwise. `auto` keeps them where they fit."""
     memory: MemorySize | None = None
-    """What the step may take at its peak, by its plan (`20GiB`, `800MiB`): a target for `gradient_checkpointing: auto`, which otherwise uses
-    as much memory as there is to be fast."""
+    """What the step may take at its peak, by its plan (`20GiB`, `800MiB`): a target for `gradient_checkpointing: auto`, which otherwise
+    takes all the memory there is to be fast."""
     seed: int = 0
     """Of weights, data order, dropout and sampling."""
     deterministic: bool = False

@@ -26,6 +26,7 @@ from .dtypes import LoraDtypes
 from .group import (
     TENSORS,
     Branches,
+    Multiplied,
     Projection,
     branch_gradient,
     branches,
@@ -54,6 +55,40 @@ def _out_features(weight: Tensor, state: Any) -> int:
 
 def _tiles(tokens: int) -> Iterator[slice]:
     return (slice(start, min(start + TILE, tokens)) for start in range(0, max(tokens, 1), TILE))
+
+
+def _forward(
+    kind: Gated, x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]
+) -> tuple[Multiplied, Branches, Tensor]:
+    """(gate and up, what backward needs of down, the output)."""
+    inner = multiply(x_TK, flat[:-TENSORS], scales[:-1], states[:-1])
+    gate, up = halves(inner.ys)
+    if output_is_unused():
+        weight = flat[-TENSORS]
+        assert weight is not None
+        return inner, _branch_of_product(kind, gate, up, flat[-TENSORS:]), unwritten(
+            (x_TK.shape[0], _out_features(weight, states[-1])), x_TK, x_TK.dtype
+        )  # fmt: skip
+    made = multiply(gated_product(kind, gate, up), flat[-TENSORS:], scales[-1:], states[-1:])
+    return inner, Branches(made.xa_TR, made.a_RK, made.bs), made.ys[0]
+
+
+def _forward_in_tiles(
+    kind: Gated, x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]
+) -> tuple[Multiplied, Branches, Tensor]:
+    """As `_forward`, a tile of tokens at a time; gate and up are given as tensors that hold nothing."""
+    wide = list(flat)
+    for i, state in enumerate(states):
+        weight = wide[TENSORS * i]
+        assert weight is not None
+        # once for all tiles
+        wide[TENSORS * i] = base_weight(weight, state, x_TK.dtype)
+    dense = (None,) * len(states)
+    parts_made = [_forward(kind, x_TK[rows], wide, scales, dense) for rows in _tiles(x_TK.shape[0])]
+    (first, outer, _), tokens = parts_made[0], x_TK.shape[0]
+    ys = [unwritten((tokens, y.shape[1]), x_TK, y.dtype) for y in first.ys]
+    inner = first._replace(ys=ys, xa_TR=torch.cat([made.xa_TR for made, _, _ in parts_made]))
+    return inner, outer._replace(xa_TR=torch.cat([made.xa_TR for _, made, _ in parts_made])), torch.cat([y for _, _, y in parts_made])
 
 
 def _branch_of_product(kind: Gated, gate_TI: Tensor, up_TI: Tensor, flat: Sequence[Tensor | None]) -> Branches:
@@ -134,16 +169,10 @@ class LoraMlp(torch.autograd.Function):
         ctx.owns = is_recomputed()
         with autocast_off(x):
             x_TK = x_TK.to(dtypes.compute)
-            inner = multiply(x_TK, flat[:-TENSORS], scales[:-1], states[:-1])
-            gate, up = halves(inner.ys)
-            if output_is_unused():
-                outer = _branch_of_product(kind, gate, up, flat[-TENSORS:])
-                weight = flat[-TENSORS]
-                assert weight is not None
-                y_TO = unwritten((x_TK.shape[0], _out_features(weight, states[-1])), x_TK, dtypes.compute)
-            else:
-                made = multiply(gated_product(kind, gate, up), flat[-TENSORS:], scales[-1:], states[-1:])
-                outer, y_TO = Branches(made.xa_TR, made.a_RK, made.bs), made.ys[0]
+            # what this run saves is dropped where the layer runs again: then a tile's gate, up and product are all there is of them
+            tiled = ctx.owns and fused_runs(x_TK) and x_TK.shape[0] > TILE and all(keep is None for keep in flat[4::TENSORS])
+            run = _forward_in_tiles if tiled else _forward
+            inner, outer, y_TO = run(kind, x_TK, flat, scales, states)
         saved_x = x_TK if wants_input(needs[:-TENSORS]) else None
         ctx.save_for_backward(
             saved_x, inner.xa_TR, inner.a_RK, outer.xa_TR, outer.a_RK,

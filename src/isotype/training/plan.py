@@ -13,11 +13,13 @@ from ..data.facts import source_lines
 from ..data.load import load_data
 from ..data.prompts import prompts_from
 from ..data.rows import LoadedData, row_lengths
-from ..environment.hardware import Hardware, detect
+from ..environment.hardware import Hardware, by_name, detect
+from ..errors import UsageError
 from ..model.adapter import check_branch
 from ..model.load import check_vocabulary, load_architecture, load_tokenizer
 from ..precision.quantised_base import check_base, check_share, of_config
 from ..precision.resolve import Resolved
+from .ledger.step import Ledger, step_ledger
 from .loop import Plan as Schedule
 from .memory.auto_recomputation import auto_checkpointing
 from .memory.device import peak_memory, shown
@@ -47,6 +49,7 @@ class Plan:
     checkpointing: Checkpointing
     process: int = 0
     notes: Sequence[str] = field(default=())
+    ledger: Ledger | None = None
 
     @property
     def peak(self) -> int:
@@ -68,6 +71,7 @@ class Plan:
             "checkpointing": {**self.checkpointing.as_settings(), "of": self.checkpointing.of, "reason": self.checkpointing.reason},
             "memory": {**self.memory.as_json(), "process": self.process, "peak_with_process": self.peak, "fits": self.fits},
             "notes": list(self.notes),
+            **({} if self.ledger is None else {"ledger": self.ledger.as_json()}),
         }
 
     def as_text(self) -> str:
@@ -90,6 +94,7 @@ class Plan:
             *self._memory_lines(),
             *[f"warning     {f.code} {f.message}; {f.fix}" for f in self.resolved.warnings],
             *[f"note        {note}" for note in self.notes],
+            *([] if self.ledger is None else [self.ledger.as_text()]),
         ]
         return "\n".join(lines)
 
@@ -121,12 +126,18 @@ class Plan:
         return lines
 
 
-def plan(loaded: LoadedConfig) -> Plan:
-    """Works out everything that can be known before the weights are loaded. Raises UsageError as `train` would."""
+def plan(loaded: LoadedConfig, *, device: str | None = None, ledger: bool = False) -> Plan:
+    """Works out everything that can be known before the weights are loaded. Raises UsageError as `train` would.
+
+    device  plans for this one, as published, instead of the one that is here
+    ledger  records the launches of one step too
+    """
     config = loaded.config
     quiet_libraries()
-    hardware = detect(config.model.device)
+    hardware = detect(config.model.device) if device is None else _device(device)
     device_type = "cpu" if hardware.kind == "cpu" else "cuda"
+    if ledger and device_type == "cpu":
+        raise UsageError("--ledger lists the launches of a GPU, and this plan is for a CPU", fix="isotype plan --ledger --device h200")
     check_settings(config.train, device_type=device_type)
     resolved = resolve_precision(config, loaded.sources, hardware)
     check_branch(config, resolved.precision)
@@ -185,6 +196,20 @@ def plan(loaded: LoadedConfig) -> Plan:
         checkpointing=checkpointing,
         process=process,
         notes=tuple(notes),
+        ledger=step_ledger(
+            made,
+            config.train,
+            resolved.precision,
+            hardware,
+            architecture,
+            length=longest,
+            rank=config.adapter.r if config.adapter.kind == "lora" else 0,
+            checkpointing=checkpointing,
+            memory=memory,
+            packing=config.data.packing,
+        )
+        if ledger
+        else None,
     )
     if found.fits is False:
         recompute = "train.gradient_checkpointing=layers, " if checkpointing.kind == NONE else ""
@@ -199,6 +224,10 @@ def plan(loaded: LoadedConfig) -> Plan:
             }
         )
     return found
+
+
+def _device(name: str) -> Hardware:
+    return detect("cpu") if name == "cpu" else by_name(name)
 
 
 def _inner(model: Any) -> Any:
