@@ -69,14 +69,23 @@ class Branches(NamedTuple):
     bs: list[Tensor | None]
 
 
+def cast_down(flat: Sequence[Tensor | None], dtype: torch.dtype, features: int) -> tuple[Tensor, list[Tensor | None]]:
+    """Every A in one tensor, and each B, in the products' dtype."""
+    a_narrow = [a.to(dtype) for a in flat[2::TENSORS] if a is not None]
+    bs = [None if b is None else b.to(dtype) for b in flat[3::TENSORS]]
+    if not a_narrow:
+        weight = flat[0]
+        assert weight is not None
+        return torch.empty(0, features, dtype=dtype, device=weight.device), bs
+    return a_narrow[0] if len(a_narrow) == 1 else torch.cat(a_narrow), bs
+
+
 def branches(x_TK: Tensor, flat: Sequence[Tensor | None]) -> Branches:
     """The adapters' part of `multiply` that backward needs too."""
-    a_masters, b_masters, keeps = flat[2::TENSORS], flat[3::TENSORS], flat[4::TENSORS]
-    a_narrow = [a.to(x_TK.dtype) for a in a_masters if a is not None]
-    bs = [None if b is None else b.to(x_TK.dtype) for b in b_masters]
-    if not a_narrow:
-        return Branches(x_TK[:, :0], x_TK.new_empty(0, x_TK.shape[1]), bs)
-    a_RK = a_narrow[0] if len(a_narrow) == 1 else torch.cat(a_narrow)
+    keeps = flat[4::TENSORS]
+    a_RK, bs = cast_down(flat, x_TK.dtype, x_TK.shape[1])
+    if not a_RK.shape[0]:
+        return Branches(x_TK[:, :0], a_RK, bs)
     if all(keep is None for keep in keeps):
         return Branches(scaled_product(x_TK, a_RK.t()), a_RK, bs)
     parted = zip(keeps, parts(bs))

@@ -30,6 +30,7 @@ from .group import (
     Projection,
     branch_gradient,
     branches,
+    cast_down,
     input_gradient,
     multiply,
     parts,
@@ -37,7 +38,7 @@ from .group import (
     wants_input,
 )
 from .linear import base_weight
-from .products import product_fp32
+from .products import product_fp32, scaled_product
 
 # Tokens of a tile: a product of 4,096 x 4,096 x 14,336 is 0.6 ms on an H200, a hundred launches
 TILE = 4096
@@ -156,6 +157,73 @@ class _Down(NamedTuple):
         return tensor_gradients(h, ha, dha, [dy], [self.dy_TK], [self.scale], [self.keep], slices, needs, self.leaves)
 
 
+def _backward_can_start_at_x(flat: Sequence[Tensor | None], needs: Sequence[bool]) -> bool:
+    """Whether `_Whole` computes every gradient that is wanted: of fp32 adapters, whose sums over tiles are then rounded once, and of x."""
+    adapters = [t for t in (*flat[2::TENSORS], *flat[3::TENSORS]) if t is not None]
+    frozen = not any(needs[0::TENSORS]) and all(bias is None for bias in flat[1::TENSORS])
+    return frozen and wants_input(needs[:-TENSORS]) and all(t.dtype == torch.float32 for t in adapters)
+
+
+def _nothing_but_adapters(x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]) -> tuple[Multiplied, Branches, Tensor]:
+    """What a recompute saves for a backward that starts at x: A and B as cast down; everything of tokens is left to it."""
+    tokens, dtype = x_TK.shape[0], x_TK.dtype
+    widths = [_out_features(w, s) for w, s in zip(flat[0::TENSORS], states) if w is not None]
+    a_RK, inner_bs = cast_down(flat[:-TENSORS], dtype, x_TK.shape[1])
+    a_RI, outer_bs = cast_down(flat[-TENSORS:], dtype, widths[0] if len(widths) == 3 else widths[0] // 2)
+    ys = [unwritten((tokens, width), x_TK, dtype) for width in widths[:-1]]
+    xa_TR, ha_TR = (unwritten((tokens, a.shape[0]), x_TK, dtype) for a in (a_RK, a_RI))
+    return Multiplied(ys, xa_TR, a_RK, inner_bs), Branches(ha_TR, a_RI, outer_bs), unwritten((tokens, widths[-1]), x_TK, dtype)
+
+
+class _Whole(NamedTuple):
+    """The backward of the three layers from x on, a tile of tokens at a time: gate, up, their gradients and the product exist for one tile.
+
+    wide   weights in the products' dtype
+    """
+
+    kind: Gated
+    a_RK: Tensor
+    a_RI: Tensor
+    bs: Sequence[Tensor | None]
+    wide: Sequence[Tensor]
+    scales: Sequence[float]
+    leaves: Sequence[torch.dtype | None]
+
+    def gradients(
+        self, x_TK: Tensor, dy_TK: Tensor, needs: Sequence[bool], x_dtype: torch.dtype | None
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """(gradient of x, or None; those of every tensor)."""
+        n, slices = len(self.bs) - 1, parts(self.bs[:-1])
+        flat: list[Tensor | None] = []
+        for weight, b, part in zip(self.wide, self.bs[:-1], slices):
+            flat += [weight, None, None if b is None else self.a_RK[part], b, None]
+        none: tuple[None, ...] = (None,) * n
+        totals: list[Tensor | None] = [None] * len(needs)
+        dx_TK = None if x_dtype is None else torch.empty(x_TK.shape, dtype=x_dtype, device=x_TK.device)
+        for rows in _tiles(x_TK.shape[0]):
+            x, dy = x_TK[rows], dy_TK[rows].to(x_TK.dtype)
+            inner = multiply(x, flat, self.scales[:-1], none)
+            dha = branch_gradient([dy], self.bs[-1:], self.scales[-1:], dy.new_empty(dy.shape[0], self.a_RI.shape[0]))
+            down = parts(self.bs[-1:])
+            dh = input_gradient(dha, self.a_RI, [dy], self.wide[-1:], [None], [None], down, x.dtype)
+            dgate, dup, h = gated_gradients_(self.kind, *halves(inner.ys), dh)
+            ha = scaled_product(h, self.a_RI.t()) if self.a_RI.shape[0] else h[:, :0]
+            last = tensor_gradients(
+                h, ha, dha, [dy], [dy], self.scales[-1:], [None], down, needs[-TENSORS:], self.leaves[-TENSORS:]
+            )  # fmt: skip
+            dys = [dgate, dup] if n == 2 else [torch.cat((dgate, dup), -1)]
+            dxa = branch_gradient(dys, self.bs[:-1], self.scales[:-1], inner.xa_TR)
+            first = tensor_gradients(
+                x, inner.xa_TR, dxa, dys, dys, self.scales[:-1], none, slices, needs[:-TENSORS], self.leaves[:-TENSORS]
+            )  # fmt: skip
+            for i, grad in enumerate((*first, *last)):
+                before = totals[i]
+                totals[i] = grad if before is None or grad is None else before.add_(grad)
+            if dx_TK is not None:
+                dx_TK[rows] = input_gradient(dxa, inner.a_RK, dys, self.wide[:-1], none, none, slices, dx_TK.dtype)
+        return dx_TK, totals
+
+
 class LoraMlp(torch.autograd.Function):
     """`lora_mlp`; tensors come flat, TENSORS a projection, down's last."""
 
@@ -170,9 +238,12 @@ class LoraMlp(torch.autograd.Function):
         with autocast_off(x):
             x_TK = x_TK.to(dtypes.compute)
             # what this run saves is dropped where the layer runs again: then a tile's gate, up and product are all there is of them
-            tiled = ctx.owns and fused_runs(x_TK) and x_TK.shape[0] > TILE and all(keep is None for keep in flat[4::TENSORS])
-            run = _forward_in_tiles if tiled else _forward
-            inner, outer, y_TO = run(kind, x_TK, flat, scales, states)
+            tiled = fused_runs(x_TK) and x_TK.shape[0] > TILE and all(keep is None for keep in flat[4::TENSORS])
+            if tiled and output_is_unused() and _backward_can_start_at_x(flat, needs):
+                inner, outer, y_TO = _nothing_but_adapters(x_TK, flat, states)
+            else:
+                run = _forward_in_tiles if tiled and ctx.owns else _forward
+                inner, outer, y_TO = run(kind, x_TK, flat, scales, states)
         saved_x = x_TK if wants_input(needs[:-TENSORS]) else None
         ctx.save_for_backward(
             saved_x, inner.xa_TR, inner.a_RK, outer.xa_TR, outer.a_RK,
@@ -192,6 +263,11 @@ class LoraMlp(torch.autograd.Function):
         compute = ctx.dtypes.compute
         with autocast_off(dy):
             dy_TK = dy.reshape(-1, dy.shape[-1])
+            if x_TK is not None and x_TK.shape[0] > 0 and ys[0].stride(-1) == 0:
+                # the recompute has left gate and up out
+                whole = _Whole(ctx.kind, a_RK, a_RI, bs, [base_weight(w, s, compute) for w, s in zip(weights, states)], scales, leaves)
+                dx_TK, grads = whole.gradients(x_TK, dy_TK, needs, ctx.x_dtype if ctx.needs_input_grad[0] else None)
+                return None if dx_TK is None else dx_TK.view(ctx.x_shape), None, None, None, None, *grads
             down = _Down(ctx.kind, dy_TK, compute, ha_TR, a_RI, bs[-1], weights[-1], keeps[-1], scales[-1], states[-1], leaves[-TENSORS:])
             gate, up = halves(ys)
             dgate_TI, dup_TI, last = down.gradients(gate, up, needs[-TENSORS:], tiled=ctx.owns and keeps[-1] is None and n == 2)
