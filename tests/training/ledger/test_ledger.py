@@ -49,14 +49,14 @@ def test_a_product_reads_its_operands_writes_its_result_and_multiplies():
 
 
 def test_views_and_memory_that_is_handed_out_are_no_launches():
-    x = of(8, 16)
+    x, ids, table = of(8, 16), torch.zeros(4, dtype=torch.long, device="meta"), of(1000, 16)
     assert launched(lambda: (x.t(), x.view(4, 32), x[2:], x.expand(3, 8, 16), torch.empty_like(x), x.detach())) == []
     (row,) = launched(lambda: x.copy_(of(8, 16)))
     assert row.bytes == 2 * 2 * 8 * 16
     (row,) = launched(x.zero_)
     assert row.bytes == 2 * 8 * 16
     # the rows that are looked up, not the table
-    (row,) = launched(lambda: torch.nn.functional.embedding(torch.zeros(4, dtype=torch.long, device="meta"), of(1000, 16)))
+    (row,) = launched(lambda: torch.nn.functional.embedding(ids, table))
     assert row.bytes == 2 * 2 * 4 * 16 + 8 * 4
 
 
