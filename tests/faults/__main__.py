@@ -43,7 +43,7 @@ ALL = (Part.kills, Part.disk, Part.corruption, Part.nan)
 def faults(
     parts: Annotated[
         list[Part] | None,
-        typer.Argument(metavar="[PART ...]", help="kills, disk, corruption, nan; all of these by default. And matrix, fuzz."),
+        typer.Argument(metavar="[PART ...]", help="kills, disk, corruption, nan: the default. And matrix, fuzz."),
     ] = None,
     kills: Annotated[int, typer.Option("--kills", min=1, help="How many SIGKILLs.")] = 200,
     inputs: Annotated[int, typer.Option("--inputs", min=1, help="How many hostile inputs for fuzz.")] = 100_000,
@@ -53,7 +53,7 @@ def faults(
     seed: Annotated[int, typer.Option("--seed", help="Of every random moment and place.")] = 0,
     minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="No trial begins after so many.")] = 30.0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A slice, bounded by counts: 3 kills, 4 cells, 400 hostile inputs, 9 others.")
+        bool, typer.Option("--quick", help="A slice by counts: 3 kills, 4 cells, 400 hostile inputs, 9 others.")
     ] = False,
     folder: Annotated[
         Path | None, typer.Option("--folder", help="Where runs go, kept afterwards. Default: a temporary one.", show_default=False)
