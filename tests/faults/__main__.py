@@ -52,9 +52,7 @@ def faults(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of every random moment and place.")] = 0,
     minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="No trial begins after so many.")] = 30.0,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A slice by counts: 3 kills, 4 cells, 400 hostile inputs, 9 others.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A slice by counts: 3 kills, 4 cells, 400 hostile inputs, 9 others.")] = False,
     folder: Annotated[
         Path | None, typer.Option("--folder", help="Where runs go, kept afterwards. Default: a temporary one.", show_default=False)
     ] = None,

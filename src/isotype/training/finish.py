@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from ..dtypes import to_torch
 from ..model.adapter import save_adapter
+from ..model.saved_form import cast_once, digests, embedding_and_head, refuse_untrue_config, trained_tensors, write_config
 from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.checkpoint.snapshot import restore_model
@@ -42,10 +42,11 @@ def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     trained = evaluate(
         loop.model, check_rows(rows), batch_size=batch_size, pad_id=pad, device=loop.device, loss_dtype=precision.loss
     ).loss  # fmt: skip
+    weights = digests(trained_tensors(loop.model), to_torch(precision.save_adapter if adapter else precision.save_model))
     _free(loop, prepared)
     reloaded = verify_result(
-        target, prepared.source, precision, rows, trained_loss=trained, batch_size=batch_size, tokenizer=prepared.tokenizer,
-        config=config.model, device=prepared.device, adapter=adapter,
+        target, prepared.source, precision, rows, trained_loss=trained, weights=weights, batch_size=batch_size,
+        tokenizer=prepared.tokenizer, config=config.model, device=prepared.device, adapter=adapter,
     )  # fmt: skip
     return {
         "status": "done",
@@ -65,12 +66,12 @@ def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
 def save_model(model: Any, folder: Path, precision: Precision) -> None:
     """An ordinary Hugging Face folder in `save_model`'s dtype."""
     dtype = to_torch(precision.save_model)
-    state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in model.state_dict().items()}
-    model.save_pretrained(folder, state_dict=state)
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")  # else dtype="auto" would widen it to what it was trained in
-    file.write_text(json.dumps(config, indent=2) + "\n")
+    names, state = embedding_and_head(model), model.state_dict()
+    tied = state[names[0]].data_ptr() == state[names[1]].data_ptr() if names else None
+    model.save_pretrained(folder, state_dict=cast_once(state, dtype))
+    write_config(folder, dtype, tied=tied)
+    if names:
+        refuse_untrue_config(folder, *names)
     (folder / "precision.json").write_text(precision.as_file())
 
 
