@@ -14,6 +14,7 @@ from ..data.prompts import prompts_from
 from ..data.rows import LoadedData, row_lengths
 from ..environment.hardware import Hardware, detect
 from ..model.adapter import check_branch
+from ..model.attention import said as attention_said
 from ..model.load import check_vocabulary, load_architecture, load_tokenizer
 from ..precision.quantised_base import check_base, check_share, of_config
 from ..precision.resolve import Resolved
@@ -38,6 +39,7 @@ class Plan:
     hardware: Hardware
     resolved: Resolved
     architecture: str
+    attention: str
     trainable: int
     total: int
     data: dict[str, Any]
@@ -61,6 +63,7 @@ class Plan:
             "device": self.hardware.as_json(),
             "precision": {"preset": self.resolved.preset, "why": self.resolved.why_preset, "roles": self.resolved.as_json()},
             "warnings": [f.as_json() for f in self.resolved.warnings],
+            "attention": self.attention,
             "parameters": {"architecture": self.architecture, "trainable": self.trainable, "total": self.total},
             "data": self.data,
             "schedule": self.schedule,
@@ -85,6 +88,7 @@ class Plan:
             f"  evaluation every {s['eval_every']}, checkpoint every {s['save_every']}, samples every {s['sample_every']} steps"
             if s["eval_every"]
             else f"  no evaluation, checkpoint every {s['save_every']}, samples every {s['sample_every']} steps",
+            f"attention   {self.attention}",
             f"recompute   {self.checkpointing}",
             *self._memory_lines(),
             *[f"warning     {f.code} {f.message}; {f.fix}" for f in self.resolved.warnings],
@@ -171,6 +175,7 @@ def plan(loaded: LoadedConfig) -> Plan:
         hardware=hardware,
         resolved=resolved,
         architecture=str(getattr(architecture, "model_type", "model")),
+        attention=attention_said(made.model, config.model.attention),
         trainable=made.trainable,
         total=made.total,
         data=_data(data),

@@ -21,6 +21,7 @@ from ..data.rows import LoadedData
 from ..environment.hardware import detect, measured_matmul_peak
 from ..environment.versions import environment
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
+from ..model import attention
 from ..model.adapter import trainable_share
 from ..precision.observe import Observer
 from ..runs.checkpoint.atomic_folder import refused
@@ -219,6 +220,9 @@ def _write_start(loaded: LoadedConfig, prepared: Prepared, plan: Plan, folder: R
     reasons["precision.preset"] = prepared.resolved.why_preset
     values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
     values["precision.preset"] = prepared.resolved.preset
+    if loaded.config.model.attention == attention.AUTO:
+        values["model.attention"] = attention.taken(prepared.model)
+        reasons["model.attention"] = attention.said(prepared.model, attention.AUTO)
     if loaded.config.train.gradient_checkpointing == "auto":
         settings = prepared.checkpointing.as_settings()
         values |= settings
@@ -271,6 +275,7 @@ def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) 
         ("data", data_line(prepared.data)),
         *[("", line) for line in [*source_lines(facts), *facts["notes"]]],
         *[("ops" if i == 0 else "", line) for i, line in enumerate(prepared.manifest.lines())],
+        ("attention", attention.said(prepared.model, config.model.attention)),
         ("recompute", str(prepared.checkpointing)),
         (
             "memory",
