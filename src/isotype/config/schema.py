@@ -32,7 +32,7 @@ class ModelSection(Section):
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer, when it is not the model's."""
     attention: Literal["auto", "sdpa", "eager", "flash", "flex"] = "auto"
-    """Attention implementation. `auto` takes sdpa where the family has it, else eager, and says which. `flash` needs a GPU and flash-attn."""
+    """Attention implementation. `auto` takes sdpa where the family has it, else eager. `flash` needs a GPU and flash-attn."""
     optimize: bool = True
     """Place Isotype's own ops (norms, rotary, gated MLP, head with loss) where they reproduce the model's; the manifest says where."""
     lora_branch: Literal["compute", "fp32"] = "compute"

@@ -60,11 +60,16 @@ def write_config(folder: Path, dtype: torch.dtype, *, tied: bool | None) -> None
 
 
 def refuse_untrue_config(folder: Path, embedding: str, head: str) -> None:
-    """Raises  RunError SV001 when the file holds a head that its config hides, or lacks one that its config promises."""
+    """Raises  RunError SV001 when the file holds a head that its config hides, or lacks one that its config promises.
+
+    Some families are saved under other names than the model's (GPT-NeoX's head is `embed_out`): there the names say nothing.
+    """
     tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings")
     names = stored_names(folder)
-    if embedding not in names or tied is None:
-        return  # saved under other names, as some families are
+    owner = head.rpartition(".")[0].rpartition(".")[0]  # of the head: "" where it is the model's own
+    beside = {name for name in names if name.startswith(owner) and "." not in name.removeprefix(owner).removesuffix(".weight")}
+    if embedding not in names or tied is None or (head not in names and beside):
+        return
     if tied == (head in names):
         how = "and has" if tied else "and lacks"
         raise _different(folder, f"config.json says tie_word_embeddings: {str(tied).lower()}, {how} {head}")

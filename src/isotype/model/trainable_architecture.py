@@ -1,4 +1,4 @@
-"""Which architectures learn to predict the next token: decoders. Encoders and encoder-decoders are refused before their weights are read."""
+"""Which architectures learn to predict the next token: decoders. Others are refused before their weights are read."""
 
 from __future__ import annotations
 

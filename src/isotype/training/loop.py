@@ -35,7 +35,7 @@ from ..runs.metrics import Metrics
 from .batches import Batch, RowFeed, collate
 from .console import Pace, RunConsole
 from .evaluate import evaluate
-from .finite import first_non_finite_trained
+from .finite import calmer_steps, first_non_finite_trained
 from .flops import StepFlops
 from .interrupt import Interrupt
 from .loss_scale import LossScale
@@ -321,7 +321,7 @@ class Loop:
         if bad := first_non_finite_trained(self.model):
             raise RunError(
                 f"step {self.progress.step}: parameter {bad} is not finite after the update: not saved", code="NF001",
-                fix="lower train.learning_rate, or set train.clip, and resume",
+                fix=f"{calmer_steps(self.config.train)}, and resume",
             )  # fmt: skip
         self.metrics.sync()
         random_tensors, random_json = random_state()

@@ -89,7 +89,10 @@ class Stepper:
         return [p.detach().flatten()[index] for p, index in self._sampled]
 
     def _not_finite(self, batches: Sequence[Batch], step: int, what: str) -> Exception:
-        return non_finite_error(self.model, list(batches), step=step, what=what, gradient=self.accumulator.gradient)
+        return non_finite_error(
+            self.model, list(batches), step=step, what=what, gradient=self.accumulator.gradient, train=self.train,
+            compute=self.precision.compute,
+        )  # fmt: skip
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:

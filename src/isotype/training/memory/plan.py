@@ -8,6 +8,7 @@ blocks, as glibc does, sits above it.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -325,6 +326,12 @@ def _give_angles(model: nn.Module) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """What libraries advise about a model without data is no news to the user."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    operators = logging.getLogger("torch._subclasses.fake_tensor")  # a traceback of an operator that cannot be simulated; the plan says so
+    before = operators.disabled
+    operators.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        operators.disabled = before

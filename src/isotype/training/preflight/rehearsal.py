@@ -181,7 +181,10 @@ def with_gradient_but_frozen(subject: Subject) -> Iterator[Finding]:
 def _not_finite(subject: Subject, what: str) -> Finding:
     stepper = subject.prepared.stepper
     batch = subject.batch_of(subject.longest_rows)
-    error = non_finite_error(subject.prepared.model, [batch], step=0, what=what, gradient=stepper.accumulator.gradient)
+    error = non_finite_error(
+        subject.prepared.model, [batch], step=0, what=what, gradient=stepper.accumulator.gradient, train=stepper.train,
+        compute=stepper.precision.compute,
+    )  # fmt: skip
     first, *rest = error.message.splitlines()
     return Finding(
         code="PF013", severity=Severity.ERROR, message=f"{what} is not finite on the longest rows, before anything was trained",
