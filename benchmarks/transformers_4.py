@@ -60,9 +60,9 @@ def write(folder: Path) -> None:
 
 def load(folder: Path) -> None:
     """Prints a line a case: the share of equal argmaxes, and the largest difference as a share of the largest logit."""
-    print(
-        f"transformers {transformers.__version__}, torch {torch.__version__}\n\n| case | config says tied | argmax equal | difference |\n|---|---|---|---|"
-    )
+    print(f"transformers {transformers.__version__}, torch {torch.__version__}\n")
+    print("| case | config says tied | argmax equal | difference |")
+    print("|---|---|---|---|")
     for place in sorted(p for p in folder.iterdir() if p.is_dir()):
         expected = torch.tensor(json.loads((place / "expected.json").read_text()))
         dtype = {"torch_dtype": torch.float32} if transformers.__version__ < "5" else {"dtype": torch.float32}
