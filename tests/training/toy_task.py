@@ -18,8 +18,7 @@ from isotype.optimize import Manifest
 from isotype.precision.apply import apply_precision
 from isotype.precision.precision import Precision
 from isotype.training.feed import RowStream
-from isotype.training.preflight.check import Check
-from isotype.training.task import Evaluation, Outline, StepOutline, Words
+from isotype.training.task import Check, Evaluation, Outline, StepOutline, Words
 from isotype.training.undisturbed import evaluation_mode
 
 Row = tuple[float, float]
