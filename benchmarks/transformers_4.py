@@ -29,7 +29,7 @@ def write(folder: Path) -> None:
     from isotype.inference.loaded import load_run
     from isotype.inference.merge import merge
     from isotype.precision.presets import PRESETS
-    from isotype.training.finish import save_model
+    from isotype.tasks.language.result import save_model
 
     torch.set_num_threads(2)
     tokenizer = train_tokenizer(["How much is 1 plus 2? 3."] * 4, vocabulary=300)

@@ -13,7 +13,7 @@ from isotype.config.load import load
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
 from isotype.report import write_report
-from isotype.training.run import train
+from isotype.tasks.choose import train
 
 HERE = Path(__file__).parent
 VERSIONS = sorted(p.name for p in HERE.iterdir() if p.name.startswith("written_"))

@@ -45,7 +45,7 @@ def write(target: Path) -> None:
     """A base, its data, two configurations, and the finished run of each: LoRA, and full fine-tuning in bf16 with rounding."""
     from isotype.config.load import load
     from isotype.data.small_model import train_tokenizer
-    from isotype.training.run import train
+    from isotype.tasks.choose import train
     from tests.models import SIZES, tiny
 
     target.mkdir()

@@ -15,7 +15,7 @@ from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
 from isotype.model.saved_form import cast_once, digests, refuse_difference, refuse_untrue_config, trained_tensors
 from isotype.runs.untrusted import CONSENT
-from isotype.training.run import train
+from isotype.tasks.choose import train
 from tests.models import lora
 
 TOKENS = torch.arange(3, 20)[None]

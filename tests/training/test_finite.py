@@ -7,7 +7,7 @@ import torch
 from tests.models import rows, tiny
 
 from isotype.config.schema import TrainSection
-from isotype.training.batches import collate
+from isotype.tasks.language.batches import collate
 from isotype.training.finite import non_finite_error
 
 
@@ -20,8 +20,9 @@ def test_advice_is_not_what_is_set_already(clip, compute, where):
     if where == "activation":
         model.model.layers[0].register_forward_hook(lambda module, given, output: output * float("inf"))
     gradient = (lambda p: torch.full_like(p, float("nan"))) if where == "gradient" else (lambda p: None)
+    batch = collate(rows(2), pad_id=0)
     error = non_finite_error(
-        model, [collate(rows(2), pad_id=0)], step=1, what="the loss", gradient=gradient, train=TrainSection(clip=clip), compute=compute
+        model, [lambda: model(**batch.inputs)], step=1, what="the loss", gradient=gradient, train=TrainSection(clip=clip), compute=compute
     )
     assert "train.learning_rate" in error.fix
     assert ("train.clip" in error.fix) == (clip == 0)

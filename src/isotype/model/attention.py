@@ -31,7 +31,9 @@ def taken(model: Any) -> str:
 
 
 def said(model: Any, asked: str) -> str:
-    """A line: what runs, and why where it was not asked for."""
+    """A line: what runs, and why where it was not asked for; "" for a model that is none of transformers'."""
+    if not hasattr(model, "config"):
+        return ""
     word = taken(model)
     if asked != AUTO:
         return word

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,10 @@ from ..config.schema import TrainSection
 from ..errors import RunError
 from ..precision.apply import inner_model
 from ..precision.observe import floating_tensors
-from .batches import Batch
-from .loss import takes_one_row
 
 
-def first_non_finite_module(model: nn.Module, batch: Batch) -> str | None:
-    """Runs the forward pass again and names the innermost module where a non-finite output first appears."""
+def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
+    """Runs the forward pass again, with its loss, and names the innermost module where a non-finite output first appears."""
     found: list[str] = []
     inner = inner_model(model)
 
@@ -31,7 +29,7 @@ def first_non_finite_module(model: nn.Module, batch: Batch) -> str | None:
     hooks = [m.register_forward_hook(hook(n or type(inner).__name__)) for n, m in inner.named_modules()]
     try:
         with torch.no_grad():
-            model(**(batch.as_one_row() if batch.position_ids is not None and takes_one_row(model) else batch).inputs)
+            forward()
     finally:
         for h in hooks:
             h.remove()
@@ -64,7 +62,7 @@ def calmer_steps(train: TrainSection) -> str:
 
 def non_finite_error(
     model: nn.Module,
-    batches: list[Batch],
+    passes: Sequence[Callable[[], object]],
     *,
     step: int,
     what: str,
@@ -72,9 +70,12 @@ def non_finite_error(
     train: TrainSection,
     compute: str,
 ) -> RunError:
-    """NF001 with the step, the module, and what to look at; advice only beyond what `train` and `compute` have already."""
+    """NF001 with the step, the module, and what to look at; advice only beyond what `train` and `compute` have already.
+
+    passes  the forward pass of each micro-batch, to be run again
+    """
     weights = non_finite_parameters(model)
-    module = next((m for b in batches if (m := first_non_finite_module(model, b))), None)
+    module = next((m for forward in passes if (m := first_non_finite_module(model, forward))), None)
     gradients = non_finite_gradients(model, gradient)
     if weights:
         where, fix = (
