@@ -39,7 +39,7 @@ def find(module: nn.Module) -> tuple[Replacement | None, str]:
     """What takes the place of the table, or None, and why."""
     forward: Any = type(module).forward
     reason = why_not_rebuilt(forward)
-    return (None, reason) if reason else (Replacement(TABLE, "cpu", Functions(forward.__globals__[TABLE])), "")
+    return (None, reason) if reason else (Replacement(TABLE, Functions), "")
 
 
 class Functions:
