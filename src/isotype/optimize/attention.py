@@ -74,7 +74,7 @@ def on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
         is_causal: bool | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        beyond = dropout or query.shape[2] < FEW or any(others.get(name) not in (None, False) for name in BEYOND)
+        beyond = dropout or query.shape[2] < FEW or any(others.get(name) is not None and others[name] is not False for name in BEYOND)
         if beyond or not kernels_take(autocast_dtype(query) or query.dtype, query, key, value, attention_mask):
             return original(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
         causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
