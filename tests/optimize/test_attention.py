@@ -126,10 +126,12 @@ def test_a_position_bias_is_the_models(family):
 
 
 def test_an_attention_function_of_the_users_is_not_replaced():
-    table = Functions({"sdpa": None})
+    from transformers import AttentionInterface
 
     def own(*args, **kwargs):
         raise AssertionError
 
-    table.table = type("Table", (), {"get_interface": lambda self, name, default: own})()
-    assert table.get_interface("sdpa", own) is own
+    table = AttentionInterface()
+    assert placed.Functions(table).get_interface("sdpa", own) is not table.get_interface("sdpa", own)
+    table["sdpa"] = own
+    assert placed.Functions(table).get_interface("sdpa", own) is own

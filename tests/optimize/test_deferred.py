@@ -168,7 +168,16 @@ def test_what_shares_memory_in_plain_logits_shares_writes():
     for f in (defer, F.linear):
         hidden, weight, _ = make()
         x = f(hidden, weight, None)
-        taken = [x.view(-1, 7), x[:, 1:], x[:, :-1].reshape(-1, 7), x.detach(), x.clone(), x * 2, x.float(), x.view(5, 2, 7)[1:].view(-1, 7)]
+        taken = [
+            x.view(-1, 7),
+            x[:, 1:],
+            x[:, :-1].reshape(-1, 7),
+            x.detach(),
+            x.clone(),
+            x * 2,
+            x.float(),
+            x.view(5, 2, 7)[1:].view(-1, 7),
+        ]
         with torch.no_grad():
             taken[1].argmax()
             taken[0][3] = 5.0

@@ -91,5 +91,7 @@ def test_logits_changed_in_place():
         flat = rows.reshape(-1, 96)
         return torch.nn.functional.cross_entropy(flat, batch()["labels"][:, 1:].reshape(-1)) + out.loss
 
-    for got, want in zip(*([loss, *torch.autograd.grad(loss, list(each.parameters()))] for each in (mine, model) for loss in [loss_of(each)])):
+    for got, want in zip(
+        *([loss, *torch.autograd.grad(loss, list(each.parameters()))] for each in (mine, model) for loss in [loss_of(each)])
+    ):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)

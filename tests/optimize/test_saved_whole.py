@@ -51,7 +51,11 @@ def same_behaviour(model, twin):
     assert torch.equal(*tokens)
 
 
-CASES = [*((family, "plain", "torch.save") for family in FAMILIES), *(("llama", "lora", way) for way in WAYS), ("phi3", "nf4", "torch.save")]
+CASES = [
+    *((family, "plain", "torch.save") for family in FAMILIES),
+    *(("llama", "lora", way) for way in WAYS),
+    ("phi3", "nf4", "torch.save"),
+]
 
 
 @pytest.mark.parametrize(("family", "kind", "way"), CASES)

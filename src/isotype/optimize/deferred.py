@@ -279,8 +279,10 @@ def _own_cross_entropy(
 
 def _requires_grad(x: DeferredLogits) -> bool:
     r = x.recipe
-    return x.computed.requires_grad if x.computed is not None else r.grad and any(
-        t is not None and t.requires_grad for t in (r.hidden, r.weight, r.bias)
+    return (
+        x.computed.requires_grad
+        if x.computed is not None
+        else r.grad and any(t is not None and t.requires_grad for t in (r.hidden, r.weight, r.bias))
     )
 
 
