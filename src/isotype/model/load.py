@@ -272,6 +272,10 @@ def _damaged(name: str, what: str, error: BaseException) -> UsageError:
         return UsageError(f"{what} {name}: its weights are damaged: {said}", fix=_AGAIN)
     if isinstance(error, ImportError):
         return UsageError(f"{what} {name}: {said}", fix=f"pip install {error.name}" if error.name else None)
+    if "Transformers does not recognize this architecture" in text:
+        return UsageError(f"{what} {name}: {said}", fix="a newer transformers may know it: pip install -U transformers")
+    if "Should have a `model_type` key" in text:
+        return UsageError(f"{what} {name}: {said}", fix=_AGAIN)
     if isinstance(error, ValueError | RuntimeError) and not isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
         return UsageError(f"{what} {name}: {said}")  # of the model's kind or of a setting, which another copy of the folder has too
     return UsageError(f"{what} {name}: {said if isinstance(error, OSError) else f'{type(error).__name__}: {said}'}", fix=_AGAIN)
