@@ -210,7 +210,7 @@ def wide_residual() -> Tiny:
 
 
 class RecomputedInFp16(MLP):
-    """The first forward is right; the one that backward asks for runs in fp16."""
+    """The first forward is right; the one that backward asks for takes its input through fp16."""
 
     def forward(self, x: Tensor) -> Tensor:
         calls = []
@@ -219,7 +219,7 @@ class RecomputedInFp16(MLP):
             calls.append(1)
             if len(calls) == 1:
                 return MLP.forward(self, x)
-            return in_fp16(self, x)
+            return MLP.forward(self, (x.half() * 1).to(x.dtype))
 
         return checkpoint(inner, x, use_reentrant=False, determinism_check="none")
 
