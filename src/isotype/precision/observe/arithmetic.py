@@ -50,6 +50,7 @@ class Arithmetic(TorchDispatchMode):
         self._pending: dict[int, tuple[str, str, Caller, str]] = {}  # products outside compute until their use is known
         self._routers: set[int] = set()
         self._wide_forward = False
+        self.attention_calls: list[torch.dtype] = []
         words = {precision.base, precision.trainable, precision.unquantised, precision.compute, precision.generate, "fp32"}
         self._stored = words | {precision.grads, precision.optimizer, precision.reduce, precision.save_model, precision.save_adapter}
         self._allowed = {FORWARD: {self.compute, "fp32"}, LOSS: {self.compute, precision.loss, "fp32"}, UPDATE: {"fp32"}}
@@ -66,8 +67,10 @@ class Arithmetic(TorchDispatchMode):
             if parameter.grad is not None:
                 self.lineages.set(parameter.grad, Lineage(WEIGHT))
             state = getattr(parameter, "quant_state", None)
-            for tensor in plain_tensors([v for v in vars(state).values()] if state is not None else [], []):
-                self.lineages.set(tensor, Lineage(WEIGHT))
+            while state is not None:  # a quantised weight's scales, which may be quantised themselves
+                for tensor in plain_tensors(list(vars(state).values()), []):
+                    self.lineages.set(tensor, Lineage(WEIGHT))
+                state = getattr(state, "state2", None)
         for buffer in model.buffers():
             self.lineages.set(buffer, Lineage(BUFFER))
         for module in model.modules():
@@ -212,17 +215,21 @@ class _Look:
         self._remember(made)
 
     def _remember(self, made: Lineage) -> None:
-        exact = self.op.kind == ops.EXACT
         for tensor in self.outputs:
-            if exact and any(tensor is t for t in self.inputs):
-                continue
-            self.mode.lineages.set(tensor, made)
+            if not self._is_view(tensor) or made.bits:
+                self.mode.lineages.set(tensor, made)
         for index, writes in enumerate(self.op.writes):
             value = self.args[index] if index < len(self.args) else None
             for tensor in plain_tensors(value if writes else None, []):
                 self.mode.lineages.set(tensor, made)
         for tensor in plain_tensors(self.kwargs.get("out"), []):
             self.mode.lineages.set(tensor, made)
+
+    def _is_view(self, output: Tensor) -> bool:
+        """Whether an output shares its storage with what was given, and nothing was written."""
+        if self.op.kind != ops.EXACT or any(self.op.writes):
+            return False
+        return any(self.mode.lineages.same(output, tensor) for tensor in self.inputs)
 
     def _created(self) -> None:
         written = self.op.name not in ops.UNWRITTEN or self.by.kind in (OURS, ENGINE)
@@ -245,7 +252,7 @@ class _Look:
                 if self.region != UPDATE and name(tensor.dtype) not in self.mode._stored | {"int8"}:
                     self._narrow_store(tensor)
                 self.mode.lineages.set(tensor, Lineage(BUFFER))
-            elif not lineage.written and not self._is_written(index):
+            elif not lineage.written and not self._is_written(index) and not any(map(self._is_view, self.outputs)):
                 self.unobserved(
                     f"memory written elsewhere in {self.module or self.region}",
                     f"{name(tensor.dtype)}{list(tensor.shape)} at {_short(self.by.file)}:{self.by.line} is read and was written by no "
@@ -321,6 +328,10 @@ class _Look:
             if not mode._wide_forward:
                 mode._product_outside("backward", dtype, self.by, self.symbol)
             self.seen.dtypes["mirrored_in_backward"][dtype] += 1
+        elif mode.attention_calls and _float(mode.attention_calls[-1]) == mode.compute:
+            # with dropout, and on devices without a kernel, PyTorch makes attention of fp32 products of what it got in `compute`
+            mode._wide_forward = True
+            self.seen.unseen_thing(mode.role, "inside PyTorch's attention, which is given and gives `compute`")
         elif adapter and mode.lora_branch in (None, dtype):
             mode._wide_forward = True
             self.seen.dtypes["lora_branch"][dtype] += 1

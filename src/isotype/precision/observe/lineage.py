@@ -82,6 +82,10 @@ class Lineages:
         found = self._known.get(key) if key else None
         return found[1] if found else None
 
+    def same(self, one: Tensor, other: Tensor) -> bool:
+        """Whether both lie in one storage."""
+        return bool(address := _address(one)) and address == _address(other)
+
     def set(self, tensor: Tensor, lineage: Lineage) -> None:
         key = _address(tensor)
         if not key:

@@ -22,7 +22,7 @@ from .callers import Caller
 from .escapes import Escapes
 from .lineage import NOTHING
 from .observation import UNSEEN, Observation
-from .regions import Call, Regions
+from .regions import Call, Regions, observing
 from .states import SCALES, allowed_beside, states_of
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
@@ -143,14 +143,15 @@ class Observer:
 
         with ExitStack() as stack:
             stack.enter_context(regions.followed())
-            given = self.model.register_forward_pre_hook(lambda m, args, kwargs: arithmetic.know_inputs((args, kwargs)), with_kwargs=True)
+            inputs = observing(lambda m, args, kwargs: arithmetic.know_inputs((args, kwargs)))
+            given = self.model.register_forward_pre_hook(inputs, with_kwargs=True)
             stack.callback(given.remove)
             for module_name, module in inner.named_modules():
-                hook = self._output_hook(observation, module_name or type(inner).__name__, role)
+                hook = observing(self._output_hook(observation, module_name or type(inner).__name__, role))
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             if optimizer is not None and gradient is not None:
                 stack.callback(optimizer.register_step_pre_hook(before_update).remove)
-            stack.enter_context(Escapes(escaped))
+            stack.enter_context(Escapes(escaped, arithmetic.attention_calls))
             stack.enter_context(arithmetic)
             yield observation
         arithmetic.finish()
@@ -182,7 +183,7 @@ class Observer:
                     observation.report(role, f"{what} is {dtype}, declared {compute}", symbol=what, observed=dtype, declared=compute)
                 elif not declared and not generating and module is not outermost and dtype in FLOATS and itemsize(dtype) > itemsize(compute):
                     observation.promotions[module_name, dtype] += 1
-                    if _is_stream(module, tensor, (args, kwargs)):
+                    if _is_stream(module_name, module, tensor, (args, kwargs)):
                         observation.report(
                             role, f"the residual stream leaves {module_name} in {dtype}, declared {compute}", symbol=module_name,
                             observed=dtype, declared=compute, cause="something widened it, and nothing narrows it again",
@@ -204,9 +205,14 @@ def _whole(buffer: Tensor) -> bool:
     return bool(((values == values.round()) | ~values.isfinite() | (values.abs() > 1e4)).all())
 
 
-def _is_stream(module: nn.Module, output: Tensor, given: Any) -> bool:
-    """Whether a module hands on what it got: it multiplies, and its output has its input's shape."""
+def _is_stream(module_name: str, module: nn.Module, output: Tensor, given: Any) -> bool:
+    """Whether a module hands on what it got: it multiplies, and its output has its input's shape.
+
+    Of transformers' own modules only the layers count: what is wide inside one is narrowed where it leaves (`apply_precision`).
+    """
     if output.dim() < 2 or not any(p.dim() > 1 for p in module.parameters()):
+        return False
+    if type(module).__module__.startswith("transformers.") and not module_name.rpartition(".")[2].isdigit():
         return False
     first = next(floating_tensors(given), None)
     return first is not None and first.shape == output.shape

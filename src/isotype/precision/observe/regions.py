@@ -14,6 +14,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 FORWARD, LOSS, BACKWARD, GRADIENTS, UPDATE = "forward", "loss", "backward", "gradients", "update"
 
 
+def observing(hook: Any) -> Any:
+    """Marks a hook that changes nothing, so that fused layers, which give way to a user's hooks, run in a watched step as in any other."""
+    hook.observes = True
+    return hook
+
+
 @dataclass
 class Call:
     """A module that is running, and the dtypes of the sums, powers and roots seen in it."""
@@ -59,8 +65,8 @@ class Regions:
         hooks: list[Any] = []
         for name, module in self.model.named_modules():
             with suppress(RuntimeError):  # a scripted module takes no hooks
-                hooks.append(module.register_forward_pre_hook(self._entering(name or type(module).__name__), prepend=True))
-                hooks.append(module.register_forward_hook(self._leaving, always_call=True))
+                hooks.append(module.register_forward_pre_hook(observing(self._entering(name or type(module).__name__)), prepend=True))
+                hooks.append(module.register_forward_hook(observing(self._leaving()), always_call=True))
         hooks += [register_optimizer_step_pre_hook(self._update(1)), register_optimizer_step_post_hook(self._update(-1))]
         try:
             yield
@@ -75,12 +81,15 @@ class Regions:
 
         return hook
 
-    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
-        while self.stack:
-            call = self.stack.pop()
-            if call.module is module:
-                self.left(call)
-                return
+    def _leaving(self) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            while self.stack:
+                call = self.stack.pop()
+                if call.module is module:
+                    self.left(call)
+                    return
+
+        return hook
 
     def _update(self, by: int) -> Any:
         def hook(*_: Any) -> None:
