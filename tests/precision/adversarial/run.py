@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from isotype.config.schema import TrainSection
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision, generating
-from isotype.precision.observe import Changes, Observation, Observer, is_observed
+from isotype.precision.observe import Observation, Observer, is_observed
 from isotype.precision.precision import Precision
-from isotype.training import step as step_module
-from isotype.training.batches import collate
+from isotype.tasks.language.batches import collate
+from isotype.tasks.language.loss import batch_loss_sum
 from isotype.training.optimizer import build_optimizer
 from isotype.training.step import Stepper
 
@@ -41,7 +42,8 @@ def set_up(model: nn.Module, precision: Precision, *, optimizer: str = "adamw", 
         apply_precision(model, precision, device_type="cpu")
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
     train = TrainSection(learning_rate=RATE, optimizer=optimizer)
-    stepper = Stepper(model, build_optimizer(model, train, precision, accumulator.gradient), accumulator, precision, train)
+    built = build_optimizer(model, train, precision, accumulator.gradient)
+    stepper = Stepper(model, built, accumulator, precision, train, partial(batch_loss_sum, dtype=precision.loss))
     return Run(model, stepper, Observer(model, precision))
 
 
@@ -53,7 +55,7 @@ def watched_step(run: Run, step: int, batches: Any = (BATCH,)) -> Observation:
     return seen
 
 
-def observed(program: Program, monkeypatch: Any) -> list[Observation]:
+def observed(program: Program) -> list[Observation]:
     """What every look of the program's run saw."""
     precision = PRESETS[program.preset].but(**program.precision)
     model = program.build()
@@ -64,13 +66,12 @@ def observed(program: Program, monkeypatch: Any) -> list[Observation]:
         return [seen]
     program.prepare(run)
     if run.loss is not None:
-        monkeypatch.setattr(step_module, "batch_loss_sum", lambda m, b, dtype: run.loss(m(**b.inputs).logits[:, :-1], b.labels[:, 1:]))
-    looks, changes = [], Changes(model)
+        run.stepper.loss_sum = lambda m, b: run.loss(m(**b.inputs).logits[:, :-1], b.labels[:, 1:])
+    looks = []
     for step in range(1, program.steps + 1):
         program.before_step(run, step)
-        if is_observed(step, every=100, seed=0, total=program.steps) or changes.found():
+        if is_observed(step, every=100, seed=0, total=program.steps) or run.observer.changed():
             looks.append(watched_step(run, step))
-            changes.remember()
         else:
             run.stepper([BATCH], step=step, learning_rate=RATE, watch_changes=False)
     return looks

@@ -7,11 +7,11 @@ callers       whose code asked for an operator
 escapes       values that leave PyTorch
 changes       what changed in a model between two looks, at no cost that shows
 schedule      which steps are looked at
+record        what `precision.json` says of all looks
 """
 
-from .changes import Changes
 from .observation import UNSEEN, Observation
 from .observer import Observer, floating_tensors, share_changed
 from .schedule import is_observed
 
-__all__ = ["UNSEEN", "Changes", "Observation", "Observer", "floating_tensors", "is_observed", "share_changed"]
+__all__ = ["UNSEEN", "Observation", "Observer", "floating_tensors", "is_observed", "share_changed"]

@@ -10,6 +10,7 @@ Native backward follows the forward that was judged, so its sums are not judged 
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from typing import Any
@@ -27,9 +28,12 @@ from .lineage import BUFFER, FLOAT_INPUT, INPUT, NOTHING, STATE, WEIGHT, Lineage
 from .observation import Observation
 from .regions import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE, Regions
 
+# autograd's nodes of products; other nodes, as a triangular solve's, may multiply in their own dtype
+_PRODUCT_NODE = re.compile(r"(Mm|Addmm|Bmm|Baddbmm|Addbmm|Mv|Addmv|Convolution|Linear|ScaledDot|GroupedMm|Trilinear)\w*Backward")
 _CHOICES = frozenset(("topk", "argmax", "sort", "argsort", "max"))
 # a table that is checked for loss by computing it again holds no more than this
 _SMALL = 1 << 20
+_TERMS = 4
 _OWN_KERNEL = "inside {}, an operator with a contract"
 
 
@@ -322,10 +326,10 @@ class _Look:
             self.seen.note(mode.role, self.symbol, dtype, mode.compute, allowed=(dtype,))
             return clean
         if self.by.kind == OURS:
-            self.seen.dtypes["lora_branch"][dtype] += 1
+            self.seen.dtypes["isotype_ops"][dtype] += 1
         elif self.by.kind == ENGINE and self.region == BACKWARD:
             # mirrors a forward product outside compute, which was judged; one without such a forward is autocast's
-            if not mode._wide_forward:
+            if not mode._wide_forward and _PRODUCT_NODE.match(type(torch._C._current_autograd_node()).__name__):
                 mode._product_outside("backward", dtype, self.by, self.symbol)
             self.seen.dtypes["mirrored_in_backward"][dtype] += 1
         elif mode.attention_calls and _float(mode.attention_calls[-1]) == mode.compute:
@@ -394,8 +398,8 @@ class _Look:
 
     def _hidden(self, lineage: Lineage, before: str, after: str) -> None:
         """A value with a mark is widened: what was lost is hidden from there on."""
-        if self.by.kind == OURS and self.region == FORWARD:
-            return
+        if self.region == FORWARD and (self.by.kind == OURS or self.mode.regions.inside(is_norm) is not None):
+            return  # a norm's own sums are judged by `norms`
         for mark in lineage.marks:
             if mark.kind == "reduced" and not mark.anywhere and mark.module != self.module:
                 continue
@@ -413,7 +417,8 @@ class _Look:
         narrow = itemsize(dtype) < 4
         if op.kind == ops.EXACT:
             return made
-        if region == FORWARD and op.name in ops.NORM_SUMS and (norm := self.mode.regions.inside(is_norm)) is not None:
+        norm = self.mode.regions.inside(is_norm) if region == FORWARD else None
+        if norm is not None and op.name in ops.NORM_SUMS:
             norm.sums.add(dtype)
         if region == FORWARD and made.activation:
             made = replace(made, marks=tuple(m for m in made.marks if m.kind == "reduced"))
@@ -427,17 +432,19 @@ class _Look:
         elif region == LOSS and made.activation and itemsize(dtype) < itemsize(precision.loss):
             self._narrower("loss", dtype, precision.loss)
         if not narrow:
-            if region == FORWARD and made.activation and itemsize(dtype) > itemsize(self.mode.compute):
-                self.seen.promotions[f"{op.name} in {self.module}", dtype] += 1
+            if region == FORWARD and norm is None and made.activation and itemsize(dtype) > itemsize(self.mode.compute):
+                self.seen.widened[f"{op.name} in {self.module}", dtype] += 1
             return made
         if region == BACKWARD:
-            if op.kind == ops.SUM and itemsize(dtype) < itemsize(precision.grads):
+            made = replace(made, added=made.added + (op.name in ("add", "sub", "addcmul", "lerp")))
+            # a few terms are a formula; more are a sum written as a loop
+            if (op.kind == ops.SUM or made.added > _TERMS) and itemsize(dtype) < itemsize(precision.grads):
                 self._narrower("grads", dtype, precision.grads)
             return made
         if region != FORWARD:
             return made
         if made.activation and by.kind != PRACTICE and itemsize(dtype) < itemsize(precision.norms):
-            if op.name in ops.NORMALISING and self.mode.regions.inside(is_norm) is None:
+            if op.name in ops.NORMALISING and norm is None:
                 self._narrower("norms", dtype, precision.norms)
         if by.kind == PRACTICE:
             return made

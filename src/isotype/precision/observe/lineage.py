@@ -33,13 +33,15 @@ class Mark(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Lineage:
     """from_  what it was made of: bits;  marks  what it lost;  written  whether an operator wrote it;  bits  floats seen as integers;
-    integers  floats cast to integers;  products  products outside `compute` that it depends on and whose use is not known yet."""
+    integers  floats cast to integers;  added  how many narrow additions in Python code of backward it is the end of;  products  products
+    outside `compute` that it depends on and whose use is not known yet."""
 
     from_: int = 0
     marks: tuple[Mark, ...] = ()
     written: bool = True
     bits: bool = False
     integers: bool = False
+    added: int = 0
     products: frozenset[int] = frozenset()
 
     @property
@@ -67,7 +69,13 @@ def joined(parts: list[Lineage]) -> Lineage:
     for part in parts:
         from_ |= part.from_
     return Lineage(
-        from_, marks, True, any(p.bits for p in parts), any(p.integers for p in parts), frozenset().union(*(p.products for p in parts))
+        from_,
+        marks,
+        True,
+        any(p.bits for p in parts),
+        any(p.integers for p in parts),
+        max(p.added for p in parts),
+        frozenset().union(*(p.products for p in parts)),
     )
 
 

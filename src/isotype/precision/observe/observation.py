@@ -26,7 +26,8 @@ class Observation:
     unseen       role -> reason -> how many of the same kind were not seen
     total        role -> how many there are, counted apart from the two: their sum, for every role
     violations   what broke the declaration
-    promotions   module outputs and arithmetic wider than `compute` that the declaration allows: (module, dtype), counted
+    promotions   module outputs wider than `compute` that the declaration allows: (module, dtype), counted
+    widened      arithmetic on activations that is wider than `compute`, outside norms: (operator in module, dtype), counted
     unobserved   place -> why nothing can be said of what happens there
     """
 
@@ -36,6 +37,7 @@ class Observation:
     total: Counter[str] = field(default_factory=Counter)
     violations: list[Finding] = field(default_factory=list)
     promotions: Counter[tuple[str, str]] = field(default_factory=Counter)
+    widened: Counter[tuple[str, str]] = field(default_factory=Counter)
     unobserved: dict[str, str] = field(default_factory=dict)
     _said: set[tuple[str, ...]] = field(default_factory=set)
 
@@ -46,6 +48,7 @@ class Observation:
             "unseen": {role: dict(count) for role, count in self.unseen.items() if count},
             "total": dict(self.total),
             "promotions": [{"module": module, "dtype": dtype, "times": n} for (module, dtype), n in self.promotions.most_common()],
+            "wide_arithmetic": [{"operator": where, "dtype": dtype, "times": n} for (where, dtype), n in self.widened.most_common()],
             "violations": [f.as_json() for f in self.violations],
             "unobserved": dict(self.unobserved),
         }

@@ -19,6 +19,7 @@ from ..apply import inner_model, is_norm, is_quantised
 from ..precision import Precision
 from .arithmetic import arithmetic_mode
 from .callers import Caller
+from .changes import Changes
 from .escapes import Escapes
 from .lineage import NOTHING
 from .observation import UNSEEN, Observation
@@ -39,7 +40,12 @@ class Observer:
 
     def __init__(self, model: nn.Module, precision: Precision, *, lora_branch: str | None = None) -> None:
         self.model, self.precision, self.lora_branch = model, precision, lora_branch
+        self._changes = Changes(model)
         self._buffers = {full: b.dtype for full, b in model.named_buffers() if b.is_floating_point()}
+
+    def changed(self) -> bool:
+        """Whether dtypes, hooks, classes or forwards are not as the last watched step left them: a reason to watch the next one."""
+        return self._changes.found()
 
     def look(
         self,
@@ -139,7 +145,8 @@ class Observer:
 
         def before_update(*_: Any) -> None:
             # the gradients are gone after the step: their dtypes are taken just before the optimizer reads them
-            self.look(observation, gradient=gradient)
+            if "grads" not in observation.total:
+                self.look(observation, gradient=gradient)
 
         with ExitStack() as stack:
             stack.enter_context(regions.followed())
@@ -155,7 +162,11 @@ class Observer:
             stack.enter_context(arithmetic)
             yield observation
         arithmetic.finish()
+        self._changes.remember()
         if optimizer is not None:
+            if "grads" not in observation.total:
+                # an fp16 overflow skips the update
+                self.look(observation, gradient=lambda p: None)
             self.look(observation, states=lambda p: optimizer.state.get(p, {}), parameters=False)
 
     def _left(self, observation: Observation, call: Call, role: str) -> None:
