@@ -67,7 +67,8 @@ def test_8_bit_states_declared_fp32_are_a_violation():
 
 
 def test_large_fp32_states_declared_int8_are_a_violation():
-    run = set_up(tiny_model(hidden_size=64, intermediate_size=96), PRESETS["bf16-mixed"].but(optimizer="int8"))
+    run = set_up(tiny_model(hidden_size=64, intermediate_size=96), PRESETS["bf16-mixed"])
+    run.observer.precision = PRESETS["bf16-mixed"].but(optimizer="int8")
     messages = [finding.message for finding in watched_step(run, 1).violations]
     assert messages
     assert all("is fp32, declared int8" in message for message in messages)
