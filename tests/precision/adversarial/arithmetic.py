@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .program import program
-from .tiny import HEADS, HIDDEN, MLP, WORDS, Attention, Block, Rotary, Tiny, tiny
+from .tiny import HIDDEN, MLP, Attention, Block, Rotary, Tiny, tiny
 
 
 class Fp64ThenFp16MLP(MLP):
@@ -247,7 +247,6 @@ def narrow_written_out_loss(run) -> None:
     run.loss = loss
 
 
-assert HEADS and WORDS
 for made in (
     Fp64ThenFp16MLP, Fp16MLP, Fp32MLP, EinsumMLP, Fp32Convolution, InlineNorm, NarrowVariance, NarrowPooling, NarrowRunningSum,
     Int8Activations, Fp8Activations, SumOfProducts, RecomputedInFp16,

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from tests.models import rows
 from torch import nn
 
 from isotype.config.schema import TrainSection
@@ -20,6 +19,7 @@ from isotype.tasks.language.batches import collate
 from isotype.tasks.language.loss import batch_loss_sum
 from isotype.training.optimizer import build_optimizer
 from isotype.training.step import Stepper
+from tests.models import rows
 
 from .program import Program
 
@@ -75,5 +75,3 @@ def observed(program: Program) -> list[Observation]:
         else:
             run.stepper([BATCH], step=step, learning_rate=RATE, watch_changes=False)
     return looks
-
-

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .program import program
-from .tiny import HIDDEN, WORDS, MLP, Attention, Block, Rotary, Tiny, TinyRMSNorm, tiny
+from .tiny import HIDDEN, MLP, Attention, Rotary, Tiny, TinyRMSNorm, tiny
 
 
 class SigmoidGateInFp16(MLP):
@@ -207,7 +207,6 @@ def module_dict_cache() -> Tiny:
     return cached(Kept)()
 
 
-assert WORDS and Block
 for made in (
     SigmoidGateInFp16, LowBitMLP, DoubleAccumulator, WithScaledBackward, WithNarrowAccumulation, BetweenThreads,
 ):  # fmt: skip

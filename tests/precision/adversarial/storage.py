@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .program import program
-from .tiny import HIDDEN, MLP, Attention, Rotary, Tiny, tiny
+from .tiny import HIDDEN, MLP, Attention, Tiny, tiny
 
 
 def with_buffer_in(dtype: torch.dtype):
@@ -157,7 +157,6 @@ def recast(run) -> None:
     weight.data = weight.data.bfloat16()
 
 
-assert Rotary
 program("bf16_table_buffer", with_buffer_in(torch.bfloat16))
 program("fp16_table_buffer", with_buffer_in(torch.float16))
 program("bf16_parametrisation", parametrised(Rounded(torch.bfloat16)))

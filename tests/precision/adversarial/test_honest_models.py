@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tests.models import SIZES, lora, quantised
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
 from isotype.precision.apply import generating
+from tests.models import SIZES, lora, quantised
 
 from .run import BATCH, set_up, watched_step
 from .tiny import tiny

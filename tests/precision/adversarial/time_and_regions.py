@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .arithmetic import Fp16MLP, in_fp16
 from .program import program
-from .tiny import HIDDEN, MLP, Rotary, tiny
+from .tiny import HIDDEN, MLP, tiny
 
 
 class LaterInFp16(MLP):
@@ -131,7 +131,6 @@ class FilledElsewhere(MLP):
         return super().forward(x + y.to(x.dtype))
 
 
-assert Rotary
 program("later_in_fp16", lambda: tiny(mlp=LaterInFp16), steps=8)
 program("hook_added_later", tiny, steps=4, before_step=at_step(3, add_hook))
 program("buffer_swapped_later", tiny, steps=4, before_step=at_step(3, swap_buffer))

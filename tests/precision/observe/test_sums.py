@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from tests.models import lora, quantised
-from tests.models import tiny as tiny_model
-from tests.precision.adversarial.run import set_up, watched_step
 
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
 from isotype.precision.observe import Observation
 from isotype.precision.observe.states import states_of
+from tests.models import lora, quantised
+from tests.models import tiny as tiny_model
+from tests.precision.adversarial.run import set_up, watched_step
 
 
 def sums(seen: Observation, role: str) -> int:

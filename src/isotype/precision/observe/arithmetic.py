@@ -403,7 +403,11 @@ class _Look:
         for mark in lineage.marks:
             if mark.kind == "reduced" and not mark.anywhere and mark.module != self.module:
                 continue
-            what = {"rounded": "values were rounded to", "reduced": f"{mark.operator} was computed in", "table": f"{mark.operator} was computed in"}
+            what = {
+                "rounded": "values were rounded to",
+                "reduced": f"{mark.operator} was computed in",
+                "table": f"{mark.operator} was computed in",
+            }
             role = self._role()
             self.report(
                 role, f"{what[mark.kind]} {mark.dtype} at {mark.place} and widened to {after}", observed=mark.dtype,
@@ -422,14 +426,21 @@ class _Look:
             norm.sums.add(dtype)
         if region == FORWARD and made.activation:
             made = replace(made, marks=tuple(m for m in made.marks if m.kind == "reduced"))
-        if op.kind == ops.ROUND and by.kind != OURS and (made.data or region in (BACKWARD, GRADIENTS, UPDATE)) and not op.name == "floor_divide":
+        if (
+            op.kind == ops.ROUND
+            and by.kind != OURS
+            and (made.data or region in (BACKWARD, GRADIENTS, UPDATE))
+            and op.name != "floor_divide"
+        ):
             role = self._role()
-            self.report(role, f"{op.name} puts values on a grid", observed="a grid", declared=getattr(precision, role), cause="quantised in place")
+            self.report(
+                role, f"{op.name} puts values on a grid", observed="a grid", declared=getattr(precision, role), cause="quantised in place"
+            )
         if by.kind == OURS or (by.kind == ENGINE and region == BACKWARD):
             return made
-        if op.name in ops.LOSSES and region in (FORWARD, LOSS) and itemsize(dtype) < itemsize(precision.loss) and made.activation:
-            self._narrower("loss", dtype, precision.loss)
-        elif region == LOSS and made.activation and itemsize(dtype) < itemsize(precision.loss):
+        if (op.name in ops.LOSSES and region in (FORWARD, LOSS) and itemsize(dtype) < itemsize(precision.loss) and made.activation) or (
+            region == LOSS and made.activation and itemsize(dtype) < itemsize(precision.loss)
+        ):
             self._narrower("loss", dtype, precision.loss)
         if not narrow:
             if region == FORWARD and norm is None and made.activation and itemsize(dtype) > itemsize(self.mode.compute):
@@ -443,11 +454,10 @@ class _Look:
             return made
         if region != FORWARD:
             return made
-        if made.activation and by.kind != PRACTICE and itemsize(dtype) < itemsize(precision.norms):
-            if op.name in ops.NORMALISING and norm is None:
-                self._narrower("norms", dtype, precision.norms)
         if by.kind == PRACTICE:
             return made
+        if made.activation and norm is None and op.name in ops.NORMALISING and itemsize(dtype) < itemsize(precision.norms):
+            self._narrower("norms", dtype, precision.norms)
         place = f"{_short(by.file)}:{by.line}"
         if made.activation:
             if op.kind == ops.SUM and op.name not in ops.WIDE_INSIDE:
@@ -462,7 +472,7 @@ class _Look:
 
     def _inexact(self) -> bool:
         """Whether the same operator on widened operands gives other values."""
-        if self.op.writes and any(self.op.writes) or not self.outputs or self.outputs[0].numel() > _SMALL:
+        if (self.op.writes and any(self.op.writes)) or not self.outputs or self.outputs[0].numel() > _SMALL:
             return True
         try:
             args, kwargs = torch.utils._pytree.tree_map_only(Tensor, _widened, (self.args, self.kwargs))
@@ -472,13 +482,25 @@ class _Look:
         return not torch.equal(plain_tensors(exact, [])[0].float().nan_to_num(), self.outputs[0].float().nan_to_num())
 
     def _narrower(self, role: str, dtype: str, declared: str) -> None:
-        self.report(role, f"{self.op.name} is computed in {dtype}, declared {declared}", observed=dtype, declared=declared, cause="narrower than its role")
+        self.report(
+            role,
+            f"{self.op.name} is computed in {dtype}, declared {declared}",
+            observed=dtype,
+            declared=declared,
+            cause="narrower than its role",
+        )
 
     def _bits(self, made: Lineage) -> None:
         if made.bits and self.by.kind != OURS:
             role = self._role()
             declared = getattr(self.mode.precision, role)
-            self.report(role, f"{self.op.name} changes the bits of floating values", observed="cut bits", declared=declared, cause="values are edited as integers")
+            self.report(
+                role,
+                f"{self.op.name} changes the bits of floating values",
+                observed="cut bits",
+                declared=declared,
+                cause="values are edited as integers",
+            )
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -493,4 +515,3 @@ def _float(dtype: torch.dtype) -> str | None:
 
 def _short(file: str) -> str:
     return file.rsplit("/", 1)[-1]
-

@@ -47,7 +47,7 @@ def caller() -> Caller:
     """The caller of the operator that is being dispatched."""
     frame: FrameType | None = sys._getframe(1)
     kind = file = ""
-    line, compiled, optimizer = 0, False, False
+    line, compiled, optimizer, compiler = 0, False, False, "torch._dynamo" in sys.modules
     while frame is not None:
         code = frame.f_code
         where = _room(code.co_filename)
@@ -62,5 +62,7 @@ def caller() -> Caller:
             kind = OPTIMIZER if optimizer else where
             if not optimizer:
                 file, line = code.co_filename, frame.f_lineno
+        if kind and not compiler:
+            break  # nothing above can be a compiled region
         frame = frame.f_back
     return Caller(kind or USER, file, line, compiled)

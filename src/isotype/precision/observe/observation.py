@@ -82,7 +82,13 @@ class Observation:
         self._said.add((role, message))
         self.violations.append(
             Finding(
-                code="DT003", severity=Severity.ERROR, message=message, place=Place(symbol=symbol, file=file, line=line),
-                declared=f"precision.{role}: {declared}", observed=observed, cause=cause, fix=_FIX,
-            )  # fmt: skip
+                code="DT003",
+                severity=Severity.ERROR,
+                message=message,
+                place=Place(symbol=symbol, file=file, line=line),
+                declared=f"precision.{role}: {declared}",
+                observed=observed,
+                cause=cause,
+                fix=_FIX,
+            )
         )

@@ -101,7 +101,9 @@ class Observer:
                 was = "fp32" if buffer.dtype == torch.float64 else name(first)
                 observation.report("compute", f"buffer {full} is {word}, declared {was}", symbol=full, observed=word, declared=was)
             elif itemsize(word) < 4 and buffer.numel() > 1 and (word not in self._words() or _is_table(buffer)):
-                observation.report("compute", f"buffer {full} is stored in {word}, declared fp32", symbol=full, observed=word, declared="fp32")
+                observation.report(
+                    "compute", f"buffer {full} is stored in {word}, declared fp32", symbol=full, observed=word, declared="fp32"
+                )
 
     def _words(self) -> set[str]:
         p = self.precision
@@ -192,7 +194,9 @@ class Observer:
                 if declared and dtype != compute and not self._adapter(module_name, dtype):
                     what = f"output of {module_name} ({type(module).__name__})"
                     observation.report(role, f"{what} is {dtype}, declared {compute}", symbol=what, observed=dtype, declared=compute)
-                elif not declared and not generating and module is not outermost and dtype in FLOATS and itemsize(dtype) > itemsize(compute):
+                elif (
+                    not declared and not generating and module is not outermost and dtype in FLOATS and itemsize(dtype) > itemsize(compute)
+                ):
                     observation.promotions[module_name, dtype] += 1
                     if _is_stream(module_name, module, tensor, (args, kwargs)):
                         observation.report(
