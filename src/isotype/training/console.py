@@ -77,7 +77,7 @@ class RunConsole:
 
     def progress(self, step: int, total: int, row: dict[str, Any], eta: float | None, words: Words) -> None:
         line = progress_line(step, total, row, eta, words)
-        if self.console.is_terminal:
+        if self.console.is_terminal or self.console.is_jupyter:
             if self._live is None:
                 self._live = Live(console=self.console, refresh_per_second=4, transient=False)
                 self._live.start()

@@ -32,6 +32,7 @@ from ..runs.checkpoint.snapshot import (
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import RunFolder
 from ..runs.metrics import Metrics
+from .callbacks import Callback, Moment, tell
 from .console import Pace, RunConsole
 from .feed import Feed
 from .finite import first_non_finite_trained
@@ -93,6 +94,9 @@ class Loop:
     flops: Callable[[Any], float]
     peak_flops: float | None
     trackers: Trackers = field(default_factory=Trackers)
+    callbacks: Sequence[Callback] = ()
+    stop_asked: bool = False
+    """A callback asked to end the run."""
     progress: Progress = field(default_factory=Progress)
     observed: dict[str, Any] = field(default_factory=dict)  # what precision.json says was seen, of each role the last time
     saved_step: int | None = None
@@ -121,7 +125,9 @@ class Loop:
                 self.console.settle()
                 self.save()
                 return False
-            if stopping:
+            if stopping or self.stop_asked:
+                if self.saved_step != step:
+                    self.save()
                 break
         self.console.settle()
         return True
@@ -170,6 +176,7 @@ class Loop:
         self.console.progress(
             step, self.plan.total, row | {"grad_norm": result.gradient_norm}, self.pace.eta(self.plan.total - step), words
         )
+        self._tell("step", row)
 
     def _observed_step(self, batches: Sequence[Batch], step: int, rate: float) -> tuple[Any, int]:
         """A step with every module hooked; raises DtypeError when something is not as declared."""
@@ -211,6 +218,11 @@ class Loop:
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             self.observed = {}
 
+    def _tell(self, name: str, row: Mapping[str, Any]) -> None:
+        if self.callbacks:
+            moment = Moment(self.progress.step, self.plan.total, row, self.model, self.folder.path)
+            self.stop_asked |= tell(self.callbacks, name, moment)
+
     def _write(self, row: dict[str, Any]) -> None:
         self.metrics.write(**row)
         self.trackers.row(row)
@@ -240,11 +252,13 @@ class Loop:
         else:
             progress.without_gain += 1
         row = {"step": progress.step, "event": "evaluation", "eval_loss": result.loss, f"eval_{self.task.words.units}": result.weight}
-        self._write(row | {f"eval_loss_{name}": loss for name, loss in result.parts.items()})
+        row |= {f"eval_loss_{name}": loss for name, loss in result.parts.items()}
+        self._write(row)
         self.console.settle()
         self.console.say(
             f"step {progress.step}/{self.plan.total}  evaluation loss {result.loss:.4f}{' (best)' if best and progress.step else ''}"
         )
+        self._tell("evaluation", row)
         stop = train.patience is not None and progress.without_gain >= train.patience
         if stop:
             self.console.say(f"no better evaluation for {progress.without_gain}: stopping early (train.patience)")
@@ -263,6 +277,7 @@ class Loop:
         self.trackers.samples(step, samples)
         self.console.settle()
         self.console.samples(step, samples)
+        self._tell("samples", {"samples": [s.as_json() for s in samples]})
 
     def save(self, *, best: bool = False) -> None:
         """Raises  RunError NF001 rather than make a bad state the newest checkpoint; CK001 when the disk refuses."""
@@ -286,6 +301,7 @@ class Loop:
         }
         self.store.save(Checkpoint(self.progress.step, {**trainable_tensors(self.model), **optimizer, **random_tensors}, state), best=best)
         self.saved_step = self.progress.step
+        self._tell("save", {"folder": str(self.store.path(self.progress.step))})
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Puts everything back as it was after `checkpoint.step`."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor, nn
 
 from ..config.compare import compare
 from ..config.load import LoadedConfig, load
@@ -24,6 +25,7 @@ from ..runs.checkpoint.atomic_folder import refused
 from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, name_of
 from ..runs.untrusted import refuse_code_of
+from .callbacks import Callback
 from .console import RunConsole, duration, size
 from .finish import finish
 from .interrupt import Interrupt
@@ -39,18 +41,30 @@ from .trackers.available import refuse_missing
 from .trackers.trackers import start
 
 INTERRUPTED = 130
+Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Own:
+    """A user's own code in a run."""
+
+    callbacks: Sequence[Callback] = ()
+    objective: Objective | None = None
 
 
 def train(
-    loaded: LoadedConfig, task: Task, *, resume: Path | None = None, json_output: bool = False, skips: Mapping[str, str] | None = None
-) -> int:
+    loaded: LoadedConfig, task: Task, *, resume: Path | None = None, json_output: bool = False,
+    skips: Mapping[str, str] | None = None, callbacks: Sequence[Callback] = (), objective: Objective | None = None,
+) -> int:  # fmt: skip
     """Runs to the end, or saves and returns 130 on Ctrl-C. Raises IsotypeError; returns the exit status.
 
-    task   the kind of run, of the same configuration (`isotype.tasks.choose`)
-    skips  checks of the preflight to leave out, code to reason
+    task       the kind of run, of the same configuration (`isotype.tasks.choose`)
+    skips      checks of the preflight to leave out, code to reason
+    callbacks  a user's own code at the loop's moments
+    objective  the summed losses of a micro-batch, in place of the task's own; evaluation keeps the task's
     """
     refuse_missing(loaded.config.run.trackers)
-    folder = RunFolder(resume or Path(loaded.config.run.folder.replace("{name}", name_of(loaded.config))))
+    folder = run_folder(loaded, resume)
     if resume is not None and not folder.is_run:
         raise UsageError(f"--resume {resume}: no {RESOLVED} there: not a run folder")
     if resume is not None:
@@ -63,7 +77,8 @@ def train(
         if resume is not None:
             _compare_with_before(loaded, folder, console)
         try:
-            status, result = _run(loaded, task, folder, console, interrupt, resuming=resume is not None, skips=skips or {})
+            status, result = _run(loaded, task, folder, console, interrupt, resuming=resume is not None, skips=skips or {},
+                                  own=Own(callbacks, objective))  # fmt: skip
         except torch.OutOfMemoryError as error:
             raise RunError(
                 f"out of memory: {str(error).splitlines()[0]}",
@@ -90,6 +105,11 @@ def train(
     if json_output:
         print(json.dumps(result))
     return status
+
+
+def run_folder(loaded: LoadedConfig, resume: Path | None) -> RunFolder:
+    """The folder that a run of this configuration uses."""
+    return RunFolder(resume or Path(loaded.config.run.folder.replace("{name}", name_of(loaded.config))))
 
 
 def _stopped_at_once(folder: RunFolder, console: RunConsole, *, trained: bool) -> dict[str, Any]:
@@ -129,11 +149,15 @@ def _run(
     *,
     resuming: bool,
     skips: Mapping[str, str],
+    own: Own,
 ) -> tuple[int, dict[str, Any]]:
     config = loaded.config
     quiet_libraries()
     prepared = prepare(task, loaded.sources, folder.base)
+    if own.objective is not None:
+        prepared.stepper.loss_sum = own.objective
     loop = _loop(task, prepared, folder, console)
+    loop.callbacks = own.callbacks
     checked = preflight(Subject(config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=resuming), skips)
     _write_start(loaded, task, prepared, loop.plan, folder, resuming=resuming)
     console.header([*header_rows(task, prepared, loop.plan, folder), *checked.header_rows()])

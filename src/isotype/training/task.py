@@ -6,21 +6,19 @@ A task loads a model and its data, computes a loss, evaluates, samples, saves. `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..config.schema import RunConfig, TrainSection
+from ..finding import Finding
 from ..optimize import Manifest
 from ..precision.precision import Precision
 from .feed import Feed
-
-if TYPE_CHECKING:
-    from .preflight.check import Check
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,17 @@ class Evaluation:
     loss: float
     weight: int
     parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check before step 1. `codes`: what it may find; when the first of them is skipped, it does not run.
+
+    run  takes a `preflight.subject.Subject` of the task that has the check
+    """
+
+    codes: tuple[str, ...]
+    run: Callable[[Any], Iterable[Finding]]
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from ...precision.precision import Precision
 from ...precision.quantised_base import check_base, check_share, of_config
 from ...training.feed import Feed
 from ...training.memory.bound import most_bytes
-from ...training.preflight.check import Check
-from ...training.task import Evaluation, Outline, StepOutline, Words, micro_batch
+from ...training.task import Check, Evaluation, Outline, StepOutline, Words, micro_batch
 from .batches import Batch, collate, row_feed
 from .checks import CHECKS
 from .evaluate import evaluate

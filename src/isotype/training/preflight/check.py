@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from ...errors import PreflightError
 from ...finding import Finding, Severity, worst_first
 from ...runs.checkpoint.atomic_folder import write_text
+from ..task import Check
 from .codes import CODES, NOT_SKIPPED
 from .continued import adapter_of_another_base
 from .device import unexpected_device
@@ -26,14 +27,6 @@ from .subject import Subject
 from .updates import vanishing_updates
 
 RECORD = "preflight.json"
-
-
-@dataclass(frozen=True)
-class Check:
-    """`codes`: what it may find; when the first of them is skipped, it does not run."""
-
-    codes: tuple[str, ...]
-    run: Callable[[Subject[Any]], Iterable[Finding]]
 
 
 PHASES = ("static", "data", "memory", "real")
