@@ -112,6 +112,12 @@ def test_sources_have_their_rows_and_weights(tmp_path: Path) -> None:
     assert found[1]["counts"].startswith("5 rows")
 
 
+def test_places_that_cannot_be_observed_are_listed(tmp_path: Path) -> None:
+    unobserved = {"reduce": "one process", "operator mine::op in layers.0": "its arithmetic is inside its own kernel"}
+    made = record(tmp_path, precision={"declared": {}, "observed": {"loss": {"fp32": 1}}, "unobserved": unobserved})
+    assert [p["place"] for p in precision(made)["places"]] == ["operator mine::op in layers.0"]
+
+
 def test_what_was_not_observed_says_why(tmp_path: Path) -> None:
     declared = {"reduce": {"value": "fp32"}, "loss": {"value": "fp32"}}
     made = record(tmp_path, precision={"declared": declared, "observed": {"loss": {"fp32": 1}}, "unobserved": {"reduce": "one process"}})

@@ -109,8 +109,8 @@ class PrecisionSection(Section):
     """Gradients as accumulated. `fp32` with `trainable: bf16` accumulates in fp32 buffers."""
     reduce: Dtype | None = None
     """Gradient sums across ranks."""
-    optimizer: Dtype | None = None
-    """Optimizer states."""
+    optimizer: Literal["fp32", "bf16", "fp16", "int8"] | None = None
+    """Optimizer states; `int8` is what `train.optimizer: adamw8bit` keeps, and is resolved from it."""
     loss: Dtype | None = None
     """Log-probabilities and loss."""
     norms: Dtype | None = None

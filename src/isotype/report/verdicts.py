@@ -37,6 +37,7 @@ def precision(record: RunRecord) -> dict[str, Any]:
         "differing": any(reason != usual for reason in reasons),
         "promotions": rows_of(record.precision.get("promotions"), "module", "dtype", "times"),
         "violations": violations,
+        "places": [{"place": str(place), "why": str(why)} for place, why in unobserved.items() if place not in ROLES],
         "observed_at": [plain(float(s)) for s in list_of(record.precision.get("observed_at")) if isinstance(s, int)],
     }
 

@@ -18,7 +18,8 @@ from torch import nn
 
 from ..config.schema import RunConfig
 from ..errors import IsotypeError, RunError, UsageError
-from ..precision.observe import UNSEEN, Observation, Observer
+from ..precision.observe import Observation, Observer, is_observed
+from ..precision.observe.record import as_read, as_written, noted
 from ..precision.resolve import Resolved
 from ..runs.checkpoint.snapshot import (
     optimizer_tensors,
@@ -138,7 +139,8 @@ class Loop:
         batches = [self.task.collate(self.stream.take(train.batch_size)).to(self.device) for _ in range(train.accumulate)]
         logging = step % run.log_every == 0 or step in (1, self.plan.total)
         rate = learning_rate(train, step, self.plan.total)
-        if step == 1 or step % run.observe_every == 0:
+        drawn = is_observed(step, every=run.observe_every, seed=train.seed, total=self.plan.total)
+        if drawn or self.observer.changed():
             result, promotions = self._observed_step(batches, step, rate)
         else:
             result, promotions = self.stepper(batches, step=step, learning_rate=rate, watch_changes=logging), None
@@ -179,18 +181,8 @@ class Loop:
     def _observed_step(self, batches: Sequence[Batch], step: int, rate: float) -> tuple[Any, int]:
         """A step with every module hooked; raises DtypeError when something is not as declared."""
         accumulator, optimizer = self.stepper.accumulator, self.stepper.optimizer
-        with self.observer.watch(step) as seen:
-
-            def before_update(*_: Any) -> None:
-                # the gradients are gone after the step: their dtypes are taken just before the optimizer reads them
-                self.observer.look(seen, gradient=accumulator.gradient)
-
-            hook = optimizer.register_step_pre_hook(before_update)
-            try:
-                result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=True)
-            finally:
-                hook.remove()
-        self.observer.look(seen, states=lambda p: optimizer.state.get(p, {}), parameters=False)
+        with self.observer.watch(step, optimizer=optimizer, gradient=accumulator.gradient) as seen:
+            result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=True)
         if self.stepper.loss_dtype is not None:
             self.observer.look_at_loss(seen, self.stepper.loss_dtype)
         self.note(seen)
@@ -204,40 +196,25 @@ class Loop:
 
     def note(self, seen: Observation) -> None:
         """Adds an observation to precision.json; roles seen before and not now stay as they were. Raises DtypeError DT003."""
-        new, before = seen.as_json(), self.observed
-        stepped = bool(new["dtypes"].get("compute"))
-        self.observed = {
-            "observed": {**before.get("observed", {}), **new["dtypes"]},
-            "violations": new["violations"],
-            "promotions": new["promotions"] if stepped else before.get("promotions", []),
-            "observed_at": before.get("observed_at", []) + [seen.step] * stepped,
-        }
+        self.observed = noted(self.observed, seen)
         self.write_precision()
         seen.raise_if_violated()
 
     def write_precision(self) -> None:
-        seen = self.observed.get("observed", {})
         self.folder.write_json(
             "precision.json",
             {
                 "precision": str(self.resolved.precision),
                 "preset": self.resolved.preset,
                 "declared": self.resolved.as_json(),
-                **self.observed,
-                "unobserved": {role: why for role, why in UNSEEN.items() if role not in seen},
+                **as_written(self.observed),
             },
         )
 
     def _observed_before(self) -> None:
         """What an earlier part of this run saw; a file that is damaged says nothing."""
         try:
-            said = self.folder.read_json("precision.json")
-            self.observed = {
-                "observed": {str(role): dict(counts) for role, counts in said["observed"].items()},
-                "violations": [],
-                "promotions": list(said["promotions"]),
-                "observed_at": [int(step) for step in said["observed_at"] if int(step) <= self.progress.step],
-            }
+            self.observed = as_read(self.folder.read_json("precision.json"), self.progress.step)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             self.observed = {}
 

@@ -221,7 +221,7 @@ def _loop(task: Task, prepared: Prepared, folder: RunFolder, console: RunConsole
         resolved=prepared.resolved,
         model=prepared.model,
         stepper=prepared.stepper,
-        observer=Observer(prepared.model, precision),
+        observer=Observer(prepared.model, precision, lora_branch=config.model.lora_branch),
         stream=task.feed(),
         plan=Milestones.of(config, rows=task.rows, eval_rows=task.eval_rows),
         folder=folder,
