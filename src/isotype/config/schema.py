@@ -183,8 +183,9 @@ class RunSection(Section):
     """Checkpoints kept, besides the best."""
     log_every: PositiveInt = 1
     """Steps between lines of metrics.jsonl."""
-    sample_every: PositiveInt | None = None
-    """Steps between samples; by default at every evaluation."""
+    sample_every: Annotated[int, Field(ge=0)] | None = None
+    """Steps between samples, 0 for none; by default at every evaluation, and left out where they would take more than a tenth of the
+    training (10 seconds are always allowed)."""
     samples: list[str] = []
     """Prompts answered during training; by default the first evaluation rows."""
     sample_tokens: PositiveInt = 64

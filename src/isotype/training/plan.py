@@ -10,7 +10,7 @@ from ..config.load import LoadedConfig
 from ..config.schema import RunConfig
 from ..data.facts import source_lines
 from ..data.load import load_data
-from ..data.prompts import prompts_from
+from ..data.prompts import prompts_of_run
 from ..data.rows import LoadedData, row_lengths
 from ..environment.hardware import Hardware, detect
 from ..model.adapter import check_branch
@@ -24,7 +24,7 @@ from .memory.pauses import Pauses
 from .memory.plan import MemoryPlan, outline, plan_memory
 from .memory.recomputation import AUTO, NONE, Checkpointing, as_configured, check_settings, checkpointable
 from .quiet import quiet_libraries
-from .schedule import learning_rate, warmup_steps
+from .schedule import learning_rate, repeats_in_a_step, warmup_steps
 from .setup import resolve_precision
 
 KEPT = "up to 340 MiB"  # measured beyond the plan where nothing is given back: docs/decisions/0077
@@ -82,9 +82,8 @@ class Plan:
             *[f"  {line}" for line in [*d["sources"], *d["notes"]]],
             f"schedule    {s['steps']:,} steps of {s['rows_per_step']} rows ({s['epochs']:.3g} epochs), learning rate "
             f"{s['learning_rate']:g} {s['shape']}, {s['warmup']} of them warm-up, ends at {s['last_learning_rate']:.2g}",
-            f"  evaluation every {s['eval_every']}, checkpoint every {s['save_every']}, samples every {s['sample_every']} steps"
-            if s["eval_every"]
-            else f"  no evaluation, checkpoint every {s['save_every']}, samples every {s['sample_every']} steps",
+            f"  {_every('evaluation', s['eval_every'])}, {_every('checkpoint', s['save_every'])}, {_every('samples', s['sample_every'])}",
+            *([f"  {s['note']}"] if s["note"] else []),
             f"recompute   {self.checkpointing}",
             *self._memory_lines(),
             *[f"warning     {f.code} {f.message}; {f.fix}" for f in self.resolved.warnings],
@@ -144,7 +143,7 @@ def plan(loaded: LoadedConfig) -> Plan:
 
         process = peak_memory(torch.device("cpu"))
 
-    prompts = prompts_from(config.run.samples, tokenizer, chat_template=data.chat_template) if config.run.samples else data.prompts
+    prompts = prompts_of_run(config.run, data, tokenizer)
     pauses = Pauses.of(config, data, prompts)
 
     def simulate(checkpointing: Checkpointing) -> MemoryPlan:
@@ -174,7 +173,7 @@ def plan(loaded: LoadedConfig) -> Plan:
         trainable=made.trainable,
         total=made.total,
         data=_data(data),
-        schedule=_schedule(config, rows=len(data.train), eval_rows=len(data.eval)),
+        schedule=_schedule(config, rows=len(data.train), eval_rows=len(data.eval), stream=data.stream is not None),
         memory=memory,
         checkpointing=checkpointing,
         process=process,
@@ -193,6 +192,10 @@ def plan(loaded: LoadedConfig) -> Plan:
             }
         )
     return found
+
+
+def _every(what: str, steps: int) -> str:
+    return f"{what} every {steps} steps" if steps else f"no {what}"
 
 
 def _inner(model: Any) -> Any:
@@ -214,7 +217,7 @@ def _data(data: LoadedData) -> dict[str, Any]:
     }
 
 
-def _schedule(config: RunConfig, *, rows: int, eval_rows: int) -> dict[str, Any]:
+def _schedule(config: RunConfig, *, rows: int, eval_rows: int, stream: bool) -> dict[str, Any]:
     train = config.train
     when = Schedule.of(config, rows=rows, eval_rows=eval_rows)
     per_step = train.batch_size * train.accumulate
@@ -229,4 +232,5 @@ def _schedule(config: RunConfig, *, rows: int, eval_rows: int) -> dict[str, Any]
         "eval_every": when.eval_every,
         "save_every": when.save_every,
         "sample_every": when.sample_every,
+        "note": None if stream else repeats_in_a_step(per_step, rows),
     }

@@ -29,6 +29,7 @@ from ..runs.folder import RESOLVED, RunFolder, name_of
 from ..runs.untrusted import refuse_code_of
 from .batches import row_feed
 from .console import RunConsole, duration, size
+from .contention import contention
 from .finish import finish
 from .flops import step_flops
 from .interrupt import Interrupt
@@ -129,7 +130,9 @@ def _run(
     loop = _loop(config, prepared, folder, console)
     checked = preflight(Subject(config=config, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=resuming), skips)
     _write_start(loaded, prepared, loop.plan, folder, resuming=resuming)
-    console.header([*header_rows(config, prepared, loop.plan, folder), *checked.header_rows()])
+    shared = contention() if prepared.device.type == "cpu" else None
+    said = [("cores", str(shared))] if shared else []
+    console.header([*header_rows(config, prepared, loop.plan, folder), *said, *checked.header_rows()])
     if resuming:
         _restore(loop, console)
     loop.trackers = trackers = start(config.run.trackers, folder.path, config.model_dump(), console.say)

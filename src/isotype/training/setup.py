@@ -13,7 +13,7 @@ from torch import nn
 
 from ..config.schema import RunConfig
 from ..data.load import load_data
-from ..data.prompts import prompts_from
+from ..data.prompts import prompts_of_run
 from ..data.rows import LoadedData, SamplePrompt
 from ..environment.hardware import Hardware, detect
 from ..model.adapter import attach_adapter, check_branch
@@ -79,7 +79,7 @@ def prepare(config: RunConfig, sources: Mapping[str, str], folder: RunFolder) ->
     data = load_data(config.data, tokenizer, seed=config.train.seed)
     if data.chat_template is not None:
         tokenizer.chat_template = data.chat_template
-    prompts = prompts_from(config.run.samples, tokenizer, chat_template=data.chat_template) if config.run.samples else list(data.prompts)
+    prompts = prompts_of_run(config.run, data, tokenizer)
     source = base_source(config.model, tokenizer, folder=folder.base, seed=config.train.seed, dtype=_base_dtype(config, resolved.precision))
     model, manifest = build_model(config, resolved.precision, source, tokenizer, device)
     checkpointing = choose_checkpointing(

@@ -24,7 +24,8 @@ class Pauses:
     @classmethod
     def of(cls, config: RunConfig, data: LoadedData, prompts: Sequence[SamplePrompt]) -> Pauses:
         rows = min(config.train.eval_batch_size or config.train.batch_size, len(data.eval))
-        longest = max((len(prompt.input_ids) for prompt in prompts), default=0)
+        sampling = config.run.sample_every != 0
+        longest = max((len(prompt.input_ids) for prompt in prompts), default=0) if sampling else 0
         return cls(
             eval_rows=rows,
             eval_length=max(row_lengths(data.eval), default=0),

@@ -24,7 +24,7 @@ from .memory import out_of_memory
 from .packing import packed_documents_apart
 from .positions import beyond_the_positions
 from .rehearsal import rehearsed_evaluation, rehearsed_generation, rehearsed_step
-from .schedule import never_leaves_warmup
+from .schedule import more_rows_in_a_step_than_there_are, never_leaves_warmup
 from .subject import Subject
 from .tokens import beyond_the_embeddings, missing_template, untrained_new_tokens
 from .updates import vanishing_updates
@@ -56,6 +56,7 @@ PHASES: Mapping[str, tuple[Check, ...]] = {
         Check(("PF009",), untrained_new_tokens),
         Check(("PF010",), missing_template),
         Check(("PF020",), beyond_the_positions),
+        Check(("PF021",), more_rows_in_a_step_than_there_are),
     ),
     "memory": (Check(("PF011",), out_of_memory),),
     "real": (
