@@ -31,7 +31,9 @@ END_AT_END = """\
 def learnt(families: SimpleNamespace, template: str, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, Tally]:
     tokenizer, tally = families.of("chatml"), Tally()
     encoder = Encoder(tokenizer, max_length=512, loss_on="assistant", template=ChatTemplate(tokenizer, template, "file"))
-    ((_, row, _),) = list(encoder.rows([Example("x:1", messages=tuple(messages), tools=tools)], tally))
+    found = list(encoder.rows([Example("x:1", messages=tuple(messages), tools=tools)], tally))
+    tally.bad.refuse()
+    ((_, row, _),) = found
     return tokenizer.decode([label for label in row.labels if label != IGNORED]), tally
 
 

@@ -354,8 +354,8 @@ def test_a_row_that_cannot_be_read_in_mid_run_names_itself_and_the_last_good_che
 def test_samples_can_be_switched_off(configured, tmp_path):
     assert train(configured(run={"sample_every": 0, "samples": []})) == 0
     assert not (tmp_path / "run" / "samples").exists()
-    unseen = json.loads((tmp_path / "run" / "precision.json").read_text())["unobserved"]
-    assert "generate" in unseen
+    seen = json.loads((tmp_path / "run" / "precision.json").read_text())["observed"]
+    assert "generate" not in seen
     with pytest.raises(UsageError, match=r"run.samples has no effect: run.sample_every is 0"):
         train(configured("other", run={"sample_every": 0}))
 

@@ -69,6 +69,9 @@ class DataSection(Section):
     """Use only the first rows: for a trial."""
     shuffle: bool = True
     """Shuffle the rows of every epoch, from `train.seed`."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A row that cannot be used (broken, wrong keys or types, refused by the template): `error` names all of them before training, `skip`
+    leaves them out, counts them and lists them in bad_rows.jsonl. Rows with an empty answer are always left out and counted."""
     stream: bool = False
     """Tokenise while training instead of before: for data that no disk holds. Needs `train.steps`."""
     shuffle_buffer: PositiveInt = 4096

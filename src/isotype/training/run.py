@@ -15,6 +15,8 @@ from ..config.compare import compare
 from ..config.load import LoadedConfig, load
 from ..config.schema import RunConfig
 from ..config.write import resolved_yaml
+from ..data.bad_rows import FILE as BAD_ROWS
+from ..data.bad_rows import BadRowFile
 from ..data.examples import examples
 from ..data.facts import source_lines
 from ..data.rows import LoadedData
@@ -215,6 +217,10 @@ def _write_start(loaded: LoadedConfig, prepared: Prepared, plan: Plan, folder: R
     folder.write_json("env.json", environment())
     folder.write_json("manifest.json", prepared.manifest.to_dict())
     folder.write_json("data.json", prepared.data.facts)
+    bad = BadRowFile(folder.path / BAD_ROWS, resuming=resuming)
+    bad.write(prepared.data.bad_rows)
+    if prepared.data.stream is not None:
+        prepared.data.stream.on_bad_rows = bad.write
     folder.write_json("examples.json", {"examples": examples(prepared.data.train, prepared.tokenizer)})
     trainable, total = trainable_share(prepared.model)
     folder.write_json("plan.json", {**asdict(plan), "parameters": total, "trained": trainable})
