@@ -31,6 +31,9 @@ class ModelSection(Section):
     """With `init: random`: a config.json, or its content (`model_type: llama`, `hidden_size: 128`, ...)."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer, when it is not the model's."""
+    add_tokens: list[str] = []
+    """Special tokens added to the vocabulary (`["<|im_start|>"]`). Their embeddings begin at the mean of the others; embedding and head are
+    trained in full and saved with the adapter, and the base with its new rows is kept in the run folder."""
     attention: Literal["sdpa", "eager", "flash", "flex"] = "sdpa"
     """Attention implementation. `flash` needs a GPU and the flash-attn package."""
     optimize: bool = True
@@ -64,7 +67,7 @@ class DataSection(Section):
     loss_on: Literal["assistant", "all"] = "assistant"
     """`assistant`: loss on answers and their end-of-turn token only. Plain text is always learnt whole."""
     chat_template: str | None = None
-    """A Jinja file that replaces the tokenizer's own chat template."""
+    """Replaces the tokenizer's own chat template: a Jinja file, or one of chatml, llama3, gemma, mistral, zephyr."""
     limit: PositiveInt | None = None
     """Use only the first rows: for a trial."""
     shuffle: bool = True

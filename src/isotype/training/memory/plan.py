@@ -298,7 +298,7 @@ def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Ba
 
 def _with_adapter(base: Any, config: RunConfig) -> nn.Module:
     if config.adapter.start_from is None:
-        return attach_adapter(base, config.adapter, seed=config.train.seed)
+        return attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
     from peft import PeftConfig, get_peft_model
 
     try:
