@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from isotype import quickstart as quickstart_module
 from isotype.data import stdlib
 from isotype.errors import UsageError
 from isotype.quickstart import Size, quickstart
@@ -62,6 +63,25 @@ def test_given_again_it_shows_the_result_and_trains_nothing(made: Path, capsys: 
     assert "loss of pretrain" in shown
     assert f"> {said['samples'][0]['prompt']}" in shown
     assert str(made / "tune" / "report.html") in shown
+
+
+@pytest.mark.parametrize(("seconds", "share"), [(0.0, 1.0), (0.07, 1.0), (0.2, 0.511), (30.0, 0.2)])
+def test_a_slow_machine_gets_fewer_steps(seconds: float, share: float) -> None:
+    full, size = Size(), Size().shortened(seconds)
+    assert size.pretrain_steps == pytest.approx(share * full.pretrain_steps, abs=1)
+    assert size.tune_steps == pytest.approx(share * full.tune_steps, abs=1)
+
+
+def test_the_speed_is_measured_where_no_size_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, pairs = stdlib.stdlib_text()[:400], stdlib.stdlib_pairs()[:300]
+    monkeypatch.setattr(stdlib, "stdlib_text", lambda: texts)
+    monkeypatch.setattr(stdlib, "stdlib_pairs", lambda: pairs)
+    monkeypatch.setattr(quickstart_module, "step_seconds", lambda config, rows, length: 30.0)
+    said: list[str] = []
+    quickstart_module._prepare(tmp_path / "q", None, said.append)
+    assert "steps: 240" in (tmp_path / "q/pretrain.yaml").read_text()
+    assert "steps: 80" in (tmp_path / "q/tune.yaml").read_text()
+    assert any("shortened to 20% of their steps" in line for line in said)
 
 
 def test_other_peoples_folders_are_left_alone(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ class ChatTemplate:
 
 def chat_template(tokenizer: Any, file: str | None) -> ChatTemplate:
     """The template of a run: the file or name in `data.chat_template`, else the tokenizer's own, else a plain default."""
-    if file in NAMED:
+    if file is not None and file in NAMED:
         return ChatTemplate(tokenizer, named_template(file, tokenizer), file)
     if file is not None:
         if not file.endswith(_ENDINGS) and not Path(file).exists():
