@@ -50,6 +50,7 @@ class Size:
 def quickstart(folder: Path, *, size: Size | None = None, json_output: bool = False) -> int:
     """Runs both stages and shows the result. Returns the exit status: 0, or 130 when interrupted and saved."""
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr if json_output else sys.stdout, flush=True)  # noqa: E731
+    _take_fewer_threads_where_faster(say)
     _prepare(folder, size, say)
     results = {}
     for stage, file, what in (
@@ -122,6 +123,18 @@ def _prepare(folder: Path, asked: Size | None, say: Callable[[str], None]) -> No
         (folder / TUNE).write_text(_tune_yaml(folder, size), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{folder}: cannot be written: {error.strerror}", fix="isotype quickstart --folder OTHER") from None
+
+
+def _take_fewer_threads_where_faster(say: Callable[[str], None]) -> None:
+    """On cores that other programs use. An ordinary run only advises it: the number of threads decides the order of sums."""
+    import torch
+
+    from .training.contention import contention
+
+    found = contention()
+    if found is not None and found.best < found.threads:
+        torch.set_num_threads(found.best)
+        say(f"cores     {found}; taken")
 
 
 def step_seconds(config: Any, *, rows: int, length: int) -> float:

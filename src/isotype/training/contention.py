@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
 BUSY = 1.25  # other work on the cores, as a share of them, from which on threads are compared
 GAIN = 1.15  # fewer threads are advised where they are faster by this
 _ROUNDS = 5
+_ENOUGH = 1.0  # seconds of measuring after which no further round is begun
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -65,13 +67,15 @@ def contention(
         return None
     counts = sorted({1, max(1, threads // 2), threads})
     rounds: dict[int, list[tuple[float, float]]] = {n: [] for n in counts}
-    for _ in range(_ROUNDS):
+    for i in range(_ROUNDS):
         for n in counts:
             rounds[n].append(measure(n))
-    middle = {n: sorted(found)[_ROUNDS // 2] for n, found in rounds.items()}
+        if i and sum(wall for found in rounds.values() for wall, _ in found) > _ENOUGH:
+            break
     return Contention(
         load=busy, cores=cores, threads=threads,
-        seconds={n: wall for n, (wall, _) in middle.items()}, cpu_seconds={n: cpu for n, (_, cpu) in middle.items()},
+        seconds={n: fmean(wall for wall, _ in found) for n, found in rounds.items()},
+        cpu_seconds={n: fmean(cpu for _, cpu in found) for n, found in rounds.items()},
     )  # fmt: skip
 
 
@@ -90,7 +94,7 @@ def _load() -> float:
 
 
 def _measured(threads: int) -> tuple[float, float]:
-    """A few milliseconds of what a training step does: products with element-wise work between them."""
+    """What a training step does, products with element-wise work between them, for longer than a core is given to one program at a time."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -98,7 +102,7 @@ def _measured(threads: int) -> tuple[float, float]:
         w = torch.full((256, 256), 1 / 256)
         torch.relu(x @ w)  # starts the threads
         wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(12):
+        for _ in range(60):
             x = torch.relu(x @ w + x)
         return time.perf_counter() - wall, time.process_time() - cpu
     finally:

@@ -45,6 +45,7 @@ from .trackers.available import refuse_missing
 from .trackers.trackers import start
 
 INTERRUPTED = 130
+RESUMES = "resumes.json"
 
 
 def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool = False, skips: Mapping[str, str] | None = None) -> int:
@@ -259,9 +260,19 @@ def _restore(loop: Loop, console: RunConsole) -> None:
         console.say("resume    no whole checkpoint: starting from the beginning")
         return
     loop.restore(loop.store.load(step))
+    loop.folder.write_json(RESUMES, {"steps": [*resumed_at(loop.folder.path), step]})
     loop.store.tidy(loop.progress.best_step)
     done = f", which was the last: train.steps={2 * step} or train.epochs=N goes on" if step >= loop.plan.total else ""
     console.say(f"resume    from step {step}{done}")
+
+
+def resumed_at(folder: Path) -> list[int]:
+    """The steps that a run went on from; none where it was never resumed."""
+    try:
+        steps = json.loads((folder / RESUMES).read_text(encoding="utf-8"))["steps"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    return [step for step in steps if type(step) is int] if isinstance(steps, list) else []
 
 
 def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) -> list[tuple[str, str]]:
