@@ -19,7 +19,11 @@ from typing import Any
 from .errors import UsageError
 from .printable import printable
 
-TRAIN_SECONDS = 180.0  # of both stages; imports, tokenizer, evaluations, samples and checks take up to two minutes on busy cores
+MOST_SECONDS = 300.0  # of the whole command
+TRAIN_SECONDS = (
+    180.0  # of the steps of both stages; imports, tokenizer, evaluations, samples and checks take up to two minutes on busy cores
+)
+AROUND_TUNING = 50.0  # seconds on busy cores for what the second stage does besides its steps
 TUNE_STEP = 1.4  # seconds of a tuning step for each of a pretraining step: 98 and 69 ms where both were measured (0058)
 _PROBED = 12  # steps that are timed before the training
 LEAST = 0.2  # of the steps: below it an untrained model's answers can hardly be told from a trained one's
@@ -50,6 +54,7 @@ class Size:
 def quickstart(folder: Path, *, size: Size | None = None, json_output: bool = False) -> int:
     """Runs both stages and shows the result. Returns the exit status: 0, or 130 when interrupted and saved."""
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr if json_output else sys.stdout, flush=True)  # noqa: E731
+    begun = time.monotonic()
     _take_fewer_threads_where_faster(say)
     _prepare(folder, size, say)
     results = {}
@@ -58,6 +63,8 @@ def quickstart(folder: Path, *, size: Size | None = None, json_output: bool = Fa
         ("tune", TUNE, "2/2  LoRA on question and answer pairs, as `isotype train` does it"),
     ):
         say(f"\n{what}  ({folder / file})")
+        if stage == "tune" and size is None:
+            _tune_in_what_is_left(folder, time.monotonic() - begun, say)
         if (status := _stage(folder / stage, folder / file, json_output=json_output)) != 0:
             say(f"go on with: isotype quickstart --folder {folder}")
             return status
@@ -125,6 +132,28 @@ def _prepare(folder: Path, asked: Size | None, say: Callable[[str], None]) -> No
         raise UsageError(f"{folder}: cannot be written: {error.strerror}", fix="isotype quickstart --folder OTHER") from None
 
 
+def _tune_in_what_is_left(folder: Path, spent: float, say: Callable[[str], None]) -> None:
+    """Sets the steps of the second stage by the speed of the first, where neither was run before."""
+    from .report.record import read_run
+
+    if (folder / "tune").exists():
+        return
+    seconds = sorted(v for _, v in read_run(folder / "pretrain").curve("seconds"))
+    if not seconds:
+        return
+    steps = tuning_steps(MOST_SECONDS - spent, seconds[len(seconds) // 2])
+    size = replace(Size(), tune_steps=steps)
+    (folder / TUNE).write_text(_tune_yaml(folder, size), encoding="utf-8")
+    if steps < Size().tune_steps:
+        say(f"speed     {steps} of {Size().tune_steps} steps, to end in time")
+
+
+def tuning_steps(left: float, pretraining_step: float) -> int:
+    """Steps of the second stage that fit into `left` seconds, at so many seconds for a step of the first."""
+    most = Size().tune_steps
+    return int(min(most, max(LEAST * most, (left - AROUND_TUNING) / (TUNE_STEP * pretraining_step))))
+
+
 def _take_fewer_threads_where_faster(say: Callable[[str], None]) -> None:
     """On cores that other programs use. An ordinary run only advises it: the number of threads decides the order of sums."""
     import torch
@@ -157,7 +186,7 @@ def step_seconds(config: Any, *, rows: int, length: int) -> float:
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         seen.append(time.perf_counter() - begin)
-    return sorted(seen[1:])[len(seen[1:]) // 2]  # the first one starts the threads
+    return sorted(seen[1:])[_PROBED // 4]  # the first one starts the threads, and some meet other programs
 
 
 def _stage(run: Path, file: Path, *, json_output: bool) -> int:
@@ -223,6 +252,7 @@ train:
   eval_every: {max(1, size.pretrain_steps // 5)}
 run:
   folder: {_quoted(folder / "pretrain")}
+  sample_every: {max(1, size.pretrain_steps // 2)}
   keep: 1
   sample_tokens: 40
 """
@@ -248,6 +278,7 @@ train:
   eval_every: {max(1, size.tune_steps // 5)}
 run:
   folder: {_quoted(folder / "tune")}
+  sample_every: {max(1, size.tune_steps // 2)}
   keep: 1
   sample_tokens: 48
 """

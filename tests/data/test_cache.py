@@ -135,7 +135,7 @@ def test_runs_at_once_do_not_disturb_each_other(load: Any, families: SimpleNames
     for run in runs:
         run.start()
     start.set()
-    sums = {found.get(timeout=60) for _ in runs}
+    sums = {found.get(timeout=900) for _ in runs}
     for run in runs:
         run.join()
     assert len(sums) == 1

@@ -113,6 +113,8 @@ def test_an_interrupted_run_ends_bit_identical(configured, tmp_path, settings):
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert train(loaded, resume=tmp_path / "disturbed") == 0
     same_result(tmp_path / "whole", tmp_path / "disturbed")
+    assert json.loads((tmp_path / "disturbed/resumes.json").read_text()) == {"steps": [4]}
+    assert not (tmp_path / "whole/resumes.json").exists()
 
 
 def ctrl_c_before(monkeypatch, owner, name, *, call=1, times=1):

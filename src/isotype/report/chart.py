@@ -90,7 +90,7 @@ class _Frame:
     def resumed(self, step: int) -> str:
         x = self.x(step)
         line = f'<line class="resumed" x1="{x:.1f}" x2="{x:.1f}" y1="{self.top}" y2="{self.base}"/>'
-        return f'{line}<text class="tick" x="{x + 4:.1f}" y="{self.top + 9}">resumed</text>'
+        return f'{line}<text class="tick" x="{x + 4:.1f}" y="{self.top + 9}">resumed</text>' if self.plot.key == "loss" else line
 
     def guide(self, guide: Guide) -> str:
         y = self.y(guide.value)

@@ -185,8 +185,9 @@ def _curves(sheet: _Sheet, axes: Axes, plot: Plot) -> None:
             ends.append((finite[-1], plot.written(finite[-1]), COLOURS[one.colour]))
     for step in plot.marks:
         axes.axvline(step, color=FAINT, linewidth=1, linestyle=(0, (1, 2)))
-        axes.annotate("resumed", (step, 1), xycoords=("data", "axes fraction"), xytext=(3, -8), textcoords="offset points", fontsize=7,
-                      color=FAINT, parse_math=False)  # fmt: skip
+        if plot.key == "loss":
+            axes.annotate("resumed", (step, 1), xycoords=("data", "axes fraction"), xytext=(3, -8), textcoords="offset points", fontsize=7,
+                          color=FAINT, parse_math=False)  # fmt: skip
     for guide in shown:
         axes.axhline(guide.value, color=FAINT, linewidth=1, linestyle=(0, (5, 4)))
     _style(axes, plot.title, plot.written, ticks)
@@ -248,7 +249,7 @@ def _facts(sheet: _Sheet, record: RunRecord) -> None:
         axes = sheet.axes(right, narrow, height - top, pads=(0.4, 0.3, 0.5, 0.5))
         sheet.used -= top
         axes.bar(range(len(bars)), [n for _, n in bars], width=0.8, color=COLOURS[1], alpha=0.85)
-        _style(axes, "How many training rows have how many tokens", count, [0, max(n for _, n in bars) * 1.15])
+        _style(axes, "Training rows by length", count, [0, max(n for _, n in bars) * 1.15])
         axes.set_xlabel("tokens in a row", fontsize=7.5, color=FAINT, labelpad=2)
         axes.set_ylabel("rows", fontsize=7.5, color=FAINT, labelpad=2)
         axes.set_yticks([])

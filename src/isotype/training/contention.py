@@ -67,10 +67,10 @@ def contention(
         return None
     counts = sorted({1, max(1, threads // 2), threads})
     rounds: dict[int, list[tuple[float, float]]] = {n: [] for n in counts}
-    for i in range(_ROUNDS):
+    for _ in range(_ROUNDS if threads > 1 else 1):
         for n in counts:
             rounds[n].append(measure(n))
-        if i and sum(wall for found in rounds.values() for wall, _ in found) > _ENOUGH:
+        if sum(wall for found in rounds.values() for wall, _ in found) > _ENOUGH:
             break
     return Contention(
         load=busy, cores=cores, threads=threads,
