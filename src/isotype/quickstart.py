@@ -191,7 +191,7 @@ def step_seconds(config: Any, *, rows: int, length: int) -> float:
 
 def _stage(run: Path, file: Path, *, json_output: bool) -> int:
     from .config.load import load
-    from .training.run import train
+    from .tasks.choose import train
 
     if _finished(run):
         print(f"done before: {run}", file=sys.stderr if json_output else sys.stdout)

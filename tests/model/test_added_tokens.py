@@ -15,7 +15,7 @@ from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
 from isotype.model.added_tokens import add_tokens, grow_embeddings
 from isotype.model.load import load_tokenizer
-from isotype.training.run import train
+from isotype.tasks.choose import train
 from tests.models import SIZES, tiny
 
 TOKENS = ["<think>", "</think>"]

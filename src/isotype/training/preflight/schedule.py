@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ...finding import Finding, Place, Severity
 from ..schedule import learning_rate, repeats_in_a_step, warmup_steps
 from .subject import Subject
 
 
-def never_leaves_warmup(subject: Subject) -> Iterator[Finding]:
+def never_leaves_warmup(subject: Subject[Any]) -> Iterator[Finding]:
     train, total = subject.config.train, subject.plan.total
     warmup = warmup_steps(train, total)
     if warmup < total:
@@ -24,12 +25,12 @@ def never_leaves_warmup(subject: Subject) -> Iterator[Finding]:
 
 
 def more_rows_in_a_step_than_there_are(subject: Subject) -> Iterator[Finding]:
-    data, train = subject.prepared.data, subject.config.train
-    said = repeats_in_a_step(train.batch_size * train.accumulate, len(data.train)) if data.stream is None else None
+    train, rows = subject.config.train, subject.task.rows
+    said = None if subject.config.data.stream else repeats_in_a_step(train.batch_size * train.accumulate, rows)
     if said is None:
         return
     yield Finding(
         code="PF021", severity=Severity.WARNING, place=Place(symbol="train.batch_size"), message=said,
         observed=f"train.batch_size {train.batch_size} x train.accumulate {train.accumulate}",
-        fix=f"train.batch_size x train.accumulate at most {len(data.train)}",
+        fix=f"train.batch_size x train.accumulate at most {rows}",
     )  # fmt: skip
