@@ -12,19 +12,29 @@ from ..config.schema import AdapterSection, RunConfig
 from ..dtypes import to_torch
 from ..errors import UsageError
 from ..precision.precision import Precision
+from .added_tokens import token_modules
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
 
-def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, seed: int) -> PeftModel:
-    """A PeftModel over `model` with one trainable adapter, new or continued from `start_from`."""
+def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, seed: int, new_tokens: bool = False) -> PeftModel:
+    """A PeftModel over `model` with one trainable adapter, new or continued from `start_from`.
+
+    new_tokens  embedding and head are trained in full with it, and stay one weight where they are
+    """
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
     if section.start_from is not None:
+        if new_tokens:
+            raise UsageError("model.add_tokens with adapter.start_from is not offered yet", fix="merge the adapter first: isotype merge")
         return load_adapter(model, Path(section.start_from), what="adapter.start_from")
+    in_full, tied = list(section.modules_to_save), False
+    if new_tokens:
+        names, tied = token_modules(model)
+        in_full += [name for name in names if name not in in_full]
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=section.r,
@@ -32,7 +42,8 @@ def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, seed: int
         lora_dropout=section.dropout,
         target_modules=_targets(model, section),
         use_rslora=section.rslora,
-        modules_to_save=list(section.modules_to_save) or None,
+        modules_to_save=in_full or None,
+        ensure_weight_tying=tied,
     )
     linear = linear_names(model)  # before PEFT puts its own layers in
     try:

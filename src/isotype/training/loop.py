@@ -33,13 +33,14 @@ from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import RunFolder
 from ..runs.metrics import Metrics
 from .callbacks import Callback, Moment, tell
-from .console import Pace, RunConsole
+from .console import RunConsole
 from .feed import Feed
 from .finite import calmer_steps, first_non_finite_trained
 from .interrupt import Interrupt
 from .loss_scale import LossScale
 from .memory.device import peak_memory
 from .milestones import Milestones
+from .pace import Pace, sample_seconds
 from .schedule import learning_rate
 from .step import Stepper
 from .task import Batch, Task
@@ -56,6 +57,7 @@ class Progress:
     best_step: int | None = None
     without_gain: int = 0
     trained_seconds: float = 0.0
+    sampled_seconds: float = 0.0
     units: int = 0
     """Tokens or pictures seen."""
 
@@ -69,8 +71,9 @@ class Progress:
         for name in ("step", "position", "without_gain", "units"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 0:
                 raise TypeError(f"progress.{name} is {getattr(self, name)!r}")
-        if not isinstance(self.best_loss, float) or not isinstance(self.trained_seconds, float | int):
-            raise TypeError(f"progress.best_loss is {self.best_loss!r}, progress.trained_seconds {self.trained_seconds!r}")
+        for name in ("best_loss", "trained_seconds", "sampled_seconds"):
+            if not isinstance(getattr(self, name), float) and (name == "best_loss" or type(getattr(self, name)) is not int):
+                raise TypeError(f"progress.{name} is {getattr(self, name)!r}")
         if self.best_step is not None and type(self.best_step) is not int:
             raise TypeError(f"progress.best_step is {self.best_step!r}")
 
@@ -104,12 +107,13 @@ class Loop:
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.folder.metrics)
         self.pace = Pace()
+        self._said_no_samples = False
 
     def run(self, interrupt: Interrupt) -> bool:
         """Raises  RunError naming the last good checkpoint when a step fails."""
         interrupt.begin()
         if self.progress.step == 0:
-            self._between(evaluating=True, sampling=True, saving=False)
+            self._between(evaluating=True, sampling=bool(self.plan.sample_every), saving=False)
         while self.progress.step < self.plan.total:
             step = self.progress.step + 1
             try:
@@ -173,9 +177,9 @@ class Loop:
             "loss_scale": self.stepper.loss_scale.scale if self.stepper.loss_scale else None,
         }
         self._write(row)
-        self.console.progress(
-            step, self.plan.total, row | {"grad_norm": result.gradient_norm}, self.pace.eta(self.plan.total - step), words
-        )
+        left = self._sample_seconds_left(self.pace.steps_seconds(self.plan.total - step))
+        eta = self.pace.eta(self.plan, step, sample_seconds_left=left)
+        self.console.progress(step, self.plan.total, row | {"grad_norm": result.gradient_norm}, eta, words)
         self._tell("step", row)
 
     def _observed_step(self, batches: Sequence[Batch], step: int, rate: float) -> tuple[Any, int]:
@@ -231,11 +235,15 @@ class Loop:
         """Evaluation, samples and checkpoint after a step; True when it is time to stop early."""
         best = stop = False
         if evaluating and self.task.eval_rows:
-            best, stop = self._evaluate()
-        if sampling and self.task.samples:
-            self._sample()
+            with self.pace.pause("evaluation"):
+                best, stop = self._evaluate()
+        if sampling and self.task.samples and self._samples_allowed():
+            with self.pace.pause("samples"):
+                self._sample()
+            self.progress.sampled_seconds += self.pace.last("samples")
         if saving or best or stop:
-            self.save(best=best)
+            with self.pace.pause("checkpoint"):
+                self.save(best=best)
         return stop
 
     def _evaluate(self) -> tuple[bool, bool]:
@@ -264,11 +272,30 @@ class Loop:
             self.console.say(f"no better evaluation for {progress.without_gain}: stopping early (train.patience)")
         return best and progress.step > 0, stop
 
+    def _sample_seconds_left(self, seconds_ahead: float = 0.0) -> float:
+        """What samples may still take; without a limit where run.sample_every says how often they are wanted."""
+        if self.config.run.sample_every is not None:
+            return math.inf
+        return sample_seconds(self.progress.trained_seconds + seconds_ahead) - self.progress.sampled_seconds
+
+    def _samples_allowed(self) -> bool:
+        """Whether samples fit into their share of the time. Those after the last step have their time kept for them."""
+        wanted = 1 if self.progress.step == self.plan.total else 2
+        allowed = wanted * self.pace.last("samples") <= self._sample_seconds_left()
+        if not allowed and not self._said_no_samples:
+            self._said_no_samples = True
+            self.console.settle()
+            self.console.say(
+                f"step {self.progress.step}: samples left out, they would take more than a tenth of the training "
+                "(run.sample_every: N takes them all the same, 0 switches them off)"
+            )
+        return allowed
+
     def _sample(self) -> None:
         # the first samples of a run are watched; a step's number decides, so that a resumed run does as the undisturbed one did
         watched = self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
         with watched as seen:
-            samples = self.task.sample(self.model, self.device)
+            samples = self.task.sample(self.model, self.device, seconds=self._sample_seconds_left())
         if seen is not None:
             self.note(seen)
         self.folder.samples.mkdir(exist_ok=True)
