@@ -16,18 +16,19 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from isotype.checkpoint.store import CheckpointStore
 from isotype.errors import RunError, UsageError
-from isotype.training import loop as loop_module
+from isotype.runs.checkpoint.store import CheckpointStore
+from isotype.tasks.choose import train
+from isotype.tasks.language.task import LanguageTask
 from isotype.training import run as run_module
-from isotype.training.run import train
 
 _DIES_AT_STEP_4 = """
 import os, signal, sys
 from pathlib import Path
-from isotype.checkpoint.store import CheckpointStore
+from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.config.load import load
-from isotype.training.run import train
+from isotype.tasks.choose import train
+from isotype.tasks.language.task import LanguageTask
 
 save = CheckpointStore.save
 
@@ -128,12 +129,13 @@ def ctrl_c_before(monkeypatch, owner, name, *, call=1, times=1):
     monkeypatch.setattr(owner, name, interrupted)
 
 
-@pytest.mark.parametrize("stage", ["evaluate", "sample", "collate"])
-def test_ctrl_c_saves_and_says_how_to_go_on(configured, tmp_path, capsys, monkeypatch, stage):
+# the preflight samples and collates once before the loop does
+@pytest.mark.parametrize(("stage", "call"), [("evaluate", 2), ("sample", 3), ("collate", 3)])
+def test_ctrl_c_saves_and_says_how_to_go_on(configured, tmp_path, capsys, monkeypatch, stage, call):
     assert train(configured("whole")) == 0
     previous = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patched:
-        ctrl_c_before(patched, loop_module, stage, call=2)
+        ctrl_c_before(patched, LanguageTask, stage, call=call)
         assert train(configured("stopped")) == 130
     assert signal.getsignal(signal.SIGINT) is previous
     assert result_of(tmp_path / "stopped")["status"] == "interrupted"
@@ -155,7 +157,7 @@ def test_ctrl_c_before_step_1_stops_at_once_and_leaves_nothing_begun(configured,
 def test_a_second_ctrl_c_stops_at_once_and_nothing_saved_is_lost(configured, tmp_path, capsys, monkeypatch):
     assert train(configured("whole")) == 0
     with monkeypatch.context() as patched:
-        ctrl_c_before(patched, loop_module, "collate", call=6, times=2)
+        ctrl_c_before(patched, LanguageTask, "collate", call=7, times=2)
         assert train(configured("stopped")) == 130
     assert "interrupted at once, without a save: the last checkpoint is step " in capsys.readouterr().out
     assert train(configured("stopped"), resume=tmp_path / "stopped") == 0
@@ -232,16 +234,16 @@ def test_a_run_that_becomes_non_finite_names_the_last_good_checkpoint(configured
 
 
 def test_a_disk_that_fills_up_names_the_last_good_checkpoint(configured, tmp_path, monkeypatch):
-    from isotype.checkpoint import folder
+    from isotype.runs.checkpoint import atomic_folder
 
-    original = folder.seal
+    original = atomic_folder.seal
 
     def full(aside):
         if aside.name == ".step_4.partial":
             raise OSError(28, "No space left on device")
         original(aside)
 
-    monkeypatch.setattr(folder, "seal", full)
+    monkeypatch.setattr(atomic_folder, "seal", full)
     with pytest.raises(RunError, match=r"CK001(.|\n)*step_4: No space left on device(.|\n)*saved(.|\n)*step_2"):
         train(configured())
     monkeypatch.undo()
@@ -318,7 +320,7 @@ def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_ending(configured, t
 
 @pytest.mark.parametrize("change", [{"progress": {}}, {"progress": None}, {"random": {}}, {"optimizer": {"no.such": {"step": 1}}}])
 def test_a_whole_checkpoint_that_is_no_state_of_the_run_is_one_error(configured, tmp_path, change):
-    from isotype.checkpoint.folder import seal
+    from isotype.runs.checkpoint.atomic_folder import seal
 
     assert train(configured()) == 0
     newest = tmp_path / "run/checkpoints/step_6"

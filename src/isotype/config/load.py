@@ -69,6 +69,7 @@ def load(
     preset: str | None = None,
     consent: bool = False,
     resolved: bool = False,
+    source: str = COMMAND_LINE,
 ) -> LoadedConfig:
     """Reads and checks a configuration.
 
@@ -77,6 +78,7 @@ def load(
     flags      `section.key` -> value from the command line's own options; None means not given
     preset     a recipe or precision by name (`config.recipes`)
     consent    see LoadedConfig
+    source     where the flags come from, as told in errors and in resolved.yaml
     resolved   the file is a run's resolved.yaml: the sources are those in its comments, so that they outlive a resume
     Raises     UsageError, a line for each mistake
     """
@@ -93,12 +95,15 @@ def load(
         settings.set(STRONG, recipe(preset).settings[STRONG], f"--preset {preset}")
     given = {key: value for key, value in (flags or {}).items() if value is not None}
     for key, value in given.items():
-        settings.set(key, value, COMMAND_LINE)
+        if key in keys():
+            settings.set(key, value, source)
+        else:
+            settings.complaints.append(f"{source} {key}: {_unknown(key)}")
     overrides = list(overrides)
     for override in overrides:
         _from_override(settings, override)
     config = _checked(settings)
-    said_now = frozenset(key for key, source in settings.sources.items() if source == COMMAND_LINE)
+    said_now = frozenset(key for key, where in settings.sources.items() if where in (COMMAND_LINE, source))
     sources = {key: settings.sources.get(key, DEFAULT) for key in keys()}
     if resolved:
         sources = {key: _source_in_comment(source, text, str(path)) for key, source in sources.items()}

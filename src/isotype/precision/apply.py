@@ -7,15 +7,15 @@ training sees. Instances only: no class is patched, and a deepcopy of the model 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..dtypes import to_torch
+from ..instance_method import MadeMethod
 from .precision import Precision
 
 _STATE = "_isotype_precision"
@@ -72,14 +72,7 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str)
     state = _State(precision, device_type, inner.__dict__.get("forward"))
     setattr(inner, _STATE, state)
 
-    @functools.wraps(type(inner).forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: _State = getattr(self, _STATE)
-        run = state.forward if state.forward is not None else functools.partial(type(self).forward, self)
-        with state.autocast():
-            return run(*args, **kwargs)
-
-    inner.forward = MethodType(forward, inner)  # type: ignore[method-assign]
+    MadeMethod(_in_its_precision, (), inner).put()
     for module in inner.modules():
         if is_norm(module) or isinstance(module, nn.Embedding):
             module.register_forward_hook(_Narrow(to_torch(precision.compute)))
@@ -91,6 +84,19 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # bitsandbytes repacks the weight in place on the first forward without gradients, and later gradients are wrong
             module.support_avx512bf16_for_cpu = False
+
+
+def _in_its_precision(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`own`, a model's forward, under the autocast of the precision that was put on the model."""
+
+    @functools.wraps(own)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: _State = getattr(self, _STATE)
+        run = state.forward if state.forward is not None else functools.partial(type(self).forward, self)
+        with state.autocast():
+            return run(*args, **kwargs)
+
+    return forward
 
 
 class _Narrow:
