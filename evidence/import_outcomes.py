@@ -1,7 +1,7 @@
 """`isotype import` on folders of other projects' configurations: a line for each file. `python evidence/import_outcomes.py NAME=FOLDER ...`
 
-Writes tab-separated lines to standard output (project, file, outcome, tool, keys by what became of them, keys not known, contradictions in the
-result) and the sums to standard error. A result with a contradiction is a fault of `isotype import`.
+Writes tab-separated lines to standard output (project, file, outcome, tool, keys by what became of them, keys not known, contradictions
+in the result) and the sums to standard error. A result with a contradiction is a fault of `isotype import`.
 """
 
 from __future__ import annotations
