@@ -31,8 +31,8 @@ class ModelSection(Section):
     """With `init: random`: a config.json, or its content (`model_type: llama`, `hidden_size: 128`, ...)."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer, when it is not the model's."""
-    attention: Literal["sdpa", "eager", "flash", "flex"] = "sdpa"
-    """Attention implementation. `flash` needs a GPU and the flash-attn package."""
+    attention: Literal["auto", "sdpa", "eager", "flash", "flex"] = "auto"
+    """Attention implementation. `auto` takes sdpa where the family has it, else eager. `flash` needs a GPU and flash-attn."""
     optimize: bool = True
     """Place Isotype's own ops (norms, rotary, gated MLP, head with loss) where they reproduce the model's; the manifest says where."""
     lora_branch: Literal["compute", "fp32"] = "compute"

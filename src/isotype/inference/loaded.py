@@ -68,7 +68,7 @@ def load_run(folder: Path) -> LoadedRun:
     source = _source(config, run)
     result = next((folder / name for name in ("adapter", "model") if fault(folder / name) is None), None)
     if result is not None:
-        tokenizer = load_tokenizer(ModelSection(name=str(result)))
+        tokenizer = load_tokenizer(ModelSection(name=str(result), trust_remote_code=source.trust_remote_code))
         model = load_result(result, source, precision, config=config.model, device=device)
         return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, result.name)
     # read before the model is built: a running run goes on meanwhile, and keeps only its last checkpoints

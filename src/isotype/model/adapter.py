@@ -30,17 +30,36 @@ def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, seed: int
         r=section.r,
         lora_alpha=section.alpha,  # type: ignore[arg-type]  # PEFT takes a float, its annotation says int
         lora_dropout=section.dropout,
-        target_modules=section.targets,
+        target_modules=_targets(model, section),
         use_rslora=section.rslora,
         modules_to_save=list(section.modules_to_save) or None,
     )
+    linear = linear_names(model)  # before PEFT puts its own layers in
     try:
         return get_peft_model(model, config)
     except ValueError as error:
-        linear = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
-        raise UsageError(
-            f"adapter.targets: {section.targets}: {str(error).splitlines()[0]}", fix=f"all-linear, or some of: {', '.join(linear)}"
-        ) from error
+        fix = f"adapter.targets: all-linear, or some of: {', '.join(linear)}"
+        raise UsageError(f"adapter.targets: {section.targets}: {str(error).splitlines()[0]}", fix=fix) from error
+
+
+# a Mamba mixer hands the weights of these to its kernel and never calls the layers: adapters on them would get no gradient
+# (PEFT refuses the first two)
+_NEVER_CALLED = ("out_proj", "conv1d", "x_proj", "dt_proj")
+_MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
+
+
+def linear_names(model: PreTrainedModel) -> list[str]:
+    """Last names of the linear layers that can have an adapter, without the head."""
+    head = model.get_output_embeddings()
+    names = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    return sorted(names.difference(_NEVER_CALLED) if getattr(model.config, "model_type", None) in _MAMBA else names)
+
+
+def _targets(model: PreTrainedModel, section: AdapterSection) -> str | list[str]:
+    """What PEFT is told: `all-linear` includes layers that it refuses in Mamba models, so they get a list."""
+    if section.targets == "all-linear" and getattr(model.config, "model_type", None) in _MAMBA:
+        return linear_names(model)
+    return section.targets
 
 
 def check_branch(config: RunConfig, precision: Precision) -> None:

@@ -34,7 +34,7 @@ from ..runs.metrics import Metrics
 from .callbacks import Callback, Moment, tell
 from .console import Pace, RunConsole
 from .feed import Feed
-from .finite import first_non_finite_trained
+from .finite import calmer_steps, first_non_finite_trained
 from .interrupt import Interrupt
 from .loss_scale import LossScale
 from .memory.device import peak_memory
@@ -309,7 +309,7 @@ class Loop:
         if bad := first_non_finite_trained(self.model):
             raise RunError(
                 f"step {self.progress.step}: parameter {bad} is not finite after the update: not saved", code="NF001",
-                fix="lower train.learning_rate, or set train.clip, and resume",
+                fix=f"{calmer_steps(self.config.train)}, and resume",
             )  # fmt: skip
         self.metrics.sync()
         random_tensors, random_json = random_state()

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config.schema import RunConfig
 from ..environment.hardware import Hardware
+from ..model import attention
 from ..precision.resolve import Resolved
 from .memory.device import peak_memory, shown
 from .memory.plan import MemoryPlan
@@ -29,6 +30,7 @@ class Plan:
     hardware: Hardware
     resolved: Resolved
     architecture: str
+    attention: str
     trainable: int
     total: int
     data: dict[str, Any]
@@ -53,6 +55,7 @@ class Plan:
             "device": self.hardware.as_json(),
             "precision": {"preset": self.resolved.preset, "why": self.resolved.why_preset, "roles": self.resolved.as_json()},
             "warnings": [f.as_json() for f in self.resolved.warnings],
+            "attention": self.attention,
             "parameters": {"architecture": self.architecture, "trainable": self.trainable, "total": self.total},
             "data": self.data,
             "schedule": self.schedule,
@@ -77,6 +80,7 @@ class Plan:
             f"  evaluation every {s['eval_every']}, checkpoint every {s['save_every']}, samples every {s['sample_every']} steps"
             if s["eval_every"]
             else f"  no evaluation, checkpoint every {s['save_every']}, samples every {s['sample_every']} steps",
+            *([f"attention   {self.attention}"] if self.attention else []),
             f"recompute   {self.checkpointing}",
             *self._memory_lines(),
             *[f"warning     {f.code} {f.message}; {f.fix}" for f in self.resolved.warnings],
@@ -123,6 +127,7 @@ def plan(task: Task, sources: Mapping[str, str]) -> Plan:
         hardware=hardware,
         resolved=basis.resolved,
         architecture=architecture,
+        attention=attention.said(made.model, config.model.attention),
         trainable=made.trainable,
         total=made.total,
         data=task.plan_facts(),

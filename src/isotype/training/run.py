@@ -19,6 +19,7 @@ from ..config.write import resolved_yaml
 from ..environment.hardware import detect, measured_matmul_peak
 from ..environment.versions import environment
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
+from ..model import attention
 from ..model.adapter import trainable_share
 from ..precision.observe import Observer
 from ..runs.checkpoint.atomic_folder import refused
@@ -248,6 +249,9 @@ def _write_start(loaded: LoadedConfig, task: Task, prepared: Prepared, plan: Mil
     reasons["precision.preset"] = prepared.resolved.why_preset
     values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
     values["precision.preset"] = prepared.resolved.preset
+    if loaded.config.model.attention == attention.AUTO and hasattr(prepared.model, "config"):
+        values["model.attention"] = attention.taken(prepared.model)
+        reasons["model.attention"] = attention.said(prepared.model, attention.AUTO)
     if loaded.config.train.gradient_checkpointing == "auto":
         settings = prepared.checkpointing.as_settings()
         values |= settings
@@ -300,6 +304,7 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
         *task.header(),
         *[("ops" if i == 0 else "", line) for i, line in enumerate(prepared.manifest.lines())],
+        *([("attention", line)] if (line := attention.said(prepared.model, config.model.attention)) else []),
         ("recompute", str(prepared.checkpointing)),
         (
             "memory",
