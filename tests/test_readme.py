@@ -40,6 +40,7 @@ def test_every_command_of_the_table_is_a_command():
 def test_the_commands_work_as_typed(tmp_path, workshop):
     chat = blocks("json")[0]
     (tmp_path / "chats.jsonl").write_text(workshop.chats.read_text() + chat)
+    (tmp_path / "axolotl.yml").write_text("base_model: a/b\nmicro_batch_size: 2\nsequence_len: 512\nadapter: lora\nbf16: true\n")
     (tmp_path / "Qwen").mkdir()
     (tmp_path / "Qwen/Qwen2.5-0.5B").symlink_to(workshop.base)
     commands = [line.partition("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
