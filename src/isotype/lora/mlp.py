@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.autocast import autocast_off
+from ..ops.autocast import autocast_off, no_view
 from ..ops.backend import fused_runs
 from ..ops.gated import Gated, gated_gradients, gated_gradients_, gated_product
 from ..ops.recompute import count_mlp, is_recomputed, output_is_unused, unwritten
@@ -251,7 +251,7 @@ class LoraMlp(torch.autograd.Function):
         )  # fmt: skip
         ctx.kind, ctx.scales, ctx.states, ctx.dtypes, ctx.x_shape, ctx.x_dtype = kind, scales, states, dtypes, x.shape, x.dtype
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
-        return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
+        return no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

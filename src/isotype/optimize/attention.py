@@ -57,7 +57,7 @@ def find(module: nn.Module, device_type: str) -> tuple[Replacement | None, str]:
     reason = why_not_rebuilt(forward)
     if reason:
         return None, reason
-    made = Replacement(TABLE, device_type, Functions(forward.__globals__[TABLE]))
+    made = Replacement(TABLE, Functions)
     return made, "" if device_type == "cpu" else back_ends(module)
 
 
@@ -90,7 +90,10 @@ class Functions:
 
     def get_interface(self, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         original = self.table.get_interface(implementation, default)
-        if implementation not in ("sdpa", "eager") or torch.compiler.is_compiling():
+        # a user may have registered another function under that name
+        own = "transformers.integrations.sdpa_attention" if implementation == "sdpa" else getattr(default, "__module__", None)
+        known = implementation in ("sdpa", "eager") and getattr(original, "__module__", None) == own
+        if not known or torch.compiler.is_compiling():
             return original
         if original not in self.made:
             self.made[original] = by_the_op(original, eager=implementation == "eager")
@@ -119,7 +122,7 @@ def by_the_op(original: Callable[..., Any], *, eager: bool) -> Callable[..., Any
     ) -> tuple[Tensor, None]:
         options = {"dropout": dropout, "scaling": scaling} | ({} if eager else {"is_causal": is_causal}) | others
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        beyond = dropout or query.shape[2] < FEW or any(others.get(name) not in (None, False) for name in BEYOND)
+        beyond = dropout or query.shape[2] < FEW or any(others.get(name) is not None and others[name] is not False for name in BEYOND)
         if isinstance(attention_mask, DocumentMask):
             if beyond or not causal:
                 raise UsageError(

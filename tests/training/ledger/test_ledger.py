@@ -15,11 +15,12 @@ from isotype.environment.planned import planned_for
 from isotype.errors import UsageError
 from isotype.ops.backend import using
 from isotype.precision.precision import Precision
+from isotype.tasks.language.outline import outline, step_outline
 from isotype.training.ledger import unsloth
 from isotype.training.ledger.record import Launches
 from isotype.training.ledger.rows import Rates, Row, attention, grouped, product
 from isotype.training.ledger.step import by_part, rates_of, recorded, shapes_of, step_ledger
-from isotype.training.memory.plan import outline, plan_memory
+from isotype.training.memory.plan import plan_memory
 from isotype.training.memory.recomputation import Checkpointing
 
 LLAMA = {
@@ -85,11 +86,10 @@ def planned(kind="layers", length=8192, keep=False, preset="nf4-lora"):
     precision, architecture = Precision.preset(preset), AutoConfig.for_model(**LLAMA)
     made = outline(architecture, config, precision, device_type="cuda")
     what = Checkpointing(kind, (0, 1) if kind != "none" else (), 2, "asked", keep)
-    plan = plan_memory(made, config.train, precision, length=length, checkpointing=what, device_type="cuda")
+    largest = step_outline(config, precision, length=length, device_type="cuda")
+    plan = plan_memory(made, config.train, precision, largest, checkpointing=what, device_type="cuda")
     assert plan.not_simulated is None
-    return step_ledger(
-        made, config.train, precision, by_name("h200"), architecture, length=length, rank=16, checkpointing=what, memory=plan
-    )
+    return step_ledger(made, config.train, precision, by_name("h200"), largest, rank=16, checkpointing=what, memory=plan)
 
 
 def parts(ledger, side="rows"):
@@ -147,9 +147,7 @@ def test_every_row_of_the_peer_has_its_place_and_says_it_was_not_measured():
 
 
 def test_chunks_of_the_peers_loss_follow_its_source():
-    shapes = shapes_of(
-        AutoConfig.for_model(**LLAMA), load(None, []).config.train.model_copy(update={"batch_size": 1}), length=4096, rank=16, nf4=True
-    )
+    shapes = shapes_of(AutoConfig.for_model(**LLAMA), rows=1, length=4096, rank=16, nf4=True)
     # 4096 x 128256 fp32 logits are 1.96 GiB, 16384 rows of them 7.8
     assert unsloth.loss_chunks(shapes) == 1
     assert unsloth.loss_chunks(replace(shapes, length=16384)) == 4
@@ -161,6 +159,7 @@ def test_a_device_nobody_publishes_is_refused_and_full_fine_tuning_has_no_peer()
     config = load(None, ["precision.preset=bf16-mixed", "adapter.kind=none", "train.batch_size=1", "train.accumulate=2"]).config
     precision, architecture = Precision.preset("bf16-mixed"), AutoConfig.for_model(**{**LLAMA, "vocab_size": 1000})
     made = outline(architecture, config, precision, device_type="cuda")
-    rows = recorded(made, config.train, precision, length=128, checkpointing=Checkpointing("none"), packing=False)
+    largest = step_outline(config, precision, length=128, device_type="cuda")
+    rows = recorded(made, config.train, precision, largest, checkpointing=Checkpointing("none"))
     # each trained tensor once
     assert sum(r.count for r in rows if r.phase == "update" and r.name.startswith("adamw_")) == len(list(made.model.parameters()))

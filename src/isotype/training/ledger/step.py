@@ -13,12 +13,13 @@ from ...environment.hardware import Hardware
 from ...errors import UsageError
 from ...precision.accumulate import GradientAccumulator
 from ...precision.precision import Precision
-from ..batches import padded_length
 from ..memory.device import shown
-from ..memory.plan import MemoryPlan, Outline, make_fake, quiet, rows_without_data, without_data
+from ..memory.plan import MemoryPlan, make_fake, without_data
 from ..memory.recomputation import Checkpointing, apply_checkpointing
 from ..optimizer import build_optimizer
+from ..quiet import without_warnings
 from ..step import Stepper
+from ..task import Outline, StepOutline
 from . import unsloth
 from .record import Launches
 from .rows import Rates, Row, grouped
@@ -135,20 +136,17 @@ def rates_of(hardware: Hardware) -> Rates:
     return Rates(flops=flops * 1e12, bandwidth=hardware.bandwidth_gbs * 1e9)
 
 
-def recorded(
-    made: Outline, train: TrainSection, precision: Precision, *, length: int, checkpointing: Checkpointing, packing: bool
-) -> list[Row]:
+def recorded(made: Outline, train: TrainSection, precision: Precision, largest: StepOutline, *, checkpointing: Checkpointing) -> list[Row]:
     """The launches of one optimizer step on a GPU: `train.accumulate` micro-batches and the update."""
     device = torch.device("meta")
-    length = padded_length(length, "cuda")
     apply_checkpointing(made.model, checkpointing)
-    with without_data("cuda"), quiet():
+    with without_data("cuda"), without_warnings():
         make_fake(made.model, device)
         accumulator = GradientAccumulator(made.model.parameters(), dtype=precision.grads, reduce=precision.reduce)
         plain = train.model_copy(update={"optimizer": "adamw"})
         optimizer = build_optimizer(made.model, plain, precision, accumulator.gradient)
-        stepper = Stepper(made.model, optimizer, accumulator, precision, train)
-        batch = rows_without_data(train.batch_size, length, device, packing=packing)
+        stepper = Stepper(made.model, optimizer, accumulator, precision, train, largest.loss_sum)
+        batch = largest.batch(device)
         # the first step makes the optimizer's states
         stepper.accumulate([batch])
         optimizer.step()
@@ -162,12 +160,12 @@ def recorded(
     return launches.rows
 
 
-def shapes_of(config: Any, train: TrainSection, *, length: int, rank: int, nf4: bool) -> unsloth.Shapes:
+def shapes_of(config: Any, *, rows: int, length: int, rank: int, nf4: bool) -> unsloth.Shapes:
     """Of a transformers configuration in Llama's form."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = text.num_attention_heads
     return unsloth.Shapes(
-        rows=train.batch_size, length=padded_length(length, "cuda"), layers=text.num_hidden_layers, hidden=text.hidden_size,
+        rows=rows, length=length, layers=text.num_hidden_layers, hidden=text.hidden_size,
         inner=text.intermediate_size, heads=heads, key_heads=text.num_key_value_heads,
         depth=getattr(text, "head_dim", None) or text.hidden_size // heads, vocabulary=text.vocab_size, rank=rank, nf4=nf4,
     )  # fmt: skip
@@ -178,9 +176,8 @@ def step_ledger(
     train: TrainSection,
     precision: Precision,
     hardware: Hardware,
-    config: Any,
+    largest: StepOutline,
     *,
-    length: int,
     rank: int,
     checkpointing: Checkpointing,
     memory: MemoryPlan,
@@ -191,10 +188,11 @@ def step_ledger(
     rank    of the adapters, 0 where there are none
     memory  the plan of the same step
     """
-    rows = recorded(made, train, precision, length=length, checkpointing=checkpointing, packing=packing)
+    rows = recorded(made, train, precision, largest, checkpointing=checkpointing)
     theirs, their_peak = None, 0
+    config: Any = getattr(made.model, "config", None)
     if rank and not packing and getattr(config, "model_type", "") in ("llama", "mistral", "qwen2"):
-        s = shapes_of(config, train, length=length, rank=rank, nf4=precision.base == "nf4")
+        s = shapes_of(config, rows=largest.rows, length=largest.length, rank=rank, nf4=precision.base == "nf4")
         one = unsloth.step(s)
         update = [row for row in one if row.phase == "update"]
         theirs = [row for row in one if row.phase != "update"] * train.accumulate + update

@@ -1,0 +1,99 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isotype.data.rows import IGNORED, Row, Share
+from isotype.tasks.language.batches import collate
+from isotype.training.feed import RowStream, epoch_order, mixed_order
+from tests.models import rows
+
+
+@given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 3))
+def test_an_epoch_is_a_permutation_of_seed_and_number(count, seed, epoch):
+    order = epoch_order(count, seed=seed, epoch=epoch, shuffle=True)
+    assert sorted(order) == list(range(count))
+    assert order == epoch_order(count, seed=seed, epoch=epoch, shuffle=True)
+
+
+@given(st.integers(1, 12), st.lists(st.integers(1, 7), max_size=12), st.integers(0, 30))
+def test_a_stream_resumes_at_its_position(count, takes, start):
+    every = rows(count)
+    whole, resumed = RowStream(every, seed=3, shuffle=True), RowStream(every, seed=3, shuffle=True, position=start)
+    whole.take(start)
+    for n in takes:
+        assert whole.take(n) == resumed.take(n)
+
+
+def test_collate_pads_to_a_multiple_of_eight_and_supervises_no_padding():
+    batch = collate([Row((5, 6, 7), (IGNORED, 6, 7), 1), Row((5,) * 9, (5,) * 9, 0)], pad_id=0)
+    assert tuple(batch.input_ids.shape) == (2, 16)
+    assert batch.tokens == 12
+    assert batch.supervised == 2 + 8  # the first label of a row predicts nothing
+    assert batch.labels[0, 3:].eq(IGNORED).all()
+    assert batch.attention_mask.sum() == 12
+
+
+shares = st.lists(st.tuples(st.integers(1, 30), st.floats(0.1, 10.0)), min_size=2, max_size=4).map(lambda pairs: [Share(*p) for p in pairs])
+
+
+@given(shares, st.integers(0, 4), st.booleans())
+def test_an_epoch_of_weighted_sources_has_their_shares(mix, epoch, shuffle):
+    order = mixed_order(mix, seed=3, epoch=epoch, shuffle=shuffle)
+    total, weight, begin = sum(s.rows for s in mix), sum(s.weight for s in mix), 0
+    assert len(order) == total
+    for share in mix:
+        count = sum(begin <= i < begin + share.rows for i in order)
+        assert abs(count - total * share.weight / weight) < 1
+        begin += share.rows
+
+
+def test_a_weighted_source_goes_on_where_the_last_epoch_left_it():
+    mix = [Share(10, 3.0), Share(30, 1.0)]  # the small one comes three times an epoch, of the large one a third
+    epochs = [mixed_order(mix, seed=0, epoch=e, shuffle=True) for e in range(3)]
+    assert [sorted(i for i in epoch if i < 10) for epoch in epochs] == [sorted([*range(10)] * 3)] * 3
+    large = [i for epoch in epochs for i in epoch if i >= 10]
+    assert sorted(large) == list(range(10, 40)), "three epochs of a third are every row once"
+
+
+def test_without_shuffling_weighted_sources_alternate_evenly():
+    assert mixed_order([Share(6, 2.0), Share(3, 1.0)], seed=0, epoch=0, shuffle=False) == [0, 6, 1, 2, 7, 3, 4, 8, 5]
+
+
+@given(st.integers(0, 60))
+def test_a_weighted_stream_resumes_at_its_position(start):
+    every, mix = rows(20), [Share(5, 2.0), Share(15, 1.0)]
+    whole = RowStream(every, seed=3, shuffle=True, shares=mix)
+    whole.take(start)
+    resumed = RowStream(every, seed=3, shuffle=True, shares=mix)
+    resumed.restore(whole.state())
+    assert resumed.take(25) == whole.take(25)
+
+
+def test_counted_rows_are_where_a_next_token_is_supervised() -> None:
+    batch = collate([Row((1, 2, 3, 4), (IGNORED, 2, IGNORED, 4), 0), Row((5, 6), (5, 6), 1)], pad_id=0)
+    assert batch.input_ids.shape == (2, 8)
+    assert batch.counted is not None
+    assert batch.counted.tolist() == [0, 2, 8]
+    assert batch.supervised == 3
+
+
+def test_the_loss_of_counted_rows_is_the_loss(monkeypatch) -> None:
+    from isotype.tasks.language import loss
+    from tests.models import tiny
+
+    model = tiny("llama")
+    batch = collate([Row((4, 5, 6, 7, 8), (IGNORED, IGNORED, 6, 7, 8), 0), Row((9, 10, 11), (9, IGNORED, 11), 1)], pad_id=0)
+    wanted = loss.batch_loss_sum(model, batch)
+    wanted.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    rows = []
+    original = torch.nn.functional.cross_entropy
+    monkeypatch.setattr(loss, "stands_for", lambda device: "cuda")
+    monkeypatch.setattr(loss.F, "cross_entropy", lambda x, *a, **k: (rows.append(x.shape[0]), original(x, *a, **k))[1])
+    found = loss.batch_loss_sum(model, batch)
+    found.backward()
+    assert rows == [batch.supervised]
+    torch.testing.assert_close(found, wanted)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, grads[name], msg=name)
