@@ -52,7 +52,7 @@ def put(module: nn.Module, forward: Callable[..., Any], settings: Any, places: i
     places  how many entries of the manifest it stands for
     """
     # in the instance's __dict__, past nn.Module's __setattr__, which would register a module found in settings
-    module.__dict__[_MARK] = settings, places
+    module.__dict__[_MARK] = settings, places, module.__dict__.get("forward")
     module.__dict__["forward"] = MethodType(forward, module)
 
 
@@ -64,8 +64,11 @@ def take_back(module: nn.Module) -> int:
     """Undoes `put`; the number of places, 0 where there was nothing to undo."""
     if _MARK not in module.__dict__:
         return 0
-    _, places = module.__dict__.pop(_MARK)
-    del module.__dict__["forward"]
+    _, places, before = module.__dict__.pop(_MARK)
+    if before is None:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = before
     return places
 
 

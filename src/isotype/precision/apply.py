@@ -22,10 +22,19 @@ _STATE = "_isotype_precision"
 
 
 class _State:
-    """What a wrapped forward needs to know; lives on the model, is copied with it."""
+    """What a wrapped forward needs to know; lives on the model, is copied with it.
+
+    forward   the instance's own forward before, or None for its class's
+    settings  (module, attribute, value before) of each attribute that was changed
+    """
 
     def __init__(self, precision: Precision, device_type: str, forward: Any) -> None:
         self.precision, self.device_type, self.dtype, self.forward = precision, device_type, precision.compute, forward
+        self.settings: list[tuple[nn.Module, str, Any]] = []
+
+    def change(self, module: nn.Module, attribute: str, value: Any) -> None:
+        self.settings.append((module, attribute, getattr(module, attribute)))
+        setattr(module, attribute, value)
 
     def autocast(self) -> torch.autocast:
         # fp32 switches autocast off, so that a caller's own autocast cannot narrow a declared fp32 run
@@ -59,13 +68,16 @@ def cast_parameters(model: nn.Module, precision: Precision) -> None:
                 parameter.data = parameter.data.to(dtype)
 
 
-def apply_precision(model: nn.Module, precision: Precision, *, device_type: str) -> None:
+def apply_precision(model: nn.Module, precision: Precision, *, device_type: str, cast: bool = True) -> None:
     """Makes `model` keep `precision` in training, evaluation and generation.
 
     Casts parameters by `requires_grad`, so adapters are attached and frozen weights are frozen before. PEFT's own widening of
     activations to the adapter's dtype is switched off: A and B are cast down instead, which is tiny.
+
+    cast  False where the caller has given the parameters their dtypes
     """
-    cast_parameters(model, precision)
+    if cast:
+        cast_parameters(model, precision)
     inner = inner_model(model)
     if hasattr(inner, _STATE):
         raise ValueError("this model has a precision already")
@@ -84,13 +96,31 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str)
         if is_norm(module) or isinstance(module, nn.Embedding):
             module.register_forward_hook(_Narrow(to_torch(precision.compute)))
         if hasattr(module, "cast_input_dtype_enabled"):
-            module.cast_input_dtype_enabled = False
+            state.change(module, "cast_input_dtype_enabled", False)
         if hasattr(module, "compute_type_is_set"):
             # a 4-bit layer has a dtype of its own for products: the library's default, the file's, or the first input's
-            module.compute_dtype, module.compute_type_is_set = to_torch(precision.compute), True
+            state.change(module, "compute_dtype", to_torch(precision.compute))
+            state.change(module, "compute_type_is_set", True)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # bitsandbytes repacks the weight in place on the first forward without gradients, and later gradients are wrong
-            module.support_avx512bf16_for_cpu = False
+            state.change(module, "support_avx512bf16_for_cpu", False)
+
+
+def remove_precision(model: nn.Module) -> None:
+    """Undoes `apply_precision`, but for the dtypes of the parameters. A model without a precision stays as it is."""
+    inner = inner_model(model)
+    state: _State | None = inner.__dict__.pop(_STATE, None)
+    if state is None:
+        return
+    if state.forward is None:
+        del inner.__dict__["forward"]
+    else:
+        inner.__dict__["forward"] = state.forward
+    for module, attribute, value in reversed(state.settings):
+        setattr(module, attribute, value)
+    for module in inner.modules():
+        for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _Narrow)]:
+            del module._forward_hooks[key]
 
 
 class _Narrow:

@@ -16,6 +16,12 @@ from .loss import takes_one_row
 
 def first_non_finite_module(model: nn.Module, batch: Batch) -> str | None:
     """Runs the forward pass again and names the innermost module where a non-finite output first appears."""
+    inputs = (batch.as_one_row() if batch.position_ids is not None and takes_one_row(model) else batch).inputs
+    return first_non_finite_output(model, lambda: model(**inputs))
+
+
+def first_non_finite_output(model: nn.Module, forward: Callable[[], object]) -> str | None:
+    """`forward` runs the model once; names the innermost module where a non-finite output first appears, or None."""
     found: list[str] = []
     inner = inner_model(model)
 
@@ -30,7 +36,7 @@ def first_non_finite_module(model: nn.Module, batch: Batch) -> str | None:
     hooks = [m.register_forward_hook(hook(n or type(inner).__name__)) for n, m in inner.named_modules()]
     try:
         with torch.no_grad():
-            model(**(batch.as_one_row() if batch.position_ids is not None and takes_one_row(model) else batch).inputs)
+            forward()
     finally:
         for h in hooks:
             h.remove()

@@ -41,7 +41,7 @@ class Stepper:
         self.model, self.optimizer, self.accumulator, self.precision, self.train = model, optimizer, accumulator, precision, train
         self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
         self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for whoever observes
-        self._sampled = _sampled_elements(accumulator.parameters)
+        self._sampled = sampled_elements(accumulator.parameters)
 
     def accumulate(self, batches: Sequence[Batch]) -> Tensor:
         """Forward and backward of every micro-batch; returns the mean loss over all their supervised tokens."""
@@ -103,7 +103,7 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(list(norms)))
 
 
-def _sampled_elements(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+def sampled_elements(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
     """Fixed places, the same in every run: parameters spread evenly over the model, elements evenly over a parameter."""
     stride = max(1, math.ceil(len(parameters) / SAMPLED_PARAMETERS))
     return [

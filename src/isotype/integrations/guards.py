@@ -1,0 +1,131 @@
+"""What watches a trainer's steps: a non-finite loss or gradient stops the run, and the logs say whether updates took.
+
+The loss is looked at after each micro-batch, before any weight moves; Trainer's own filter, which logs 0.0 instead, is off meanwhile.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from ..errors import RunError
+from ..precision.apply import inner_model
+from ..precision.observe import share_changed
+from ..training.finite import first_non_finite_output, non_finite_gradients, non_finite_parameters
+from ..training.step import sampled_elements
+from .methods import Methods
+
+
+class LastCall:
+    """Forward pre-hook of the inner model: what it was called with last, to find the module where a number stopped being finite."""
+
+    def __init__(self) -> None:
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training:
+            self.arguments = args, kwargs
+
+
+class Guards(TrainerCallback):
+    """One trainer's guards. `install` puts them on, `remove` takes them off.
+
+    extra  metrics for the trainer's next training log
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.methods = trainer, Methods(trainer)
+        self.extra: dict[str, float] = {}
+        self._sampled: list[tuple[nn.Parameter, Tensor]] = []
+        self._before: list[Tensor] = []
+        self._filter = trainer.args.logging_nan_inf_filter
+        self._last_call = LastCall()
+        self._hook: Any = None
+
+    def install(self) -> None:
+        self.trainer.args.logging_nan_inf_filter = False
+        self.methods.wrap("training_step", self._training_step)
+        self.methods.wrap("_get_grad_norm", self._get_grad_norm)
+        self.methods.wrap("log", self._log)
+        self._hook = inner_model(self.trainer.model).register_forward_pre_hook(self._last_call, with_kwargs=True)
+        self.trainer.add_callback(self)
+
+    def remove(self) -> None:
+        self.trainer.remove_callback(self)
+        if self._hook is not None:
+            self._hook.remove()
+        self.methods.restore()
+        self.trainer.args.logging_nan_inf_filter = self._filter
+
+    def _training_step(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        loss = original(*args, **kwargs)
+        if not math.isfinite(float(loss)):
+            raise self._not_finite("the loss")
+        self._last_call.arguments = None
+        return loss
+
+    def _get_grad_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        norm = original(*args, **kwargs)
+        # under loss scaling an overflow is expected now and then: the scaler skips that update
+        if getattr(self.trainer.accelerator, "scaler", None) is None and norm is not None and not math.isfinite(float(norm)):
+            raise self._not_finite("the gradient")
+        return norm
+
+    def _log(self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs.update(self.extra)
+        original(logs, *args, **kwargs)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._sampled = sampled_elements([p for p in self.trainer.model.parameters() if p.requires_grad])
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._before = self._look()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.trainer.accelerator.optimizer_step_was_skipped:
+            self.extra["share_changed"] = share_changed(self._before, self._look())
+        self._before = []
+
+    def _look(self) -> list[Tensor]:
+        return [p.detach().flatten()[index] for p, index in self._sampled]
+
+    def _not_finite(self, what: str) -> RunError:
+        """NF001 with the step and where the first such number is."""
+        trainer, step = self.trainer, self.trainer.state.global_step + 1
+        model, called = inner_model(trainer.model), self._last_call.arguments
+        weights = non_finite_parameters(trainer.model)
+        module = None
+        if not weights and called is not None:
+            args, kwargs = called
+            module = first_non_finite_output(model, lambda: model(*args, **kwargs))
+        gradients = non_finite_gradients(trainer.model, lambda p: p.grad)
+        if weights:
+            where, fix = f"parameter {weights[0]} is not finite", "resume from an earlier checkpoint with a lower learning_rate"
+        elif module:
+            where, fix = f"first in the output of {module}", "activations overflow: a lower learning_rate, or bf16 instead of fp16"
+        elif gradients and what != "the loss":
+            where, fix = f"first in the gradient of {gradients[0]}", "a lower learning_rate, max_grad_norm, or look at this step's rows"
+        else:
+            where, fix = "in the loss itself", "look at this step's rows and at compute_loss"
+        return RunError(f"step {step}: {what} is not finite, {where}", code="NF001", fix=fix)
+
+
+def overridden(trainer: Any, method: str) -> str | None:
+    """`Class.method at file:line` where a user's own class, not transformers' or TRL's, defines this method."""
+    for cls in type(trainer).__mro__:
+        if method in cls.__dict__:
+            if cls.__module__.partition(".")[0] in ("transformers", "trl"):
+                return None
+            function = inspect.unwrap(cls.__dict__[method])
+            code = getattr(function, "__code__", None)
+            at = f" at {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" if code else ""
+            return f"{cls.__name__}.{method}{at}"
+    return None
+
+
