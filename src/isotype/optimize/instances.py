@@ -57,7 +57,8 @@ def put(module: nn.Module, forward: Callable[..., Any], settings: Any, places: i
 
 
 def settings_of(module: nn.Module) -> Any:
-    return module.__dict__[_MARK][0]
+    """What `put` was given for this instance; None where nothing was put."""
+    return module.__dict__.get(_MARK, (None,))[0]
 
 
 def take_back(module: nn.Module) -> int:
