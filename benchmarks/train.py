@@ -44,13 +44,13 @@ def run_isotype(a: argparse.Namespace, who: str) -> dict[str, Any]:
     import torch
 
     from isotype.config.schema import AdapterSection, TrainSection
+    from isotype.model.adapter import attach_adapter
     from isotype.optimize import optimize
     from isotype.precision import PRESETS
     from isotype.precision.accumulate import GradientAccumulator
     from isotype.precision.apply import apply_precision
-    from isotype.training.adapter import attach_adapter
     from isotype.training.batches import collate
-    from isotype.training.memory import peak_memory
+    from isotype.training.memory.device import peak_memory
     from isotype.training.optimizer import build_optimizer
     from isotype.training.step import Stepper
 
@@ -80,7 +80,7 @@ def run_trainer(a: argparse.Namespace) -> dict[str, Any]:
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from isotype.training.memory import peak_memory
+    from isotype.training.memory.device import peak_memory
 
     base, rows = model_and_rows(a)
     device = torch.device(a.device)

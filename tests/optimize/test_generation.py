@@ -16,7 +16,7 @@ from isotype.ops.rope import cpp as rope
 from isotype.ops.silu_mul import cpp as silu
 from isotype.precision import PRESETS, Precision
 from isotype.precision.apply import apply_precision
-from isotype.training.checkpointing import Checkpointing, apply_checkpointing
+from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
 from tests.models import lora, quantised, tiny
 from tests.optimize.models import batch
 

@@ -13,9 +13,9 @@ import sys
 import pytest
 
 from isotype.errors import RunError, UsageError
-from isotype.training.folder import RunFolder
+from isotype.runs.folder import RunFolder
+from isotype.runs.metrics import Metrics
 from isotype.training.loop import Loop
-from isotype.training.metrics import Metrics
 from isotype.training.run import refused_by_disk, train
 
 

@@ -16,8 +16,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from isotype.checkpoint.store import CheckpointStore
 from isotype.errors import RunError, UsageError
+from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.training import loop as loop_module
 from isotype.training import run as run_module
 from isotype.training.run import train
@@ -25,7 +25,7 @@ from isotype.training.run import train
 _DIES_AT_STEP_4 = """
 import os, signal, sys
 from pathlib import Path
-from isotype.checkpoint.store import CheckpointStore
+from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.config.load import load
 from isotype.training.run import train
 
@@ -232,16 +232,16 @@ def test_a_run_that_becomes_non_finite_names_the_last_good_checkpoint(configured
 
 
 def test_a_disk_that_fills_up_names_the_last_good_checkpoint(configured, tmp_path, monkeypatch):
-    from isotype.checkpoint import folder
+    from isotype.runs.checkpoint import atomic_folder
 
-    original = folder.seal
+    original = atomic_folder.seal
 
     def full(aside):
         if aside.name == ".step_4.partial":
             raise OSError(28, "No space left on device")
         original(aside)
 
-    monkeypatch.setattr(folder, "seal", full)
+    monkeypatch.setattr(atomic_folder, "seal", full)
     with pytest.raises(RunError, match=r"CK001(.|\n)*step_4: No space left on device(.|\n)*saved(.|\n)*step_2"):
         train(configured())
     monkeypatch.undo()
@@ -318,7 +318,7 @@ def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_ending(configured, t
 
 @pytest.mark.parametrize("change", [{"progress": {}}, {"progress": None}, {"random": {}}, {"optimizer": {"no.such": {"step": 1}}}])
 def test_a_whole_checkpoint_that_is_no_state_of_the_run_is_one_error(configured, tmp_path, change):
-    from isotype.checkpoint.folder import seal
+    from isotype.runs.checkpoint.atomic_folder import seal
 
     assert train(configured()) == 0
     newest = tmp_path / "run/checkpoints/step_6"

@@ -13,8 +13,8 @@ from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
 from isotype.training.batches import collate
-from isotype.training.checkpointing import Checkpointing, apply_checkpointing
 from isotype.training.evaluate import evaluate
+from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
 from isotype.training.optimizer import build_optimizer
 from isotype.training.sample import sample
 from isotype.training.step import Stepper

@@ -32,7 +32,7 @@ def evaluate(
     """
     from ..config.sources import SourceSpec
     from ..data.sources import refuse_absent
-    from ..training.folder import require_run, without_run
+    from ..runs.folder import require_run, without_run
 
     if without_run(run) is None:
         require_run(run)  # before the seconds that loading takes

@@ -54,7 +54,7 @@ def sample(
     from ..data.load import load_data
     from ..data.prompts import prompts_from
     from ..inference.loaded import load_run
-    from ..training.folder import without_run
+    from ..runs.folder import without_run
     from ..training.sample import sample as answer
 
     loaded = load_run(run)

@@ -120,7 +120,7 @@ def _loaded(
     no_cache: bool = False,
 ) -> LoadedConfig:
     from ..config.load import load
-    from ..training.folder import require_run
+    from ..runs.folder import require_run
 
     arguments = list(settings or [])
     file = Path(arguments.pop(0)) if arguments and "=" not in arguments[0] else None

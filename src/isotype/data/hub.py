@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config.sources import HUB
+from ..environment.hub import is_away, not_in_cache
 from ..errors import UsageError
-from ..hub import is_away, not_in_cache
 from .formats import Example
 from .progress import Meter
 from .read import Record

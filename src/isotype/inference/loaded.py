@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..checkpoint.folder import fault
-from ..checkpoint.snapshot import restore_model
-from ..checkpoint.store import Checkpoint, CheckpointStore
 from ..config.load import load
 from ..config.schema import ModelSection, RunConfig
 from ..dtypes import name as name_of
+from ..environment.hardware import detect
 from ..errors import RunError, UsageError
-from ..hardware import detect
+from ..model.load import Source, load_architecture, load_base, load_tokenizer
 from ..optimize import optimize
 from ..precision.apply import apply_precision
 from ..precision.precision import Precision
 from ..precision.quantised_base import of_config
-from ..training.folder import RESOLVED, RunFolder, require_run, without_run
-from ..training.model import Source, load_architecture, load_base, load_tokenizer
+from ..runs.checkpoint.atomic_folder import fault
+from ..runs.checkpoint.snapshot import restore_model
+from ..runs.checkpoint.store import Checkpoint, CheckpointStore
+from ..runs.folder import RESOLVED, RunFolder, require_run, without_run
+from ..runs.untrusted import refuse_code_of
 from ..training.setup import build_model, resolve_precision
-from ..training.strangers import refuse_code_of
 from ..training.verify import load_result
 
 if TYPE_CHECKING:

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..checkpoint.folder import write_folder
 from ..config.schema import DataSection
 from ..data.load import load_data
 from ..data.rows import Row
 from ..dtypes import to_torch
 from ..errors import RunError, UsageError
+from ..model.load import Source
 from ..precision.apply import is_quantised
 from ..precision.precision import Precision
+from ..runs.checkpoint.atomic_folder import write_folder
+from ..runs.folder import without_run
 from ..training.evaluate import evaluate
-from ..training.folder import without_run
-from ..training.model import Source
 from ..training.verify import check_rows, load_result
 from .loaded import LoadedRun
 

@@ -14,7 +14,7 @@ from .rules import Facts, Setting, check
 
 
 class Device(Protocol):
-    """What resolving needs to know of `isotype.hardware.Hardware`."""
+    """What resolving needs to know of `isotype.environment.hardware.Hardware`."""
 
     @property
     def kind(self) -> str: ...

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..run_lock import is_held
+from ..runs.lock import is_held
 
 FILES = ("resolved.yaml", "metrics.jsonl", "precision.json", "data.json", "env.json", "result.json", "preflight.json", "config.yaml")
 

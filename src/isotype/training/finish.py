@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.folder import write_folder
-from ..checkpoint.snapshot import restore_model
 from ..dtypes import to_torch
+from ..model.adapter import save_adapter
 from ..precision.precision import Precision
-from .adapter import save_adapter
+from ..runs.checkpoint.atomic_folder import write_folder
+from ..runs.checkpoint.snapshot import restore_model
 from .evaluate import evaluate
 from .loop import Loop
 from .setup import Prepared

@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..checkpoint.snapshot import (
+from ..config.schema import RunConfig
+from ..data.rows import Row, SamplePrompt
+from ..errors import IsotypeError, RunError, UsageError
+from ..precision.observe import UNSEEN, Observation, Observer
+from ..precision.resolve import Resolved
+from ..runs.checkpoint.snapshot import (
     optimizer_tensors,
     random_state,
     restore_model,
@@ -24,22 +29,17 @@ from ..checkpoint.snapshot import (
     restore_random_state,
     trainable_tensors,
 )
-from ..checkpoint.store import Checkpoint, CheckpointStore
-from ..config.schema import RunConfig
-from ..data.rows import Row, SamplePrompt
-from ..errors import IsotypeError, RunError, UsageError
-from ..precision.observe import UNSEEN, Observation, Observer
-from ..precision.resolve import Resolved
+from ..runs.checkpoint.store import Checkpoint, CheckpointStore
+from ..runs.folder import RunFolder
+from ..runs.metrics import Metrics
 from .batches import Batch, RowFeed, collate
 from .console import Pace, RunConsole
 from .evaluate import evaluate
 from .finite import first_non_finite_trained
 from .flops import StepFlops
-from .folder import RunFolder
 from .interrupt import Interrupt
 from .loss_scale import LossScale
-from .memory import peak_memory
-from .metrics import Metrics
+from .memory.device import peak_memory
 from .sample import sample
 from .schedule import learning_rate
 from .step import Stepper

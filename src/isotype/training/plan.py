@@ -12,17 +12,17 @@ from ..data.facts import source_lines
 from ..data.load import load_data
 from ..data.prompts import prompts_from
 from ..data.rows import LoadedData, row_lengths
-from ..hardware import Hardware, detect
+from ..environment.hardware import Hardware, detect
+from ..model.adapter import check_branch
+from ..model.load import check_vocabulary, load_architecture, load_tokenizer
 from ..precision.quantised_base import check_base, check_share, of_config
 from ..precision.resolve import Resolved
-from .adapter import check_branch
-from .auto_checkpointing import auto_checkpointing
-from .checkpointing import AUTO, NONE, Checkpointing, as_configured, check_settings, checkpointable
 from .loop import Plan as Schedule
-from .memory import peak_memory, shown
-from .memory_plan import MemoryPlan, outline, plan_memory
-from .model import check_vocabulary, load_architecture, load_tokenizer
-from .pauses import Pauses
+from .memory.auto_recomputation import auto_checkpointing
+from .memory.device import peak_memory, shown
+from .memory.pauses import Pauses
+from .memory.plan import MemoryPlan, outline, plan_memory
+from .memory.recomputation import AUTO, NONE, Checkpointing, as_configured, check_settings, checkpointable
 from .quiet import quiet_libraries
 from .schedule import learning_rate, warmup_steps
 from .setup import resolve_precision

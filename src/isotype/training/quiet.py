@@ -7,7 +7,7 @@ import warnings
 
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 
-from ..hub import LOGGER, HubTries
+from ..environment.hub import LOGGER, HubTries
 
 
 def quiet_libraries() -> None:

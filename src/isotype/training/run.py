@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.folder import refused
-from ..checkpoint.store import CheckpointStore
 from ..config.compare import compare
 from ..config.load import LoadedConfig, load
 from ..config.schema import RunConfig
@@ -20,24 +18,26 @@ from ..config.write import resolved_yaml
 from ..data.examples import examples
 from ..data.facts import source_lines
 from ..data.rows import LoadedData
-from ..environment import environment
+from ..environment.hardware import detect, measured_matmul_peak
+from ..environment.versions import environment
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
-from ..hardware import detect, measured_matmul_peak
+from ..model.adapter import trainable_share
 from ..precision.observe import Observer
-from .adapter import trainable_share
+from ..runs.checkpoint.atomic_folder import refused
+from ..runs.checkpoint.store import CheckpointStore
+from ..runs.folder import RESOLVED, RunFolder, name_of
+from ..runs.untrusted import refuse_code_of
 from .batches import row_feed
 from .console import RunConsole, duration, size
 from .finish import finish
 from .flops import step_flops
-from .folder import RESOLVED, RunFolder, name_of
 from .interrupt import Interrupt
 from .loop import Loop, Plan
-from .memory import returns_freed_blocks
+from .memory.device import returns_freed_blocks
 from .preflight.check import RECORD, preflight
 from .preflight.subject import Subject
 from .quiet import quiet_libraries
 from .setup import Prepared, prepare, resolve_precision
-from .strangers import refuse_code_of
 from .trackers.available import refuse_missing
 from .trackers.trackers import start
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..checkpoint.snapshot import random_state, restore_random_state
 from ..data.rows import SamplePrompt
 from ..precision.apply import generating
+from ..runs.checkpoint.snapshot import random_state, restore_random_state
 from .evaluate import evaluation_mode
 
 if TYPE_CHECKING:

@@ -15,7 +15,9 @@ from ..config.schema import RunConfig
 from ..data.load import load_data
 from ..data.prompts import prompts_from
 from ..data.rows import LoadedData, SamplePrompt
-from ..hardware import Hardware, detect
+from ..environment.hardware import Hardware, detect
+from ..model.adapter import attach_adapter, check_branch
+from ..model.load import Source, base_notes, base_source, check_vocabulary, load_architecture, load_base, load_tokenizer
 from ..optimize import Manifest, optimize
 from ..optimize.base import base_notes as manifest_notes
 from ..precision.accumulate import GradientAccumulator
@@ -23,16 +25,14 @@ from ..precision.apply import apply_precision
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_share
 from ..precision.resolve import Resolved, resolve
-from .adapter import attach_adapter, check_branch
-from .auto_checkpointing import auto_checkpointing
-from .checkpointing import AUTO, NONE, Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable
-from .folder import RunFolder
-from .memory import memory_there, other_memory, return_freed_blocks, shown
-from .memory_bound import most_bytes
-from .memory_plan import MemoryPlan, outline, plan_memory
-from .model import Source, base_notes, base_source, check_vocabulary, load_architecture, load_base, load_tokenizer
+from ..runs.folder import RunFolder
+from .memory.auto_recomputation import auto_checkpointing
+from .memory.bound import most_bytes
+from .memory.device import memory_there, other_memory, return_freed_blocks, shown
+from .memory.pauses import Pauses
+from .memory.plan import MemoryPlan, outline, plan_memory
+from .memory.recomputation import AUTO, NONE, Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable
 from .optimizer import build_optimizer
-from .pauses import Pauses
 from .step import Stepper
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from ..config.schema import ModelSection
 from ..data.rows import Row
 from ..dtypes import eps
 from ..errors import RunError
+from ..model.adapter import load_adapter
+from ..model.load import Source, load_base
 from ..optimize import optimize
 from ..precision.apply import apply_precision
 from ..precision.precision import Precision
-from .adapter import load_adapter
 from .evaluate import evaluate
-from .model import Source, load_base
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

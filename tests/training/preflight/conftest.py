@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from isotype.data.rows import LoadedData
-from isotype.training.folder import RunFolder
+from isotype.runs.folder import RunFolder
 from isotype.training.loop import Plan
 from isotype.training.preflight.subject import Subject
 from isotype.training.setup import prepare

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from isotype.finding import Severity
-from isotype.training.checkpointing import Checkpointing
-from isotype.training.memory import other_memory
-from isotype.training.memory_bound import most_bytes
-from isotype.training.memory_plan import outline, plan_memory
-from isotype.training.model import load_architecture
+from isotype.model.load import load_architecture
+from isotype.training.memory.bound import most_bytes
+from isotype.training.memory.device import other_memory
+from isotype.training.memory.plan import outline, plan_memory
+from isotype.training.memory.recomputation import Checkpointing
 from isotype.training.preflight import memory
 from isotype.training.preflight.memory import out_of_memory
 

@@ -65,8 +65,8 @@ def _isotype(facts: Facts, found: Collection) -> list[Finding]:
 
 def _pairs() -> list[Finding]:
     """Installed packages whose own requirements are not met by what is installed beside them."""
-    from ...environment import installed as distributions
-    from ...environment_faults import mismatched_pairs
+    from ...environment.known_faults import mismatched_pairs
+    from ...environment.versions import installed as distributions
 
     return list(mismatched_pairs(distributions()))
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.folder import write_text
 from ...errors import PreflightError
 from ...finding import Finding, Severity, worst_first
+from ...runs.checkpoint.atomic_folder import write_text
 from .codes import CODES, NOT_SKIPPED
 from .continued import adapter_of_another_base
 from .device import unexpected_device

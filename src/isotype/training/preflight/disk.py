@@ -9,7 +9,7 @@ from pathlib import Path
 from ...dtypes import to_torch
 from ...finding import Finding, Place, Severity
 from ..console import size
-from ..memory_plan import optimizer_bytes
+from ..memory.plan import optimizer_bytes
 from .subject import Subject
 
 

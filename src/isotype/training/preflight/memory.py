@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...finding import Finding, Place, Severity
-from ..auto_checkpointing import WITHIN
-from ..checkpointing import NONE
-from ..memory import memory_there, other_memory, shown
-from ..memory_bound import most_bytes
-from ..memory_plan import outline, plan_memory
-from ..model import load_architecture
-from ..pauses import Pauses
+from ...model.load import load_architecture
+from ..memory.auto_recomputation import WITHIN
+from ..memory.bound import most_bytes
+from ..memory.device import memory_there, other_memory, shown
+from ..memory.pauses import Pauses
+from ..memory.plan import outline, plan_memory
+from ..memory.recomputation import NONE
 from .subject import Subject
 
 

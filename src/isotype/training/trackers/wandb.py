@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ...checkpoint.folder import write_text
+from ...runs.checkpoint.atomic_folder import write_text
 from ..sample import Sample
 
 ID = "wandb_id"
