@@ -220,9 +220,8 @@ def online_dpo(setting: Setting) -> Any:
 
 
 def distillation(setting: Setting) -> Any:
-    rows = dataset(prompt=lambda i: words(i, 4), completion=lambda i: words(i + 1, 5))
     return _trl(
-        "Distillation", setting, {"lmbda": 0.0, "max_completion_length": 6}, train_dataset=rows, teacher_model=setting.model()
+        "Distillation", setting, {"max_completion_length": 6}, train_dataset=prompts(), teacher_model=setting.model()
     )  # fmt: skip
 
 

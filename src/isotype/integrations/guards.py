@@ -127,5 +127,3 @@ def overridden(trainer: Any, method: str) -> str | None:
             at = f" at {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" if code else ""
             return f"{cls.__name__}.{method}{at}"
     return None
-
-

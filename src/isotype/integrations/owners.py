@@ -142,8 +142,13 @@ def claims(trainer: Any, precision: Precision) -> list[Claim]:
     kept = trainer.accelerator.native_amp and precision.loss_scaling != "none"
     found.append(
         Claim(
-            "accelerate", f"mixed_precision {trainer.accelerator.mixed_precision}",
-            "keeps its wrapper: the gradient scaler needs it" if kept else "wraps no forward" if trainer.accelerator.native_amp else "had no autocast",
+            "accelerate",
+            f"mixed_precision {trainer.accelerator.mixed_precision}",
+            "keeps its wrapper: the gradient scaler needs it"
+            if kept
+            else "wraps no forward"
+            if trainer.accelerator.native_amp
+            else "had no autocast",
         )  # fmt: skip
     )
     named = list(model.named_parameters())

@@ -57,7 +57,8 @@ def _check_model(trainer: Any) -> None:
     # accelerate wraps a model once: what it wrapped would stay around Isotype's precision
     if trainer.model_wrapped is not model or any(m is model for m in trainer.accelerator._models):
         raise UsageError(
-            "accelerate has prepared this trainer's model already (evaluate() or train() ran)", fix="attach(trainer) right after Trainer(...)"
+            "accelerate has prepared this trainer's model already (evaluate() or train() ran)",
+            fix="attach(trainer) right after Trainer(...)",
         )
     if trainer.is_deepspeed_enabled:
         raise UsageError(

@@ -155,5 +155,3 @@ def _router_loss(text_config: Any, made: Any, kwargs: dict[str, Any]) -> Any:
     return load_balancing_loss_func(
         made.router_logits, text_config.num_experts, text_config.num_experts_per_tok, kwargs.get("attention_mask")
     )
-
-

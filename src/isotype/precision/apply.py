@@ -7,15 +7,15 @@ training sees. Instances only: no class is patched, and a deepcopy of the model 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..dtypes import to_torch
+from ..instance_method import MadeMethod
 from .precision import Precision
 
 _STATE = "_isotype_precision"
@@ -25,11 +25,13 @@ class _State:
     """What a wrapped forward needs to know; lives on the model, is copied with it.
 
     forward   the instance's own forward before, or None for its class's
+    method    the forward in its place
     settings  (module, attribute, value before) of each attribute that was changed
     """
 
     def __init__(self, precision: Precision, device_type: str, forward: Any) -> None:
         self.precision, self.device_type, self.dtype, self.forward = precision, device_type, precision.compute, forward
+        self.method: MadeMethod
         self.settings: list[tuple[nn.Module, str, Any]] = []
 
     def change(self, module: nn.Module, attribute: str, value: Any) -> None:
@@ -84,14 +86,8 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str,
     state = _State(precision, device_type, inner.__dict__.get("forward"))
     setattr(inner, _STATE, state)
 
-    @functools.wraps(type(inner).forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: _State = getattr(self, _STATE)
-        run = state.forward if state.forward is not None else functools.partial(type(self).forward, self)
-        with state.autocast():
-            return run(*args, **kwargs)
-
-    inner.forward = MethodType(forward, inner)  # type: ignore[method-assign]
+    state.method = MadeMethod(_in_its_precision, (), inner)
+    state.method.put()
     for module in inner.modules():
         if is_norm(module) or isinstance(module, nn.Embedding):
             module.register_forward_hook(_Narrow(to_torch(precision.compute)))
@@ -112,15 +108,25 @@ def remove_precision(model: nn.Module) -> None:
     state: _State | None = inner.__dict__.pop(_STATE, None)
     if state is None:
         return
-    if state.forward is None:
-        del inner.__dict__["forward"]
-    else:
-        inner.__dict__["forward"] = state.forward
+    state.method.take_back()
     for module, attribute, value in reversed(state.settings):
         setattr(module, attribute, value)
     for module in inner.modules():
         for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _Narrow)]:
             del module._forward_hooks[key]
+
+
+def _in_its_precision(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`own`, a model's forward, under the autocast of the precision that was put on the model."""
+
+    @functools.wraps(own)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: _State = getattr(self, _STATE)
+        run = state.forward if state.forward is not None else functools.partial(type(self).forward, self)
+        with state.autocast():
+            return run(*args, **kwargs)
+
+    return forward
 
 
 class _Narrow:

@@ -126,7 +126,14 @@ class LinearLogProbs(torch.autograd.Function):
         now = want[0] and not (want[1] or want[2])
         with autocast_off(hidden_TH):
             *values, dlog_probs_TH = _forward(
-                hidden_TH.to(dtype), weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype), targets_T, *rule, chunk, *wanted, now
+                hidden_TH.to(dtype),
+                weight_VH.to(dtype),
+                None if bias_V is None else bias_V.to(dtype),
+                targets_T,
+                *rule,
+                chunk,
+                *wanted,
+                now,
             )
         ctx.rule, ctx.dtype, ctx.want = rule, dtype, want
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
