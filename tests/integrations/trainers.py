@@ -28,7 +28,7 @@ class Setting:
     bf16: bool = False
     family: str = "qwen2"
     checkpointing: bool = False
-    rate: float = 1e-2
+    rate: float = 2e-3
     more: dict[str, Any] = field(default_factory=dict)
 
     def arguments(self, **changes: Any) -> dict[str, Any]:
@@ -52,6 +52,9 @@ class Setting:
 
         made = AutoModelForCausalLM.from_pretrained(self.path(), dtype=torch.float32)
         return quantised(made) if self.form == "qlora" else made
+
+    def teacher(self) -> Any:
+        return tiny(self.family, vocab_size=WORDS + 3, seed=7)
 
     def peft(self, task: str = "CAUSAL_LM") -> Any:
         from peft import LoraConfig
@@ -208,7 +211,7 @@ def gkd(setting: Setting) -> Any:
     )
     return _trl(
         "GKD", setting, {"max_length": 32, "lmbda": 0.0, "max_new_tokens": 4}, where="trl.experimental.gkd",
-        train_dataset=rows, teacher_model=setting.model(),
+        train_dataset=rows, teacher_model=setting.teacher(),
     )  # fmt: skip
 
 
@@ -221,7 +224,7 @@ def online_dpo(setting: Setting) -> Any:
 
 def distillation(setting: Setting) -> Any:
     return _trl(
-        "Distillation", setting, {"max_completion_length": 6}, train_dataset=prompts(), teacher_model=setting.model()
+        "Distillation", setting, {"max_completion_length": 6}, train_dataset=prompts(), teacher_model=setting.teacher()
     )  # fmt: skip
 
 
@@ -232,7 +235,7 @@ TRAINERS = {
 
 
 def curve(trainer: Any) -> list[float]:
-    """The training losses of its steps, from generators seeded alike."""
+    """The loss and the gradient's norm of each step, from generators seeded alike."""
     torch.manual_seed(0)
     trainer.train()
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return [row[key] for row in trainer.state.log_history if "loss" in row for key in ("loss", "grad_norm")]

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from ..dtypes import name as dtype_name
+from ..environment.hardware import detect
 from ..errors import UsageError
-from ..hardware import detect
 from ..precision.apply import inner_model, is_quantised
 from ..precision.precision import Precision
 from ..precision.presets import PRESETS
@@ -125,8 +125,8 @@ def _check(trainer: Any, precision: Precision, preset: str) -> None:
         )
     if precision.trainable != "fp32" or precision.grads != "fp32":
         raise UsageError(
-            f"precision {preset}: trainable {precision.trainable}, grads {precision.grads}: trainers keep gradients in the weights' own dtype, "
-            "and bf16 ones are not summed in fp32 there",
+            f"precision {preset}: trainable {precision.trainable}, grads {precision.grads}: "
+            "trainers keep gradients in the weights' own dtype, and bf16 ones are not summed in fp32 there",
             fix="precision='bf16-mixed' (fp32 weights), or isotype train with bf16-pure",
         )
 
@@ -139,18 +139,11 @@ def claims(trainer: Any, precision: Precision) -> list[Claim]:
     found = [Claim("training arguments", f"{given}=True" if given else "bf16=False, fp16=False", f"compute {here}")]
     if variable := os.environ.get("ACCELERATE_MIXED_PRECISION"):
         found.append(Claim("environment", f"ACCELERATE_MIXED_PRECISION={variable}", "agrees" if given else "overridden"))
-    kept = trainer.accelerator.native_amp and precision.loss_scaling != "none"
-    found.append(
-        Claim(
-            "accelerate",
-            f"mixed_precision {trainer.accelerator.mixed_precision}",
-            "keeps its wrapper: the gradient scaler needs it"
-            if kept
-            else "wraps no forward"
-            if trainer.accelerator.native_amp
-            else "had no autocast",
-        )  # fmt: skip
-    )
+    now = "had no autocast"
+    if trainer.accelerator.native_amp:
+        scaled = precision.loss_scaling != "none"
+        now = "keeps its wrapper: the gradient scaler needs it" if scaled else "wraps no forward"
+    found.append(Claim("accelerate", f"mixed_precision {trainer.accelerator.mixed_precision}", now))
     named = list(model.named_parameters())
     trained = [(n, p) for n, p in named if p.requires_grad]
     found.append(Claim("checkpoint, frozen", dtypes_of(p for _, p in named if not p.requires_grad), f"base {precision.unquantised}"))

@@ -77,8 +77,14 @@ def _closure(bound: Any) -> dict[str, Any]:
 
 
 def forward(
-    self: Any, *args: Any, fused_lm_head: bool = False, labels: Any = None, shift_labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any
-) -> Any:  # fmt: skip
+    self: Any,
+    *args: Any,
+    fused_lm_head: bool = False,
+    labels: Any = None,
+    shift_labels: Any = None,
+    num_items_in_batch: Any = None,
+    **kwargs: Any,
+) -> Any:
     head: FusedHead = settings_of(self)
     why_not = _why_not(self, labels, shift_labels) if fused_lm_head else None
     if not fused_lm_head or why_not:

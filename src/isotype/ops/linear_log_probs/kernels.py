@@ -130,10 +130,10 @@ def forward(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted
         block = min(MAX_BLOCK, triton.next_power_of_2(classes))
         each = min(block, 16 // logits_NV.element_size())
         forward_kernel[(rows,)](
-            logits_NV, targets_N, values.log_probs, values.logsumexp, values.entropy, values.log_sum_sq_probs, values.mean_logits, values.top1,
-            logits_NV.stride(0), classes, rule.logit_scale, rule.softcap, HAS_SCALE=rule.logit_scale != 1.0, HAS_CAP=rule.softcap != 0.0,
-            HAS_ENTROPY=wanted.entropy, HAS_SUM_SQ=wanted.log_sum_sq_probs, HAS_MEAN=wanted.mean_logits, HAS_TOP1=wanted.top1,
-            LANES=block // each, EACH=each, num_warps=warps(block),
+            logits_NV, targets_N, values.log_probs, values.logsumexp, values.entropy, values.log_sum_sq_probs, values.mean_logits,
+            values.top1, logits_NV.stride(0), classes, rule.logit_scale, rule.softcap, HAS_SCALE=rule.logit_scale != 1.0,
+            HAS_CAP=rule.softcap != 0.0, HAS_ENTROPY=wanted.entropy, HAS_SUM_SQ=wanted.log_sum_sq_probs, HAS_MEAN=wanted.mean_logits,
+            HAS_TOP1=wanted.top1, LANES=block // each, EACH=each, num_warps=warps(block),
         )  # fmt: skip
     return values
 
