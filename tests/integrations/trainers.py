@@ -21,12 +21,13 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """form: full, lora or qlora; more: arguments of the trainer's configuration."""
+    """form: full, lora or qlora; stored: the checkpoint's dtype as loaded; more: arguments of the trainer's configuration."""
 
     folder: Path
     form: str = "lora"
     bf16: bool = False
     family: str = "qwen2"
+    stored: torch.dtype = torch.float32
     checkpointing: bool = False
     rate: float = 2e-3
     more: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +51,7 @@ class Setting:
     def model(self) -> Any:
         from transformers import AutoModelForCausalLM
 
-        made = AutoModelForCausalLM.from_pretrained(self.path(), dtype=torch.float32)
+        made = AutoModelForCausalLM.from_pretrained(self.path(), dtype=self.stored)
         return quantised(made) if self.form == "qlora" else made
 
     def teacher(self) -> Any:

@@ -18,10 +18,12 @@ class Weights:
 
     dtypes     parameter -> its dtype before
     originals  id of a narrowed parameter -> the wide tensor, in host memory
+    rounded    how many were narrowed without keeping it
     """
 
     dtypes: list[tuple[nn.Parameter, torch.dtype]] = field(default_factory=list)
     originals: dict[int, Tensor] = field(default_factory=dict)
+    rounded: int = 0
 
     def cast(self, model: nn.Module, precision: Precision, *, frozen: bool, keep: bool) -> None:
         """Frozen floating parameters become `base`, trainable ones `trainable`; quantised ones and buffers stay as they are.
@@ -37,9 +39,13 @@ class Weights:
             if parameter.dtype == dtype:
                 continue
             self.dtypes.append((parameter, parameter.dtype))
-            if keep and not torch.equal(parameter.data.to(dtype).to(parameter.dtype), parameter.data):
-                self.originals[id(parameter)] = parameter.data.cpu()
-            parameter.data = parameter.data.to(dtype)
+            made = parameter.data.to(dtype)
+            if not torch.equal(made.to(parameter.dtype), parameter.data):
+                if keep:
+                    self.originals[id(parameter)] = parameter.data.cpu()
+                else:
+                    self.rounded += 1
+            parameter.data = made
 
     @property
     def kept_bytes(self) -> int:
@@ -47,15 +53,13 @@ class Weights:
 
     def restore(self) -> list[str]:
         """Gives every parameter its dtype back, and its value where nothing changed it since; says what is not as it was."""
-        rounded = 0
         for parameter, dtype in reversed(self.dtypes):
             original = self.originals.get(id(parameter))
             if original is not None and torch.equal(original.to(parameter.dtype), parameter.data.cpu()):
                 parameter.data = original.to(parameter.device)
             else:
-                narrowed = torch.finfo(dtype).bits > torch.finfo(parameter.dtype).bits
-                rounded += narrowed and original is None
                 parameter.data = parameter.data.to(dtype)
+        said = f"{self.rounded} tensors keep the rounding of the precision that was attached (reversible=False)"
         self.dtypes.clear()
         self.originals.clear()
-        return [f"{rounded} weights keep the rounding of the precision that was attached (reversible=False)"] if rounded else []
+        return [said] if self.rounded else []
