@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
 CONTENDERS = ("isotype", "without optimize", "hf-trainer")
@@ -49,7 +50,8 @@ def run_isotype(a: argparse.Namespace, who: str) -> dict[str, Any]:
     from isotype.precision import PRESETS
     from isotype.precision.accumulate import GradientAccumulator
     from isotype.precision.apply import apply_precision
-    from isotype.training.batches import collate
+    from isotype.tasks.language.batches import collate
+    from isotype.tasks.language.loss import batch_loss_sum
     from isotype.training.memory.device import peak_memory
     from isotype.training.optimizer import build_optimizer
     from isotype.training.step import Stepper
@@ -62,7 +64,14 @@ def run_isotype(a: argparse.Namespace, who: str) -> dict[str, Any]:
         optimize(model, precision)
     apply_precision(model, precision, device_type=device.type)
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
-    step = Stepper(model, build_optimizer(model, train, precision, accumulator.gradient), accumulator, precision, train)
+    step = Stepper(
+        model,
+        build_optimizer(model, train, precision, accumulator.gradient),
+        accumulator,
+        precision,
+        train,
+        partial(batch_loss_sum, dtype=precision.loss),
+    )
     model.train()
     before, seconds, losses = peak_memory(device), [], []
     for i in range(a.steps + a.warmup):

@@ -102,7 +102,7 @@ def _prepare(folder: Path, size: Size, say: Callable[[str], None]) -> None:
 
 def _stage(run: Path, file: Path, *, json_output: bool) -> int:
     from .config.load import load
-    from .training.run import train
+    from .tasks.choose import train
 
     if _finished(run):
         print(f"done before: {run}", file=sys.stderr if json_output else sys.stdout)

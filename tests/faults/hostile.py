@@ -176,7 +176,7 @@ def _restored(material: Material, run: Any, draw: random.Random) -> None:
 
     from isotype.runs.checkpoint.atomic_folder import SEAL, seal
     from isotype.runs.checkpoint.store import CheckpointStore
-    from isotype.training.batches import RowStream
+    from isotype.training.feed import RowStream
     from isotype.training.loop import Loop
     from isotype.training.loss_scale import LossScale
 

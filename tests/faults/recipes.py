@@ -24,7 +24,7 @@ TAKEN = 6  # rows that a run's first steps would take
 def recipes(material: Material, folder: Path, draw: random.Random) -> None:
     """`data.train` with packing, a stream, weights or a template, up to the first rows of a run."""
     from isotype.config.schema import DataSection
-    from isotype.training.batches import row_feed
+    from isotype.tasks.language.batches import row_feed
 
     sources: list[Any] = [str(_file(folder, i, draw)) for i in range(draw.choice((1, 1, 2)))]
     settings: dict[str, Any] = {"max_length": draw.choice((4, 16, 48)), "packing": draw.random() < 0.4, "stream": draw.random() < 0.4}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isotype.training.run import train
+from isotype.tasks.choose import train
 from tests.faults.compare import differences
 from tests.faults.trial import Trial, as_lines, summarise
 

@@ -11,7 +11,7 @@ from isotype.cli.app import build_app
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
-from isotype.training.run import train
+from isotype.tasks.choose import train
 
 
 def ask(*arguments, text=None):

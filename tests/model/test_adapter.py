@@ -10,7 +10,7 @@ from isotype.errors import UsageError
 from isotype.lora.call import call_of
 from isotype.lora.plain import lora_layers
 from isotype.model.adapter import check_branch
-from isotype.training.memory.plan import outline
+from isotype.tasks.language.outline import outline
 from isotype.training.setup import resolve_precision
 from tests.models import tiny
 

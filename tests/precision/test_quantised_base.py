@@ -15,7 +15,7 @@ from isotype.errors import UsageError
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.precision.quantised_base import Quantisation, check_base, of_config, of_model, unquantised_share
-from isotype.training.run import train
+from isotype.tasks.choose import train
 
 pytest.importorskip("bitsandbytes")
 

@@ -22,7 +22,7 @@ from isotype.report.record import read_run
 from isotype.runs.checkpoint.atomic_folder import write_text
 from isotype.runs.folder import RunFolder
 from isotype.runs.untrusted import CONSENT
-from isotype.training.run import train
+from isotype.tasks.choose import train
 from tests.models import lora, tiny
 
 CPU = torch.device("cpu")

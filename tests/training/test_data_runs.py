@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from isotype.config.load import load
 from isotype.config.sources import check_data
 from isotype.errors import UsageError
-from isotype.training.plan import plan
-from isotype.training.run import train
+from isotype.tasks.choose import plan, train
 
 KINDS: dict[str, dict[str, Any]] = {
     "packed and weighted": {"packing": True, "max_length": 96, "weighted": True},

@@ -13,7 +13,7 @@ from tests.training.memory.test_offload import chain, made
 from tests.training.test_run import losses, same_result
 
 from isotype.runs.checkpoint.store import CheckpointStore
-from isotype.training.run import train
+from isotype.tasks.choose import train
 
 PRESETS = {
     "fp32": {},

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from isotype.cli.app import build_app
 from isotype.config.load import load
 from isotype.errors import UsageError
-from isotype.training.plan import plan
+from isotype.tasks.choose import plan
 
 SETTINGS = ["data.limit=40", "data.max_length=64", "train.steps=5", "train.warmup=2", "model.device=cpu", "adapter.r=4"]
 

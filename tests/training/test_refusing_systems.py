@@ -15,8 +15,9 @@ import pytest
 from isotype.errors import RunError, UsageError
 from isotype.runs.folder import RunFolder
 from isotype.runs.metrics import Metrics
+from isotype.tasks.choose import train
 from isotype.training.loop import Loop
-from isotype.training.run import refused_by_disk, train
+from isotype.training.run import refused_by_disk
 
 
 @pytest.mark.parametrize("path", ["a\0b", "x" * 300, "/proc/run"])

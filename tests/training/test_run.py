@@ -18,16 +18,17 @@ from transformers import AutoModelForCausalLM
 
 from isotype.errors import RunError, UsageError
 from isotype.runs.checkpoint.store import CheckpointStore
-from isotype.training import loop as loop_module
+from isotype.tasks.choose import train
+from isotype.tasks.language.task import LanguageTask
 from isotype.training import run as run_module
-from isotype.training.run import train
 
 _DIES_AT_STEP_4 = """
 import os, signal, sys
 from pathlib import Path
 from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.config.load import load
-from isotype.training.run import train
+from isotype.tasks.choose import train
+from isotype.tasks.language.task import LanguageTask
 
 save = CheckpointStore.save
 
@@ -128,12 +129,13 @@ def ctrl_c_before(monkeypatch, owner, name, *, call=1, times=1):
     monkeypatch.setattr(owner, name, interrupted)
 
 
-@pytest.mark.parametrize("stage", ["evaluate", "sample", "collate"])
-def test_ctrl_c_saves_and_says_how_to_go_on(configured, tmp_path, capsys, monkeypatch, stage):
+# the preflight samples and collates once before the loop does
+@pytest.mark.parametrize(("stage", "call"), [("evaluate", 2), ("sample", 3), ("collate", 3)])
+def test_ctrl_c_saves_and_says_how_to_go_on(configured, tmp_path, capsys, monkeypatch, stage, call):
     assert train(configured("whole")) == 0
     previous = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patched:
-        ctrl_c_before(patched, loop_module, stage, call=2)
+        ctrl_c_before(patched, LanguageTask, stage, call=call)
         assert train(configured("stopped")) == 130
     assert signal.getsignal(signal.SIGINT) is previous
     assert result_of(tmp_path / "stopped")["status"] == "interrupted"
@@ -155,7 +157,7 @@ def test_ctrl_c_before_step_1_stops_at_once_and_leaves_nothing_begun(configured,
 def test_a_second_ctrl_c_stops_at_once_and_nothing_saved_is_lost(configured, tmp_path, capsys, monkeypatch):
     assert train(configured("whole")) == 0
     with monkeypatch.context() as patched:
-        ctrl_c_before(patched, loop_module, "collate", call=6, times=2)
+        ctrl_c_before(patched, LanguageTask, "collate", call=7, times=2)
         assert train(configured("stopped")) == 130
     assert "interrupted at once, without a save: the last checkpoint is step " in capsys.readouterr().out
     assert train(configured("stopped"), resume=tmp_path / "stopped") == 0

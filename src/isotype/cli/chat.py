@@ -40,7 +40,7 @@ def chat(
 
     if without_run(run) is None:
         require_run(run)  # before the seconds that loading takes
-    from ..training.run import quiet_libraries
+    from ..training.quiet import quiet_libraries
 
     quiet_libraries()
     from ..inference.conversation import Conversation

@@ -43,7 +43,7 @@ def evaluate(
     from ..config.schema import DataSection
     from ..data.load import load_data
     from ..inference.loaded import load_run
-    from ..training.evaluate import evaluate as measure
+    from ..tasks.language.evaluate import evaluate as measure
 
     loaded = load_run(run)
     other = {"train": data, "eval": None, "eval_split": 0.0, "limit": None, "format": "auto", "packing": False, "stream": False}
@@ -54,10 +54,10 @@ def evaluate(
         loaded.model, rows, batch_size=size, pad_id=loaded.tokenizer.pad_token_id, device=loaded.device, loss_dtype=loaded.precision.loss
     )
     perplexity = math.exp(min(found.loss, 700.0))
-    answer = {"run": str(run), "taken": loaded.taken, "data": data, "rows": len(rows), "tokens": found.tokens, "loss": found.loss}
+    answer = {"run": str(run), "taken": loaded.taken, "data": data, "rows": len(rows), "tokens": found.weight, "loss": found.loss}
     if json_output:
         print(json.dumps(answer | {"perplexity": perplexity}))
     else:
         print(
-            f"{run} ({loaded.taken}) on {data}: loss {found.loss:.4f}, perplexity {perplexity:.2f}, {len(rows)} rows, {found.tokens} tokens"
+            f"{run} ({loaded.taken}) on {data}: loss {found.loss:.4f}, perplexity {perplexity:.2f}, {len(rows)} rows, {found.weight} tokens"
         )

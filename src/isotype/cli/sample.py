@@ -55,7 +55,7 @@ def sample(
     from ..data.prompts import prompts_from
     from ..inference.loaded import load_run
     from ..runs.folder import without_run
-    from ..training.sample import sample as answer
+    from ..tasks.language.sample import sample as answer
 
     loaded = load_run(run)
     texts = texts or list(loaded.config.run.samples)

@@ -89,7 +89,7 @@ def train(
             raise UsageError("--skip has no effect with --dry-run: a plan runs no preflight")
         _print_plan(loaded, json_output)
         return
-    from ..training.run import train as run
+    from ..tasks.choose import train as run
 
     raise typer.Exit(run(loaded, resume=resume, json_output=json_output, skips=skips))
 
@@ -171,7 +171,7 @@ def _refuse_incomplete(loaded: LoadedConfig) -> None:
 def _print_plan(loaded: LoadedConfig, json_output: bool) -> None:
     import json
 
-    from ..training.plan import plan as make
+    from ..tasks.choose import plan as make
 
     made = make(loaded)
     print(json.dumps(made.as_json(), indent=1) if json_output else made.as_text())

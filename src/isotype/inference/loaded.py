@@ -15,6 +15,7 @@ from ..config.schema import ModelSection, RunConfig
 from ..dtypes import name as name_of
 from ..environment.hardware import detect
 from ..errors import RunError, UsageError
+from ..model.build import build_model
 from ..model.load import Source, load_architecture, load_base, load_tokenizer
 from ..optimize import optimize
 from ..precision.apply import apply_precision
@@ -25,8 +26,8 @@ from ..runs.checkpoint.snapshot import restore_model
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, require_run, without_run
 from ..runs.untrusted import refuse_code_of
-from ..training.setup import build_model, resolve_precision
-from ..training.verify import load_result
+from ..tasks.language.result import load_result
+from ..training.setup import resolve_precision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

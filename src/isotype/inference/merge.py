@@ -21,8 +21,9 @@ from ..precision.apply import is_quantised
 from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import without_run
-from ..training.evaluate import evaluate
-from ..training.verify import check_rows, load_result
+from ..tasks.language.evaluate import evaluate
+from ..tasks.language.result import load_result
+from ..training.verify import ROWS
 from .loaded import LoadedRun
 
 TOLERANCE = 0.05  # relative: a wrong merge is far off, rounding of every weight to 8 bits moves a loss by less
@@ -163,7 +164,7 @@ def _rows(run: LoadedRun) -> list:
         return _any_rows(run)
     section = DataSection(**{**data.model_dump(), "limit": min(data.limit or 64, 64)})
     loaded = load_data(section, run.tokenizer, seed=run.config.train.seed)
-    return list(check_rows(loaded.eval or loaded.train))
+    return list((loaded.eval or loaded.train)[:ROWS])
 
 
 def _any_rows(run: LoadedRun) -> list:

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from ..errors import RunError
 from ..precision.apply import inner_model
 from ..precision.observe import share_changed
-from ..training.finite import first_non_finite_output, non_finite_gradients, non_finite_parameters
+from ..training.finite import non_finite_error
 from ..training.step import sampled_elements
 from .methods import Methods
 
@@ -96,24 +96,14 @@ class Guards(TrainerCallback):
         return [p.detach().flatten()[index] for p, index in self._sampled]
 
     def _not_finite(self, what: str) -> RunError:
-        """NF001 with the step and where the first such number is."""
-        trainer, step = self.trainer, self.trainer.state.global_step + 1
-        model, called = inner_model(trainer.model), self._last_call.arguments
-        weights = non_finite_parameters(trainer.model)
-        module = None
-        if not weights and called is not None:
-            args, kwargs = called
-            module = first_non_finite_output(model, lambda: model(*args, **kwargs))
-        gradients = non_finite_gradients(trainer.model, lambda p: p.grad)
-        if weights:
-            where, fix = f"parameter {weights[0]} is not finite", "resume from an earlier checkpoint with a lower learning_rate"
-        elif module:
-            where, fix = f"first in the output of {module}", "activations overflow: a lower learning_rate, or bf16 instead of fp16"
-        elif gradients and what != "the loss":
-            where, fix = f"first in the gradient of {gradients[0]}", "a lower learning_rate, max_grad_norm, or look at this step's rows"
-        else:
-            where, fix = "in the loss itself", "look at this step's rows and at compute_loss"
-        return RunError(f"step {step}: {what} is not finite, {where}", code="NF001", fix=fix)
+        """NF001 with the step and where the first such number is; the fix names the trainer's own arguments."""
+        called, model = self._last_call.arguments, inner_model(self.trainer.model)
+        passes = [lambda: model(*called[0], **called[1])] if called is not None else []
+        error = non_finite_error(self.trainer.model, passes, step=self.trainer.state.global_step + 1, what=what, gradient=lambda p: p.grad)
+        fix = error.fix or ""
+        for ours, theirs in (("train.learning_rate", "learning_rate"), ("train.clip", "max_grad_norm"), ("precision.compute: ", "")):
+            fix = fix.replace(ours, theirs)
+        return RunError(error.message, code="NF001", fix=fix)
 
 
 def overridden(trainer: Any, method: str) -> str | None:

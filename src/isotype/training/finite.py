@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,18 +10,10 @@ from torch import Tensor, nn
 from ..errors import RunError
 from ..precision.apply import inner_model
 from ..precision.observe import floating_tensors
-from .batches import Batch
-from .loss import takes_one_row
 
 
-def first_non_finite_module(model: nn.Module, batch: Batch) -> str | None:
-    """Runs the forward pass again and names the innermost module where a non-finite output first appears."""
-    inputs = (batch.as_one_row() if batch.position_ids is not None and takes_one_row(model) else batch).inputs
-    return first_non_finite_output(model, lambda: model(**inputs))
-
-
-def first_non_finite_output(model: nn.Module, forward: Callable[[], object]) -> str | None:
-    """`forward` runs the model once; names the innermost module where a non-finite output first appears, or None."""
+def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
+    """Runs the forward pass again, with its loss, and names the innermost module where a non-finite output first appears."""
     found: list[str] = []
     inner = inner_model(model)
 
@@ -63,11 +55,11 @@ def non_finite_gradients(model: nn.Module, gradient: Callable[[nn.Parameter], Te
 
 
 def non_finite_error(
-    model: nn.Module, batches: list[Batch], *, step: int, what: str, gradient: Callable[[nn.Parameter], Tensor | None]
+    model: nn.Module, passes: Sequence[Callable[[], object]], *, step: int, what: str, gradient: Callable[[nn.Parameter], Tensor | None]
 ) -> RunError:
-    """NF001 with the step, the module, and what to look at."""
+    """NF001 with the step, the module, and what to look at. `passes`: the forward pass of each micro-batch, to be run again."""
     weights = non_finite_parameters(model)
-    module = next((m for b in batches if (m := first_non_finite_module(model, b))), None)
+    module = next((m for forward in passes if (m := first_non_finite_module(model, forward))), None)
     gradients = non_finite_gradients(model, gradient)
     if weights:
         where, fix = (

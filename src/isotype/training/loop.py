@@ -7,17 +7,16 @@ resumed run goes on bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..config.schema import RunConfig
-from ..data.rows import Row, SamplePrompt
 from ..errors import IsotypeError, RunError, UsageError
 from ..precision.observe import UNSEEN, Observation, Observer
 from ..precision.resolve import Resolved
@@ -32,21 +31,17 @@ from ..runs.checkpoint.snapshot import (
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import RunFolder
 from ..runs.metrics import Metrics
-from .batches import Batch, RowFeed, collate
 from .console import Pace, RunConsole
-from .evaluate import evaluate
+from .feed import Feed
 from .finite import first_non_finite_trained
-from .flops import StepFlops
 from .interrupt import Interrupt
 from .loss_scale import LossScale
 from .memory.device import peak_memory
-from .sample import sample
+from .milestones import Milestones
 from .schedule import learning_rate
 from .step import Stepper
+from .task import Batch, Task
 from .trackers.trackers import Trackers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -59,11 +54,17 @@ class Progress:
     best_step: int | None = None
     without_gain: int = 0
     trained_seconds: float = 0.0
-    tokens: int = 0
+    units: int = 0
+    """Tokens or pictures seen."""
+
+    @classmethod
+    def from_file(cls, values: Mapping[str, Any]) -> Progress:
+        """`tokens` is what runs before tasks called `units`."""
+        return cls(**{("units" if name == "tokens" else name): value for name, value in values.items()})
 
     def __post_init__(self) -> None:
         """Raises  TypeError for what no run writes: the values come from a file."""
-        for name in ("step", "position", "without_gain", "tokens"):
+        for name in ("step", "position", "without_gain", "units"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 0:
                 raise TypeError(f"progress.{name} is {getattr(self, name)!r}")
         if not isinstance(self.best_loss, float) or not isinstance(self.trained_seconds, float | int):
@@ -73,45 +74,22 @@ class Progress:
 
 
 @dataclass
-class Plan:
-    """When things happen: total steps, and the steps between evaluations, samples and checkpoints (0: never)."""
-
-    total: int
-    eval_every: int
-    save_every: int
-    sample_every: int
-
-    @classmethod
-    def of(cls, config: RunConfig, *, rows: int, eval_rows: int) -> Plan:
-        per_step = config.train.batch_size * config.train.accumulate
-        total = config.train.steps or max(1, math.ceil(config.train.epochs * rows / per_step))
-        tenth = max(1, math.ceil(total / 10))
-        eval_every = (config.train.eval_every or tenth) if eval_rows else 0
-        return cls(total, eval_every, config.run.save_every or eval_every or tenth, config.run.sample_every or eval_every or tenth)
-
-    def due(self, every: int, step: int) -> bool:
-        return bool(every) and (step % every == 0 or step == self.total)
-
-
-@dataclass
 class Loop:
     """The parts of a run; `run()` returns True when it came to its end, False when it was interrupted and saved."""
 
     config: RunConfig
+    task: Task
     resolved: Resolved
     model: nn.Module
-    tokenizer: PreTrainedTokenizerBase
     stepper: Stepper
     observer: Observer
-    stream: RowFeed
-    eval_rows: Sequence[Row]
-    prompts: Sequence[SamplePrompt]
-    plan: Plan
+    stream: Feed[Any]
+    plan: Milestones
     folder: RunFolder
     store: CheckpointStore
     console: RunConsole
     device: torch.device
-    flops: StepFlops
+    flops: Callable[[Any], float]
     peak_flops: float | None
     trackers: Trackers = field(default_factory=Trackers)
     progress: Progress = field(default_factory=Progress)
@@ -151,9 +129,7 @@ class Loop:
         train, run = self.config.train, self.config.run
         self.pace.start()
         self.model.train()
-        batches = [
-            collate(self.stream.take(train.batch_size), pad_id=self.tokenizer.pad_token_id).to(self.device) for _ in range(train.accumulate)
-        ]
+        batches = [self.task.collate(self.stream.take(train.batch_size)).to(self.device) for _ in range(train.accumulate)]
         logging = step % run.log_every == 0 or step in (1, self.plan.total)
         rate = learning_rate(train, step, self.plan.total)
         if step == 1 or step % run.observe_every == 0:
@@ -162,24 +138,25 @@ class Loop:
             result, promotions = self.stepper(batches, step=step, learning_rate=rate, watch_changes=logging), None
         seconds = self.pace.lap()
         self.progress.step = step
-        self.progress.position += sum(len(batch.input_ids) for batch in batches)
+        self.progress.position += sum(batch.rows for batch in batches)
         self.progress.trained_seconds += seconds
-        self.progress.tokens += result.tokens
+        self.progress.units += result.units
         if not logging:
             return
-        rate_reached = sum(self.flops.of(*batch.input_ids.shape) for batch in batches) / seconds
+        rate_reached = sum(self.flops(batch) for batch in batches) / seconds
         # the peak was measured in half a second: where a step beats it, the step is the better measurement
         self.peak_flops = max(self.peak_flops, rate_reached) if self.peak_flops else None
+        words = self.task.words
         row = {
             "step": step,
             "loss": result.loss,
             "learning_rate": rate,
             "grad_norm": result.gradient_norm if math.isfinite(result.gradient_norm) else None,
             "share_changed": result.share_changed,
-            "tokens_per_second": result.tokens / seconds,
+            f"{words.units}_per_second": result.units / seconds,
             "seconds": seconds,
-            "tokens": self.progress.tokens,
-            "supervised": result.supervised,
+            words.units: self.progress.units,
+            words.weight: result.weight,
             "epoch": self.stream.epochs,
             "memory_bytes": peak_memory(self.device),
             "mfu": rate_reached / self.peak_flops if self.peak_flops else None,
@@ -188,9 +165,11 @@ class Loop:
             "loss_scale": self.stepper.loss_scale.scale if self.stepper.loss_scale else None,
         }
         self._write(row)
-        self.console.progress(step, self.plan.total, row | {"grad_norm": result.gradient_norm}, self.pace.eta(self.plan.total - step))
+        self.console.progress(
+            step, self.plan.total, row | {"grad_norm": result.gradient_norm}, self.pace.eta(self.plan.total - step), words
+        )
 
-    def _observed_step(self, batches: list[Batch], step: int, rate: float) -> tuple[Any, int]:
+    def _observed_step(self, batches: Sequence[Batch], step: int, rate: float) -> tuple[Any, int]:
         """A step with every module hooked; raises DtypeError when something is not as declared."""
         accumulator, optimizer = self.stepper.accumulator, self.stepper.optimizer
         with self.observer.watch(step) as seen:
@@ -262,9 +241,9 @@ class Loop:
     def _between(self, *, evaluating: bool, sampling: bool, saving: bool) -> bool:
         """Evaluation, samples and checkpoint after a step; True when it is time to stop early."""
         best = stop = False
-        if evaluating and self.eval_rows:
+        if evaluating and self.task.eval_rows:
             best, stop = self._evaluate()
-        if sampling and self.prompts:
+        if sampling and self.task.samples:
             self._sample()
         if saving or best or stop:
             self.save(best=best)
@@ -272,14 +251,7 @@ class Loop:
 
     def _evaluate(self) -> tuple[bool, bool]:
         train = self.config.train
-        result = evaluate(
-            self.model,
-            self.eval_rows,
-            batch_size=train.eval_batch_size or train.batch_size,
-            pad_id=self.tokenizer.pad_token_id,
-            device=self.device,
-            loss_dtype=self.resolved.precision.loss,
-        )
+        result = self.task.evaluate(self.model, self.device, dtype=self.resolved.precision.loss)
         progress = self.progress
         if not math.isfinite(result.loss):
             raise RunError(
@@ -290,7 +262,8 @@ class Loop:
             progress.best_loss, progress.best_step, progress.without_gain = result.loss, progress.step, 0
         else:
             progress.without_gain += 1
-        self._write({"step": progress.step, "event": "evaluation", "eval_loss": result.loss, "eval_tokens": result.tokens})
+        row = {"step": progress.step, "event": "evaluation", "eval_loss": result.loss, f"eval_{self.task.words.units}": result.weight}
+        self._write(row | {f"eval_loss_{name}": loss for name, loss in result.parts.items()})
         self.console.settle()
         self.console.say(
             f"step {progress.step}/{self.plan.total}  evaluation loss {result.loss:.4f}{' (best)' if best and progress.step else ''}"
@@ -304,7 +277,7 @@ class Loop:
         # the first samples of a run are watched; a step's number decides, so that a resumed run does as the undisturbed one did
         watched = self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
         with watched as seen:
-            samples = sample(self.model, self.tokenizer, self.prompts, max_new_tokens=self.config.run.sample_tokens, device=self.device)
+            samples = self.task.sample(self.model, self.device)
         if seen is not None:
             self.note(seen)
         self.folder.samples.mkdir(exist_ok=True)
@@ -344,7 +317,7 @@ class Loop:
         try:
             restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
             restore_random_state(checkpoint.tensors, state["random"])
-            self.progress = Progress(**state["progress"])
+            self.progress = Progress.from_file(state["progress"])
             self.stream.restore(state.get("stream") or {"position": self.progress.position})
             if self.stepper.loss_scale and state["loss_scale"]:
                 self.stepper.loss_scale = LossScale(float(state["loss_scale"]["scale"]), int(state["loss_scale"]["quiet"]))

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import json
 import sys
+from functools import partial
 
 import torch
 
@@ -45,7 +46,8 @@ def steps(architecture: dict, settings: list[str], length: int) -> object:
     from isotype.precision.accumulate import GradientAccumulator
     from isotype.precision.apply import apply_precision
     from isotype.precision.precision import Precision
-    from isotype.training.batches import Batch
+    from isotype.tasks.language.batches import Batch
+    from isotype.tasks.language.loss import batch_loss_sum
     from isotype.training.memory.recomputation import apply_checkpointing, as_configured
     from isotype.training.optimizer import build_optimizer
     from isotype.training.step import Stepper
@@ -65,7 +67,14 @@ def steps(architecture: dict, settings: list[str], length: int) -> object:
         apply_checkpointing(model, as_configured(model, config.train))
     apply_precision(model, precision, device_type="cpu")
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
-    stepper = Stepper(model, build_optimizer(model, config.train, precision, accumulator.gradient), accumulator, precision, config.train)
+    stepper = Stepper(
+        model,
+        build_optimizer(model, config.train, precision, accumulator.gradient),
+        accumulator,
+        precision,
+        config.train,
+        partial(batch_loss_sum, dtype=precision.loss),
+    )
     rows = config.train.batch_size
     ids_BT = torch.randint(3, 90, (rows, length))
     if config.data.packing:

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
+from isotype.tasks.choose import train
 from isotype.training.memory.auto_recomputation import WITHIN, auto_checkpointing
 from isotype.training.memory.plan import MemoryPlan
-from isotype.training.run import train
 
 LAYERS, MiB = 16, 1 << 20
 NOTHING = MemoryPlan(frozen=0, trained=0, gradients=0, optimizer=0)

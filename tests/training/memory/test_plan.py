@@ -13,8 +13,8 @@ from transformers import AutoConfig
 
 from isotype.config.load import load
 from isotype.precision.precision import Precision
-from isotype.training.memory.pauses import Pauses
-from isotype.training.memory.plan import optimizer_bytes, outline, plan_memory
+from isotype.tasks.language.outline import outline, step_outline
+from isotype.training.memory.plan import optimizer_bytes, plan_memory
 from isotype.training.memory.recomputation import Checkpointing, as_configured
 
 LLAMA = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -28,7 +28,7 @@ def planned(architecture: dict, overrides: list[str], length: int):
     precision = Precision.preset(config.precision.preset)
     made = outline(AutoConfig.for_model(**architecture), config, precision, device_type="cpu")
     checkpointing = as_configured(made.model, config.train)
-    return made, plan_memory(made, config.train, precision, length=length, checkpointing=checkpointing, packing=config.data.packing)
+    return made, plan_memory(made, config.train, precision, step_outline(config, precision, length=length), checkpointing=checkpointing)
 
 
 def test_held_memory_is_counted_exactly():
@@ -47,7 +47,8 @@ def test_a_gpu_that_pytorch_does_not_reach_is_said_and_does_not_end_the_interpre
     precision = Precision.preset(config.precision.preset)
     made = outline(AutoConfig.for_model(**LLAMA), config, precision, device_type="cuda")
     checkpointing = as_configured(made.model, config.train)
-    memory = plan_memory(made, config.train, precision, length=32, checkpointing=checkpointing, device_type="cuda")
+    largest = step_outline(config, precision, length=32)
+    memory = plan_memory(made, config.train, precision, largest, checkpointing=checkpointing, device_type="cuda")
     assert memory.not_simulated == "this PyTorch reaches no GPU to plan a step for"
     assert memory.peak == memory.held > 0
 
@@ -113,12 +114,13 @@ def test_evaluations_and_samples_are_planned_and_may_be_what_is_largest():
     config = load(None, ["precision.preset=bf16-lora", "train.batch_size=1"]).config
     precision = Precision.preset("bf16-lora")
 
-    def plan(pauses: Pauses):
+    def plan(**pauses: int):
         made = outline(AutoConfig.for_model(**LLAMA), config, precision, device_type="cpu")
-        return plan_memory(made, config.train, precision, length=64, checkpointing=Checkpointing("none"), pauses=pauses)
+        largest = step_outline(config, precision, length=64, **pauses)
+        return plan_memory(made, config.train, precision, largest, checkpointing=Checkpointing("none"))
 
-    alone, small = plan(Pauses()), plan(Pauses(eval_rows=1, eval_length=64, sample_length=32))
-    large = plan(Pauses(eval_rows=64, eval_length=512))
+    alone, small = plan(), plan(eval_rows=1, eval_length=64, sample_length=32)
+    large = plan(eval_rows=64, eval_length=512)
     assert alone.evaluation == alone.sampling == 0
     assert small.peak == alone.peak
     assert small.evaluation > 0
@@ -174,7 +176,7 @@ def test_offload_takes_less_than_recomputing_alone():
     peaks = []
     for kind in ("none", "layers", "layers+offload"):
         what = Checkpointing(kind, tuple(range(8)) if kind != "none" else (), 8)
-        memory = plan_memory(made, config.train, precision, length=512, checkpointing=what)
+        memory = plan_memory(made, config.train, precision, step_outline(config, precision, length=512), checkpointing=what)
         assert memory.not_simulated is None
         peaks.append(memory.peak)
     hidden = 8 * 512 * 256 * 4

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from isotype.errors import UsageError
-from isotype.training.run import train
+from isotype.tasks.choose import train
 from isotype.training.trackers import available
 from isotype.training.trackers.trackers import Trackers
 

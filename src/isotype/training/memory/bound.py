@@ -10,19 +10,17 @@ from ...config.schema import TrainSection
 from ...dtypes import to_torch
 from ...precision.apply import is_quantised
 from ...precision.precision import Precision
-from ..batches import MULTIPLE
 from .plan import optimizer_bytes
 from .quantised_outline import scales_of
 
 
 def most_bytes(model: nn.Module, train: TrainSection, precision: Precision, *, length: int) -> int:
     """More than a step on `train.batch_size` rows of `length` tokens can take, whatever is recomputed: what is held, six fp32 copies of
-    the input and output of every matrix, and attention scores in full."""
+    the input and output of every matrix, and attention scores in full. `length`: as padded."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     held = sum(t.numel() * t.element_size() for p in parameters for t in (p, *scales_of(p)))
     held += sum(p.numel() * to_torch(precision.grads).itemsize + optimizer_bytes(p.numel(), train, precision) for p in trained)
-    length += -length % MULTIPLE
     widths = [width for module in model.modules() for width in _widths(module)]
     tokens = train.batch_size * length
     settings: Any = getattr(model, "config", None)

@@ -8,41 +8,29 @@ blocks, as glibc does, sits above it.
 
 from __future__ import annotations
 
-import warnings
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...config.schema import RunConfig, TrainSection
+from ...config.schema import TrainSection
 from ...dtypes import to_torch
 from ...errors import UsageError
-from ...model.adapter import attach_adapter
-from ...model.load import require_bitsandbytes
 from ...ops.backend import using
 from ...ops.linear_cross_entropy.scratch import scratch as head_scratch
-from ...optimize import optimize
 from ...precision.accumulate import GradientAccumulator
-from ...precision.apply import apply_precision, generating
 from ...precision.precision import Precision
-from ...precision.quantised_base import of_config
-from ..batches import MULTIPLE, Batch
-from ..evaluate import evaluation_mode
-from ..loss import batch_loss_sum
 from ..optimizer import build_optimizer
+from ..quiet import without_warnings
 from ..step import Stepper
+from ..task import Outline, StepOutline
 from .live_bytes import LiveBytes
-from .pauses import Pauses
-from .quantised_outline import quantise_outline, scales_of, scratch, take_scales
+from .quantised_outline import scales_of, scratch, take_scales
 from .recomputation import Checkpointing, apply_checkpointing
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from transformers import PretrainedConfig
 
 BLOCK_8BIT, SMALLEST_8BIT = 256, 4096  # bitsandbytes: 8-bit states have a scale every 256 elements, and small tensors keep fp32 states
 
@@ -81,85 +69,36 @@ class MemoryPlan:
         return dict(self.__dict__)
 
 
-@dataclass(frozen=True)
-class Outline:
-    """A run's model on the meta device: every shape and dtype, no data.
-
-    model      with adapter and precision
-    trainable  elements that are trained
-    total      all elements, those of 4-bit weights included
-    """
-
-    model: nn.Module
-    trainable: int
-    total: int
-
-
-def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precision, *, device_type: str) -> Outline:
-    """The model as `training.setup.build_model` makes it, without its weights. Raises UsageError for adapter targets it lacks."""
-    from transformers import AutoModelForCausalLM
-
-    every_weight = config.adapter.kind == "none"
-    dtype = precision.trainable if every_weight else precision.unquantised
-    # flash and flex have sdpa's memory, and need packages or devices that a plan does not
-    attention = "eager" if config.model.attention == "eager" else "sdpa"
-    with torch.device("meta"), _quiet():
-        base = AutoModelForCausalLM.from_config(
-            architecture, dtype=to_torch(dtype), attn_implementation=attention, trust_remote_code=config.model.trust_remote_code
-        )
-        base.config.use_cache = False
-        total = sum(p.numel() for p in base.parameters())
-        if precision.base == "nf4" and not every_weight:
-            require_bitsandbytes()
-            before = of_config(architecture)
-            quantise_outline(base, to_torch(precision.compute), double=before is None or bool(before.double))
-        model: nn.Module = base if every_weight else _with_adapter(base, config)
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if config.model.optimize:
-        _give_angles(base)
-        optimize(model, precision, device_type=device_type, lora_branch=config.model.lora_branch)
-    apply_precision(model, precision, device_type=device_type)
-    model.train()
-    return Outline(model, trainable, total + (0 if every_weight else trainable))
-
-
 def plan_memory(
     made: Outline,
     train: TrainSection,
     precision: Precision,
+    largest: StepOutline,
     *,
-    length: int,
     checkpointing: Checkpointing,
     device_type: str = "cpu",
-    packing: bool = False,
-    pauses: Pauses | None = None,
 ) -> MemoryPlan:
-    """What one optimizer step on `train.batch_size` rows of `length` tokens takes; the same outline may be planned again otherwise.
+    """What one optimizer step on the largest micro-batch takes; the same outline may be planned again otherwise.
 
-    made     from `outline`; its parameters become fake ones here
-    length   tokens of the longest row
-    packing  rows are packed: attention gets a mask of every document instead of the causal one it makes itself
-    pauses   the evaluations and samples between steps
+    made     the task's outline; its parameters become fake ones here
+    largest  the task's largest step, evaluation and sample
     A GPU's step is simulated where PyTorch reaches one; elsewhere what is held is exact, and `not_simulated` says why there is no more.
     """
-    length += -length % MULTIPLE
     held = _held(made.model, train, precision)
     apply_checkpointing(made.model, checkpointing)
     if device_type == "cuda" and not torch.cuda.is_available():
         # autograd asks a device for its guard, also of a tensor without data: without CUDA that ends the interpreter, past every except
         return replace(
-            held, peak=held.held, rows=train.batch_size, length=length, not_simulated="this PyTorch reaches no GPU to plan a step for"
+            held, peak=held.held, rows=largest.rows, length=largest.length, not_simulated="this PyTorch reaches no GPU to plan a step for"
         )
     try:
-        return _simulated(
-            made.model, train, precision, length=length, device_type=device_type, held=held, packing=packing, pauses=pauses or Pauses()
-        )
+        return _simulated(made.model, train, precision, largest, device_type=device_type, held=held)
     except UsageError:
         raise
     except Exception as error:
         # an architecture whose shapes depend on values (routed experts), or an operator without a fake: what is held is still exact
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-        return replace(held, peak=held.held, rows=train.batch_size, length=length, not_simulated=reason[:160])
+        return replace(held, peak=held.held, rows=largest.rows, length=largest.length, not_simulated=reason[:160])
 
 
 def _held(model: nn.Module, train: TrainSection, precision: Precision) -> MemoryPlan:
@@ -186,26 +125,19 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _simulated(
-    model: nn.Module,
-    train: TrainSection,
-    precision: Precision,
-    *,
-    length: int,
-    device_type: str,
-    held: MemoryPlan,
-    packing: bool,
-    pauses: Pauses,
+    model: nn.Module, train: TrainSection, precision: Precision, largest: StepOutline, *, device_type: str, held: MemoryPlan
 ) -> MemoryPlan:
     live = LiveBytes(device_type, {**scratch(), **head_scratch()})
     # on a CPU without a compiler the ops are plain PyTorch, and take more; elsewhere there are kernels
     kernels = nullcontext() if device_type == "cpu" else using("cpp")
-    with FakeTensorMode(allow_non_fake_inputs=True), live, _quiet(), kernels:
-        _make_fake(model, torch.device(device_type))
+    device = torch.device(device_type)
+    with FakeTensorMode(allow_non_fake_inputs=True), live, without_warnings(), kernels:
+        _make_fake(model, device)
         accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
         plain = train.model_copy(update={"optimizer": "adamw"}) if train.optimizer == "adamw8bit" else train
         optimizer = build_optimizer(model, plain, precision, accumulator.gradient)
-        stepper = Stepper(model, optimizer, accumulator, precision, train)
-        batch = _batch(train.batch_size, length, torch.device(device_type), packing=packing)
+        stepper = Stepper(model, optimizer, accumulator, precision, train, largest.loss_sum)
+        batch = largest.batch(device)
         after_forward: list[int] = []
         counting = model.register_forward_hook(lambda *_: after_forward.append(live.now))
 
@@ -232,8 +164,8 @@ def _simulated(
         peak, update = max(peak_step, live.peak), live.peak - before_update
         counting.remove()
         accumulator.zero()
-        evaluation = _evaluation(model, live, pauses, precision, torch.device(device_type), packing=packing)
-        sampling = _sampling(model, live, pauses.sample_length, torch.device(device_type))
+        evaluation = _added(live, largest.evaluation, model, device) if largest.evaluation else 0
+        sampling = _sampling(model, live, largest, device)
         between = live.now + max(evaluation, sampling or 0)
         accumulator.close()
     return replace(
@@ -244,34 +176,26 @@ def _simulated(
         evaluation=evaluation,
         sampling=sampling,
         peak=max(peak, between),
-        rows=train.batch_size,
-        length=length,
+        rows=largest.rows,
+        length=largest.length,
     )
 
 
-def _evaluation(model: nn.Module, live: LiveBytes, pauses: Pauses, precision: Precision, device: torch.device, *, packing: bool) -> int:
-    if not pauses.eval_rows:
-        return 0
+def _added(live: LiveBytes, run: Callable[[nn.Module, torch.device], None], model: nn.Module, device: torch.device) -> int:
+    """The most bytes that `run` has alive beyond what was there before it."""
     live.restart_peak()
-    before, length = live.now, pauses.eval_length + -pauses.eval_length % MULTIPLE
-    with evaluation_mode(model):
-        batch_loss_sum(model, _batch(pauses.eval_rows, length, device, packing=packing), dtype=precision.loss)
+    before = live.now
+    run(model, device)
     return live.peak - before
 
 
-def _sampling(model: Any, live: LiveBytes, length: int, device: torch.device) -> int | None:
-    """The pass over a prompt as long as it will be with its answer: at its end the cache is as large as it gets."""
-    if not length:
+def _sampling(model: nn.Module, live: LiveBytes, largest: StepOutline, device: torch.device) -> int | None:
+    if largest.sampling is None:
         return 0
-    live.restart_peak()
-    before, ids = live.now, torch.empty(1, length, dtype=torch.long, device=device)
     try:
-        with evaluation_mode(model), generating(model):
-            kept = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-            del kept
+        return _added(live, largest.sampling, model, device)
     except Exception:  # a model without a cache, or one whose cache looks at values; the step's plan stands
         return None
-    return live.peak - before
 
 
 def _make_fake(model: nn.Module, device: torch.device) -> None:
@@ -288,38 +212,3 @@ def _make_fake(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-
-
-def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Batch:
-    ids_BT, mask_BT, labels_BT = (torch.empty(rows, length, dtype=torch.long, device=device) for _ in range(3))
-    mask, positions = (None, mask_BT) if packing else (mask_BT, None)
-    return Batch(ids_BT, mask, labels_BT, rows * length, rows * (length - 1), positions)
-
-
-def _with_adapter(base: Any, config: RunConfig) -> nn.Module:
-    if config.adapter.start_from is None:
-        return attach_adapter(base, config.adapter, seed=config.train.seed)
-    from peft import PeftConfig, get_peft_model
-
-    try:
-        settings = PeftConfig.from_pretrained(config.adapter.start_from)
-        settings.inference_mode = False  # a saved adapter says that it is not trained; a run goes on with it
-        return get_peft_model(base, settings)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"adapter.start_from: {config.adapter.start_from}: {str(error).splitlines()[0]}") from None
-
-
-def _give_angles(model: nn.Module) -> None:
-    """`optimize` runs the rotary module to see how its tables repeat: its frequencies need values, any that differ."""
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name.endswith("inv_freq"):
-                module._buffers[name] = torch.linspace(1.0, 0.1, buffer.numel()).view(buffer.shape)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What libraries advise about a model without data is no news to the user."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ...finding import Finding, Place, Severity
 from ..schedule import learning_rate, warmup_steps
 from .subject import Subject
 
 
-def never_leaves_warmup(subject: Subject) -> Iterator[Finding]:
+def never_leaves_warmup(subject: Subject[Any]) -> Iterator[Finding]:
     train, total = subject.config.train, subject.plan.total
     warmup = warmup_steps(train, total)
     if warmup < total:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models import FAMILIES, lora, rows, tiny
 
 from isotype.data.pack import joined
 from isotype.data.rows import IGNORED, Row
@@ -16,10 +15,11 @@ from isotype.optimize import optimize
 from isotype.optimize.attention import FEW
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
-from isotype.training.batches import Batch, collate
-from isotype.training.evaluate import evaluate
-from isotype.training.loss import batch_loss_sum, takes_one_row
-from isotype.training.preflight.packing import leakage
+from isotype.tasks.language.batches import Batch, collate
+from isotype.tasks.language.checks.packing import leakage
+from isotype.tasks.language.evaluate import evaluate
+from isotype.tasks.language.loss import batch_loss_sum, takes_one_row
+from tests.models import FAMILIES, lora, rows, tiny
 
 CPU = torch.device("cpu")
 BACK_ENDS = ["eager", "sdpa", "flex_attention", "isotype"]  # flash needs a GPU and its package: see test_one_row_for_varlen
@@ -122,7 +122,7 @@ def test_evaluation_is_the_same_packed_and_not() -> None:
     model, documents = tiny("llama"), rows(9, seed=6)
     packed = [joined(documents[i : i + 3]) for i in range(0, 9, 3)]
     plain, joint = (evaluate(model, some, batch_size=2, pad_id=0, device=CPU) for some in (documents, packed))
-    assert plain.tokens == joint.tokens
+    assert plain.weight == joint.weight
     assert joint.loss == pytest.approx(plain.loss, rel=1e-6)
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isotype.errors import UsageError
-from isotype.training.preflight.tokens import beyond_the_embeddings, missing_template, untouched_rows, untrained_new_tokens
+from isotype.tasks.language.checks.tokens import beyond_the_embeddings, missing_template, untouched_rows, untrained_new_tokens
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -36,7 +36,7 @@ def test_clean(subject):
 
 def test_an_id_behind_the_table(subject, with_data):
     one = subject()
-    rows = list(one.prepared.data.train)
+    rows = list(one.task.data.train)
     (finding,) = beyond_the_embeddings(with_data(one, train=[replace(rows[0], input_ids=(*rows[0].input_ids[:-1], 9999)), *rows[1:]]))
     assert "token 9999" in finding.message
 

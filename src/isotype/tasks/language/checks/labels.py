@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...data.rows import IGNORED, Row, row_supervised, tokens_used
-from ...finding import Finding, Place, Severity
-from .subject import Subject
+from ....data.rows import IGNORED, Row, row_supervised, tokens_used
+from ....finding import Finding, Place, Severity
+from .subject import LanguageSubject, formats
 
 FEW = 0.05  # rows without a token to learn below this share are data.json's business
 ANSWERED = {"messages", "sharegpt", "alpaca", "prompt_completion"}
 
 
-def nothing_to_learn(subject: Subject) -> Iterator[Finding]:
+def nothing_to_learn(subject: LanguageSubject) -> Iterator[Finding]:
     """Rows that were dropped for it while the data was read, and rows that got through."""
-    for name, rows in (("train", subject.prepared.data.documents), ("eval", subject.prepared.data.eval)):
-        facts = subject.prepared.data.facts[name]
+    for name, rows in (("train", subject.task.data.documents), ("eval", subject.task.data.eval)):
+        facts = subject.task.data.facts[name]
         masked = sum(n == 0 for n in row_supervised(rows))
         dropped = sum(d["rows"] for d in facts["dropped"])
         total = len(rows) + dropped
@@ -31,10 +31,10 @@ def nothing_to_learn(subject: Subject) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def prompts_learnt(subject: Subject) -> Iterator[Finding]:
+def prompts_learnt(subject: LanguageSubject) -> Iterator[Finding]:
     """Chats and prompt/completion pairs of which every token is learnt, although only answers are meant."""
-    rows = subject.prepared.data.documents
-    if subject.config.data.loss_on == "all" or not subject.formats <= ANSWERED or not rows:
+    rows = subject.task.data.documents
+    if subject.config.data.loss_on == "all" or not formats(subject) <= ANSWERED or not rows:
         return
     if any(IGNORED in row.labels for row in rows):
         return
@@ -46,10 +46,10 @@ def prompts_learnt(subject: Subject) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def end_never_learnt(subject: Subject) -> Iterator[Finding]:
+def end_never_learnt(subject: LanguageSubject) -> Iterator[Finding]:
     """Generation stops at the tokenizer's end token and those of the model; a run that never learns one of them does not stop."""
-    data, tokenizer = subject.prepared.data, subject.prepared.tokenizer
-    if not subject.formats & ANSWERED:
+    data, tokenizer = subject.task.data, subject.task.tokenizer
+    if not formats(subject) & ANSWERED:
         return
     ends = end_tokens(subject)
     if not ends or ends & tokens_used(data.documents, learnt=True):
@@ -76,10 +76,10 @@ def end_never_learnt(subject: Subject) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def end_tokens(subject: Subject) -> set[int]:
+def end_tokens(subject: LanguageSubject) -> set[int]:
     from ..sample import generation_config
 
-    config = generation_config(subject.prepared.model, subject.prepared.tokenizer, max_new_tokens=1)
+    config = generation_config(subject.prepared.model, subject.task.tokenizer, max_new_tokens=1)
     return set(config.eos_token_id or [])
 
 

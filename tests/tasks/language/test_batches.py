@@ -1,9 +1,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.models import rows
 
 from isotype.data.rows import IGNORED, Row, Share
-from isotype.training.batches import RowStream, collate, epoch_order, mixed_order
+from isotype.tasks.language.batches import collate
+from isotype.training.feed import RowStream, epoch_order, mixed_order
+from tests.models import rows
 
 
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 3))

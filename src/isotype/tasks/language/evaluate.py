@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from ..data.rows import Row, row_lengths
+from ...data.rows import Row, row_lengths
+from ...training.task import Evaluation
+from ...training.undisturbed import evaluation_mode
 from .batches import collate
 from .loss import batch_loss_sum
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """loss: mean over `tokens` supervised tokens."""
-
-    loss: float
-    tokens: int
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients; afterwards every module has the mode it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def evaluate(
     model: nn.Module, rows: Sequence[Row], *, batch_size: int, pad_id: int, device: torch.device, loss_dtype: str = "fp32"
 ) -> Evaluation:
-    """Rows are taken by length, so that little is padding; sums are kept in fp64."""
+    """Rows are taken by length, so that little is padding; sums are kept in fp64; `weight` of the result is their supervised tokens."""
     lengths = row_lengths(rows)
     by_length = sorted(range(len(rows)), key=lambda i: lengths[i])
     total, tokens = torch.zeros((), dtype=torch.float64), 0

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from isotype.data.rows import IGNORED
 from isotype.finding import Severity
-from isotype.training.preflight.labels import end_never_learnt, nothing_to_learn, prompts_learnt
+from isotype.tasks.language.checks.labels import end_never_learnt, nothing_to_learn, prompts_learnt
 
 
 def masked(row):
@@ -30,7 +30,7 @@ def test_plain_text_is_learnt_whole_and_rightly(subject, tmp_path):
 
 def test_rows_that_are_all_masked(subject, with_data):
     one = subject()
-    rows = list(one.prepared.data.train)
+    rows = list(one.task.data.train)
     half = with_data(one, train=[*map(masked, rows[:20]), *rows[20:]])
     (finding,) = nothing_to_learn(half)
     assert finding.severity == Severity.WARNING
@@ -49,7 +49,7 @@ def test_answers_that_were_cut_away(subject, tmp_path):
 
 def test_prompts_that_are_learnt(subject, with_data):
     one = subject()
-    whole = [replace(row, labels=row.input_ids) for row in one.prepared.data.train]
+    whole = [replace(row, labels=row.input_ids) for row in one.task.data.train]
     (finding,) = prompts_learnt(with_data(one, train=whole))
     assert finding.severity == Severity.ERROR
     meant = subject("meant", data={"loss_on": "all"})
@@ -59,11 +59,11 @@ def test_prompts_that_are_learnt(subject, with_data):
 def test_an_end_that_is_masked_as_padding_is(subject, with_data):
     """What a collator does that masks every padding token, where padding is the end token."""
     one = subject()
-    tokenizer = one.prepared.tokenizer
+    tokenizer = one.task.tokenizer
     tokenizer.pad_token = tokenizer.eos_token
     end = tokenizer.eos_token_id
     assert list(end_never_learnt(one)) == []
-    rows = [replace(r, labels=tuple(IGNORED if i == end else n for i, n in zip(r.input_ids, r.labels))) for r in one.prepared.data.train]
+    rows = [replace(r, labels=tuple(IGNORED if i == end else n for i, n in zip(r.input_ids, r.labels))) for r in one.task.data.train]
     (finding,) = end_never_learnt(with_data(one, train=rows))
     assert finding.severity == Severity.ERROR
     assert "padding token is the same" in str(finding.cause)
@@ -86,6 +86,6 @@ def test_a_template_that_closes_turns_with_another_token(subject, workshop, tmp_
 
 
 def test_answers_that_are_all_cut(subject):
-    shortest = min(len(row.input_ids) for row in subject().prepared.data.train)
+    shortest = min(len(row.input_ids) for row in subject().task.data.train)
     (finding,) = end_never_learnt(subject("cut", data={"max_length": shortest - 2}))  # the end of turn and the line end behind it
     assert f"cut at data.max_length {shortest - 2}" in str(finding.cause)

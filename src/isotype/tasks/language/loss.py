@@ -7,9 +7,9 @@ from contextlib import nullcontext
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.rows import IGNORED
-from ..dtypes import to_torch
-from ..optimize import deferring
+from ...data.rows import IGNORED
+from ...dtypes import to_torch
+from ...optimize import deferring
 from .batches import Batch
 
 

@@ -8,38 +8,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...data.rows import tokens_used
-from ...finding import Finding, Place, Severity
-from ...precision.apply import inner_model
-from .subject import Subject
+from ....data.rows import tokens_used
+from ....finding import Finding, Place, Severity
+from ....precision.apply import inner_model
+from .subject import LanguageSubject
 
 NEAR_MEAN = 0.05  # of the median distance from the mean row: transformers draws new rows around the mean with 1e-9 of the covariance
 NEAR_ZERO = 1e-3  # of the median norm
 
 
-def beyond_the_embeddings(subject: Subject) -> Iterator[Finding]:
+def beyond_the_embeddings(subject: LanguageSubject) -> Iterator[Finding]:
     """Ids in rows and prompts. A tokenizer's size is checked when the model is loaded; ids may lie beyond it."""
-    prepared = subject.prepared
     rows = _table(subject, output=False).weight.shape[0]
-    prompts = [i for prompt in prepared.prompts for i in prompt.input_ids]
-    used = tokens_used(prepared.data.documents) | tokens_used(prepared.data.eval)
-    largest = max([prepared.tokenizer.pad_token_id, *prompts, *used])
+    prompts = [i for prompt in subject.task.prompts for i in prompt.input_ids]
+    used = tokens_used(subject.task.data.documents) | tokens_used(subject.task.data.eval)
+    largest = max([subject.task.tokenizer.pad_token_id, *prompts, *used])
     if largest < rows:
         return
     yield Finding(
         code="PF008", severity=Severity.ERROR, place=Place(symbol="model.tokenizer"),
-        message=f"the data has token {largest} ({prepared.tokenizer.convert_ids_to_tokens(largest)!r}), and the model embeds {rows}",
+        message=f"the data has token {largest} ({subject.task.tokenizer.convert_ids_to_tokens(largest)!r}), and the model embeds {rows}",
         cause="the tokenizer gives ids that the model's embeddings do not have",
         fix="take the model's own tokenizer, or call model.resize_token_embeddings and save the model first",
     )  # fmt: skip
 
 
-def untrained_new_tokens(subject: Subject) -> Iterator[Finding]:
+def untrained_new_tokens(subject: LanguageSubject) -> Iterator[Finding]:
     """Added tokens that occur in the training rows, and whose frozen row is zero or the mean of all, as resizing leaves it."""
-    prepared = subject.prepared
-    added = set(prepared.tokenizer.added_tokens_decoder) - {prepared.tokenizer.pad_token_id}
-    read = added & tokens_used(prepared.data.documents)
-    learnt = added & tokens_used(prepared.data.documents, learnt=True)
+    added = set(subject.task.tokenizer.added_tokens_decoder) - {subject.task.tokenizer.pad_token_id}
+    read = added & tokens_used(subject.task.data.documents)
+    learnt = added & tokens_used(subject.task.data.documents, learnt=True)
     for name, used in (("embed_tokens", read), ("lm_head", learnt)):
         table = _table(subject, output=name == "lm_head")
         if table is None or _is_trained(table):
@@ -47,7 +45,7 @@ def untrained_new_tokens(subject: Subject) -> Iterator[Finding]:
         weight: Tensor = table.weight
         fresh = untouched_rows(weight, sorted(i for i in used if i < weight.shape[0]))
         if fresh:
-            words = ", ".join(repr(prepared.tokenizer.convert_ids_to_tokens(i)) for i in fresh[:5])
+            words = ", ".join(repr(subject.task.tokenizer.convert_ids_to_tokens(i)) for i in fresh[:5])
             yield Finding(
                 code="PF009", severity=Severity.WARNING, place=Place(symbol=name),
                 message=f"{len(fresh)} tokens of the data were never trained and will not be: {words}",
@@ -75,8 +73,8 @@ def untouched_rows(weight: Tensor, rows: list[int]) -> list[int]:
     return [row for row, fresh in zip(rows, fresh_R.tolist()) if fresh]
 
 
-def missing_template(subject: Subject) -> Iterator[Finding]:
-    template = subject.prepared.data.facts["template"]
+def missing_template(subject: LanguageSubject) -> Iterator[Finding]:
+    template = subject.task.data.facts["template"]
     if not template or template["source"] != "default":
         return
     yield Finding(
@@ -88,7 +86,7 @@ def missing_template(subject: Subject) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _table(subject: Subject, *, output: bool) -> Any:
+def _table(subject: LanguageSubject, *, output: bool) -> Any:
     inner: Any = inner_model(subject.prepared.model)
     return inner.get_output_embeddings() if output else inner.get_input_embeddings()
 

@@ -1,10 +1,9 @@
 """Samples in the middle of training leave no trace: "train, generate, train" is bit-identical to "train, train"."""
 
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
-from tests.models import lora, rows, tiny
 from transformers import BitsAndBytesConfig
 
 from isotype.config.schema import TrainSection
@@ -12,12 +11,14 @@ from isotype.data.rows import SamplePrompt
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
-from isotype.training.batches import collate
-from isotype.training.evaluate import evaluate
+from isotype.tasks.language.batches import collate
+from isotype.tasks.language.evaluate import evaluate
+from isotype.tasks.language.loss import batch_loss_sum
+from isotype.tasks.language.sample import Sample, sample
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
 from isotype.training.optimizer import build_optimizer
-from isotype.training.sample import sample
 from isotype.training.step import Stepper
+from tests.models import lora, rows, tiny
 
 
 class WordTokenizer:
@@ -48,7 +49,14 @@ def trained(preset, folder, *, interludes, checkpointing=False):
     apply_precision(model, precision, device_type="cpu")
     train = TrainSection(learning_rate=1e-3)
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
-    stepper = Stepper(model, build_optimizer(model, train, precision, accumulator.gradient), accumulator, precision, train)
+    stepper = Stepper(
+        model,
+        build_optimizer(model, train, precision, accumulator.gradient),
+        accumulator,
+        precision,
+        train,
+        partial(batch_loss_sum, dtype=precision.loss),
+    )
     torch.manual_seed(7)
     prompts = [SamplePrompt("one", (3, 4, 5)), SamplePrompt("two", (6, 7))]
     every, losses = rows(12), []
@@ -76,5 +84,5 @@ def test_generation_and_evaluation_leave_no_trace(preset, checkpointing, tmp_pat
 def test_samples_in_a_runs_own_lines_move_no_cursor(capsys):
     from isotype.training.console import RunConsole
 
-    RunConsole(json_output=False).samples(1, [SimpleNamespace(prompt="one?\x1b[1A", answer="a\x1b[2Jb\x9b")])
+    RunConsole(json_output=False).samples(1, [Sample("one?\x1b[1A", "a\x1b[2Jb\x9b", None)])
     assert capsys.readouterr().out.splitlines()[1:] == ["    > one?�[1A", "    a�[2Jb�"]

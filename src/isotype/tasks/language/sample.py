@@ -1,19 +1,17 @@
-"""Samples in the middle of training: under the same precision, and without a trace in what follows."""
+"""Samples in the middle of training: under the same precision, and training goes on as without them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..data.rows import SamplePrompt
-from ..precision.apply import generating
-from ..runs.checkpoint.snapshot import random_state, restore_random_state
-from .evaluate import evaluation_mode
+from ...data.rows import SamplePrompt
+from ...precision.apply import generating
+from ...training.undisturbed import evaluation_mode, random_state_restored
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -28,15 +26,8 @@ class Sample:
     def as_json(self) -> dict[str, Any]:
         return {"prompt": self.prompt, "answer": self.answer, "reference": self.reference}
 
-
-@contextmanager
-def untouched_random_state() -> Iterator[None]:
-    """Whatever is drawn inside, every generator goes on as if it had not been."""
-    tensors, state = random_state()
-    try:
-        yield
-    finally:
-        restore_random_state(tensors, state)
+    def lines(self) -> tuple[str, str]:
+        return self.prompt, self.answer
 
 
 def generation_config(
@@ -64,7 +55,7 @@ def sample(
     """Answers, one prompt at a time, greedy by default; training goes on bit for bit as without them."""
     config = generation_config(model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
     samples = []
-    with untouched_random_state(), evaluation_mode(model), generating(model):
+    with random_state_restored(), evaluation_mode(model), generating(model):
         for prompt in prompts:
             ids = torch.tensor([list(prompt.input_ids)], device=device)
             out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)

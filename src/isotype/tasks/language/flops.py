@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..precision.apply import is_quantised
+from ...precision.apply import is_quantised
 
 
 @dataclass(frozen=True)

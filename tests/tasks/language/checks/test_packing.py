@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from isotype.precision.apply import inner_model
-from isotype.training.preflight.labels import prompts_learnt
-from isotype.training.preflight.packing import packed_documents_apart
+from isotype.tasks.language.checks.labels import prompts_learnt
+from isotype.tasks.language.checks.packing import packed_documents_apart
 
 PACKED = {"packing": True, "max_length": 128}
 

@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from ...finding import Finding, Place, Severity
-from ...precision.apply import inner_model
-from .subject import Subject
+from ....finding import Finding, Place, Severity
+from ....precision.apply import inner_model
+from .subject import LanguageSubject
 
 
-def beyond_the_positions(subject: Subject) -> Iterator[Finding]:
+def beyond_the_positions(subject: LanguageSubject) -> Iterator[Finding]:
     """A table of positions ends; rotary ones go on, into angles that the model was not trained on."""
     model: Any = inner_model(subject.prepared.model)
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    facts = subject.prepared.data.facts
+    facts = subject.task.data.facts
     longest = max(facts[side]["lengths"]["longest"] for side in ("train", "eval"))  # of documents: packed ones begin at 0 each
     if not isinstance(most, int) or longest <= most:
         return

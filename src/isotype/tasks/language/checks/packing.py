@@ -12,26 +12,26 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...data.pack import joined
-from ...data.rows import Row
-from ...finding import Finding, Place, Severity
+from ....data.pack import joined
+from ....data.rows import Row
+from ....finding import Finding, Place, Severity
+from ....training.preflight.rehearsal import STEP_ERRORS, undone
 from ..batches import collate
 from ..loss import takes_one_row
-from .rehearsal import STEP_ERRORS, undone
-from .subject import Subject
+from .subject import LanguageSubject
 
 LONGEST = 64  # tokens of each document in the trial: a leak is there from the first token on
 APART = 1e-3  # of the largest logit; masked attention gives exactly 0
 
 
-def packed_documents_apart(subject: Subject) -> Iterator[Finding]:
+def packed_documents_apart(subject: LanguageSubject) -> Iterator[Finding]:
     if not subject.config.data.packing:
         return
     prepared = subject.prepared
     with undone(prepared):
         prepared.model.eval()
         try:
-            leak = leakage(prepared.model, subject.longest_rows, pad_id=prepared.tokenizer.pad_token_id, device=prepared.device)
+            leak = leakage(prepared.model, subject.longest_rows, pad_id=subject.task.tokenizer.pad_token_id, device=prepared.device)
         except STEP_ERRORS:  # the rehearsed step has said it
             return
     if leak <= APART:
