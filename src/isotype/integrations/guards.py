@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import Trainer, TrainerCallback
 
 from ..errors import RunError
 from ..precision.apply import inner_model
@@ -50,6 +51,7 @@ class Guards(TrainerCallback):
     def install(self) -> None:
         self.trainer.args.logging_nan_inf_filter = False
         self.methods.wrap("training_step", self._training_step)
+        self.methods.wrap("_clip_grad_norm", self._clip_grad_norm)
         self.methods.wrap("_get_grad_norm", self._get_grad_norm)
         self.methods.wrap("log", self._log)
         self._hook = inner_model(self.trainer.model).register_forward_pre_hook(self._last_call, with_kwargs=True)
@@ -69,12 +71,29 @@ class Guards(TrainerCallback):
         self._last_call.arguments = None
         return loss
 
+    def _clip_grad_norm(self, original: Callable[..., Any], model: nn.Module) -> Any:
+        """torch's own two halves of clipping, with a look between them: clipping by nan would make every gradient nan."""
+        trainer = self.trainer
+        if self._scaled or type(trainer)._clip_grad_norm is not Trainer._clip_grad_norm:
+            return original(model)
+        norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        self._check(norm)
+        clip_grads_with_norm_(model.parameters(), trainer.args.max_grad_norm, norm)
+        return norm
+
     def _get_grad_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         norm = original(*args, **kwargs)
-        # under loss scaling an overflow is expected now and then: the scaler skips that update
-        if getattr(self.trainer.accelerator, "scaler", None) is None and norm is not None and not math.isfinite(float(norm)):
-            raise self._not_finite("the gradient")
+        self._check(norm)
         return norm
+
+    @property
+    def _scaled(self) -> bool:
+        """Under loss scaling an overflow is expected now and then: the scaler skips that update."""
+        return getattr(self.trainer.accelerator, "scaler", None) is not None
+
+    def _check(self, norm: Any) -> None:
+        if not self._scaled and norm is not None and not math.isfinite(float(norm)):
+            raise self._not_finite("the gradient")
 
     def _log(self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
