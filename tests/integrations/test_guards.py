@@ -14,7 +14,7 @@ pytest.importorskip("trl")
 
 def test_a_non_finite_loss_stops_with_the_module_before_any_weight_moves(models):
     trainer = plain(Setting(models, "full"))
-    attach(trainer, "fp32", quiet=True)
+    attach(trainer, "fp32", quiet=True, preflight=False)
     assert trainer.args.logging_nan_inf_filter is False
     layer = trainer.model.model.layers[1].mlp
     hook = layer.down_proj.register_forward_hook(lambda m, args, out: out * float("inf") if m.training else out)
@@ -27,7 +27,7 @@ def test_a_non_finite_loss_stops_with_the_module_before_any_weight_moves(models)
 
 def test_a_non_finite_gradient_stops_with_its_parameter(models):
     trainer = plain(Setting(models, "full"))
-    attach(trainer, "fp32", quiet=True)
+    attach(trainer, "fp32", quiet=True, preflight=False)
     weight = trainer.model.model.layers[0].self_attn.q_proj.weight
     weight.register_hook(lambda g: g * float("nan"))
     with pytest.raises(RunError, match=r"the gradient is not finite, first in the gradient of model.layers.0.self_attn.q_proj.weight"):
@@ -36,7 +36,7 @@ def test_a_non_finite_gradient_stops_with_its_parameter(models):
 
 def test_a_weight_that_was_not_finite_before_the_step_is_named(models):
     trainer = plain(Setting(models, "full"))
-    attach(trainer, "fp32", quiet=True)
+    attach(trainer, "fp32", quiet=True, preflight=False)
     trainer.model.model.norm.weight.data[0] = float("nan")
     with pytest.raises(RunError, match=r"parameter model.norm.weight is not finite.*\n.*lower learning_rate"):
         trainer.train()
@@ -44,13 +44,13 @@ def test_a_weight_that_was_not_finite_before_the_step_is_named(models):
 
 def test_logs_say_which_share_of_the_weights_changed(models):
     trainer = plain(Setting(models, "full"))
-    attach(trainer, "fp32", quiet=True)
+    attach(trainer, "fp32", quiet=True, preflight=False)
     trainer.train()
     shares = [row["share_changed"] for row in trainer.state.log_history if "loss" in row]
     assert len(shares) == 3
     assert min(shares) > 0.9
     frozen = plain(Setting(models, "full", rate=0.0))
-    attach(frozen, "fp32", quiet=True)
+    attach(frozen, "fp32", quiet=True, preflight=False)
     frozen.train()
     assert {row["share_changed"] for row in frozen.state.log_history if "loss" in row} == {0.0}
 
@@ -60,7 +60,7 @@ def test_the_evaluation_loss_is_a_mean_over_tokens(name, models):
     losses = []
     for size in (1, 4, 6):
         trainer = TRAINERS[name](Setting(models, more={"per_device_eval_batch_size": size}))
-        attach(trainer, "fp32", quiet=True)
+        attach(trainer, "fp32", quiet=True, preflight=False)
         losses.append(trainer.evaluate()["eval_loss"])
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-6)
     unmodified = plain(Setting(models, more={"per_device_eval_batch_size": 6}))
@@ -70,7 +70,7 @@ def test_the_evaluation_loss_is_a_mean_over_tokens(name, models):
 
 def test_the_mean_over_tokens_is_the_one_of_its_definition(models):
     trainer = plain(Setting(models, more={"per_device_eval_batch_size": 2}))
-    attach(trainer, "fp32", quiet=True)
+    attach(trainer, "fp32", quiet=True, preflight=False)
     got = trainer.evaluate()["eval_loss"]
     rows = Encoded(6)
     total = count = 0.0
@@ -88,7 +88,7 @@ def test_a_preference_trainers_evaluation_stays_its_own(models):
     for on in (False, True):
         trainer = TRAINERS["DPO"](Setting(models))
         if on:
-            attach(trainer, "fp32", quiet=True)
+            attach(trainer, "fp32", quiet=True, preflight=False)
         losses.append(trainer.evaluate(eval_dataset=trainer.train_dataset)["eval_loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 

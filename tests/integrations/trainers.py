@@ -66,8 +66,8 @@ class Setting:
         """For trainers that attach none themselves."""
         from peft import get_peft_model
 
-        torch.manual_seed(0)
         model = self.model()
+        torch.manual_seed(0)
         return model if self.form == "full" else get_peft_model(model, self.peft())
 
 
@@ -152,8 +152,8 @@ def seq2seq(setting: Setting) -> Any:
 def _trl(name: str, setting: Setting, config: dict[str, Any], *, where: str = "trl", task: str = "CAUSAL_LM", **trainer: Any) -> Any:
     module = __import__(where, fromlist=[name])
     arguments = getattr(module, f"{name}Config")(**setting.arguments(**config))
-    torch.manual_seed(0)
     model = trainer.pop("model", None) or setting.model()
+    torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return getattr(module, f"{name}Trainer")(

@@ -7,11 +7,16 @@ weights    the weights' dtypes, and the way back
 accelerate_autocast   where autocast runs: on the inner model, not on accelerate's wrapper
 guards     non-finite numbers stop the run; what the trainer's logs say besides
 evaluation loss weighted by tokens, and a full evaluation in low precision that leaves the model as it was
+preflight  Isotype's checks on the trainer's rows and arguments, with trainer_rows and trainer_subject
+first_steps what ran in the first step, and in which dtypes in the second
+record     output_dir/isotype/
+callback, axolotl, swift   ways in for tools that build their trainers themselves
 """
 
 from __future__ import annotations
 
 from .attach import attach, detach
 from .attachment import Attachment
+from .callback import IsotypeCallback
 
-__all__ = ["Attachment", "attach", "detach"]
+__all__ = ["Attachment", "IsotypeCallback", "attach", "detach"]

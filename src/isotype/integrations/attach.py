@@ -6,6 +6,7 @@ whole or not at all.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -18,28 +19,46 @@ from .attachment import Attachment
 from .evaluation import Evaluation
 from .guards import Guards, overridden
 from .owners import claims, resolve_for
-from .refusals import ATTACHED, check_trainer
+from .record import Record
+from .refusals import ATTACHED, check_skips, check_trainer
 from .weights import Weights
 
 # models beside the trained one that a trainer runs without gradients: TRL's reference and teacher
 READ_ONLY = ("ref_model", "teacher_model")
 
 
-def attach(trainer: Any, precision: Any = "auto", *, reversible: bool = True, quiet: bool = False) -> Attachment:
+def attach(
+    trainer: Any,
+    precision: Any = "auto",
+    *,
+    skip: Mapping[str, str] | None = None,
+    preflight: bool = True,
+    record: bool = True,
+    reversible: bool = True,
+    quiet: bool = False,
+) -> Attachment:
     """Gives a Hugging Face trainer Isotype's precision, ops, fused LoRA, safe generation and guards. Call it before `trainer.train()`.
 
     trainer     a transformers.Trainer or a subclass of it, complete: TRL's too
     precision   a preset's name, its short text form, a Precision, or auto: what the arguments ask for, else what the device does best
+    skip        checks of the preflight to leave out: code -> why
+    preflight   checks model, arguments and rows in `on_train_begin`, and rehearses a step, an evaluation and a generation
+    record      writes output_dir/isotype/: manifest, observed precision, preflight, environment, report.html
     reversible  keeps, in host memory, what narrowing frozen weights to their declared dtype would lose, so that `detach` is exact
     quiet       does not print
     ->          the Attachment: who claimed the precision, and what was replaced where
     Raises      UsageError in one sentence, and the trainer is as it was
     """
     check_trainer(trainer)
+    skips = check_skips(skip or {}, preflight=preflight, record=record)
     resolved = resolve_for(trainer, precision)
     attached = Attachment(trainer, resolved, claims(trainer, resolved.precision))
     try:
-        _put_on(attached, reversible=reversible)
+        guards = _put_on(attached, reversible=reversible)
+        if record:
+            kept = Record(attached, guards, preflight=preflight, skip=skips)
+            attached.undo.append(kept.remove)
+            kept.install()
     except BaseException:
         _take_off(attached)
         raise
@@ -69,7 +88,7 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
     return {name: model for name, model in named.items() if isinstance(model, nn.Module)}
 
 
-def _put_on(attached: Attachment, *, reversible: bool) -> None:
+def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
     trainer, precision = attached.trainer, attached.precision
     models, device = models_of(trainer), trainer.args.device.type
     autocast = Autocast(trainer.accelerator)
@@ -87,13 +106,15 @@ def _put_on(attached: Attachment, *, reversible: bool) -> None:
         attached.notes.append(
             f"{weights.kept_bytes / 2**20:.0f} MiB of weights as they were are kept for detach(); attach(..., reversible=False) keeps none"
         )
-    for part in (Guards(trainer), Evaluation(trainer)):
+    guards = Guards(trainer)
+    for part in (guards, Evaluation(trainer)):
         attached.undo.append(part.remove)
         part.install()
     _one_graph_for_every_rank(attached)
     for method in ("training_step", "compute_loss"):
         if own := overridden(trainer, method):
             attached.notes.append(f"{own} runs as it is; logits that it reads are computed, counted and named with their line")
+    return guards
 
 
 def _unoptimize(model: nn.Module) -> None:

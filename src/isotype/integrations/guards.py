@@ -20,6 +20,7 @@ from ..precision.observe import share_changed
 from ..training.finite import non_finite_error
 from ..training.step import sampled_elements
 from .methods import Methods
+from .trainer_words import in_trainers_words
 
 
 class LastCall:
@@ -119,10 +120,7 @@ class Guards(TrainerCallback):
         called, model = self._last_call.arguments, inner_model(self.trainer.model)
         passes = [lambda: model(*called[0], **called[1])] if called is not None else []
         error = non_finite_error(self.trainer.model, passes, step=self.trainer.state.global_step + 1, what=what, gradient=lambda p: p.grad)
-        fix = error.fix or ""
-        for ours, theirs in (("train.learning_rate", "learning_rate"), ("train.clip", "max_grad_norm"), ("precision.compute: ", "")):
-            fix = fix.replace(ours, theirs)
-        return RunError(error.message, code="NF001", fix=fix)
+        return RunError(error.message, code="NF001", fix=in_trainers_words(error.fix or ""))
 
 
 def overridden(trainer: Any, method: str) -> str | None:
