@@ -14,9 +14,9 @@ from tests.integrations.trainers import TRAINERS, Encoded, Setting, curve, plain
 pytest.importorskip("trl")
 
 
-def run(name, models, tmp_path, *, precision="bf16-lora", skip=None, **more):
+def run(name, models, tmp_path, *, precision="bf16-lora", **more):
     trainer = TRAINERS[name](Setting(models, bf16=precision != "fp32", more={"output_dir": str(tmp_path), **more}))
-    attach(trainer, precision, quiet=True, skip=skip)
+    attach(trainer, precision, quiet=True)
     trainer.train()
     return trainer, lambda file: json.loads((tmp_path / "isotype" / f"{file}.json").read_text())
 
@@ -67,7 +67,7 @@ def test_a_run_with_preflight_is_bit_for_bit_the_run_without(name, models):
 
 
 def test_every_check_ran_or_has_its_reason(models, tmp_path):
-    _, read = run("SFT", models, tmp_path)
+    _, read = run("SFT", models, tmp_path, eval_strategy="steps", eval_steps=2)
     assert {"PF003", "PF005", "PF007", "PF008", "PF009", "PF012", "PF016", "PF017", "PF020"} <= set(read("preflight")["checks"])
     _, read = run("GRPO", models, tmp_path)
     skipped = {s["code"]: s["reason"] for s in read("preflight")["skipped"]}

@@ -27,11 +27,8 @@ from .trainer_words import in_trainers_words
 
 _ROWS = (Check(("PF005",), nothing_to_learn), Check(("PF020",), beyond_the_positions))
 _TOKENS = (Check(("PF007",), end_never_learnt), Check(("PF008",), beyond_the_embeddings), Check(("PF009",), untrained_new_tokens))
-_REAL = (
-    Check(("PF012", "PF013", "PF014", "PF015"), rehearsed_step),
-    Check(("PF016",), rehearsed_evaluation),
-    Check(("PF017",), rehearsed_samples),
-)
+_STEP = (Check(("PF012", "PF013", "PF014", "PF015"), rehearsed_step), Check(("PF017",), rehearsed_samples))
+_EVALUATION = (Check(("PF016",), rehearsed_evaluation),)
 
 
 def run_preflight(attached: Attachment, folder: Path, skip: Mapping[str, str], *, resuming: bool) -> Outcome:
@@ -44,7 +41,8 @@ def run_preflight(attached: Attachment, folder: Path, skip: Mapping[str, str], *
     for phase, these, why in (
         ("data", _ROWS, "" if rows.tokens else rows.why_no_tokens),
         ("data", _TOKENS, rows.why_no_tokens if not rows.tokens else "" if tokenizer_of(trainer) else "the trainer has no processing_class"),
-        ("real", _REAL, why_not),
+        ("real", _STEP, why_not),
+        ("real", _EVALUATION, why_not or ("eval_strategy is no" if str(trainer.args.eval_strategy.value) == "no" else "")),
     ):
         if why:
             skipped |= dict.fromkeys((code for check in these for code in check.codes), why)
