@@ -44,6 +44,17 @@ class _State:
         return torch.autocast(self.device_type, dtype=to_torch(self.dtype) if enabled else None, enabled=enabled)
 
 
+class _BackboneState:
+    """The same for the model without its head, which some losses call past the whole model's forward; it follows the whole model's state."""
+
+    def __init__(self, whole: _State, forward: Any) -> None:
+        self.whole, self.forward = whole, forward
+        self.method: MadeMethod
+
+    def autocast(self) -> torch.autocast:
+        return self.whole.autocast()
+
+
 def inner_model(model: nn.Module) -> nn.Module:
     """The transformers model inside a PEFT or DDP wrapper, or the model itself."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -88,6 +99,12 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str,
 
     state.method = MadeMethod(_in_its_precision, (), inner)
     state.method.put()
+    backbone = _backbone(inner)
+    if backbone is not None:
+        beside = _BackboneState(state, backbone.__dict__.get("forward"))
+        setattr(backbone, _STATE, beside)
+        beside.method = MadeMethod(_in_its_precision, (), backbone)
+        beside.method.put()
     for module in inner.modules():
         if is_norm(module) or isinstance(module, nn.Embedding):
             module.register_forward_hook(_Narrow(to_torch(precision.compute)))
@@ -109,6 +126,9 @@ def remove_precision(model: nn.Module) -> None:
     if state is None:
         return
     state.method.take_back()
+    backbone = _backbone(inner)
+    if backbone is not None and _STATE in backbone.__dict__:
+        backbone.__dict__.pop(_STATE).method.take_back()
     for module, attribute, value in reversed(state.settings):
         setattr(module, attribute, value)
     for module in inner.modules():
@@ -116,12 +136,18 @@ def remove_precision(model: nn.Module) -> None:
             del module._forward_hooks[key]
 
 
+def _backbone(inner: nn.Module) -> nn.Module | None:
+    """The model without its head, where transformers has one inside."""
+    found = getattr(inner, "base_model", None)
+    return found if isinstance(found, nn.Module) and found is not inner else None
+
+
 def _in_its_precision(own: Callable[..., Any]) -> Callable[..., Any]:
     """`own`, a model's forward, under the autocast of the precision that was put on the model."""
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: _State = getattr(self, _STATE)
+        state: _State | _BackboneState = getattr(self, _STATE)
         run = state.forward if state.forward is not None else functools.partial(type(self).forward, self)
         with state.autocast():
             return run(*args, **kwargs)
