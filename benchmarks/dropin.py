@@ -1,9 +1,9 @@
 """Attached trainers beside unmodified ones: the same curves, speed, memory, and what watching costs.
 
-    python -m benchmarks.dropin curves              every trainer x full, LoRA, QLoRA x checkpointing: benchmarks/results/dropin.json
-    python -m benchmarks.dropin speed SFT           tokens/s of one step, alternating, and its memory, at 160M
-    python -m benchmarks.dropin overhead            CPU time of everything that watches, in alternating pairs
-    python -m benchmarks.dropin table               writes the table into docs/trainers.md
+python -m benchmarks.dropin curves              every trainer x full, LoRA, QLoRA x checkpointing: benchmarks/results/dropin.json
+python -m benchmarks.dropin speed SFT           tokens/s of one step, alternating, and its memory, at 160M
+python -m benchmarks.dropin overhead            CPU time of everything that watches, in alternating pairs
+python -m benchmarks.dropin table               writes the table into docs/trainers.md
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ FORMS = ("full", "lora", "qlora")
 
 def one_cell(name: str, form: str, checkpointing: bool, folder: Path) -> dict[str, Any]:
     """The largest difference of three steps' losses and gradient norms between an unmodified and an attached trainer."""
-    from isotype.integrations import attach
     from tests.integrations.trainers import TRAINERS, Setting, curve
+
+    from isotype.integrations import attach
 
     if name == "Reward" and form == "qlora":
         return {"trainer": name, "form": form, "checkpointing": checkpointing, "skipped": "the test's classifier is not quantised"}
@@ -121,7 +122,6 @@ def large_trainer(name: str, folder: Path, *, length: int, rows: int, checkpoint
     import datasets
     import trl
     from peft import LoraConfig
-
     from tests.integrations.trainers import tokenizer
 
     datasets.disable_progress_bars()
@@ -271,7 +271,9 @@ def main() -> None:
         keep("curves", curves(given.names, given.forms))
     elif given.what == "speed":
         for name in given.names or ["SFT"]:
-            found = speed(name, length=given.length, rows=given.rows, pairs=given.pairs, checkpointing=given.checkpointing, layers=given.layers)
+            found = speed(
+                name, length=given.length, rows=given.rows, pairs=given.pairs, checkpointing=given.checkpointing, layers=given.layers
+            )
             keep("speed", [found])
             print(json.dumps(found, indent=1))
     elif given.what == "overhead":

@@ -129,7 +129,14 @@ def test_every_owner_is_listed_with_its_value(models, capsys, monkeypatch):
     trainer.args.learning_rate = 1e-5
     attach(trainer)
     said = capsys.readouterr().out
-    for words in ("bf16=True", "ACCELERATE_MIXED_PRECISION=bf16", "mixed_precision bf16", "base bf16", "fp32 masters", "A and B are cast down"):
+    for words in (
+        "bf16=True",
+        "ACCELERATE_MIXED_PRECISION=bf16",
+        "mixed_precision bf16",
+        "base bf16",
+        "fp32 masters",
+        "A and B are cast down",
+    ):
         assert words in said
     share = re.search(r"(\d+)% of bf16 updates at 1e-05 would vanish", said)
     assert share
@@ -269,7 +276,8 @@ def test_a_deep_copy_of_an_attached_model_runs(models):
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.testing.assert_close(
-            twin(input_ids=ids, labels=ids, fused_lm_head=True).log_probs, trainer.model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+            twin(input_ids=ids, labels=ids, fused_lm_head=True).log_probs,
+            trainer.model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs,
         )
 
 

@@ -35,7 +35,9 @@ def test_qlora_with_generate_in_a_callback(name, models):
     assert all(len(ids) > 4 for ids in callback.made)
 
 
-@pytest.mark.parametrize(("name", "form", "precision"), [("SFT", "lora", "bf16-lora"), ("DPO", "qlora", "nf4-lora"), ("GRPO", "lora", "bf16-lora")])
+@pytest.mark.parametrize(
+    ("name", "form", "precision"), [("SFT", "lora", "bf16-lora"), ("DPO", "qlora", "nf4-lora"), ("GRPO", "lora", "bf16-lora")]
+)
 @pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
 def test_a_callbacks_generation_leaves_no_trace_on_training(name, form, precision, sampled, models):
     curves = []

@@ -21,7 +21,9 @@ def run(name, models, tmp_path, *, precision="bf16-lora", **more):
     return trainer, lambda file: json.loads((tmp_path / "isotype" / f"{file}.json").read_text())
 
 
-@pytest.mark.parametrize(("name", "head", "times"), [("SFT", "linear_log_probs", 1), ("Trainer", "linear_cross_entropy", 1), ("DPO", "linear_log_probs", 2)])
+@pytest.mark.parametrize(
+    ("name", "head", "times"), [("SFT", "linear_log_probs", 1), ("Trainer", "linear_cross_entropy", 1), ("DPO", "linear_log_probs", 2)]
+)
 def test_the_folder_says_what_was_declared_replaced_and_seen(name, head, times, models, tmp_path):
     trainer, read = run(name, models, tmp_path)
     manifest, precision = read("manifest"), read("precision")
@@ -47,7 +49,9 @@ def test_the_folder_says_what_was_declared_replaced_and_seen(name, head, times, 
 def test_a_cast_behind_the_precisions_back_is_a_warning_and_a_violation(models, tmp_path):
     trainer = TRAINERS["SFT"](Setting(models, bf16=True, more={"output_dir": str(tmp_path)}))
     attach(trainer, "bf16-lora", quiet=True, preflight=False)
-    trainer.model.base_model.model.model.layers[0].mlp.down_proj.lora_A["default"].float().register_forward_hook(lambda m, a, out: out.float())
+    trainer.model.base_model.model.model.layers[0].mlp.down_proj.lora_A["default"].float().register_forward_hook(
+        lambda m, a, out: out.float()
+    )
     trainer.model.base_model.model.model.layers[1].input_layernorm.register_forward_hook(lambda m, a, out: out.float())
     with pytest.warns(UserWarning, match="declared bf16"):
         trainer.train()

@@ -43,7 +43,9 @@ def test_a_callback_sees_the_head_that_trl_puts_on_after_transformers_constructo
     import trl
 
     own = trl.SFTTrainer.__init__
-    monkeypatch.setattr(trl.SFTTrainer, "__init__", lambda self, *a, **k: own(self, *a, callbacks=[IsotypeCallback("fp32", quiet=True)], **k))
+    monkeypatch.setattr(
+        trl.SFTTrainer, "__init__", lambda self, *a, **k: own(self, *a, callbacks=[IsotypeCallback("fp32", quiet=True)], **k)
+    )
     trainer = sft(Setting(models))
     trainer.evaluate()
     assert {e.op for e in trainer.__dict__[ATTACHED].manifest.entries if e.part == "head"} == {"linear_log_probs"}

@@ -51,7 +51,9 @@ def test_weights_are_pytorchs(reduction, smoothing, which):
 def test_torchs_own_mean_divides_by_the_weights_of_the_targets():
     x, w, _, targets = make()
     classes = torch.linspace(0.1, 2.0, 50, dtype=torch.float64)
-    torch.testing.assert_close(linear_cross_entropy(x, w, targets, class_weights=classes), F.cross_entropy(F.linear(x, w), targets, weight=classes))
+    torch.testing.assert_close(
+        linear_cross_entropy(x, w, targets, class_weights=classes), F.cross_entropy(F.linear(x, w), targets, weight=classes)
+    )
 
 
 def test_bf16_gradients_are_as_good_as_plain_pytorchs():
