@@ -18,8 +18,7 @@ from isotype.optimize import Manifest
 from isotype.precision.apply import apply_precision
 from isotype.precision.precision import Precision
 from isotype.training.feed import RowStream
-from isotype.training.preflight.check import Check
-from isotype.training.task import Evaluation, Outline, StepOutline, Words
+from isotype.training.task import Check, Evaluation, Outline, StepOutline, Words
 from isotype.training.undisturbed import evaluation_mode
 
 Row = tuple[float, float]
@@ -122,7 +121,7 @@ class ToyTask:
     def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation:
         return self.evaluate(model, device, dtype=dtype)
 
-    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False) -> list[Guess]:
+    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = 0.0) -> list[Guess]:
         with evaluation_mode(model):
             return [Guess(1.0, float(model(torch.ones(1, 1, device=device))))]
 
@@ -140,6 +139,9 @@ class ToyTask:
 
     def records(self) -> Mapping[str, Any]:
         return {"data.json": {"points": len(DATA)}}
+
+    def begin(self, folder: Path, *, resuming: bool) -> None:
+        """It has no lists."""
 
     def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
         return "perceptron", []

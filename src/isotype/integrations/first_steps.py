@@ -14,7 +14,8 @@ from torch import nn
 from ..lora.plain import lora_layers, why_not_fused
 from ..optimize import fused_head
 from ..optimize.deferred import answered, materialised
-from ..precision.observe import UNSEEN, Observation, Observer
+from ..precision.observe import Observation, Observer
+from ..precision.observe.record import as_written, noted
 from .attachment import Attachment
 
 _COUNTED = ("norm", "gated mlp", "rotary", "attention", "4-bit")
@@ -40,7 +41,9 @@ class FirstSteps:
         if self.steps == 1:
             self._begin_counting()
         elif self.steps == 2:
-            self.seen = self._stack.enter_context(self.observer.watch(step))
+            # accelerate's optimizer is around the one whose step is watched
+            optimizer = getattr(self.attached.trainer.optimizer, "optimizer", self.attached.trainer.optimizer)
+            self.seen = self._stack.enter_context(self.observer.watch(step, optimizer=optimizer, gradient=lambda p: p.grad))
 
     def _begin_counting(self) -> None:
         for entry in self.attached.manifest.entries:
@@ -50,16 +53,10 @@ class FirstSteps:
             self._hooks.append(layer.register_forward_pre_hook(self._count_lora))
         self._materialised, self._before = Counter(materialised), self._heads()
 
-    def look_at_gradients(self) -> None:
-        """Before the update: the gradients are gone after it."""
-        if self.seen is not None:
-            self.observer.look(self.seen, gradient=lambda p: p.grad)
-
-    def end(self, optimizer: Any) -> None:
+    def end(self) -> None:
         """After the update of a step that was watched."""
         self.stop()
         if self.seen is not None:
-            self.observer.look(self.seen, states=lambda p: optimizer.state.get(p, {}), parameters=False)
             return
         for op, count in (self._heads() - self._before).items():
             self.calls["head", op] += count
@@ -104,14 +101,9 @@ class FirstSteps:
     def precision_json(self) -> dict[str, Any]:
         """precision.json, as a run of Isotype's own writes it."""
         resolved = self.attached.resolved
-        found = self.seen.as_json() if self.seen is not None else {"dtypes": {}, "violations": [], "promotions": [], "step": None}
         return {
             "precision": str(resolved.precision),
             "preset": resolved.preset,
             "declared": resolved.as_json(),
-            "observed": found["dtypes"],
-            "violations": found["violations"],
-            "promotions": found["promotions"],
-            "observed_at": [found["step"]] if found["step"] is not None else [],
-            "unobserved": {role: why for role, why in UNSEEN.items() if role not in found["dtypes"]},
+            **as_written(noted({}, self.seen) if self.seen is not None else {}),
         }

@@ -38,6 +38,8 @@ def run_preflight(attached: Attachment, folder: Path, skip: Mapping[str, str], *
     checks: dict[str, tuple[Check, ...]] = {"static": (Check(("PF003",), vanishing_updates),)}
     skipped = dict(skip)
     why_not = _why_not_rehearsed(trainer, rows)
+    without = rows.why_no_tokens if not rows.tokens else "" if tokenizer_of(trainer) else "the trainer has no processing_class"
+    unplanned = "eval_strategy is no" if str(trainer.args.eval_strategy.value) == "no" else ""
     for phase, these, why in (
         ("data", _ROWS, "" if rows.tokens else rows.why_no_tokens),
         (
@@ -46,7 +48,7 @@ def run_preflight(attached: Attachment, folder: Path, skip: Mapping[str, str], *
             rows.why_no_tokens if not rows.tokens else "" if tokenizer_of(trainer) else "the trainer has no processing_class",
         ),
         ("real", _STEP, why_not),
-        ("real", _EVALUATION, why_not or ("eval_strategy is no" if str(trainer.args.eval_strategy.value) == "no" else "")),
+        ("real", _EVALUATION, why_not or unplanned),
     ):
         if why:
             skipped |= dict.fromkeys((code for check in these for code in check.codes), why)

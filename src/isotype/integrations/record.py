@@ -73,14 +73,10 @@ class Record(TrainerCallback):
         if self.first is not None:
             self.first.begin(state.global_step + 1)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.first is not None and self.first.watching:
-            self.first.look_at_gradients()
-
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.first is None or not self.first.watching:
             return
-        self.first.end(self.attached.trainer.optimizer)
+        self.first.end()
         seen = self.first.seen
         if state.is_world_process_zero:
             self._write_manifest()

@@ -52,7 +52,9 @@ class Functions:
 
     def get_interface(self, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         original = self.table.get_interface(implementation, default)
-        if implementation != "sdpa" or torch.compiler.is_compiling():
+        # a user may have registered another function under that name
+        transformers_own = getattr(original, "__module__", None) == "transformers.integrations.sdpa_attention"
+        if implementation != "sdpa" or not transformers_own or torch.compiler.is_compiling():
             return original
         return self.made.setdefault(original, on_cpu(original))
 

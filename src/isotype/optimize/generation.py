@@ -123,7 +123,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class SeesTraining:
-    """Forward hook of the input embeddings, which every forward calls: TRL's fused head goes past the head. An object, for deepcopy's sake."""
+    """Forward hook of the input embeddings, which every forward calls (TRL's fused loss never calls the head). An object, for deepcopy."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream

@@ -1,4 +1,4 @@
-"""How often a weight has changed: by PyTorch's version counter, and by the steps of optimizers, of which fused ones leave the counter alone."""
+"""How often a weight has changed: by PyTorch's version counter, and by optimizers' steps, as fused ones leave the counter alone."""
 
 from __future__ import annotations
 

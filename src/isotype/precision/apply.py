@@ -25,14 +25,18 @@ class _State:
     """What a wrapped forward needs to know; lives on the model, is copied with it.
 
     forward   the instance's own forward before, or None for its class's
-    method    the forward in its place
+    methods   the forwards that were put in the place of others
     settings  (module, attribute, value before) of each attribute that was changed
     """
 
     def __init__(self, precision: Precision, device_type: str, forward: Any) -> None:
         self.precision, self.device_type, self.dtype, self.forward = precision, device_type, precision.compute, forward
-        self.method: MadeMethod
+        self.methods: list[MadeMethod] = []
         self.settings: list[tuple[nn.Module, str, Any]] = []
+
+    def put(self, method: MadeMethod) -> None:
+        self.methods.append(method)
+        method.put()
 
     def change(self, module: nn.Module, attribute: str, value: Any) -> None:
         self.settings.append((module, attribute, getattr(module, attribute)))
@@ -45,11 +49,10 @@ class _State:
 
 
 class _BackboneState:
-    """The same for the model without its head, which some losses call past the whole model's forward; it follows the whole model's state."""
+    """The same for the model without its head, which some losses call past the whole model's forward: its autocast is the whole model's."""
 
     def __init__(self, whole: _State, forward: Any) -> None:
         self.whole, self.forward = whole, forward
-        self.method: MadeMethod
 
     def autocast(self) -> torch.autocast:
         return self.whole.autocast()
@@ -97,15 +100,16 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str,
     state = _State(precision, device_type, inner.__dict__.get("forward"))
     setattr(inner, _STATE, state)
 
-    state.method = MadeMethod(_in_its_precision, (), inner)
-    state.method.put()
+    state.put(MadeMethod(_in_its_precision, (), inner))
     backbone = _backbone(inner)
     if backbone is not None:
-        beside = _BackboneState(state, backbone.__dict__.get("forward"))
-        setattr(backbone, _STATE, beside)
-        beside.method = MadeMethod(_in_its_precision, (), backbone)
-        beside.method.put()
+        setattr(backbone, _STATE, _BackboneState(state, backbone.__dict__.get("forward")))
+        state.put(MadeMethod(_in_its_precision, (), backbone))
+    for block in _blocks_of_transformers(inner):
+        block.register_forward_hook(_NarrowFirst(to_torch(precision.compute)))
     for module in inner.modules():
+        if precision.compute != "fp32" and _has_stacked_weights(module, to_torch(precision.compute)):
+            state.put(MadeMethod(_multiplying_in, (to_torch(precision.compute),), module))
         if is_norm(module) or isinstance(module, nn.Embedding):
             module.register_forward_hook(_Narrow(to_torch(precision.compute)))
         if hasattr(module, "cast_input_dtype_enabled"):
@@ -125,14 +129,15 @@ def remove_precision(model: nn.Module) -> None:
     state: _State | None = inner.__dict__.pop(_STATE, None)
     if state is None:
         return
-    state.method.take_back()
+    for method in reversed(state.methods):
+        method.take_back()
     backbone = _backbone(inner)
-    if backbone is not None and _STATE in backbone.__dict__:
-        backbone.__dict__.pop(_STATE).method.take_back()
+    if backbone is not None:
+        backbone.__dict__.pop(_STATE, None)
     for module, attribute, value in reversed(state.settings):
         setattr(module, attribute, value)
     for module in inner.modules():
-        for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _Narrow)]:
+        for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _Narrow | _NarrowFirst)]:
             del module._forward_hooks[key]
 
 
@@ -165,6 +170,54 @@ class _Narrow:
         if isinstance(output, Tensor) and output.is_floating_point() and output.dtype != self.dtype:
             return output.to(self.dtype)
         return output
+
+
+class _NarrowFirst(_Narrow):
+    """The same for a block, which may return its hidden states as the first of several."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple) and output:
+            return (super().__call__(module, args, output[0]), *output[1:])
+        return super().__call__(module, args, output)
+
+
+def _blocks_of_transformers(inner: nn.Module) -> Iterator[nn.Module]:
+    """The decoder layers of a model that transformers defines. Some (Mamba, XGLM, JetMoE) widen the residual stream by themselves."""
+    for stack in inner.modules():
+        if isinstance(stack, nn.ModuleList):
+            for block in stack:
+                if is_block(block):
+                    yield block
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether a module of a list is a layer that hands on the residual stream: transformers' own, with weights that multiply."""
+    return type(module).__module__.startswith("transformers.") and any(p.dim() > 1 for p in module.parameters())
+
+
+def _has_stacked_weights(module: nn.Module, compute: torch.dtype) -> bool:
+    """Whether a module of transformers holds the weights of several experts in one tensor of another dtype: autocast does not know
+    their product."""
+    if not type(module).__module__.startswith("transformers.") or "forward" in module.__dict__:
+        return False
+    stacked = [p for p in module._parameters.values() if p is not None and p.dim() == 3 and p.is_floating_point()]
+    return any(p.dtype != compute for p in stacked)
+
+
+def _multiplying_in(own: Callable[..., Any], compute: torch.dtype) -> Callable[..., Any]:
+    """`own`, a module's forward, with the module's own floating weights cast to `compute`; gradients flow through the cast."""
+
+    @functools.wraps(own)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        weights = self._parameters
+        narrow = {k: p.to(compute) if p is not None and p.is_floating_point() else p for k, p in weights.items()}
+        self._parameters = narrow  # type: ignore[assignment]  # read by attribute while the forward runs, never registered
+        try:
+            return own(self, *args, **kwargs)
+        finally:
+            self._parameters = weights
+
+    return forward
 
 
 def precision_of(model: nn.Module) -> Precision | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor, nn
 
 from ..config.compare import compare
 from ..config.load import LoadedConfig, load
@@ -18,13 +19,16 @@ from ..config.write import resolved_yaml
 from ..environment.hardware import detect, measured_matmul_peak
 from ..environment.versions import environment
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
+from ..model import attention
 from ..model.adapter import trainable_share
 from ..precision.observe import Observer
 from ..runs.checkpoint.atomic_folder import refused
 from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, name_of
 from ..runs.untrusted import refuse_code_of
+from .callbacks import Callback
 from .console import RunConsole, duration, size
+from .contention import contention
 from .finish import finish
 from .interrupt import Interrupt
 from .loop import Loop
@@ -39,18 +43,31 @@ from .trackers.available import refuse_missing
 from .trackers.trackers import start
 
 INTERRUPTED = 130
+RESUMES = "resumes.json"
+Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Own:
+    """A user's own code in a run."""
+
+    callbacks: Sequence[Callback] = ()
+    objective: Objective | None = None
 
 
 def train(
-    loaded: LoadedConfig, task: Task, *, resume: Path | None = None, json_output: bool = False, skips: Mapping[str, str] | None = None
-) -> int:
+    loaded: LoadedConfig, task: Task, *, resume: Path | None = None, json_output: bool = False,
+    skips: Mapping[str, str] | None = None, callbacks: Sequence[Callback] = (), objective: Objective | None = None,
+) -> int:  # fmt: skip
     """Runs to the end, or saves and returns 130 on Ctrl-C. Raises IsotypeError; returns the exit status.
 
-    task   the kind of run, of the same configuration (`isotype.tasks.choose`)
-    skips  checks of the preflight to leave out, code to reason
+    task       the kind of run, of the same configuration (`isotype.tasks.choose`)
+    skips      checks of the preflight to leave out, code to reason
+    callbacks  a user's own code at the loop's moments
+    objective  the summed losses of a micro-batch, in place of the task's own; evaluation keeps the task's
     """
     refuse_missing(loaded.config.run.trackers)
-    folder = RunFolder(resume or Path(loaded.config.run.folder.replace("{name}", name_of(loaded.config))))
+    folder = run_folder(loaded, resume)
     if resume is not None and not folder.is_run:
         raise UsageError(f"--resume {resume}: no {RESOLVED} there: not a run folder")
     if resume is not None:
@@ -63,7 +80,8 @@ def train(
         if resume is not None:
             _compare_with_before(loaded, folder, console)
         try:
-            status, result = _run(loaded, task, folder, console, interrupt, resuming=resume is not None, skips=skips or {})
+            status, result = _run(loaded, task, folder, console, interrupt, resuming=resume is not None, skips=skips or {},
+                                  own=Own(callbacks, objective))  # fmt: skip
         except torch.OutOfMemoryError as error:
             raise RunError(
                 f"out of memory: {str(error).splitlines()[0]}",
@@ -90,6 +108,11 @@ def train(
     if json_output:
         print(json.dumps(result))
     return status
+
+
+def run_folder(loaded: LoadedConfig, resume: Path | None) -> RunFolder:
+    """The folder that a run of this configuration uses."""
+    return RunFolder(resume or Path(loaded.config.run.folder.replace("{name}", name_of(loaded.config))))
 
 
 def _stopped_at_once(folder: RunFolder, console: RunConsole, *, trained: bool) -> dict[str, Any]:
@@ -129,14 +152,20 @@ def _run(
     *,
     resuming: bool,
     skips: Mapping[str, str],
+    own: Own,
 ) -> tuple[int, dict[str, Any]]:
     config = loaded.config
     quiet_libraries()
     prepared = prepare(task, loaded.sources, folder.base)
+    if own.objective is not None:
+        prepared.stepper.loss_sum = own.objective
     loop = _loop(task, prepared, folder, console)
+    loop.callbacks = own.callbacks
     checked = preflight(Subject(config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=resuming), skips)
     _write_start(loaded, task, prepared, loop.plan, folder, resuming=resuming)
-    console.header([*header_rows(task, prepared, loop.plan, folder), *checked.header_rows()])
+    shared = contention() if prepared.device.type == "cpu" else None
+    said = [("cores", str(shared))] if shared else []
+    console.header([*header_rows(task, prepared, loop.plan, folder), *said, *checked.header_rows()])
     if resuming:
         _restore(loop, console)
     loop.trackers = trackers = start(config.run.trackers, folder.path, config.model_dump(), console.say)
@@ -196,7 +225,7 @@ def _loop(task: Task, prepared: Prepared, folder: RunFolder, console: RunConsole
         resolved=prepared.resolved,
         model=prepared.model,
         stepper=prepared.stepper,
-        observer=Observer(prepared.model, precision),
+        observer=Observer(prepared.model, precision, lora_branch=config.model.lora_branch),
         stream=task.feed(),
         plan=Milestones.of(config, rows=task.rows, eval_rows=task.eval_rows),
         folder=folder,
@@ -216,6 +245,7 @@ def _write_start(loaded: LoadedConfig, task: Task, prepared: Prepared, plan: Mil
         folder.write_text("config.yaml", loaded.text)  # as given at first; a resumed run reads resolved.yaml
     folder.write_json("env.json", environment())
     folder.write_json("manifest.json", prepared.manifest.to_dict())
+    task.begin(folder.path, resuming=resuming)
     for name, content in task.records().items():
         folder.write_json(name, content)
     trainable, total = trainable_share(prepared.model)
@@ -224,6 +254,9 @@ def _write_start(loaded: LoadedConfig, task: Task, prepared: Prepared, plan: Mil
     reasons["precision.preset"] = prepared.resolved.why_preset
     values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
     values["precision.preset"] = prepared.resolved.preset
+    if loaded.config.model.attention == attention.AUTO and hasattr(prepared.model, "config"):
+        values["model.attention"] = attention.taken(prepared.model)
+        reasons["model.attention"] = attention.said(prepared.model, attention.AUTO)
     if loaded.config.train.gradient_checkpointing == "auto":
         settings = prepared.checkpointing.as_settings()
         values |= settings
@@ -255,9 +288,19 @@ def _restore(loop: Loop, console: RunConsole) -> None:
         console.say("resume    no whole checkpoint: starting from the beginning")
         return
     loop.restore(loop.store.load(step))
+    loop.folder.write_json(RESUMES, {"steps": [*resumed_at(loop.folder.path), step]})
     loop.store.tidy(loop.progress.best_step)
     done = f", which was the last: train.steps={2 * step} or train.epochs=N goes on" if step >= loop.plan.total else ""
     console.say(f"resume    from step {step}{done}")
+
+
+def resumed_at(folder: Path) -> list[int]:
+    """The steps that a run went on from; none where it was never resumed."""
+    try:
+        steps = json.loads((folder / RESUMES).read_text(encoding="utf-8"))["steps"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    return [step for step in steps if type(step) is int] if isinstance(steps, list) else []
 
 
 def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder) -> list[tuple[str, str]]:
@@ -276,6 +319,7 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
         *task.header(),
         *[("ops" if i == 0 else "", line) for i, line in enumerate(prepared.manifest.lines())],
+        *([("attention", line)] if (line := attention.said(prepared.model, config.model.attention)) else []),
         ("recompute", str(prepared.checkpointing)),
         (
             "memory",

@@ -95,7 +95,9 @@ class Stepper:
     def non_finite(self, batches: Sequence[Batch], *, step: int, what: str) -> RunError:
         """NF001 with the module where a non-finite number appears first."""
         passes = [partial(self.loss_sum, self.model, batch) for batch in batches]
-        return non_finite_error(self.model, passes, step=step, what=what, gradient=self.accumulator.gradient)
+        return non_finite_error(
+            self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, train=self.train, compute=self.precision.compute
+        )
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:

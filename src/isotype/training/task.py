@@ -6,21 +6,20 @@ A task loads a model and its data, computes a loss, evaluates, samples, saves. `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..config.schema import RunConfig, TrainSection
+from ..finding import Finding
 from ..optimize import Manifest
 from ..precision.precision import Precision
 from .feed import Feed
-
-if TYPE_CHECKING:
-    from .preflight.check import Check
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,17 @@ class Evaluation:
     loss: float
     weight: int
     parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check before step 1. `codes`: what it may find; when the first of them is skipped, it does not run.
+
+    run  takes a `preflight.subject.Subject` of the task that has the check
+    """
+
+    codes: tuple[str, ...]
+    run: Callable[[Any], Iterable[Finding]]
 
 
 @dataclass(frozen=True)
@@ -182,8 +192,12 @@ class Task(Protocol):
     def samples(self) -> int:
         """How many samples a round makes; 0: none."""
 
-    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False) -> Sequence[Sample]:
-        """One round, without a trace in what follows. `shortened`: one small sample, to see that it works."""
+    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf) -> Sequence[Sample]:
+        """One round, without a trace in what follows.
+
+        shortened  one small sample, to see that it works
+        seconds    after so long no further sample is begun; one is always made
+        """
 
     # the result
 
@@ -200,6 +214,9 @@ class Task(Protocol):
 
     def records(self) -> Mapping[str, Any]:
         """JSON files of the run folder that this kind of run writes at its start, by name."""
+
+    def begin(self, folder: Path, *, resuming: bool) -> None:
+        """Writes what lasts through the run and is no JSON file of its start: lists that may grow."""
 
     def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
         """The architecture's name, and what a plan has to say of the base. Raises UsageError as `build_model` would."""

@@ -14,11 +14,17 @@ from ..runs.checkpoint.snapshot import random_state, restore_random_state
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and no gradients; afterwards every module has the mode it had."""
+    with modes_restored(model), torch.no_grad():
+        model.eval()
+        yield
+
+
+@contextmanager
+def modes_restored(model: nn.Module) -> Iterator[None]:
+    """Puts every module back into training or evaluation mode on exit, as it was."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
         for module, mode in modes:
             module.training = mode

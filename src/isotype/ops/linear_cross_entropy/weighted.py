@@ -1,6 +1,6 @@
-"""Losses with a weight a class or a token, from `linear_log_probs`: no kernel of their own, logits in chunks. T tokens, H hidden, V vocabulary.
+"""Losses with a weight a class or a token, from `linear_log_probs`: logits in chunks, no kernels. T tokens, H hidden, V vocabulary.
 
-With weights w of the classes and smoothing s, a token's loss is (1 - s) w_y nll_y + s / V sum_v w_v nll_v + z_loss logsumexp^2, as PyTorch's
+With class weights w and smoothing s, a token's loss is (1 - s) w_y nll_y + s / V sum_v w_v nll_v + z_loss logsumexp^2, as PyTorch's
 `cross_entropy(weight=, label_smoothing=)`; times the token's weight.
 """
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,25 +15,18 @@ from typing import Any
 from ...errors import PreflightError
 from ...finding import Finding, Severity, worst_first
 from ...runs.checkpoint.atomic_folder import write_text
+from ..task import Check
 from .codes import CODES, NOT_SKIPPED
 from .continued import adapter_of_another_base
 from .device import unexpected_device
 from .disk import disk_too_small
 from .memory import out_of_memory
 from .rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
-from .schedule import never_leaves_warmup
+from .schedule import more_rows_in_a_step_than_there_are, never_leaves_warmup
 from .subject import Subject
 from .updates import vanishing_updates
 
 RECORD = "preflight.json"
-
-
-@dataclass(frozen=True)
-class Check:
-    """`codes`: what it may find; when the first of them is skipped, it does not run."""
-
-    codes: tuple[str, ...]
-    run: Callable[[Subject[Any]], Iterable[Finding]]
 
 
 PHASES = ("static", "data", "memory", "real")
@@ -41,6 +34,7 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
     "static": (
         Check(("PF001",), unexpected_device),
         Check(("PF002",), never_leaves_warmup),
+        Check(("PF021",), more_rows_in_a_step_than_there_are),
         Check(("PF003",), vanishing_updates),
         Check(("PF004",), disk_too_small),
         Check(("PF019",), adapter_of_another_base),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....training.preflight.check import Check
+from ....training.task import Check
 from .labels import end_never_learnt, nothing_to_learn, prompts_learnt
 from .packing import packed_documents_apart
 from .positions import beyond_the_positions
