@@ -106,7 +106,7 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
         attached.notes.append(
             f"{weights.kept_bytes / 2**20:.0f} MiB of weights as they were are kept for detach(); attach(..., reversible=False) keeps none"
         )
-    guards = Guards(trainer)
+    guards = Guards(trainer, precision.compute)
     for part in (guards, Evaluation(trainer)):
         attached.undo.append(part.remove)
         part.install()

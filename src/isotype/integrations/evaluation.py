@@ -35,8 +35,9 @@ class Evaluation:
         labels = inputs.get("labels") if hasattr(inputs, "get") else None
         result = original(model, inputs, *args, **kwargs)
         loss = result[0]
-        tokens = isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point()
-        if self.sums is None or not isinstance(loss, Tensor) or loss.numel() != 1 or not tokens:
+        if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():
+            self.sums = None
+        if self.sums is None or not isinstance(labels, Tensor) or not isinstance(loss, Tensor) or loss.numel() != 1:
             self.sums = None  # one batch without token labels: the trainer's own mean stands
             return result
         counted = (labels[:, self.shift :] != -100).sum().to(loss.device, torch.float64)

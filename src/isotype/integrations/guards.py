@@ -40,8 +40,8 @@ class Guards(TrainerCallback):
     extra  metrics for the trainer's next training log
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer, self.methods = trainer, Methods(trainer)
+    def __init__(self, trainer: Any, compute: str) -> None:
+        self.trainer, self.compute, self.methods = trainer, compute, Methods(trainer)
         self.extra: dict[str, float] = {}
         self._sampled: list[tuple[nn.Parameter, Tensor]] = []
         self._before: list[Tensor] = []
@@ -119,7 +119,11 @@ class Guards(TrainerCallback):
         """NF001 with the step and where the first such number is; the fix names the trainer's own arguments."""
         called, model = self._last_call.arguments, inner_model(self.trainer.model)
         passes = [lambda: model(*called[0], **called[1])] if called is not None else []
-        error = non_finite_error(self.trainer.model, passes, step=self.trainer.state.global_step + 1, what=what, gradient=lambda p: p.grad)
+        args = self.trainer.args
+        error = non_finite_error(
+            self.trainer.model, passes, step=self.trainer.state.global_step + 1, what=what, gradient=lambda p: p.grad,
+            learning_rate=args.learning_rate, clip=args.max_grad_norm or None, compute=self.compute,
+        )  # fmt: skip
         return RunError(error.message, code="NF001", fix=in_trainers_words(error.fix or ""))
 
 

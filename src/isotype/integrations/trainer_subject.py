@@ -30,7 +30,8 @@ class TrainerBatch:
     def __init__(self, inputs: dict[str, Any]) -> None:
         self.inputs = inputs
         ids = next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim() == 2), None)
-        self.rows, self.length = ids.shape if ids is not None else (1, 0)
+        self.rows: int = ids.shape[0] if ids is not None else 1
+        self.length: int = ids.shape[1] if ids is not None else 0
         labels = inputs.get("labels")
         self.weight = int((labels != IGNORED).sum()) if isinstance(labels, Tensor) else 1
         self.units = self.rows * self.length
@@ -46,7 +47,7 @@ class TrainerStepper:
     """A step as the trainer makes it: its own compute_loss, its own optimizer."""
 
     def __init__(self, attached: Attachment) -> None:
-        self.trainer = attached.trainer
+        self.trainer, self.compute = attached.trainer, attached.precision.compute
         self.model: nn.Module = self.trainer.model
         self.optimizer = self.trainer.optimizer
         self.loss_scale = None
@@ -69,7 +70,11 @@ class TrainerStepper:
 
     def non_finite(self, batches: Sequence[TrainerBatch], *, step: int, what: str) -> RunError:
         passes: list[Callable[[], object]] = [lambda batch=batch: self._loss(batch) for batch in batches]  # type: ignore[misc]
-        return non_finite_error(self.model, passes, step=step, what=what, gradient=self.accumulator.gradient)
+        args = self.trainer.args
+        return non_finite_error(
+            self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, learning_rate=args.learning_rate,
+            clip=args.max_grad_norm or None, compute=self.compute,
+        )  # fmt: skip
 
 
 class TrainerTask:

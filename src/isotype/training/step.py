@@ -96,8 +96,9 @@ class Stepper:
         """NF001 with the module where a non-finite number appears first."""
         passes = [partial(self.loss_sum, self.model, batch) for batch in batches]
         return non_finite_error(
-            self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, train=self.train, compute=self.precision.compute
-        )
+            self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, learning_rate=self.train.learning_rate,
+            clip=self.train.clip, compute=self.precision.compute,
+        )  # fmt: skip
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -109,7 +109,7 @@ def backward(
 
     def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
         scaled = [u if u is None or factor is None else u * factor for u in given]
-        paths(z).backward(z, targets_N, lse_N, Upstream(*scaled, entropy_N), rule, out, first)
+        paths(z).backward(z, targets_N, lse_N, Upstream(scaled[0], scaled[1], scaled[2], entropy_N), rule, out, first)
 
     unit = largest(*(u for u in given if u is not None))
     return by_vocabulary(hidden_TH, weight_VH, bias_V, kept_N, unit, gradient, want_dhidden, want_dweight)
