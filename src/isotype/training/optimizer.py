@@ -1,6 +1,6 @@
 """AdamW for every declared combination of weight, gradient and state dtype, with stochastic rounding; 8-bit AdamW from bitsandbytes.
 
-Where everything is fp32 it is torch's own fused AdamW; `MixedAdamW` serves the rest, since torch's refuses fp32 gradients on bf16 weights.
+If all dtypes are fp32, it is torch's fused AdamW; otherwise `MixedAdamW`, since torch's AdamW refuses fp32 gradients of bf16 weights.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Gradient = Callable[[nn.Parameter], Tensor | None]
 
 
 def stochastic_round_(target_bf16: Tensor, value_fp32: Tensor, generator: torch.Generator) -> None:
-    """Writes fp32 into bf16, up or down with probability by distance, so that the mean is kept.
+    """Rounds fp32 values to bf16, up or down with probabilities that preserve the mean.
 
-    The 16 bits that bf16 drops are added to 16 random bits; a carry rounds up. Exact values stay; infinities stay.
+    Adds 16 random bits to the 16 bits that bf16 drops; a carry rounds up. Exact values and infinities do not change.
     """
     noise = torch.randint(0, 1 << 16, value_fp32.shape, dtype=torch.int32, device=value_fp32.device, generator=generator)
     bits = value_fp32.view(torch.int32) + noise

@@ -1,6 +1,6 @@
-"""From a configuration to a loop that is ready to run: device, precision, data, model, recomputation, optimizer.
+"""Prepares a run from its configuration: device, precision, data, model, recomputation, optimizer.
 
-`settle` is the part that needs no weights, which `run` and `plan` both begin with.
+`settle` is the part that needs no weights; `run` and `plan` both begin with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .task import Batch, Outline, Task
 
 @dataclass
 class Basis:
-    """What is known before a model is loaded."""
+    """The parts of a run that are prepared before a model is loaded."""
 
     hardware: Hardware
     device: torch.device
@@ -39,7 +39,7 @@ class Basis:
 
 @dataclass
 class Prepared(Basis):
-    """Everything but the loop's own bookkeeping."""
+    """Everything that the loop needs, except its own state."""
 
     model: nn.Module
     manifest: Manifest
@@ -59,7 +59,7 @@ def resolve_precision(config: RunConfig, sources: Mapping[str, str], hardware: H
 
 
 def settle(task: Task, sources: Mapping[str, str]) -> Basis:
-    """Device and precision, then the data. Cheap things first, so that a mistake costs seconds. Raises UsageError."""
+    """Prepares device and precision, then the data. Cheap checks come first, so that a mistake is found in seconds. Raises UsageError."""
     config = task.config
     hardware = detect(config.model.device)
     device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
@@ -91,7 +91,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path) -> Prepared:
 
 
 def choose_checkpointing(task: Task, basis: Basis, model: nn.Module) -> Checkpointing:
-    """As configured; `auto` plans the step on the longest rows, unless a bound on it is far below the memory there is."""
+    """The configured choice. `auto` plans the step on the longest rows, unless an upper bound is far below the available memory."""
     train, device, precision = task.config.train, basis.device, basis.resolved.precision
     has, besides = memory_there(basis.hardware.memory, device), other_memory(model, device)
     most = task.most_bytes(model, precision) + besides
@@ -108,7 +108,7 @@ def choose_checkpointing(task: Task, basis: Basis, model: nn.Module) -> Checkpoi
 
 
 def planned_checkpointing(task: Task, basis: Basis, made: Outline, *, has: int, besides: int) -> tuple[Checkpointing, MemoryPlan]:
-    """What the configuration comes to on a device with `has` bytes, `besides` of them taken, and the plan of its step."""
+    """The choice of recomputation on a device with `has` bytes, of which `besides` are in use, and the memory plan of its step."""
     train, precision, largest = task.config.train, basis.resolved.precision, task.step_outline(basis.resolved.precision)
 
     def simulate(checkpointing: Checkpointing) -> MemoryPlan:
@@ -122,7 +122,7 @@ def planned_checkpointing(task: Task, basis: Basis, made: Outline, *, has: int, 
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
-    """Python's, NumPy's and torch's generators; `deterministic` also forbids algorithms that are not."""
+    """Seeds the generators of Python, NumPy and torch; `deterministic` also forbids nondeterministic algorithms."""
     import numpy as np
 
     random.seed(seed)

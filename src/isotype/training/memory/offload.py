@@ -1,8 +1,8 @@
-"""Checkpointed layers whose inputs wait in host memory: copied out beside forward, and back beside backward, two at a time.
+"""Moves the inputs of recomputed layers to host memory, copying them while forward runs, and back while backward runs, two at a time.
 
-Out: a copy stream of its own writes into pinned memory. The last two inputs stay on the device until their copies are done, and the
-compute stream, not the host, waits for the second last one: memory is freed in stream order, however far the host runs ahead.
-Back: while one layer recomputes, the input of the layer before it is on its way.
+To the host: a separate CUDA stream copies into pinned memory. The last two inputs stay on the device until their copies are done. The
+compute stream, not the host, waits for the second last copy, so that memory is freed in stream order even if the host runs ahead.
+To the device: while one layer is recomputed, the input of the layer before it is copied.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ SMALLEST = 1 << 14  # bytes: below, a copy's own cost is more than what it frees
 
 
 class Streamed:
-    """Copies on a CUDA stream of their own, each begun after what the compute stream has been given so far."""
+    """Copies on a separate CUDA stream. Each copy begins after the work that the compute stream has at the time of the call."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
 
     def __call__(self, to: Tensor, source: Tensor) -> Any:
-        """Begins the copy and gives its event, for which the compute stream can be made to wait."""
+        """Begins the copy and returns its event, for which the compute stream can wait."""
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             to.copy_(source.detach(), non_blocking=True)
@@ -36,7 +36,7 @@ class Streamed:
 
 
 class Away:
-    """One input in host memory; dtype and shape are what it had and must have again."""
+    """One input in host memory, with the dtype and shape that it must have when it is copied back."""
 
     def __init__(self, tensor: Tensor, before: Away | None) -> None:
         self.dtype, self.shape, self.device = tensor.dtype, tensor.shape, tensor.device
@@ -56,9 +56,9 @@ class Away:
 
 
 class HostMemory:
-    """A checkpoint function for transformers' layers. Without a CUDA device the copies are plain ones, on the spot.
+    """A gradient checkpointing function for transformers' layers. Without a CUDA device it copies synchronously.
 
-    copies  begins a copy and gives something whose `wait()` makes later work wait for it; made for the first CUDA tensor
+    copies  begins a copy and returns an object whose `wait()` makes later work wait for it; created for the first CUDA tensor
     """
 
     def __init__(self, copies: Callable[[Tensor, Tensor], Any] | None = None) -> None:
