@@ -63,7 +63,7 @@ class Stepper:
         return total
 
     def __call__(self, batches: Sequence[Batch], *, step: int, learning_rate: float, watch_changes: bool) -> StepResult:
-        """Runs one step. Raises  RunError NF001, before any weight changes, for a loss or (without loss scaling) gradient that is not finite."""
+        """Runs one step. Raises  RunError NF001, before any weight changes, for a non-finite loss or (without loss scaling) gradient."""
         loss_tensor = self.accumulate(batches)
         self.accumulator.reduce()
         norm_tensor = gradient_norm(self.accumulator.gradients())
