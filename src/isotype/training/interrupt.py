@@ -34,7 +34,7 @@ class Interrupt:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def begin(self) -> None:
-        """Marks the begin of training. Raises KeyboardInterrupt if an earlier one was swallowed, by a `__del__` or a library."""
+        """Marks the start of training. Raises KeyboardInterrupt if an earlier one was swallowed, by a `__del__` or a library."""
         if self.asked:
             raise KeyboardInterrupt
         self.training = True

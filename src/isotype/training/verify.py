@@ -16,7 +16,7 @@ ROWS = 16  # enough that a wrong adapter cannot hide, few enough for a CPU
 
 
 def saved_dtype_error(precision: Precision, *, adapter: bool) -> float:
-    """The allowed relative change of the loss: that of rounding to the saved dtype; zero if the weights were trained in this dtype."""
+    """The allowed relative change of the loss: that of rounding to the saved dtype; 1e-6 if the weights were trained in this dtype."""
     saved = precision.save_adapter if adapter else precision.save_model
     return 1e-6 if saved in ("fp32", precision.trainable) else eps(saved)
 

@@ -1,6 +1,6 @@
 """Chooses the observed steps: the first, every `every`-th, and a random one between two of these, drawn from the run's seed.
 
-Because of the random steps, a module that computes differently in fixed steps is found sooner or later. The choice depends only on the
+The random steps make it likely that a module is found that computes differently in some steps only. The choice depends only on the
 number of the step and the seed, so that a resumed run observes the same steps as an uninterrupted one.
 """
 
