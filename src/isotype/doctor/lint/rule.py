@@ -55,6 +55,7 @@ class Hit:
     scenario  what it supposes: nothing is said where the repository speaks against that (`repository.py`)
     elsewhere asks the repository, None for a lone file, why nobody is likely to meet it, or ""
     weak      why the code itself makes the scenario unlikely, or ""
+    reached   why whoever runs the code meets it, where the code itself or a framework's contract says so
     """
 
     node: ast.expr | ast.stmt
@@ -68,6 +69,7 @@ class Hit:
     scenario: Scenario | None = None
     elsewhere: Callable[[Repository | None], str] | None = None
     weak: str = ""
+    reached: str = ""
 
 
 SECTIONS = ("Why", "Example", "Use instead", "Fix safety", "Known problems")
