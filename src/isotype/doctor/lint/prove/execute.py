@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ....dtypes import to_torch
 from ..dataflow.functions import FunctionClass, function_classes
 from ..files import read
-from ..source import Function, SourceFile
+from ..source import Function, SourceFile, last_name
 from .cut import Cut
 from .inputs import Arguments, Configuration, Scheme, number, schemes, tensors_in
 from .job import Job, Verdict
@@ -57,8 +58,6 @@ def verdict_on(job: Job) -> Verdict:
 
 
 def _verdict(job: Job) -> Verdict:
-    from pathlib import Path
-
     file = SourceFile(job.file, read(Path(job.file)))
     target = _Target(file, job)
     held: Verdict | None = None
@@ -73,7 +72,7 @@ def _verdict(job: Job) -> Verdict:
         if control.error is not None:
             why = f"in fp32 {_short(control.error)}"
             continue
-        verdict = _losses(job, target, call, control) if job.code in LOSSES else _refusals(job, target, call)
+        verdict = _losses(job, scheme, call, control) if job.code in LOSSES else _refusals(job, target, call)
         if verdict.outcome in ("failed", "lost"):
             return verdict
         held = verdict if verdict.outcome == "held" else held
@@ -91,13 +90,15 @@ def _refusals(job: Job, target: _Target, call: Callable[..., _Run]) -> Verdict:
     return Verdict("failed", f"executed with {job.scenario} on a CPU: {_short(run.error)} (line {line}); in fp32 it runs")
 
 
-def _losses(job: Job, target: _Target, call: Callable[..., _Run], control: _Run) -> Verdict:
+def _losses(job: Job, scheme: Scheme, call: Callable[..., _Run], control: _Run) -> Verdict:
     run = call(None)
     if run.error is not None or len(run.results) != len(control.results):
         return Verdict("not run", f"with {job.scenario} {_short(run.error) if run.error else 'it gives other results'}")
     if not run.executed:
         return Verdict("not run", "the accused line was not executed")
-    wider = call(None, widen=target.line) if job.code == "LT004" else None
+    wider = _with_a_wide_buffer(job, scheme) if job.code == "LT004" else None
+    if job.code == "LT004" and wider is None:
+        return Verdict("not run", "what is added to is not allocated on the accused line")
     for i, (got, truth) in enumerate(zip(run.results, control.results)):
         if got.shape != truth.shape or not truth.numel():
             continue
@@ -111,6 +112,13 @@ def _losses(job: Job, target: _Target, call: Callable[..., _Run], control: _Run)
             text = f"a result is off by {error:.2g} of its norm, where rounding it once costs {excused:.2g}"
             return Verdict("lost", f"executed with {job.scenario} on a CPU: {text}")
     return Verdict("held", f"executed with {job.scenario} on a CPU: no result is off by more than its rounding explains")
+
+
+def _with_a_wide_buffer(job: Job, scheme: Scheme) -> _Run | None:
+    file = SourceFile(job.file, read(Path(job.file)))
+    widening = _Widening(job.line)
+    widening.visit(file.tree)
+    return _Target(file, job).callable(scheme)(None) if widening.made else None
 
 
 def _error(got: Tensor, truth: Tensor) -> float:
@@ -145,7 +153,7 @@ class _Target:
             assert self.pair.forward is not None
             skip = 1 if self.pair.setup_context is None else 0
             given = Arguments(self.file, self.pair.forward, skip, self.scenario, scheme)
-            return lambda dtype, widen=0: self._run(self.value.apply, given, dtype, None, widen)
+            return lambda dtype: self._run(self.value.apply, given, dtype, None)
         if isinstance(self.top, ast.ClassDef):
             assert self.method is not None
             static = any(getattr(d, "id", "") == "staticmethod" for d in self.method.decorator_list)
@@ -153,11 +161,11 @@ class _Target:
             build = _builder(self.value, self.top)
             build()
             name = self.method.name
-            return lambda dtype, widen=0: self._run(None, given, dtype, (build, name), widen)
+            return lambda dtype: self._run(None, given, dtype, (build, name))
         given = Arguments(self.file, self.top, 0, self.scenario, scheme)
-        return lambda dtype, widen=0: self._run(self.value, given, dtype, None, widen)
+        return lambda dtype: self._run(self.value, given, dtype, None)
 
-    def _run(self, function: Any, given: Arguments, dtype: torch.dtype | None, method: Any, widen: int) -> _Run:
+    def _run(self, function: Any, given: Arguments, dtype: torch.dtype | None, method: Any) -> _Run:
         torch.manual_seed(0)
         args, kwargs = given.make(dtype)
         owned: list[Tensor] = []
@@ -169,7 +177,7 @@ class _Target:
             function = owner if isinstance(owner, nn.Module) and method[1] == "forward" else getattr(owner, method[1])
         autocast = to_torch(self.scenario.autocast) if dtype is None and self.scenario.autocast else None
         run = _Run([])
-        with _noting(run, self.file.path, self.line), _factories_widened(self.file.path, widen) if widen else nullcontext():
+        with _noting(run, self.file.path, self.line):
             try:
                 with torch.autocast("cpu", dtype=autocast) if autocast is not None else nullcontext():
                     outputs = tensors_in(function(*args, **kwargs))
@@ -229,26 +237,20 @@ def _noting(run: _Run, path: str, line: int) -> Iterator[None]:
         sys.settrace(former)
 
 
-class _Widened(TorchFunctionMode):
-    """Buffers allocated on one line of a file are fp32: what the fix would make of them."""
+class _Widening(ast.NodeTransformer):
+    """Gives the buffers that are allocated on one line `dtype=torch.float32`: what the fix would make of them."""
 
-    def __init__(self, path: str, line: int) -> None:
-        super().__init__()
-        self.path, self.line = path, line
+    def __init__(self, line: int) -> None:
+        self.line, self.made = line, 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if getattr(func, "__name__", "") in _FACTORIES:
-            frame = sys._getframe(1)
-            while frame is not None and frame.f_code.co_filename != self.path:
-                frame = frame.f_back  # type: ignore[assignment]
-            if frame is not None and frame.f_lineno == self.line:
-                kwargs["dtype"] = torch.float32
-        return func(*args, **kwargs)
-
-
-def _factories_widened(path: str, line: int) -> TorchFunctionMode:
-    return _Widened(path, line)
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        if node.lineno == self.line and last_name(node.func) in _FACTORIES:
+            wide = ast.Attribute(ast.Name("torch", ast.Load()), "float32", ast.Load())
+            node.keywords = [k for k in node.keywords if k.arg != "dtype"] + [ast.keyword("dtype", wide)]
+            ast.fix_missing_locations(ast.copy_location(node, node))
+            self.made += 1
+        return node
 
 
 class _OnTheCpu(TorchFunctionMode):
