@@ -13,8 +13,8 @@ from .app import DOCTOR
 
 HELP = """Find dtype faults in source code; nothing is imported, and nothing is run without `--prove`.
 
-Each finding says how sure it is. `proved`: the function was executed, and failed or lost precision. `reached`: a caller in the repository, or
-the contract of a framework, leads there. `possible`: neither; these are shown by `--possible` only, as notes.
+Each finding says how sure it is. `proved`: the function was executed, and failed or lost precision. `reached`: a caller in the
+repository, or the contract of a framework, leads there. `possible`: neither; these are shown by `--possible` only, as notes.
 
 Examples:
 

@@ -16,7 +16,8 @@ from .source import Function, SourceFile, last_name
 
 # methods that a framework calls, whoever wrote the class
 _CALLED_BY_FRAMEWORKS = re.compile(
-    r"__\w+__|forward|backward|setup_context|jvp|vmap|step|setup|call|compute_loss|(training|validation|test|predict|prediction)_step|configure_\w+|on_\w+"
+    r"__\w+__|forward|backward|setup_context|jvp|vmap|step|setup|call|compute_loss|(training|validation|test|predict|prediction)_step|"
+    r"configure_\w+|on_\w+"
 )
 _ADAPTER_BASES = re.compile(r"\b(PreTrainedModel|ModelMixin|GenerationMixin|SchedulerMixin)\b")
 _TRAINER_BASES = re.compile(r"\b(PreTrainedModel|ModelMixin|LightningModule)\b")
@@ -53,6 +54,9 @@ def evidence_for(hit: Hit, file: SourceFile, path: Path, repository: Repository 
         return Evidence(Grade.POSSIBLE, against, against=True)
     if hit.reached:
         return Evidence(Grade.REACHED, hit.reached)
+    if hit.leads is not None:
+        chain, missing = hit.leads(repository)
+        return Evidence(Grade.REACHED, chain) if chain else Evidence(Grade.POSSIBLE, missing)
     caller, missing = _caller(file, hit.node, path, repository)
     if not caller:
         return Evidence(Grade.POSSIBLE, missing)
@@ -74,8 +78,9 @@ def _caller(file: SourceFile, node: ast.AST, path: Path, repository: Repository 
         return "it runs when the file is imported", ""
     if repository is None:
         return f"the file was linted alone, and {top.name} is what it offers its callers", ""
-    if method is not None and not _CALLED_BY_FRAMEWORKS.fullmatch(method.name) and not method.decorator_list:
-        if not _named(file, method.name, outside=method) and not repository.use_of(method.name, but=path):
+    if method is not None and not (_CALLED_BY_FRAMEWORKS.fullmatch(method.name) or method.decorator_list):
+        called = _named(file, method.name, outside=method) or repository.use_of(method.name, but=path)
+        if not called:
             return "", f"nothing in this repository calls {top.name}.{method.name}"
     line = _named(file, top.name, outside=top)
     if line:
@@ -179,4 +184,3 @@ def _takes_a_dtype(file: SourceFile, node: ast.AST) -> bool:
             return True
         function = file.function_of(function)
     return False
-

@@ -174,8 +174,8 @@ class Repository:
 
     def _spot(self, pattern: re.Pattern[bytes], texts: dict[Path, bytes], near: Path) -> Spot | None:
         """The first match outside of comments, in the file that shares most folders with `near`."""
-        here = near.resolve().parts
-        for file in sorted(texts, key=lambda p: -len(os.path.commonprefix([here, p.parts]))):
+        above = set(near.resolve().parents)
+        for file in sorted(texts, key=lambda p: -len(above.intersection(p.parents))):
             text = texts[file]
             for match in pattern.finditer(text):
                 line = text.rfind(b"\n", 0, match.start()) + 1

@@ -56,6 +56,7 @@ class Hit:
     elsewhere asks the repository, None for a lone file, why nobody is likely to meet it, or ""
     weak      why the code itself makes the scenario unlikely, or ""
     reached   why whoever runs the code meets it, where the code itself or a framework's contract says so
+    leads     asks the repository, None for a lone file, what leads there: the chain, or "" and what is missing
     """
 
     node: ast.expr | ast.stmt
@@ -70,6 +71,7 @@ class Hit:
     elsewhere: Callable[[Repository | None], str] | None = None
     weak: str = ""
     reached: str = ""
+    leads: Callable[[Repository | None], tuple[str, str]] | None = None
 
 
 SECTIONS = ("Why", "Example", "Use instead", "Fix safety", "Known problems")

@@ -112,7 +112,9 @@ def _too_new(path: Path, error: SyntaxError) -> Found:
 
 def _unread(path: Path, message: str, line: int | None) -> Found:
     fix = "correct the file, or leave it out with `exclude` in [tool.isotype.lint]"
-    return Found(Finding(code="LT000", severity=Severity.ERROR, message=message, place=Place(file=str(path), line=line), fix=fix, details=READ))
+    return Found(
+        Finding(code="LT000", severity=Severity.ERROR, message=message, place=Place(file=str(path), line=line), fix=fix, details=READ)
+    )
 
 
 def lint_text(text: str, path: Path, *, active: Sequence[str], config: LintConfig | None = None) -> list[Found]:

@@ -1,7 +1,7 @@
-"""The bounds of the process that executes strangers' functions: no network, no programs, no files written outside its folder, little memory.
+"""The bounds of the process that executes strangers' functions: no network, no programs, no files written outside, little memory.
 
-An audit hook cannot be taken off again. It stops Python code; the functions have no imports but torch and a few modules of the standard library
-(`cut.py`), so that machine code of other packages is never loaded.
+An audit hook cannot be taken off again. It stops Python code; the functions have no imports but torch and a few modules of the
+standard library (`cut.py`), so that machine code of other packages is never loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,19 @@ from typing import Any
 
 MEMORY = 6 << 30  # bytes of data; torch itself needs about one
 FILE_SIZE = 16 << 20  # bytes of one file
-_REFUSED = ("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.kill", "ctypes.", "shutil.", "pty.")
+_REFUSED = (
+    "socket.",
+    "subprocess.",
+    "os.system",
+    "os.exec",
+    "os.fork",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.kill",
+    "ctypes.",
+    "shutil.",
+    "pty.",
+)
 _CHANGES = (
     "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod", "os.chown", "os.putenv",
     "os.unsetenv", "os.utime", "os.setxattr",
@@ -41,9 +53,7 @@ def confine(folder: str) -> None:
             writes = (isinstance(mode, str) and any(c in mode for c in "wax+")) or bool((flags or 0) & _WRITES)
             if writes and path is not None and not within(path):
                 raise PermissionError(f"isotype: writing {path} is not allowed here")
-        elif event.startswith(_REFUSED):
-            raise PermissionError(f"isotype: {event} is not allowed here")
-        elif event.startswith(_CHANGES) and not all(within(a) for a in args[:1]):
+        elif event.startswith(_REFUSED) or (event.startswith(_CHANGES) and not all(within(a) for a in args[:1])):
             raise PermissionError(f"isotype: {event} is not allowed here")
 
     sys.addaudithook(hook)

@@ -1,7 +1,7 @@
 """A function or class cut out of its file: the statements that it needs are executed, imports of other packages are stood in for.
 
-Statements keep their file and line, so that a traceback names the accused line. Names that come from another file of the same package are cut out of
-that file in turn. Decorators and base classes that are stood in for do nothing.
+Statements keep their file and line, so that a traceback names the accused line. Names that come from another file of the same package
+are cut out of that file in turn. Decorators and base classes that are stood in for do nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,32 @@ from ..dataflow.modules import _file_of
 from ..source import SourceFile
 
 REAL = frozenset(
-    "torch math functools itertools typing typing_extensions dataclasses enum collections abc contextlib operator inspect copy warnings numbers "
-    "string re logging __future__ types weakref numpy einops".split()
+    [
+        "torch",
+        "math",
+        "functools",
+        "itertools",
+        "typing",
+        "typing_extensions",
+        "dataclasses",
+        "enum",
+        "collections",
+        "abc",
+        "contextlib",
+        "operator",
+        "inspect",
+        "copy",
+        "warnings",
+        "numbers",
+        "string",
+        "re",
+        "logging",
+        "__future__",
+        "types",
+        "weakref",
+        "numpy",
+        "einops",
+    ]
 )
 MAX_FILES = 12
 
@@ -104,17 +128,17 @@ class Cut:
             self._branches(statement)
             return
         module = ast.Module([statement], [])
-        exec(compile(ast.fix_missing_locations(module), self.file.path, "exec"), self.names)  # noqa: S102
+        exec(compile(ast.fix_missing_locations(module), self.file.path, "exec"), self.names)
 
     def _branches(self, statement: ast.stmt) -> None:
-        """`try: import x; HAS_X = True; except ImportError: ...` and `if`: assignments and definitions, those of the last way that works."""
+        """`try: import x; HAS_X = True; except ImportError: ...` and `if`: assignments and definitions of the last way that works."""
         for inner in ast.walk(statement):
             if isinstance(inner, (ast.Assign, ast.FunctionDef, ast.ClassDef, ast.AnnAssign)) and self.file.function_of(inner) is None:
                 for name in (n.id for n in ast.walk(inner) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)):
                     self._need(name)
                 module = ast.fix_missing_locations(ast.Module([inner], []))
                 try:
-                    exec(compile(module, self.file.path, "exec"), self.names)  # noqa: S102
+                    exec(compile(module, self.file.path, "exec"), self.names)
                 except Exception:  # what does not work here leaves its names to another branch
                     continue
 
@@ -168,4 +192,3 @@ def _bound(statement: ast.stmt) -> list[str]:
         return [name for s in inner for name in _bound(s)]
     targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target] if isinstance(statement, ast.AnnAssign) else []
     return [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
-

@@ -267,7 +267,7 @@ class _OnTheCpu(TorchFunctionMode):
 
 @contextmanager
 def _everything_on_the_cpu() -> Iterator[None]:
-    """Autocast regions and the decorators of autograd.Functions mean the CPU, whatever device they name: those of a GPU have no effect here."""
+    """Autocast regions and decorators of autograd.Functions mean the CPU, whatever device they name: those of a GPU have no effect here."""
     amp = torch.amp.autocast_mode
     region, forward, backward = amp.autocast, torch.amp.custom_fwd, torch.amp.custom_bwd
     enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -298,4 +298,3 @@ def _everything_on_the_cpu() -> Iterator[None]:
         torch.get_autocast_gpu_dtype = lambda: dtype("cpu")
     with _OnTheCpu():
         yield
-

@@ -8,7 +8,7 @@ from ....finding import Severity
 from ..rule import Hit, Rule
 from ..source import SourceFile, keyword
 from ..triton.kernels import Value, is_activation, kernels
-from ..triton.launches import against
+from ..triton.launches import against, leads
 
 
 class TritonDotMixesOperands(Rule):
@@ -66,6 +66,7 @@ class TritonDotMixesOperands(Rule):
                     "fails to compile as soon as that is bf16 or fp16",
                     fix="cast one operand: `.to(other.dtype)`, and apply a float scale after the dot",
                     elsewhere=partial(against, file, kernel, event),
+                    leads=partial(leads, file, kernel, event),
                 )
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from ..rule import Hit, Rule
 from ..source import SourceFile
 from ..triton.kernels import Kernel, KernelEvent, is_activation, kernels
-from ..triton.launches import against
+from ..triton.launches import against, leads
 
 
 class TritonLowPrecisionAccumulator(Rule):
@@ -58,6 +58,7 @@ class TritonLowPrecisionAccumulator(Rule):
                         cause=f"every addition rounds to {held}: bf16 keeps 8 bits, fp16 overflows at 65504; tl.float32 does neither",
                         fix="tl.zeros(..., dtype=tl.float32), and cast once at the store",
                         elsewhere=partial(against, file, kernel, event),
+                        leads=partial(leads, file, kernel, event),
                     )
 
 
