@@ -140,3 +140,56 @@ def test_a_kernel_that_nothing_launches(told):
     left_over = KERNEL.replace("def sine", "def cosine").replace("tl.sin", "tl.cos")
     assert told(kernels=left_over + KERNEL + CAST) == []
     assert told(kernels=left_over + KERNEL + CAST, possible=True) == ["LT023", "LT023"]
+
+
+DOT = """@triton.jit
+def product(dy_ptr, w_ptr, dx_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    at = i[:, None] * N + i[None, :]
+    tl.store(dx_ptr + at, tl.dot(tl.load(dy_ptr + at), tl.load(w_ptr + at)))
+
+
+class Project(torch.autograd.Function):
+    @staticmethod
+    {decorator}def forward(ctx, x, w):
+        ctx.save_for_backward(w)
+        return x @ w.t()
+
+    @staticmethod
+    {other}def backward(ctx, dy):
+        (w,) = ctx.saved_tensors
+        dx = torch.empty_like(dy)
+        product[(1,)](dy, {weight}, dx, 64)
+        return dx, None
+
+
+def project(x, w):
+    return Project.apply(x, w)
+"""
+ATOMIC = """@triton.jit
+def scatter(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    tl.atomic_add(out_ptr + cols, tl.load(x_ptr + tl.program_id(0) * BLOCK + cols))
+
+
+def column_sums(x):
+    out = torch.zeros_like(x[0]{dtype})
+    scatter[(x.shape[0],)](x, out, x.numel(), BLOCK=64)
+    return out
+"""
+
+
+def test_a_launch_from_an_undecorated_function_mixes_dtypes(told):
+    undecorated = {"decorator": "", "other": ""}
+    assert told(kernels=DOT.format(weight="w", **undecorated)) == ["LT022"]
+    assert told(kernels=DOT.format(weight="w.to(dy.dtype)", **undecorated), possible=True) == []
+    decorators = {
+        "decorator": "@torch.amp.custom_fwd(device_type='cuda', cast_inputs=torch.bfloat16)\n    ",
+        "other": "@torch.amp.custom_bwd(device_type='cuda')\n    ",
+    }
+    assert told(kernels=DOT.format(weight="w", **decorators), possible=True) == []
+
+
+def test_an_atomic_sum_into_a_low_precision_buffer(told):
+    assert told(kernels=ATOMIC.format(dtype="")) == ["LT024"]
+    assert told(kernels=ATOMIC.format(dtype=", dtype=torch.float32"), possible=True) == []

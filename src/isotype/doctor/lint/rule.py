@@ -56,6 +56,7 @@ class Hit:
     elsewhere asks the repository, None for a lone file, why nobody is likely to meet it, or ""
     weak      why the code itself makes the scenario unlikely, or ""
     reached   why whoever runs the code meets it, where the code itself or a framework's contract says so
+    only_reached  whether nothing is to be said where nobody is seen to meet it, not even as possible
     leads     asks the repository, None for a lone file, what leads there: the chain, or "" and what is missing
     """
 
@@ -71,6 +72,7 @@ class Hit:
     elsewhere: Callable[[Repository | None], str] | None = None
     weak: str = ""
     reached: str = ""
+    only_reached: bool = False
     leads: Callable[[Repository | None], tuple[str, str]] | None = None
 
 

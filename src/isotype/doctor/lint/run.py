@@ -143,6 +143,8 @@ def lint_text(text: str, path: Path, *, active: Sequence[str], config: LintConfi
             silent = [s for s in silenced if s.silences(rule.code, hit.node.lineno, last)]  # all of them, so that each counts as used
             if not silent:
                 evidence = evidence_for(hit, file, path, repository_of(path, config.named if config else ()))
+                if hit.only_reached and evidence.grade is Grade.POSSIBLE:
+                    continue
                 found.append(Found(_finding(rule, hit, file, evidence), hit.edit, evidence, hit.scenario))
     found += [Found(f) for s in silenced if (f := _about(s, file, active)) is not None]
     return sorted(found, key=lambda f: (f.finding.place.line or 0, f.finding.place.column or 0, f.finding.code))

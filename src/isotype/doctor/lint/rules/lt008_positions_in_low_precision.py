@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..dataflow.arguments import ACTIVATION
 from ..dataflow.plain import plain_events
+from ..dataflow.values import Tensor
 from ..repository import Repository
 from ..rule import Hit, Rule
 from ..source import SourceFile, last_name
@@ -17,6 +18,7 @@ from .low_dtypes import casts_low
 _SPARES_PRECISION = re.compile(r"fp32|float32|upcast|high_precision|full_precision")
 
 
+_MAKES_ANGLES = re.compile(r"rope|rotary|freq|angle", re.IGNORECASE)
 _FOR_A_TABLE = re.compile(r"dtype|freq|theta")
 _WRITTEN_LOW = re.compile(r"half\(|float16\b|torch\.half\b")  # bfloat16 as well
 
@@ -65,6 +67,7 @@ class PositionsInLowPrecision(Rule):
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         seen: set[ast.AST | None] = set()
+        yield from _leaving(file, seen)
         events = (e for e in plain_events(file) if e.operands and e.operands[0][1].lowered is not None)
         for event in first_of_each(events, "table"):
             label, angle = event.operands[0]
@@ -101,6 +104,29 @@ class PositionsInLowPrecision(Rule):
                 scenario=event.scenario,
                 elsewhere=None if by_autocast else partial(_kept_in_fp32, file, _cast_with_the_model(file, at)),
             )
+
+
+def _leaving(file: SourceFile, seen: set[ast.AST | None]) -> Iterator[Hit]:
+    """Angles that a function rounds and returns: cos and sin are taken of them elsewhere."""
+    for event in first_of_each((e for e in plain_events(file) if e.scenario.autocast is None), "returned"):
+        value, function = event.value, file.function_of(event.node)
+        if not isinstance(value, Tensor) or not (value.positional and value.frequency) or value.lowered is None:
+            continue
+        at, name = value.lowered, file.symbol(event.node) or ""
+        if not isinstance(at, (ast.expr, ast.stmt)) or at not in file.parents or not _MAKES_ANGLES.search(name):
+            continue
+        if function in seen or any(last_name(n) in ("cos", "sin", "polar") for n in file.own(function) if isinstance(n, ast.Call)):  # type: ignore[arg-type]
+            continue
+        seen.add(function)
+        yield Hit(
+            node=at,
+            message=f"angles leave {name} in {event.scenario.inputs}, before cos and sin are taken of them",
+            cause=f"`{file.snippet(at, 50)}` rounds positions times frequencies to {event.scenario.inputs}; bf16 counts exactly to 256 only, so that the "
+            "angles of later positions are wrong before cos and sin see them",
+            fix="return the angles in torch.float32, and cast after cos and sin",
+            details=details(event),
+            scenario=event.scenario,
+        )
 
 
 def _kept_in_fp32(file: SourceFile, names: tuple[str, ...], repository: Repository | None) -> str:

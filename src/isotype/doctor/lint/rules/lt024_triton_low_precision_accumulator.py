@@ -10,7 +10,7 @@ from ..triton.launches import against, leads
 
 
 class TritonLowPrecisionAccumulator(Rule):
-    """a kernel sums over a loop in less than fp32
+    """a kernel sums over a loop, or over its programs, in less than fp32
 
     Why
     ---
@@ -39,6 +39,7 @@ class TritonLowPrecisionAccumulator(Rule):
 
     Known problems
     --------------
+    `tl.atomic_add` into a buffer is reported where a launch is followed that hands it a low precision.
     How long a loop is that is not written out in numbers is not known here. An accumulator of a pointer's element type is reported where
     something shows that the pointer holds floats: its name, a cast of what is loaded from it, a product or an fp32 value added.
     """
@@ -50,6 +51,8 @@ class TritonLowPrecisionAccumulator(Rule):
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         for kernel in kernels(file):
             for event in kernel.events:
+                if event.kind == "atomic":
+                    yield _atomic(file, kernel, event)
                 if event.kind == "accumulator" and _sums_floats(kernel, event):
                     held = f"the element type of {event.before.loaded}" if event.before.loaded else str(event.before.type)
                     yield Hit(
@@ -60,6 +63,19 @@ class TritonLowPrecisionAccumulator(Rule):
                         elsewhere=partial(against, file, kernel, event),
                         leads=partial(leads, file, kernel, event),
                     )
+
+
+def _atomic(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hit:
+    return Hit(
+        node=event.node,
+        message=f"tl.atomic_add sums into {event.name} in its element type, which a launch makes bf16",
+        cause=f"each program adds its part to {event.name}, and each addition rounds to the buffer's dtype: in bf16 (8 bits) parts below 1/256 of the "
+        "sum are lost, and the result depends on the order",
+        fix="allocate the buffer in torch.float32 where the kernel is launched, and cast it afterwards",
+        elsewhere=partial(against, file, kernel, event),
+        leads=partial(leads, file, kernel, event),
+        only_reached=True,
+    )
 
 
 def _sums_floats(kernel: Kernel, event: KernelEvent) -> bool:

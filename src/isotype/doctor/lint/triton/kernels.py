@@ -29,7 +29,7 @@ _ACTIVATION = re.compile(
     r"(x|q|k|v|a|b|w|o|do|dy|dout|input|inp|in|logits?|hidden(_states)?|y|u|gate|up|weight|out|grad_?out(put)?|query|key|value|e|src|act|"
     r"activations?|scores?)_?(base|ptr)?"
 )
-Kind = Literal["branch", "loop", "dot", "math", "accumulator"]
+Kind = Literal["branch", "loop", "dot", "dot_of_pointers", "math", "accumulator", "atomic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +365,9 @@ class _Run:
             return self.enter(called, node, args)
         if name == "load":
             return Value(f"elem({first.pointer})", node) if first.pointer else NOTHING
+        if name == "atomic_add" and first.pointer and len(args) > 1 and args[1].type not in ("int", "bool"):
+            self.emit("atomic", node, first.pointer, Value(f"elem({first.pointer})", node), args[1])
+            return NOTHING
         if name == "make_block_ptr":
             return Value(None, node, pointer=first.pointer)
         if name in ("advance", "make_tensor_descriptor"):
@@ -450,6 +453,8 @@ class _Run:
         types = {left.type, right.type}
         if len(types) == 2 and not types & {None, "int"} and not (left.loaded and right.loaded):
             self.emit("dot", node, "tl.dot", left, right)
+        elif left.loaded and right.loaded and left.loaded != right.loaded and keyword(node, "input_precision") is None:
+            self.emit("dot_of_pointers", node, "tl.dot", left, right)
         given = keyword(node, "out_dtype")
         out = self.dtype_of(given) or ("fp32" if given is None else None)
         acc = keyword(node, "acc") or (node.args[2] if len(node.args) > 2 else None)

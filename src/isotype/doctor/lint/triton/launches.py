@@ -57,6 +57,26 @@ def leads(file: SourceFile, kernel: Kernel, event: KernelEvent, repository: Repo
     return "", f"no launch is seen to hand {' or '.join(dict.fromkeys(pointers))} a low precision"
 
 
+def mixed(file: SourceFile, kernel: Kernel, event: KernelEvent, repository: Repository | None) -> tuple[str, str]:
+    """A launch that hands the two pointers of a product different dtypes: the gradient's, which autocast chose, and a saved tensor's."""
+    left, right = event.before.loaded, event.after.loaded
+    assert left is not None
+    assert right is not None
+    if left not in kernel.parameters or right not in kernel.parameters:
+        return "", "its operands are loaded by another function"
+    for other in _launching(file, kernel.node.name, repository):
+        sites = _sites(other, kernel.node.name)
+        for cls in function_classes(other) if sites else ():
+            for scenario, launched in cls.launched_under.items():
+                for site in sites:
+                    for given in launched.get(site, ()):
+                        values = [_argument(kernel, pointer, *given) for pointer in (left, right)]
+                        if all(isinstance(v, Tensor) and v.floating for v in values) and values[0].dtype != values[1].dtype:
+                            where = f"{Path(other.path).name}:{site.lineno} in {cls.cls.name}"
+                            return f"{where} hands {left} {values[0].dtype} and {right} {values[1].dtype} with {scenario}", ""
+    return "", "no launch is seen to hand them different dtypes"
+
+
 def _launching(file: SourceFile, name: str, repository: Repository | None) -> list[SourceFile]:
     """This file, and those of the repository that import the kernel and launch it."""
     others = repository.files_with(f"{name}[".encode(), but=Path(file.path)) if repository is not None else []
