@@ -183,10 +183,8 @@ def test_a_launch_from_an_undecorated_function_mixes_dtypes(told):
     undecorated = {"decorator": "", "other": ""}
     assert told(kernels=DOT.format(weight="w", **undecorated)) == ["LT022"]
     assert told(kernels=DOT.format(weight="w.to(dy.dtype)", **undecorated), possible=True) == []
-    decorators = {
-        "decorator": "@torch.amp.custom_fwd(device_type='cuda', cast_inputs=torch.bfloat16)\n    ",
-        "other": "@torch.amp.custom_bwd(device_type='cuda')\n    ",
-    }
+    forward = "@torch.amp.custom_fwd(device_type='cuda', cast_inputs=torch.bfloat16)\n    "
+    decorators = {"decorator": forward, "other": "@torch.amp.custom_bwd(device_type='cuda')\n    "}
     assert told(kernels=DOT.format(weight="w", **decorators), possible=True) == []
 
 

@@ -121,8 +121,8 @@ def _leaving(file: SourceFile, seen: set[ast.AST | None]) -> Iterator[Hit]:
         yield Hit(
             node=at,
             message=f"angles leave {name} in {event.scenario.inputs}, before cos and sin are taken of them",
-            cause=f"`{file.snippet(at, 50)}` rounds positions times frequencies to {event.scenario.inputs}; bf16 counts exactly to 256 only, so that the "
-            "angles of later positions are wrong before cos and sin see them",
+            cause=f"`{file.snippet(at, 50)}` rounds positions times frequencies to {event.scenario.inputs}; bf16 counts exactly to "
+            "256 only, so that the angles of later positions are wrong before cos and sin see them",
             fix="return the angles in torch.float32, and cast after cos and sin",
             details=details(event),
             scenario=event.scenario,

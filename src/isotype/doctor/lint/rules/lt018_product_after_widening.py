@@ -16,9 +16,9 @@ class ProductAfterWidening(Rule):
 
     Why
     ---
-    `softmax(scores, dtype=torch.float32)`, `x.float()` and a sinusoid of positions are fp32 whatever the model's dtype is. Where the cast back is
-    forgotten, the next matrix product gets fp32 and bf16, and torch refuses: "expected mat1 and mat2 to have the same dtype". Under autocast
-    and in an fp32 model nothing shows.
+    `softmax(scores, dtype=torch.float32)`, `x.float()` and a sinusoid of positions are fp32 whatever the model's dtype is. Where the cast
+    back is forgotten, the next matrix product gets fp32 and bf16, and torch refuses: "expected mat1 and mat2 to have the same dtype".
+    Under autocast and in an fp32 model nothing shows.
 
     Example
     -------
@@ -39,8 +39,7 @@ class ProductAfterWidening(Rule):
 
     Known problems
     --------------
-    A weight that is kept in fp32 on purpose, as a router's often is, is recognised by a cast written in the product itself, by `dtype=torch.float32`
-    where it is made, and by `_keep_in_fp32_modules`.
+    A weight that is kept in fp32 on purpose, as a router's often is, is recognised by a cast written in the product itself only.
     """
 
     code = "LT018"

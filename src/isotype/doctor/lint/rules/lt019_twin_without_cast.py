@@ -1,3 +1,4 @@
+# ruff: noqa: SIM905 - the table is read and edited as words
 from __future__ import annotations
 
 import ast
@@ -9,28 +10,8 @@ from ..rule import Hit, Rule
 from ..source import SourceFile, last_name
 
 _NEEDS_PRECISION = frozenset(
-    [
-        "softmax",
-        "log_softmax",
-        "logsumexp",
-        "log",
-        "log1p",
-        "exp",
-        "mean",
-        "sum",
-        "var",
-        "pow",
-        "rsqrt",
-        "sqrt",
-        "norm",
-        "cos",
-        "sin",
-        "cross_entropy",
-        "nll_loss",
-        "mse_loss",
-        "cumsum",
-        "softplus",
-    ]
+    "softmax log_softmax logsumexp log log1p exp mean sum var pow rsqrt sqrt norm cos sin cross_entropy nll_loss mse_loss cumsum "
+    "softplus".split()
 )
 _NARROWING = frozenset({"type_as", "half", "bfloat16"})
 _SPARES_PRECISION = re.compile(r"dtype|float|fp32|fp16|bf16|half|autocast|precision|upcast|amp")
@@ -41,8 +22,8 @@ class TwinWithoutCast(Rule):
 
     Why
     ---
-    Two branches of one `if` that differ by a cast only were the same code once, and one of them was mended: a softmax, a logarithm or a sum that
-    needed fp32 in one needs it in the other.
+    Two branches of one `if` that differ by a cast only were the same code once, and one of them was mended: a softmax, a logarithm or a
+    sum that needed fp32 in one needs it in the other.
 
     Example
     -------
@@ -66,8 +47,8 @@ class TwinWithoutCast(Rule):
 
     Known problems
     --------------
-    Off by default: how often it is right has not been measured on enough code. Only branches of one `if` whose test says nothing of dtypes are compared, and only
-    statements with a function that loses in low precision.
+    Off by default: how often it is right has not been measured on enough code. Only branches of one `if` whose test says nothing of
+    dtypes are compared, and only statements with a function that loses in low precision.
     """
 
     code = "LT019"

@@ -39,8 +39,8 @@ class TritonDotMixesOperands(Rule):
 
     Known problems
     --------------
-    Two operands loaded from two pointers are reported where an autograd.Function is followed to a launch that hands them two dtypes; nor are
-    pointers reported whose name does not say that they hold activations or weights.
+    Two operands loaded from two pointers are reported where an autograd.Function is followed to a launch that hands them two dtypes.
+    Pointers whose name does not say that they hold activations or weights are left alone.
     """
 
     code = "LT022"
@@ -76,8 +76,8 @@ def _of_two_pointers(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hi
     return Hit(
         node=event.node,
         message=f"tl.dot gets {_shown(event.before)} and {_shown(event.after)}, which a launch makes two dtypes",
-        cause="both operands of tl.dot must have the same dtype, it does not promote; an autograd.Function without custom_fwd and custom_bwd "
-        "hands over a gradient in autocast's dtype beside what it saved in another",
+        cause="both operands of tl.dot must have the same dtype, it does not promote; an autograd.Function without custom_fwd and "
+        "custom_bwd hands over a gradient in autocast's dtype beside what it saved in another",
         fix="cast in the kernel, `.to(other.dtype)`, or cast the tensors to one dtype before the launch",
         leads=partial(mixed, file, kernel, event),
         only_reached=True,

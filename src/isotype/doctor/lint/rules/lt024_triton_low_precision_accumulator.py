@@ -69,8 +69,8 @@ def _atomic(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hit:
     return Hit(
         node=event.node,
         message=f"tl.atomic_add sums into {event.name} in its element type, which a launch makes bf16",
-        cause=f"each program adds its part to {event.name}, and each addition rounds to the buffer's dtype: in bf16 (8 bits) parts below 1/256 of the "
-        "sum are lost, and the result depends on the order",
+        cause=f"each program adds its part to {event.name}, and each addition rounds to the buffer's dtype: in bf16 (8 bits) parts below "
+        "1/256 of the sum are lost, and the result depends on the order",
         fix="allocate the buffer in torch.float32 where the kernel is launched, and cast it afterwards",
         elsewhere=partial(against, file, kernel, event),
         leads=partial(leads, file, kernel, event),
