@@ -191,3 +191,23 @@ def test_a_launch_from_an_undecorated_function_mixes_dtypes(told):
 def test_an_atomic_sum_into_a_low_precision_buffer(told):
     assert told(kernels=ATOMIC.format(dtype="")) == ["LT024"]
     assert told(kernels=ATOMIC.format(dtype=", dtype=torch.float32"), possible=True) == []
+
+
+REREAD = """@triton.jit
+def gradient(x_ptr, dx_ptr, y, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + cols).to(tl.float32)
+    tl.store(dx_ptr + cols, tl.exp(x))
+    {back}
+
+
+def backward(x, y):
+    dx = torch.empty_like(x)
+    gradient[(1,)](x, dx, y, x.numel(), BLOCK=64)
+    return dx
+"""
+
+
+def test_what_was_stored_in_low_precision_is_read_back(told):
+    assert told(kernels=REREAD.format(back="tl.store(dx_ptr + y, tl.load(dx_ptr + y).to(tl.float32) - 1.0)")) == ["LT024"]
+    assert told(kernels=REREAD.format(back="tl.store(dx_ptr + y, tl.exp(tl.load(x_ptr + y).to(tl.float32)) - 1.0)"), possible=True) == []

@@ -250,10 +250,90 @@ def test_files_that_say_what_they_are_for(told):
     assert codes(told({"pkg/reference/attention.py": "", "pkg/attention.py": IN_BF16})) == ["LT007"]
     assert codes(told({"pkg/attention.py": "", "examples/norm.py": NORM, "pkg/norm.py": ""})) == []
     assert codes(told({"examples/norm.py": "", "pkg/norm.py": NORM})) == []
-    assert codes(told({"quantised.py": "from peft import prepare_model_for_kbit_training\n"})) == ["LT009"]
+    wide = {"quantised.py": "from peft import prepare_model_for_kbit_training\n"}
+    assert codes(told(wide)) == [], "LT009 is off by default"
+    assert codes(told(wide, extend_select=["LT009"])) == ["LT009"]
 
 
 def test_norms_of_a_trainer_that_keeps_no_weights_in_fp32(told):
     files = {"norm.py": NORM, "loop.py": LOOP, "low.py": LOW, "run.py": REGION}
     assert codes(told(files)) == []
-    assert codes(told({**files, "quantised.py": "from peft import prepare_model_for_kbit_training\n"})) == ["LT009"]
+    wide = {"quantised.py": "from peft import prepare_model_for_kbit_training\n"}
+    assert codes(told({**files, **wide}, extend_select=["LT009"])) == ["LT009"]
+
+
+def test_a_docstring_brings_nothing_about(told):
+    """ "Never model.half()" is no cast of a model."""
+    promise = 'import torch\n\nx = torch.bfloat16\n"""Parameters stay in fp32\nin every mode: never model.half().\n"""\n'
+    assert codes(told({"attention.py": IN_BF16, "policy.py": promise})) == []
+    assert codes(told({"attention.py": IN_BF16, "policy.py": LOW})) == ["LT007"]
+
+
+def test_nothing_uses_it(told):
+    """A class that no file names, and that no caller can be seen of, is only possible."""
+    files = {"attention.py": IN_BF16, "low.py": LOW, "users.py": ""}
+    assert codes(told(files)) == []
+    assert told(files, possible=True)[0][2] == "possible: nothing in this repository uses Attention"
+    ((_, _, evidence),) = told({**files, "users.py": "from attention import Attention\n"})
+    assert evidence == "reached: users.py:1 uses Attention; low.py:5 casts a model to a low precision"
+
+
+ANGLES = """import torch
+from torch import nn
+
+
+class Rotary(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, dim, 2) / dim))
+
+    def forward(self, n):
+        t = torch.arange(n, device=self.inv_freq.device).type_as(self.inv_freq)
+        return torch.einsum("i,j->ij", t, self.inv_freq)
+"""
+TABLE = """import torch
+from torch import nn
+
+
+def table(n, inv_freq):
+    angles = torch.einsum("i,j->ij", torch.arange(n).float().to(inv_freq.device), inv_freq)
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+class Rotary(nn.Module):
+    def __init__(self, n, inv_freq):
+        super().__init__()
+        self.table = table(n, inv_freq)
+
+    def forward(self, x):
+        return x + {used}
+"""
+
+
+def test_angles_that_leave_under_autocast(told):
+    assert codes(told({"rotary.py": ANGLES, "run.py": REGION})) == ["LT008"]
+
+
+@pytest.mark.parametrize(("used", "expected"), [("self.table", []), ("table(8, self.inv_freq)", ["LT008"])])
+def test_a_table_that_constructors_build_meets_no_autocast(told, used, expected):
+    assert codes(told({"rotary.py": TABLE.format(used=used), "run.py": REGION})) == expected
+
+
+def test_a_default_dtype_with_a_name(told):
+    text = """import torch
+
+DEFAULT = torch.float32
+
+
+def timestep_embedding(timesteps, dim, dtype={default}):
+    return torch.outer(timesteps.ravel().to(dtype), torch.exp(-torch.arange(dim, dtype=dtype, device=timesteps.device))).cos()
+
+
+x = timestep_embedding(1, 2)
+"""
+    assert codes(told({"time.py": text.format(default="DEFAULT"), "low.py": LOW})) == []
+    assert codes(told({"time.py": text.format(default="torch.bfloat16"), "low.py": LOW})) == ["LT008"]
+
+
+def test_a_file_named_reference_chooses_its_dtypes(told):
+    assert codes(told({"kernels/reference.py": UNDER_AUTOCAST, "run.py": REGION})) == []

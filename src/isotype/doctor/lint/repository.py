@@ -6,6 +6,7 @@ about, nobody meets it. A library alone decides nothing: its users do.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections.abc import Iterable
@@ -51,7 +52,7 @@ _MODEL_CAST = re.compile(
 _STEP = re.compile(rb"(?:optimi[sz]er|optim|opt|scaler)\w*(?:\[\w+\])?\.step\(")
 _TESTS = re.compile(r"(^|[_/])(tests?|testing|bench\w*)([_/.]|$)")
 _BENCHMARKS = re.compile(r"(^|[_/])bench\w*([_/.]|$)")
-_REFERENCES = re.compile(r"(^|/)references?/")
+_REFERENCES = re.compile(r"(^|[_/])references?(/|\.py$)")
 _INFERENCE = re.compile(r"(^|[_/])infer(ence)?([_/.]|$)")
 _EXAMPLES = re.compile(r"(^|[_/])examples?([_/.]|$)")
 
@@ -74,6 +75,7 @@ class Repository:
         self.root = root
         self._parsed: dict[Path, SourceFile] = {}
         self._places: dict[tuple[re.Pattern[bytes], Path], Spot | None] = {}
+        self._long_texts: dict[Path, set[int]] = {}
         self._uses: dict[tuple[str, Path], Spot | None] = {}
 
     @cached_property
@@ -179,9 +181,21 @@ class Repository:
             text = texts[file]
             for match in pattern.finditer(text):
                 line = text.rfind(b"\n", 0, match.start()) + 1
-                if b"#" not in text[line : match.start()]:
-                    return Spot(file.relative_to(self.root).as_posix(), text.count(b"\n", 0, match.start()) + 1)
+                number = text.count(b"\n", 0, match.start()) + 1
+                if b"#" not in text[line : match.start()] and not self._in_a_text(file, number):
+                    return Spot(file.relative_to(self.root).as_posix(), number)
         return None
+
+    def _in_a_text(self, file: Path, line: int) -> bool:
+        """Whether the line stands inside a string of several lines: a docstring says what is done, and does not do it."""
+        if file not in self._long_texts:
+            lines: set[int] = set()
+            with suppress(SyntaxError, ValueError):
+                for node in ast.walk(ast.parse(self.texts[file])):
+                    if isinstance(node, ast.Constant) and isinstance(node.value, str) and (node.end_lineno or node.lineno) > node.lineno:
+                        lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            self._long_texts[file] = lines
+        return line in self._long_texts[file]
 
     def region_near(self, path: Path) -> bool:
         """Whether a region is opened in the folder of this file or below it. An engine keeps a folder for each model, with what runs it."""

@@ -81,7 +81,7 @@ def _lint_guarded(path: Path, *, active: tuple[str, ...], config: LintConfig) ->
         text = read(path)
         return lint_text(text, path, active=active, config=config)
     except SyntaxError as error:
-        if _is_newer_python(path):
+        if _is_newer_python(path, error):
             return [_too_new(path, error)]
         return [_unread(path, f"could not be parsed: {error.msg}", error.lineno)]
     except (UnicodeDecodeError, OSError, RecursionError) as error:
@@ -91,8 +91,10 @@ def _lint_guarded(path: Path, *, active: tuple[str, ...], config: LintConfig) ->
         return [_unread(path, f"a rule failed: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})", None)]
 
 
-def _is_newer_python(path: Path) -> bool:
-    """Whether libcst, which knows the syntax of Pythons newer than this one, parses it; False where it is not installed."""
+def _is_newer_python(path: Path, error: SyntaxError) -> bool:
+    """Whether it is the syntax of a newer Python: an f-string that 3.12 allows, or what libcst parses where that is installed."""
+    if sys.version_info < (3, 12) and (error.msg or "").startswith("f-string"):
+        return True
     try:
         import libcst
 

@@ -197,7 +197,12 @@ def _multiplies_after_widening(file: SourceFile, function: Function) -> bool:
             wide = wide or any(
                 file.dotted(a) in ("torch.float32", "torch.float") for a in (*node.args, keyword(node, "dtype")) if a is not None
             )
-            products = products or name in names.LOWER or (isinstance(node.func, ast.Attribute) and last_name(node.func.value) == "self")
+            products = (
+                products
+                or name in names.LOWER
+                or name.endswith("_norm")
+                or (isinstance(node.func, ast.Attribute) and last_name(node.func.value) == "self")
+            )
         elif isinstance(node, ast.BinOp):
             products = products or isinstance(node.op, ast.MatMult)
     return wide and products

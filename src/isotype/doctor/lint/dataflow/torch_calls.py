@@ -104,9 +104,22 @@ def torch_call(
         first = first.but(on_cpu=False)
     if name in names.PART:
         first = first.but(buffer=None)
+    if name in ("layer_norm", "group_norm", "rms_norm", "instance_norm") and run.autocast is None:
+        _refuse_narrow_weight(run, name, args, nodes, kwargs, node)
     if name in names.KEEP:
         return _autocast_result(run, name, _with_dtype(run, first, kwargs, node))
     return UNKNOWN
+
+
+def _refuse_narrow_weight(
+    run: Interpreter, name: str, args: list[Any], nodes: list[ast.expr], kwargs: dict[str, Any], node: ast.Call
+) -> None:
+    """torch normalises an fp32 input with fp32 weights only; a narrower input may have fp32 weights."""
+    at = 1 if name == "instance_norm" else 2
+    weight = kwargs.get("weight", args[at] if len(args) > at else None)
+    if isinstance(weight, Tensor) and weight.low and args[0].dtype == "fp32":
+        label = run.text(nodes[at]) if len(nodes) > at else "weight"
+        run.refuse("matmul", node, name, (run.text(nodes[0]), args[0]), (label, weight))
 
 
 def spectrum(run: Interpreter, name: str, args: list[Any]) -> Any:

@@ -58,6 +58,7 @@ class RecomputeOutsideAutocast(Rule):
 
     code = "LT012"
     name = "recompute-outside-autocast"
+    first_look = (4, 6)
     words = ("enable_grad", "set_grad_enabled")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:

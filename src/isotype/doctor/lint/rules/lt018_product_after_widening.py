@@ -44,6 +44,7 @@ class ProductAfterWidening(Rule):
 
     code = "LT018"
     name = "product-after-widening"
+    first_look = (3, 4)
     in_tests = False
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
@@ -79,6 +80,8 @@ def _written(value: Tensor) -> bool:
 
 def _meant(event: Event, wide: Tensor) -> str:
     """Why the author expects the other operand to be fp32, or ""."""
+    if event.operation.endswith("_norm"):
+        return ""  # what is normalised is widened on purpose, and its weight was forgotten
     inside = wide.node is not None and any(node is wide.node for node in ast.walk(event.node))
     if inside:
         return "the cast is written in the product itself: what it meets is meant to be fp32"

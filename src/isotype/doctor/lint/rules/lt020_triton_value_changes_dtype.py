@@ -49,6 +49,7 @@ class TritonValueChangesDtype(Rule):
 
     code = "LT020"
     name = "triton-value-changes-dtype"
+    first_look = (0, 6)
     severity = Severity.ERROR
     fix_safety = FixSafety.SAFE
     words = ("triton",)

@@ -44,6 +44,7 @@ class TritonMathInLowPrecision(Rule):
 
     code = "LT023"
     name = "triton-math-in-low-precision"
+    first_look = (2, 9)
     severity = Severity.ERROR
     fix_safety = FixSafety.SAFE
     words = ("triton",)

@@ -46,6 +46,7 @@ class TritonLowPrecisionAccumulator(Rule):
 
     code = "LT024"
     name = "triton-low-precision-accumulator"
+    first_look = (9, 30)
     words = ("triton",)
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
@@ -53,6 +54,8 @@ class TritonLowPrecisionAccumulator(Rule):
             for event in kernel.events:
                 if event.kind == "atomic":
                     yield _atomic(file, kernel, event)
+                elif event.kind == "reread":
+                    yield _reread(file, kernel, event)
                 if event.kind == "accumulator" and _sums_floats(kernel, event):
                     held = f"the element type of {event.before.loaded}" if event.before.loaded else str(event.before.type)
                     yield Hit(
@@ -72,6 +75,19 @@ def _atomic(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hit:
         cause=f"each program adds its part to {event.name}, and each addition rounds to the buffer's dtype: in bf16 (8 bits) parts below "
         "1/256 of the sum are lost, and the result depends on the order",
         fix="allocate the buffer in torch.float32 where the kernel is launched, and cast it afterwards",
+        elsewhere=partial(against, file, kernel, event),
+        leads=partial(leads, file, kernel, event),
+        only_reached=True,
+    )
+
+
+def _reread(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hit:
+    return Hit(
+        node=event.node,
+        message=f"{kernel.node.name} reads back what it stored in {event.name}, and stores it again: it was rounded in between",
+        cause=f"a value that was stored in {event.name} has been rounded to its element type, bf16 (8 bits) for a bf16 buffer: what is "
+        "added to or taken from it afterwards meets the rounding error, and a small difference is lost",
+        fix="keep the value in tl.float32 until its last store, or compute it again",
         elsewhere=partial(against, file, kernel, event),
         leads=partial(leads, file, kernel, event),
         only_reached=True,

@@ -29,7 +29,7 @@ _ACTIVATION = re.compile(
     r"(x|q|k|v|a|b|w|o|do|dy|dout|input|inp|in|logits?|hidden(_states)?|y|u|gate|up|weight|out|grad_?out(put)?|query|key|value|e|src|act|"
     r"activations?|scores?)_?(base|ptr)?"
 )
-Kind = Literal["branch", "loop", "dot", "dot_of_pointers", "math", "accumulator", "atomic"]
+Kind = Literal["branch", "loop", "dot", "dot_of_pointers", "math", "accumulator", "atomic", "reread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,8 @@ class _Run:
         self.innermost: ast.stmt | None = None  # the loop being run
         self.done = told
         self.returned: list[Value] = []
+        self.stored: set[str] = set()  # pointers that were written to, and of those the ones that were read again
+        self.reread: set[str] = set()
         self.uncast: list[ast.If] = []  # compile-time branches being run whose other side casts to fp32
 
     def emit(self, kind: Kind, node: ast.expr | ast.stmt, name: str, before: Value, after: Value, test: ast.expr | None = None) -> None:
@@ -363,6 +365,13 @@ class _Run:
         called = self.file.memo["jit_functions"].get(name) if isinstance(node.func, ast.Name) else None
         if called is not None and self.depth < 3 and called.node is not self.kernel.node:
             return self.enter(called, node, args)
+        if name == "store" and first.pointer:
+            if first.pointer in self.reread:
+                self.emit("reread", node, first.pointer, Value(f"elem({first.pointer})", node), NOTHING)
+            self.stored.add(first.pointer)
+            return NOTHING
+        if name == "load" and first.pointer in self.stored:
+            self.reread.add(first.pointer)
         if name == "load":
             return Value(f"elem({first.pointer})", node) if first.pointer else NOTHING
         if name == "atomic_add" and first.pointer and len(args) > 1 and args[1].type not in ("int", "bool"):
