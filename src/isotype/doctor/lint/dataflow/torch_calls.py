@@ -80,6 +80,7 @@ def torch_call(
         at = 1 if name == "polar" and len(args) > 1 else 0  # polar(radius, angle)
         if isinstance(args[at], Tensor) and args[at].positional:
             run.emit("table", node, name, (run.text(nodes[at]), args[at]))
+            first = first.but(positional=False, frequency=False, lowered=None)  # what comes out is a table, and no position
     if name in names.SPLIT:
         return Items(each=first.but(buffer=None))
     if name in names.VALUES_AND_INDICES or (name in ("max", "min", "median", "cummax") and (len(args) > 1 or "dim" in kwargs)):

@@ -65,7 +65,7 @@ class PositionsInLowPrecision(Rule):
     name = "positions-in-low-precision"
     first_look = (79, 122)
     in_tests = False
-    words = ("cos", "sin", "polar")
+    words = ("cos", "sin", "polar", "inv_freq", "rotary", "rope")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         seen: set[ast.AST | None] = set()

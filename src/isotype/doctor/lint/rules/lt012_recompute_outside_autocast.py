@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ..dataflow.functions import FunctionClass, function_classes
 from ..dataflow.plain import AUTOCAST
 from ..rule import Hit, Rule
-from ..source import SourceFile, bindings, last_name, own_nodes
+from ..source import Function, SourceFile, bindings, last_name, own_nodes
 
 
 class RecomputeOutsideAutocast(Rule):
@@ -115,7 +115,7 @@ def _restores_a_context(file: SourceFile, forward: ast.FunctionDef, backward: as
     return any(last_name(n) in kept | speaking for expression in entered for n in ast.walk(expression))
 
 
-def _words(function: ast.FunctionDef) -> Iterator[str]:
+def _words(function: Function) -> Iterator[str]:
     for node in own_nodes(function):
         if isinstance(node, (ast.Name, ast.Attribute)):
             yield last_name(node)
