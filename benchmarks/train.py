@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
 CONTENDERS = ("isotype", "without optimize", "hf-trainer")
@@ -44,13 +45,14 @@ def run_isotype(a: argparse.Namespace, who: str) -> dict[str, Any]:
     import torch
 
     from isotype.config.schema import AdapterSection, TrainSection
+    from isotype.model.adapter import attach_adapter
     from isotype.optimize import optimize
     from isotype.precision import PRESETS
     from isotype.precision.accumulate import GradientAccumulator
     from isotype.precision.apply import apply_precision
-    from isotype.training.adapter import attach_adapter
-    from isotype.training.batches import collate
-    from isotype.training.memory import peak_memory
+    from isotype.tasks.language.batches import collate
+    from isotype.tasks.language.loss import batch_loss_sum
+    from isotype.training.memory.device import peak_memory
     from isotype.training.optimizer import build_optimizer
     from isotype.training.step import Stepper
 
@@ -62,7 +64,14 @@ def run_isotype(a: argparse.Namespace, who: str) -> dict[str, Any]:
         optimize(model, precision)
     apply_precision(model, precision, device_type=device.type)
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
-    step = Stepper(model, build_optimizer(model, train, precision, accumulator.gradient), accumulator, precision, train)
+    step = Stepper(
+        model,
+        build_optimizer(model, train, precision, accumulator.gradient),
+        accumulator,
+        precision,
+        train,
+        partial(batch_loss_sum, dtype=precision.loss),
+    )
     model.train()
     before, seconds, losses = peak_memory(device), [], []
     for i in range(a.steps + a.warmup):
@@ -80,7 +89,7 @@ def run_trainer(a: argparse.Namespace) -> dict[str, Any]:
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from isotype.training.memory import peak_memory
+    from isotype.training.memory.device import peak_memory
 
     base, rows = model_and_rows(a)
     device = torch.device(a.device)

@@ -11,10 +11,26 @@ TYPE_CHECKING = False  # typing is 10 ms in which Ctrl-C is a traceback
 if TYPE_CHECKING:
     from typing import Any
 
+    from isotype.config.schema import RunConfig as RunConfig
+    from isotype.doctor.trace import trace as trace
+    from isotype.entry.run import Run as Run
+    from isotype.entry.train import train as train
+    from isotype.finding import Finding as Finding
+    from isotype.ops.contract import OpContract as OpContract
+    from isotype.optimize import optimize as optimize
+    from isotype.optimize import restore as restore
+    from isotype.precision import Precision as Precision
+    from isotype.testing.expect import expect as expect
+    from isotype.training.callbacks import Callback as Callback
+
 __version__ = "0.1.0"
 
 _LAZY = {
     "Precision": "isotype.precision",
+    "train": "isotype.entry.train",
+    "Run": "isotype.entry.run",
+    "RunConfig": "isotype.config.schema",
+    "Callback": "isotype.training.callbacks",
     "expect": "isotype.testing.expect",
     "trace": "isotype.doctor.trace",
     "optimize": "isotype.optimize",

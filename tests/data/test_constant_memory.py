@@ -13,7 +13,7 @@ import pytest
 
 from isotype.config.schema import DataSection
 from isotype.data.load import load_data
-from isotype.training.batches import RowStream
+from isotype.training.feed import RowStream
 
 FEW, MANY = 600, 1800
 

@@ -7,10 +7,10 @@ import shutil
 import pytest
 import torch
 
-from isotype.checkpoint import store as store_module
-from isotype.checkpoint.store import Checkpoint, CheckpointStore
 from isotype.errors import RunError, UsageError
 from isotype.inference.loaded import _load_newest
+from isotype.runs.checkpoint import store as store_module
+from isotype.runs.checkpoint.store import Checkpoint, CheckpointStore
 
 
 def saved(folder, *steps):

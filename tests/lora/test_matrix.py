@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
+from benchmarks import lora_matrix as matrix
 
 from isotype.errors import DtypeError
-from isotype.lora import matrix
 
 
 @pytest.fixture(scope="module", params=matrix.OPS)

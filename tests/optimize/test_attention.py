@@ -103,3 +103,35 @@ def test_generation_runs_the_op_on_the_prompt_alone(calls):
     optimize(model)
     model.generate(batch(length=50)["input_ids"], max_new_tokens=4, do_sample=False)
     assert calls == [50, 50]
+
+
+@pytest.mark.parametrize("family", ["t5", "mt5", "umt5"])
+def test_a_position_bias_is_the_models(family):
+    """T5-likes hand a tensor to the attention function; without dropout 40 queries would be the op's to compute."""
+    from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
+
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family](
+        vocab_size=96, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0,
+        eos_token_id=1,
+    )  # fmt: skip
+    model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="sdpa").to(torch.bfloat16).eval()
+    mine = copy.deepcopy(model)
+    assert any(e.op == "attention" for e in optimize(mine).replaced)
+    ids = torch.randint(3, 96, (2, 40), generator=torch.Generator().manual_seed(0))
+    losses = [each(input_ids=ids, labels=ids).loss for each in (model, mine)]
+    torch.testing.assert_close(losses[1].detach() * 1, losses[0].detach(), rtol=2e-2, atol=2e-2)
+    losses[1].backward()
+    assert mine.generate(input_ids=ids, max_new_tokens=3, do_sample=False).shape[1] > 1
+
+
+def test_an_attention_function_of_the_users_is_not_replaced():
+    from transformers import AttentionInterface
+
+    def own(*args, **kwargs):
+        raise AssertionError
+
+    table = AttentionInterface()
+    assert placed.Functions(table).get_interface("sdpa", own) is not table.get_interface("sdpa", own)
+    table["sdpa"] = own
+    assert placed.Functions(table).get_interface("sdpa", own) is own

@@ -12,6 +12,7 @@ from isotype.errors import IsotypeError
 from isotype.ops import cross_entropy
 from isotype.optimize import deferred, optimize
 from isotype.optimize.deferred import DeferredLogits, defer
+from tests.ops.trials import FACTOR, error, floor
 from tests.optimize.models import batch, tiny
 
 
@@ -148,13 +149,68 @@ def test_a_materialisation_in_a_training_step_is_counted_with_its_line():
     assert len(deferred.materialised) == 1
 
 
-def test_logits_read_after_the_weight_changed_are_refused():
+def test_reading_without_gradients_keeps_the_graph():
+    """Metrics are read so, and the loss is made of the same logits afterwards."""
     hidden, weight, _ = make()
     x = defer(hidden, weight, None)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            x.argmax(-1)
+    F.cross_entropy(x.view(-1, 7), torch.arange(10) % 7).backward()
+    want = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight).view(-1, 7), torch.arange(10) % 7), (hidden, weight))
+    torch.testing.assert_close((hidden.grad, weight.grad), want)
     with torch.no_grad():
-        weight.add_(1)
-    with pytest.raises(IsotypeError, match="before optimizer"):
+        assert not defer(hidden, weight, None).requires_grad
+
+
+def test_what_shares_memory_in_plain_logits_shares_writes():
+    seen = []
+    for f in (defer, F.linear):
+        hidden, weight, _ = make()
+        x = f(hidden, weight, None)
+        taken = [
+            x.view(-1, 7),
+            x[:, 1:],
+            x[:, :-1].reshape(-1, 7),
+            x.detach(),
+            x.clone(),
+            x * 2,
+            x.float(),
+            x.view(5, 2, 7)[1:].view(-1, 7),
+        ]
+        with torch.no_grad():
+            taken[1].argmax()
+            taken[0][3] = 5.0
+        x.mul_(3)
+        taken[1].clamp_(max=1)
+        loss = sum(F.cross_entropy(t.reshape(-1, 7), torch.arange(t.numel() // 7) % 7).double() for t in (x, *taken))
+        loss.backward()
+        seen.append([loss.detach(), hidden.grad, weight.grad, x.detach() * 1, *(t.detach() * 1 for t in taken)])
+    torch.testing.assert_close(*seen)
+
+
+def stepped(weight, optimizer):
+    if optimizer == "SGD":
+        return torch.optim.SGD([weight], lr=0.1)
+    if optimizer == "fused AdamW":
+        return torch.optim.AdamW([weight], lr=0.1, fused=True)
+    return pytest.importorskip("bitsandbytes").optim.AdamW8bit([weight], lr=0.1)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "fused AdamW", "bitsandbytes"])
+def test_logits_read_after_the_weight_changed_are_refused(optimizer):
+    """Fused optimizers leave the version counter of what they change alone."""
+    hidden, weight, _ = make(dtype=torch.float32)
+    x = defer(hidden, weight, None)
+    kept, want = x.detach().clone(), F.linear(hidden, weight).detach()
+    weight.grad = torch.ones_like(weight)
+    stepped(weight, optimizer).step()
+    with pytest.raises(IsotypeError, match="weight changed"):
         x.sum()
+    with pytest.raises(IsotypeError, match="weight changed"):
+        F.cross_entropy(x.view(-1, 7), torch.arange(10) % 7)
+    torch.testing.assert_close(kept, want)
+    defer(hidden, weight, None).sum()
 
 
 def test_autocast_is_remembered():
@@ -163,6 +219,73 @@ def test_autocast_is_remembered():
         x, want = defer(hidden, weight, None), F.linear(hidden, weight)
     assert x.dtype == want.dtype == torch.bfloat16
     torch.testing.assert_close(x.materialise(), want)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inside", [True, False], ids=["loss inside", "loss outside"])
+def test_a_loss_has_plain_pytorchs_dtype_and_is_no_worse(cast, dtype, reduction, inside):
+    """Under autocast PyTorch computes a cross-entropy in fp32, of whatever logits: BERT's loss is one, and its fp16 gradient is scaled."""
+    torch.manual_seed(0)
+    values = torch.randn(64, 32, dtype=torch.float64), torch.randn(50, 32, dtype=torch.float64)
+    targets = torch.randint(0, 50, (64,))
+    seen = {}
+    for kind in ("deferred", "plain", "exact"):
+        hidden, weight = (v.to(dtype).to(torch.float64 if kind == "exact" else dtype).requires_grad_() for v in values)
+        with torch.autocast("cpu", cast, enabled=cast is not None and kind != "exact"):
+            logits = (defer if kind == "deferred" else F.linear)(hidden, weight, None)
+            if inside:
+                loss = F.cross_entropy(logits, targets, reduction=reduction)
+        if not inside:
+            loss = F.cross_entropy(logits, targets, reduction=reduction)
+        # as a GradScaler does
+        (loss.sum() * 1024).backward()
+        seen[kind] = [loss.detach() * 1, hidden.grad / 1024, weight.grad / 1024]
+    assert [t.dtype for t in seen["deferred"]] == [t.dtype for t in seen["plain"]]
+    narrowest = floor(dtype, cast)
+    for mine, theirs, truth in zip(*seen.values()):
+        assert error(mine, truth) <= FACTOR * max(error(theirs, truth), narrowest)
+
+
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook", "for every module"])
+def test_backward_hooks_of_the_head_see_what_they_see_in_the_plain_model(hook):
+    seen = []
+    model = tiny("llama")
+    mine = copy.deepcopy(model)
+    optimize(mine)
+    for each in (model, mine):
+        gradients = []
+
+        def keep(module, *grads, head=each.lm_head, gradients=gradients):
+            if module is head:
+                gradients.extend(g for pair in grads for g in pair if g is not None)
+
+        register = torch.nn.modules.module.register_module_full_backward_hook if " " in hook else getattr(each.lm_head, hook)
+        handle = register(keep)
+        try:
+            each(**batch()).loss.backward()
+        finally:
+            handle.remove()
+        seen.append([*gradients, each.lm_head.weight.grad])
+    assert len(seen[0]) > 1
+    torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-6)
+    assert isinstance(mine(**batch()).logits, DeferredLogits), "without hooks they are deferred again"
+
+
+def test_the_gradient_of_logits_kept_before_a_loss_and_refused_after_one():
+    hidden, weight, _ = make()
+    x = defer(hidden, weight, None)
+    flat = x.view(-1, 7)
+    x.retain_grad()
+    calls = []
+    x.register_hook(calls.append)
+    F.cross_entropy(flat, torch.arange(10) % 7).backward()
+    assert torch.equal(calls[0], x.grad)
+    x = defer(hidden, weight, None)
+    F.cross_entropy(x.view(-1, 7), torch.arange(10) % 7)
+    with pytest.raises(IsotypeError, match="retain_grad"):
+        x.retain_grad()
 
 
 @pytest.mark.parametrize("family", ["gemma2", "cohere", "granite"])

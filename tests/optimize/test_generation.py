@@ -16,7 +16,7 @@ from isotype.ops.rope import cpp as rope
 from isotype.ops.silu_mul import cpp as silu
 from isotype.precision import PRESETS, Precision
 from isotype.precision.apply import apply_precision
-from isotype.training.checkpointing import Checkpointing, apply_checkpointing
+from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
 from tests.models import lora, quantised, tiny
 from tests.optimize.models import batch
 
@@ -180,3 +180,75 @@ def test_the_manifest_names_it_and_restore_undoes_it():
     restore(model)
     assert "generate" not in vars(inner)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+class SamplesInTheLoss(Trainer):
+    """Training on the model's own samples, as OnlineDPO, GKD and GRPO do."""
+
+    def compute_loss(self, model, inputs, **more):
+        self.seen.append(model.generate(input_ids=PROMPT, max_new_tokens=6, pad_token_id=0, **SAMPLED))
+        return super().compute_loss(model, inputs, **more)
+
+
+class Samples(TrainerCallback):
+    def __init__(self, seed=None):
+        self.seed, self.seen = seed, []
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
+        for _ in range(2):
+            self.seen.append(model.generate(input_ids=PROMPT, max_new_tokens=6, pad_token_id=0, **SAMPLED))
+
+
+def run_of(kind, model, tmp_path, callbacks):
+    settings = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, max_steps=6, per_device_train_batch_size=2, report_to=[], save_strategy="no",
+        logging_strategy="no", disable_tqdm=True, learning_rate=0.0,
+    )  # fmt: skip
+    trainer = kind(model, settings, train_dataset=Rows(), callbacks=callbacks)
+    trainer.seen = []
+    trainer.train()
+    return trainer.seen
+
+
+def distinct(completions):
+    return len({tuple(c[0, PROMPT.shape[1] :].tolist()) for c in completions})
+
+
+def test_training_on_its_own_samples_draws_what_plain_transformers_draws(tmp_path):
+    """The weights stand still, so that equal noise gives equal samples; without dropout nothing else draws."""
+    model = tiny("llama")
+    plain = run_of(SamplesInTheLoss, copy.deepcopy(model), tmp_path, [])
+    optimize(model)
+    got = run_of(SamplesInTheLoss, model, tmp_path, [])
+    assert distinct(got) == len(got) == 6
+    assert all(torch.equal(a, b) for a, b in zip(got, plain))
+
+
+def test_a_callback_changes_none_of_the_samples_that_are_trained_on(tmp_path):
+    model = tiny("llama")
+    optimize(model)
+    expected = run_of(SamplesInTheLoss, copy.deepcopy(model), tmp_path, [])
+    callback = Samples()
+    got = run_of(SamplesInTheLoss, model, tmp_path, [callback])
+    assert all(torch.equal(a, b) for a, b in zip(got, expected))
+    assert distinct(callback.seen + got) == 12 + 6, "a callback's samples are neither each other's nor training's"
+
+
+def test_callbacks_do_not_repeat_their_noise_where_training_draws_none(tmp_path):
+    model = tiny("llama")
+    optimize(model)
+    callback = Samples()
+    run_of(Trainer, model, tmp_path, [callback])
+    assert distinct(callback.seen) == 12
+
+
+def test_a_seed_in_a_callback_is_obeyed(tmp_path):
+    model = tiny("llama")
+    optimize(model)
+    callback = Samples(seed=3)
+    run_of(Trainer, model, tmp_path, [callback])
+    torch.manual_seed(3)
+    expected = [model.generate(input_ids=PROMPT, max_new_tokens=6, pad_token_id=0, **SAMPLED) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(callback.seen, expected * 6))

@@ -15,6 +15,7 @@ from torch import nn
 
 from isotype.errors import UsageError
 from isotype.optimize import optimize, restore
+from isotype.precision import PRESETS
 from tests.optimize.models import batch, tiny
 from tests.optimize.test_families import loss_and_gradients
 
@@ -157,6 +158,41 @@ def test_something_else():
         optimize("llama")
 
 
+@pytest.mark.parametrize("precision", ["bf16-lora", "bf16", torch.bfloat16, PRESETS["bf16-lora"], "bf16-lora grads=bf16"], ids=str)
+def test_a_precision_in_any_form(precision):
+    model = tiny("llama")
+    assert "norms give bf16" in str(optimize(model, precision))
+    assert model.model.norm(torch.randn(2, 32)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("precision", "says"), [("bf16-lra", "expected one of fp32 bf16-mixed bf16-lora"), (16, "not a int")])
+def test_a_precision_that_is_none(precision, says):
+    with pytest.raises(UsageError, match=says):
+        optimize(tiny("llama"), precision)
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
+def test_berts_loss_under_autocast_is_fp32_with_its_gradients(cast):
+    """Its own code hands the logits to cross_entropy as they are; a GradScaler multiplies what comes out by 65,536."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertForMaskedLM(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    mine = copy.deepcopy(model)
+    assert any(e.op == "linear_cross_entropy" for e in optimize(mine).replaced)
+    inputs = batch(rows=8, length=48)
+    seen = []
+    for each in (model, mine):
+        with torch.autocast("cpu", cast):
+            loss = each(**inputs).loss
+        (loss * 65536).backward()
+        seen.append((loss.detach() * 1, each.cls.predictions.bias.grad))
+    assert seen[1][0].dtype == seen[0][0].dtype == torch.float32
+    torch.testing.assert_close(seen[1][0], seen[0][0], rtol=2e-3, atol=0)
+    assert torch.isfinite(seen[1][1]).all()
+
+
 @pytest.mark.slow
 def test_two_processes(tmp_path):
     """DDP over gloo: losses and gradients of both ranks are those of the original model."""
@@ -192,6 +228,6 @@ def test_two_processes(tmp_path):
     path = os.pathsep.join([str(root), *filter(None, sys.path)])
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
     done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, timeout=120
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, timeout=900
     )
     assert done.stdout.count("same") == 2, done.stderr[-3000:]

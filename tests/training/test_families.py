@@ -1,6 +1,7 @@
 """Every supported family trains under its declaration, and adapters go both ways between Isotype and plain PEFT."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -9,12 +10,13 @@ from tests.models import FAMILIES, lora, rows, tiny
 
 from isotype.config.schema import AdapterSection, TrainSection
 from isotype.errors import UsageError
+from isotype.model.adapter import attach_adapter, save_adapter, trainable_share
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
 from isotype.precision.observe import Observer
-from isotype.training.adapter import attach_adapter, save_adapter, trainable_share
-from isotype.training.batches import collate
+from isotype.tasks.language.batches import collate
+from isotype.tasks.language.loss import batch_loss_sum
 from isotype.training.optimizer import build_optimizer
 from isotype.training.step import Stepper
 
@@ -25,7 +27,14 @@ def step_of(model, preset):
     precision, train = PRESETS[preset], TrainSection(learning_rate=1e-2)
     apply_precision(model, precision, device_type="cpu")
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
-    return Stepper(model, build_optimizer(model, train, precision, accumulator.gradient), accumulator, precision, train)
+    return Stepper(
+        model,
+        build_optimizer(model, train, precision, accumulator.gradient),
+        accumulator,
+        precision,
+        train,
+        partial(batch_loss_sum, dtype=precision.loss),
+    )
 
 
 @pytest.mark.parametrize("preset", ["bf16-lora", "bf16-mixed"])

@@ -4,11 +4,11 @@ import torch
 
 from isotype.config.schema import AdapterSection, ModelSection
 from isotype.data.prompts import prompts_from
+from isotype.model.adapter import attach_adapter
+from isotype.model.load import Source, load_base, load_tokenizer
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
-from isotype.training.adapter import attach_adapter
-from isotype.training.model import Source, load_base, load_tokenizer
-from isotype.training.sample import sample
+from isotype.tasks.language.sample import sample
 
 BEGINNING = ", there was a little girl named Lily. She loved to play outside in the park."
 

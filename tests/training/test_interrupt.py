@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from isotype.checkpoint.store import CheckpointStore
+from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.training.interrupt import Interrupt
 
 

@@ -9,11 +9,11 @@ import signal
 import pytest
 import torch
 from tests.gpu import DEVICE, on_a_gpu
-from tests.training.test_offload import chain, made
+from tests.training.memory.test_offload import chain, made
 from tests.training.test_run import losses, same_result
 
-from isotype.checkpoint.store import CheckpointStore
-from isotype.training.run import train
+from isotype.runs.checkpoint.store import CheckpointStore
+from isotype.tasks.choose import train
 
 PRESETS = {
     "fp32": {},
@@ -77,7 +77,7 @@ def test_recomputing_changes_nothing_that_is_learned(configured, tmp_path, check
 @on_a_gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="copies beside the device's work")
 def test_inputs_come_back_from_host_memory_as_they_left():
-    from isotype.training.offload import HostMemory
+    from isotype.training.memory.offload import HostMemory
 
     layers, x = made(12), torch.randn(4096, 128)
     layers = [layer.to(DEVICE) for layer in layers]

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from isotype.cli.app import build_app
 from isotype.config.load import load
 from isotype.errors import UsageError
-from isotype.training.plan import plan
+from isotype.tasks.choose import plan
 
 SETTINGS = ["data.limit=40", "data.max_length=64", "train.steps=5", "train.warmup=2", "model.device=cpu", "adapter.r=4"]
 
@@ -44,7 +44,7 @@ def test_a_plan_says_what_a_run_would_do(stories, tmp_path, monkeypatch):
 def test_what_does_not_fit_is_said_with_a_way_out(stories, monkeypatch):
     from dataclasses import replace
 
-    from isotype.hardware import detect
+    from isotype.environment.hardware import detect
     from isotype.training import plan as module
 
     monkeypatch.setattr(module, "detect", lambda device: replace(detect("cpu"), memory=64 << 20))

@@ -16,18 +16,19 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from isotype.checkpoint.store import CheckpointStore
 from isotype.errors import RunError, UsageError
-from isotype.training import loop as loop_module
+from isotype.runs.checkpoint.store import CheckpointStore
+from isotype.tasks.choose import train
+from isotype.tasks.language.task import LanguageTask
 from isotype.training import run as run_module
-from isotype.training.run import train
 
 _DIES_AT_STEP_4 = """
 import os, signal, sys
 from pathlib import Path
-from isotype.checkpoint.store import CheckpointStore
+from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.config.load import load
-from isotype.training.run import train
+from isotype.tasks.choose import train
+from isotype.tasks.language.task import LanguageTask
 
 save = CheckpointStore.save
 
@@ -77,9 +78,11 @@ def test_a_run_leaves_what_the_design_says(configured, tmp_path, workshop):
     assert precision["observed"]["save"] == {"fp32": 28}
     assert set(precision["observed"]["generate"]) == {"fp32"}
     assert {"norms", "reduce"} >= set(precision["unobserved"]) >= {"reduce"}
-    assert set(precision["declared"]) - {"rounding", "loss_scaling"} == set(precision["observed"]) - {"outputs"} | set(
-        precision["unobserved"]
-    )
+    assert set(precision["declared"]) - {"rounding", "loss_scaling"} <= set(precision["observed"]) | set(precision["unobserved"])
+    for role, total in precision["total"].items():
+        seen, unseen = precision["observed"].get(role, {}), precision["unseen"].get(role, {})
+        assert sum(seen.values()) + sum(unseen.values()) == total, role
+    assert len(precision["observed_at"]) > 1, "steps are drawn besides the first"
     assert precision["violations"] == []
     steps = [r for r in losses(run) if r[1] is not None]
     assert [s for s, *_ in steps] == [1, 2, 3, 4, 5, 6]
@@ -113,6 +116,8 @@ def test_an_interrupted_run_ends_bit_identical(configured, tmp_path, settings):
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert train(loaded, resume=tmp_path / "disturbed") == 0
     same_result(tmp_path / "whole", tmp_path / "disturbed")
+    assert json.loads((tmp_path / "disturbed/resumes.json").read_text()) == {"steps": [4]}
+    assert not (tmp_path / "whole/resumes.json").exists()
 
 
 def ctrl_c_before(monkeypatch, owner, name, *, call=1, times=1):
@@ -128,12 +133,13 @@ def ctrl_c_before(monkeypatch, owner, name, *, call=1, times=1):
     monkeypatch.setattr(owner, name, interrupted)
 
 
-@pytest.mark.parametrize("stage", ["evaluate", "sample", "collate"])
-def test_ctrl_c_saves_and_says_how_to_go_on(configured, tmp_path, capsys, monkeypatch, stage):
+# the preflight samples and collates once before the loop does
+@pytest.mark.parametrize(("stage", "call"), [("evaluate", 2), ("sample", 3), ("collate", 3)])
+def test_ctrl_c_saves_and_says_how_to_go_on(configured, tmp_path, capsys, monkeypatch, stage, call):
     assert train(configured("whole")) == 0
     previous = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patched:
-        ctrl_c_before(patched, loop_module, stage, call=2)
+        ctrl_c_before(patched, LanguageTask, stage, call=call)
         assert train(configured("stopped")) == 130
     assert signal.getsignal(signal.SIGINT) is previous
     assert result_of(tmp_path / "stopped")["status"] == "interrupted"
@@ -155,7 +161,7 @@ def test_ctrl_c_before_step_1_stops_at_once_and_leaves_nothing_begun(configured,
 def test_a_second_ctrl_c_stops_at_once_and_nothing_saved_is_lost(configured, tmp_path, capsys, monkeypatch):
     assert train(configured("whole")) == 0
     with monkeypatch.context() as patched:
-        ctrl_c_before(patched, loop_module, "collate", call=6, times=2)
+        ctrl_c_before(patched, LanguageTask, "collate", call=7, times=2)
         assert train(configured("stopped")) == 130
     assert "interrupted at once, without a save: the last checkpoint is step " in capsys.readouterr().out
     assert train(configured("stopped"), resume=tmp_path / "stopped") == 0
@@ -232,16 +238,16 @@ def test_a_run_that_becomes_non_finite_names_the_last_good_checkpoint(configured
 
 
 def test_a_disk_that_fills_up_names_the_last_good_checkpoint(configured, tmp_path, monkeypatch):
-    from isotype.checkpoint import folder
+    from isotype.runs.checkpoint import atomic_folder
 
-    original = folder.seal
+    original = atomic_folder.seal
 
     def full(aside):
         if aside.name == ".step_4.partial":
             raise OSError(28, "No space left on device")
         original(aside)
 
-    monkeypatch.setattr(folder, "seal", full)
+    monkeypatch.setattr(atomic_folder, "seal", full)
     with pytest.raises(RunError, match=r"CK001(.|\n)*step_4: No space left on device(.|\n)*saved(.|\n)*step_2"):
         train(configured())
     monkeypatch.undo()
@@ -318,7 +324,7 @@ def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_ending(configured, t
 
 @pytest.mark.parametrize("change", [{"progress": {}}, {"progress": None}, {"random": {}}, {"optimizer": {"no.such": {"step": 1}}}])
 def test_a_whole_checkpoint_that_is_no_state_of_the_run_is_one_error(configured, tmp_path, change):
-    from isotype.checkpoint.folder import seal
+    from isotype.runs.checkpoint.atomic_folder import seal
 
     assert train(configured()) == 0
     newest = tmp_path / "run/checkpoints/step_6"
@@ -349,3 +355,23 @@ def test_a_row_that_cannot_be_read_in_mid_run_names_itself_and_the_last_good_che
         train(configured(**sections))
     file.write_text("".join([*good[:44], good[0], *good[44:]]))
     assert train(configured(**sections), resume=tmp_path / "run") == 0
+
+
+def test_samples_can_be_switched_off(configured, tmp_path):
+    assert train(configured(run={"sample_every": 0, "samples": []})) == 0
+    assert not (tmp_path / "run" / "samples").exists()
+    seen = json.loads((tmp_path / "run" / "precision.json").read_text())["observed"]
+    assert "generate" not in seen
+    with pytest.raises(UsageError, match=r"run.samples has no effect: run.sample_every is 0"):
+        train(configured("other", run={"sample_every": 0}))
+
+
+def test_samples_without_a_schedule_keep_to_a_tenth_of_the_training(configured, tmp_path, monkeypatch, capsys):
+    from isotype.training import loop
+
+    monkeypatch.setattr(loop, "sample_seconds", lambda trained: 0.0)
+    assert train(configured()) == 0
+    assert [path.name for path in (tmp_path / "run" / "samples").iterdir()] == ["step_0.json"]
+    assert capsys.readouterr().out.count("samples left out") == 1
+    assert train(configured("asked", run={"sample_every": 3})) == 0
+    assert len(list((tmp_path / "asked" / "samples").iterdir())) == 3

@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from isotype.errors import RunError
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
-from isotype.training.batches import collate
-from isotype.training.evaluate import evaluate
+from isotype.tasks.language.batches import collate
+from isotype.tasks.language.evaluate import evaluate
+from isotype.tasks.language.loss import batch_loss_sum
 from isotype.training.optimizer import build_optimizer
 from isotype.training.step import Stepper, gradient_norm
 
@@ -23,7 +25,14 @@ def stepper(preset="fp32", *, adapter=False, **train):
     apply_precision(model, precision, device_type="cpu")
     section = TrainSection(**train)
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
-    return Stepper(model, build_optimizer(model, section, precision, accumulator.gradient), accumulator, precision, section)
+    return Stepper(
+        model,
+        build_optimizer(model, section, precision, accumulator.gradient),
+        accumulator,
+        precision,
+        section,
+        partial(batch_loss_sum, dtype=precision.loss),
+    )
 
 
 def batches(*sizes, count=8):
@@ -127,6 +136,6 @@ def test_fp16_overflow_halves_the_scale_and_a_collapse_is_reported():
 def test_evaluation_does_not_depend_on_the_batch_size():
     model = stepper().model
     losses = {size: evaluate(model, rows(13), batch_size=size, pad_id=0, device=CPU) for size in (1, 3, 13)}
-    assert len({e.tokens for e in losses.values()}) == 1
+    assert len({e.weight for e in losses.values()}) == 1
     reference = losses[1].loss
     assert all(e.loss == pytest.approx(reference, rel=1e-6) for e in losses.values())

@@ -36,11 +36,11 @@ def chat(
 
         echo "What does os.path.join do?" | isotype chat quickstart/tune --temperature 0
     """
-    from ..training.folder import require_run, without_run
+    from ..runs.folder import require_run, without_run
 
     if without_run(run) is None:
         require_run(run)  # before the seconds that loading takes
-    from ..training.run import quiet_libraries
+    from ..training.quiet import quiet_libraries
 
     quiet_libraries()
     from ..inference.conversation import Conversation

@@ -30,7 +30,7 @@ def diff(
     from ..config.load import load
     from ..config.yaml_text import write_value
     from ..report.record import read_run
-    from ..training.folder import require_run
+    from ..runs.folder import require_run
 
     one, two = (load(require_run(run) / "resolved.yaml", resolved=True).config for run in (first, second))
     changes = [c for c in compare(one, two) if c.key != "run.folder"]

@@ -29,10 +29,10 @@ def env(
         Path | None, typer.Option(help="A run folder: print pins that re-create its environment.", show_default=False)
     ] = None,
 ) -> None:
-    from .. import environment
+    from ..environment import versions
 
     if requirements is not None:
-        pins = environment.requirements(requirements)
+        pins = versions.requirements(requirements)
         if json_output:
             import json
 
@@ -41,9 +41,9 @@ def env(
             print(pins, end="")
         return
     from ..doctor.output import answer
-    from ..environment_faults import faults
+    from ..environment.known_faults import faults
 
-    here = environment.environment()
+    here = versions.environment()
     if not json_output:
         print(_as_text(here) + "\n")
     raise typer.Exit(answer(faults(here), subject="environment", json_output=json_output, environment=here))

@@ -1,4 +1,4 @@
-"""`isotype eval RUN --data F`: the loss of a run on a file."""
+"""`isotype eval RUN FILE`: the loss of a run on a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ def register(app: typer.Typer) -> None:
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's or a model's too.")],
-    data: Annotated[str, typer.Option("--data", help="What data.train takes: a file, folder, glob, hf:NAME or stdlib.")],
+    file: Annotated[
+        str | None,
+        typer.Argument(metavar="[FILE]", help="What data.train takes: a file, folder, glob, hf:NAME or stdlib.", show_default=False),
+    ] = None,
+    data: Annotated[str | None, typer.Option("--data", help="FILE, as an option.", show_default=False)] = None,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", min=1, help="Rows in one pass; the result does not depend on it.")
     ] = None,
@@ -28,11 +32,18 @@ def evaluate(
 
     Examples:
 
-        isotype eval runs/qwen --data held_out.jsonl
+        isotype eval runs/qwen held_out.jsonl
     """
+    from ..errors import UsageError
+
+    if file is not None and data is not None:
+        raise UsageError(f"eval: {file} and --data {data}: one of them", fix=f"isotype eval {run} {file}")
+    data = file or data
+    if data is None:
+        raise UsageError("eval: which file?", fix=f"isotype eval {run} FILE")
     from ..config.sources import SourceSpec
     from ..data.sources import refuse_absent
-    from ..training.folder import require_run, without_run
+    from ..runs.folder import require_run, without_run
 
     if without_run(run) is None:
         require_run(run)  # before the seconds that loading takes
@@ -43,7 +54,7 @@ def evaluate(
     from ..config.schema import DataSection
     from ..data.load import load_data
     from ..inference.loaded import load_run
-    from ..training.evaluate import evaluate as measure
+    from ..tasks.language.evaluate import evaluate as measure
 
     loaded = load_run(run)
     other = {"train": data, "eval": None, "eval_split": 0.0, "limit": None, "format": "auto", "packing": False, "stream": False}
@@ -54,10 +65,10 @@ def evaluate(
         loaded.model, rows, batch_size=size, pad_id=loaded.tokenizer.pad_token_id, device=loaded.device, loss_dtype=loaded.precision.loss
     )
     perplexity = math.exp(min(found.loss, 700.0))
-    answer = {"run": str(run), "taken": loaded.taken, "data": data, "rows": len(rows), "tokens": found.tokens, "loss": found.loss}
+    answer = {"run": str(run), "taken": loaded.taken, "data": data, "rows": len(rows), "tokens": found.weight, "loss": found.loss}
     if json_output:
         print(json.dumps(answer | {"perplexity": perplexity}))
     else:
         print(
-            f"{run} ({loaded.taken}) on {data}: loss {found.loss:.4f}, perplexity {perplexity:.2f}, {len(rows)} rows, {found.tokens} tokens"
+            f"{run} ({loaded.taken}) on {data}: loss {found.loss:.4f}, perplexity {perplexity:.2f}, {len(rows)} rows, {found.weight} tokens"
         )

@@ -54,8 +54,8 @@ def sample(
     from ..data.load import load_data
     from ..data.prompts import prompts_from
     from ..inference.loaded import load_run
-    from ..training.folder import without_run
-    from ..training.sample import sample as answer
+    from ..runs.folder import without_run
+    from ..tasks.language.sample import sample as answer
 
     loaded = load_run(run)
     texts = texts or list(loaded.config.run.samples)

@@ -89,7 +89,7 @@ def train(
             raise UsageError("--skip has no effect with --dry-run: a plan runs no preflight")
         _print_plan(loaded, json_output)
         return
-    from ..training.run import train as run
+    from ..tasks.choose import train as run
 
     raise typer.Exit(run(loaded, resume=resume, json_output=json_output, skips=skips))
 
@@ -120,7 +120,8 @@ def _loaded(
     no_cache: bool = False,
 ) -> LoadedConfig:
     from ..config.load import load
-    from ..training.folder import require_run
+    from ..entry.complete import refuse_incomplete
+    from ..runs.folder import require_run
 
     arguments = list(settings or [])
     file = Path(arguments.pop(0)) if arguments and "=" not in arguments[0] else None
@@ -140,38 +141,14 @@ def _loaded(
             raise UsageError("--out: a resumed run stays in its folder", fix="leave --out away, or start a new run")
         file = require_run(resume) / "resolved.yaml"
     loaded = load(file, arguments, flags, preset=preset, consent=consent, resolved=resume is not None)
-    _refuse_incomplete(loaded)
+    refuse_incomplete(loaded)
     return loaded
-
-
-def _refuse_incomplete(loaded: LoadedConfig) -> None:
-    """What no run can do without, said before anything heavy is imported."""
-    from ..config.sources import check_data, is_folder_name, near_model, source_specs
-    from ..data.sources import refuse_absent
-    from ..training.trackers.available import missing as missing_trackers
-
-    config = loaded.config
-    where = f"{loaded.path} " if loaded.path else ""
-    missing = missing_trackers(config.run.trackers)
-    if config.model.name is None and (config.model.init == "pretrained" or config.model.config is None):
-        missing.append(f"{where}model.name: missing: --model FOLDER, or model.name in a file (isotype init writes one)")
-    for key, name in (("model.name", config.model.name), ("model.tokenizer", config.model.tokenizer)):
-        if name is not None and is_folder_name(name) and not Path(name).exists():
-            missing.append(f"{loaded.sources[key]} {key}: {name}: no such folder{near_model(name)}")
-    if config.data.train is None:
-        missing.append(f"{where}data.train: missing: --data FILE, or --data stdlib for the built-in questions and answers")
-    if missing:
-        raise UsageError("\n".join(missing))
-    check_data(config, loaded.sources)
-    for side in ("train", "eval"):
-        for spec in source_specs(config.data, side):
-            refuse_absent(spec)
 
 
 def _print_plan(loaded: LoadedConfig, json_output: bool) -> None:
     import json
 
-    from ..training.plan import plan as make
+    from ..tasks.choose import plan as make
 
     made = make(loaded)
     print(json.dumps(made.as_json(), indent=1) if json_output else made.as_text())

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from ..dtypes import parse
 from ..errors import UsageError
-from .elsewhere import ELSEWHERE, MEANT
+from .elsewhere import ELSEWHERE, MEANT, NOT_OFFERED
 from .expected import expected, keys, options, sections, takes
 from .recipes import STRONG, recipe
 from .schema import RunConfig
@@ -69,6 +69,7 @@ def load(
     preset: str | None = None,
     consent: bool = False,
     resolved: bool = False,
+    source: str = COMMAND_LINE,
 ) -> LoadedConfig:
     """Reads and checks a configuration.
 
@@ -77,6 +78,7 @@ def load(
     flags      `section.key` -> value from the command line's own options; None means not given
     preset     a recipe or precision by name (`config.recipes`)
     consent    see LoadedConfig
+    source     where the flags come from, as told in errors and in resolved.yaml
     resolved   the file is a run's resolved.yaml: the sources are those in its comments, so that they outlive a resume
     Raises     UsageError, a line for each mistake
     """
@@ -93,12 +95,15 @@ def load(
         settings.set(STRONG, recipe(preset).settings[STRONG], f"--preset {preset}")
     given = {key: value for key, value in (flags or {}).items() if value is not None}
     for key, value in given.items():
-        settings.set(key, value, COMMAND_LINE)
+        if key in keys():
+            settings.set(key, value, source)
+        else:
+            settings.complaints.append(f"{source} {key}: {_unknown(key)}")
     overrides = list(overrides)
     for override in overrides:
         _from_override(settings, override)
     config = _checked(settings)
-    said_now = frozenset(key for key, source in settings.sources.items() if source == COMMAND_LINE)
+    said_now = frozenset(key for key, where in settings.sources.items() if where in (COMMAND_LINE, source))
     sources = {key: settings.sources.get(key, DEFAULT) for key in keys()}
     if resolved:
         sources = {key: _source_in_comment(source, text, str(path)) for key, source in sources.items()}
@@ -201,6 +206,9 @@ def _from_override(settings: _Settings, override: str) -> None:
 def _unknown(key: str) -> str:
     key = key.lstrip("-")  # files of command line options have them with their dashes
     section, dot, name = key.partition(".")
+    for word in (name, section):
+        if word in NOT_OFFERED:
+            return NOT_OFFERED[word]
     elsewhere = [k for k in keys() if k.partition(".")[2] == (name if dot else key)]
     if not elsewhere and (name if dot else key) in ELSEWHERE:
         return f"unknown {'key' if dot else 'section'}; here it is {ELSEWHERE[name if dot else key]}"
@@ -259,8 +267,10 @@ def _wrong(settings: _Settings, key: str, value: Any) -> str:
 
 
 def _meant(key: str, value: Any) -> str:
-    """A dtype's other name, or a word one letter off, as `, did you mean bf16?`"""
+    """A dtype's other name, or a word one letter off, as `, did you mean bf16?`; or that it is not offered yet."""
     words = options(key)
+    if words and str(value).lower() in NOT_OFFERED:
+        return f"; {NOT_OFFERED[str(value).lower()]}"
     try:
         near = [word for word in (parse(str(value)),) if word in words]
     except ValueError:

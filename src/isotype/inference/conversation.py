@@ -8,7 +8,7 @@ from transformers import TextStreamer
 from ..data.chat import chat_template
 from ..precision.apply import generating
 from ..printable import printable
-from ..training.sample import generation_config
+from ..tasks.language.sample import generation_config
 from .loaded import LoadedRun
 
 

@@ -10,23 +10,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..checkpoint.folder import fault
-from ..checkpoint.snapshot import restore_model
-from ..checkpoint.store import Checkpoint, CheckpointStore
 from ..config.load import load
 from ..config.schema import ModelSection, RunConfig
 from ..dtypes import name as name_of
+from ..environment.hardware import detect
 from ..errors import RunError, UsageError
-from ..hardware import detect
+from ..model.build import build_model
+from ..model.load import Source, load_architecture, load_base, load_tokenizer
 from ..optimize import optimize
 from ..precision.apply import apply_precision
 from ..precision.precision import Precision
 from ..precision.quantised_base import of_config
-from ..training.folder import RESOLVED, RunFolder, require_run, without_run
-from ..training.model import Source, load_architecture, load_base, load_tokenizer
-from ..training.setup import build_model, resolve_precision
-from ..training.strangers import refuse_code_of
-from ..training.verify import load_result
+from ..runs.checkpoint.atomic_folder import fault
+from ..runs.checkpoint.snapshot import restore_model
+from ..runs.checkpoint.store import Checkpoint, CheckpointStore
+from ..runs.folder import RESOLVED, RunFolder, require_run, without_run
+from ..runs.untrusted import refuse_code_of
+from ..tasks.language.result import load_result
+from ..training.setup import resolve_precision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,7 +68,7 @@ def load_run(folder: Path) -> LoadedRun:
     source = _source(config, run)
     result = next((folder / name for name in ("adapter", "model") if fault(folder / name) is None), None)
     if result is not None:
-        tokenizer = load_tokenizer(ModelSection(name=str(result)))
+        tokenizer = load_tokenizer(ModelSection(name=str(result), trust_remote_code=source.trust_remote_code))
         model = load_result(result, source, precision, config=config.model, device=device)
         return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, result.name)
     # read before the model is built: a running run goes on meanwhile, and keeps only its last checkpoints
@@ -156,7 +157,7 @@ def _precision_of(source: Source) -> Precision:
 
 
 def _source(config: RunConfig, run: RunFolder) -> Source:
-    if config.model.init == "random":
+    if config.model.init == "random" or config.model.add_tokens:
         return Source(str(run.base))
     assert config.model.name is not None, "a run with a pretrained base has its name"
     return Source(config.model.name, config.model.revision, config.model.trust_remote_code)

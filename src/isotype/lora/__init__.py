@@ -11,7 +11,6 @@ siblings   how the first of them hands the others their outputs
 mlp        a gated MLP in one function
 gated      whether an MLP's layers can be that
 products   fp32 sums of narrow operands
-matrix     the 81 cells, beside PEFT's: `python -m isotype.lora.matrix`
 """
 
 from .attach import LoraPlacement, fuse_lora, unfuse_lora

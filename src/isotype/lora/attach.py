@@ -8,17 +8,19 @@ deepcopy binds anew.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..instance_method import InstanceMethod
 from ..ops.backend import reference_runs
 from . import siblings
 from .call import Call, call_of, dropout_mask, wants_fp32_branch
 from .group import Projection, lora_group
 from .linear import lora_linear
 from .plain import kind_reason, lora_layers, why_not_fused
+
+_FUSED = "_isotype_fused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[LoraPlacem
             if "forward" in vars(layer):
                 reason = "the layer's forward has been replaced by another library"
             else:
-                layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
+                vars(layer)[_FUSED] = InstanceMethod(forward, layer)
+                vars(layer)[_FUSED].put()
         if reason is None:
             wants_fp32_branch(layer, branch_fp32)
         reason = reason or why_not_fused(layer)
@@ -66,18 +69,18 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[LoraPlacem
 
 
 def unfuse_lora(model: nn.Module) -> int:
-    """Undoes `fuse_lora` exactly and gives the number of layers; those it did not touch stay as they are."""
-    fused = [layer for _, layer in lora_layers(model) if is_fused(layer)]
+    """Undoes `fuse_lora` and gives the number of layers; those it did not touch, and what others have put around it, stay as they are."""
+    fused = [layer for _, layer in lora_layers(model) if _FUSED in vars(layer)]
     for layer in fused:
-        del layer.forward
+        vars(layer).pop(_FUSED).take_back()
         wants_fp32_branch(layer, False)
         siblings.unlink(layer)
     return len(fused)
 
 
 def is_fused(layer: nn.Module) -> bool:
-    """Whether `fuse_lora` has attached its forward to this layer."""
-    return getattr(vars(layer).get("forward"), "__func__", None) is forward
+    """Whether the forward that `fuse_lora` has attached to this layer is the one that is called, with nothing around it."""
+    return vars(layer).get(_FUSED, layer) is vars(layer).get("forward")
 
 
 def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

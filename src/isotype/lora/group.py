@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.autocast import autocast_off
+from ..ops.autocast import autocast_off, no_view
 from .dtypes import LoraDtypes
 from .linear import base_product, base_weight, kept
 from .products import add_product_, adds_in_place, gradient_product, scaled_product
@@ -196,7 +196,7 @@ class LoraGroup(torch.autograd.Function):
         with autocast_off(x):
             x_TK = x_TK.to(dtypes.compute)
             made = multiply(x_TK, flat, scales, states)
-            ys = tuple(y.to(dtypes.out).view(*x.shape[:-1], y.shape[-1]) for y in made.ys)
+            ys = tuple(no_view(y.to(dtypes.out), (*x.shape[:-1], y.shape[-1])) for y in made.ys)
         saved_x = x_TK if wants_input(ctx.needs_input_grad[4:]) else None
         ctx.save_for_backward(saved_x, made.xa_TR, made.a_RK, *made.bs, *flat[0::TENSORS], *flat[4::TENSORS])
         ctx.scales, ctx.states, ctx.dtypes, ctx.x_shape, ctx.x_dtype = scales, states, dtypes, x.shape, x.dtype

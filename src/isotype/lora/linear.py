@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ShapeError
-from ..ops.autocast import autocast_off
+from ..ops.autocast import autocast_off, no_view
 from . import wide_branch
 from .dtypes import LoraDtypes, decide
 from .products import add_product_, adds_in_place, gradient_product, scaled_product
@@ -85,7 +85,7 @@ class LoraLinear(torch.autograd.Function):
         ctx.save_for_backward(saved_x, saved_weight, a, b, xa_TR if needs_b else None, keep_TK if needs_x or needs_a else None)
         ctx.branch_scale, ctx.quant_state, ctx.dtypes, ctx.x_shape, ctx.x_dtype = branch_scale, quant_state, dtypes, x.shape, x.dtype
         ctx.leaf_dtypes = weight.dtype, None if bias is None else bias.dtype, a_RK.dtype, b_OR.dtype
-        return y_TO.to(dtypes.out).view(*x.shape[:-1], y_TO.shape[-1])
+        return no_view(y_TO.to(dtypes.out), (*x.shape[:-1], y_TO.shape[-1]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

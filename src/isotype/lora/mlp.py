@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.autocast import autocast_off
+from ..ops.autocast import autocast_off, no_view
 from ..ops.gated import Gated, gated_gradients, gated_product
 from .dtypes import LoraDtypes
 from .group import TENSORS, Projection, branch_gradient, input_gradient, multiply, parts, tensor_gradients, wants_input
@@ -46,7 +46,7 @@ class LoraMlp(torch.autograd.Function):
         )  # fmt: skip
         ctx.kind, ctx.scales, ctx.states, ctx.dtypes, ctx.x_shape, ctx.x_dtype = kind, scales, states, dtypes, x.shape, x.dtype
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
-        return outer.ys[0].view(*x.shape[:-1], outer.ys[0].shape[-1])
+        return no_view(outer.ys[0], (*x.shape[:-1], outer.ys[0].shape[-1]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

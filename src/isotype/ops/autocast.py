@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -38,6 +39,14 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     In a graph of torch 2.11 a forward whose output is a `.to` that changes nothing has no gradient: every input gets zeros, without a word.
     """
     return x if x.dtype == dtype else x.to(dtype)
+
+
+def no_view(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """`x` in another shape, on its own memory: how an autograd function's forward shapes its result.
+
+    A view made there cannot be written to in place, as models do (OLMo clamps its queries); this is what `F.linear` itself returns.
+    """
+    return torch.ops.aten._unsafe_view.default(x, list(shape))
 
 
 def product_dtype(x: Tensor, *others: Tensor) -> torch.dtype:

@@ -39,7 +39,7 @@ def find(module: nn.Module) -> tuple[Replacement | None, str]:
     """What takes the place of the table, or None, and why."""
     forward: Any = type(module).forward
     reason = why_not_rebuilt(forward)
-    return (None, reason) if reason else (Replacement(TABLE, "cpu", Functions(forward.__globals__[TABLE])), "")
+    return (None, reason) if reason else (Replacement(TABLE, Functions), "")
 
 
 class Functions:
@@ -52,7 +52,9 @@ class Functions:
 
     def get_interface(self, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         original = self.table.get_interface(implementation, default)
-        if implementation != "sdpa" or torch.compiler.is_compiling():
+        # a user may have registered another function under that name
+        transformers_own = getattr(original, "__module__", None) == "transformers.integrations.sdpa_attention"
+        if implementation != "sdpa" or not transformers_own or torch.compiler.is_compiling():
             return original
         return self.made.setdefault(original, on_cpu(original))
 
@@ -74,7 +76,7 @@ def on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
         is_causal: bool | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        beyond = dropout or query.shape[2] < FEW or any(others.get(name) not in (None, False) for name in BEYOND)
+        beyond = dropout or query.shape[2] < FEW or any(others.get(name) is not None and others[name] is not False for name in BEYOND)
         if beyond or not kernels_take(autocast_dtype(query) or query.dtype, query, key, value, attention_mask):
             return original(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
         causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)

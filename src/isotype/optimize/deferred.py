@@ -2,7 +2,8 @@
 
 The cross-entropy of it is `linear_cross_entropy` (a sum waits for its divisor: `deferred_loss`); scaling, softcapping, casts, reshapes and
 row slices of it are deferred logits again; anything else turns it into the real tensor, once, with its place in forward's graph intact.
-Being a wrapper tensor, it has the shape, dtype and device of what it stands for, and no memory.
+Being a wrapper tensor, it has the shape, dtype and device of what it stands for, and no memory. It can be read until an optimizer has
+stepped on the head's weight: a copy to keep is `logits.detach().clone()`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from ..errors import IsotypeError
 from ..ops import cross_entropy, linear_cross_entropy
 from ..ops.autocast import autocast_dtype, autocast_off, product_dtype
 from .deferred_loss import DeferredLoss
+from .deferred_views import VIEWS, Views, again, needs_the_memory
+from .weight_changes import change_count
 
 # Where a training step turned deferred logits into real ones: place -> times
 materialised: Counter[str] = Counter()
@@ -34,7 +37,8 @@ class Recipe:
     hidden: Tensor  # X[*n H], with its graph
     weight: Tensor  # W[V H]
     bias: Tensor | None
-    version: int  # of the weight, when the head was called
+    changes: tuple[int, int]  # of the weight, when the head was called
+    grad: bool  # whether gradients were on then
     cast: torch.dtype | None  # autocast's dtype then
     dtype: torch.dtype  # of the logits as seen now
     pre: float = 1.0
@@ -44,15 +48,19 @@ class Recipe:
         return replace(self, pre=self.pre * factor) if self.post is None else replace(self, post=self.post * factor)
 
     def check(self) -> None:
-        if self.weight._version != self.version:
+        if change_count(self.weight) != self.changes:
             raise IsotypeError(
-                "logits of an earlier step were read after the head's weight had changed: they were never computed",
-                fix="read outputs.logits before optimizer.step(), or keep outputs.logits.detach().clone().float().sum() and the like",
+                "these logits were not computed before the head's weight changed, and now cannot be",
+                fix="read outputs.logits before optimizer.step(), or keep outputs.logits.detach().clone()",
             )
 
     def compute(self) -> Tensor:
-        """The real logits, in the dtypes in which the model would have made them."""
+        """The real logits, in the dtypes in which the model would have made them, with their graph if the model would have made one."""
         self.check()
+        with torch.inference_mode(self.hidden.is_inference()), torch.set_grad_enabled(self.grad):
+            return self._compute()
+
+    def _compute(self) -> Tensor:
         with _as_then(self):
             x = F.linear(self.hidden, self.weight, self.bias)
         with autocast_off(x):
@@ -79,12 +87,23 @@ class DeferredLogits(Tensor):
 
     recipe: Recipe
     computed: Tensor | None
+    views: Views
+    made_from: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None  # what it is a view of, and how
+    in_place: bool  # whether `computed` is that view
 
     @staticmethod
     def __new__(cls, recipe: Recipe) -> DeferredLogits:
         shape = (*recipe.hidden.shape[:-1], recipe.weight.shape[0])
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=recipe.dtype, device=recipe.hidden.device)  # type: ignore[attr-defined]
         made.recipe, made.computed = recipe, None
+        made.made_from, made.in_place, made.views = None, False, Views()
+        made.views.add(made)
+        return made
+
+    def viewed(self, made: DeferredLogits, how: Callable[[Tensor], Tensor]) -> DeferredLogits:
+        """`made` as what `how` makes of this: both may share memory."""
+        made.made_from, made.views = (self, how), self.views
+        made.views.add(made)
         return made
 
     def materialise(self, asked_by: str = "materialise") -> Tensor:
@@ -102,11 +121,16 @@ class DeferredLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         rule = _RULES.get(func)
-        if rule is not None and isinstance(args[0] if args else kwargs.get("input"), DeferredLogits):
+        first = args[0] if args else kwargs.get("input")
+        if rule is not None and isinstance(first, DeferredLogits):
             known = rule(*args, **kwargs)
+            if isinstance(known, DeferredLogits) and known is not first and func in VIEWS:
+                return first.viewed(known, again(func, args[1:], {k: v for k, v in kwargs.items() if k != "input"}))
             if known is not None:
                 return known
         name = getattr(func, "__name__", str(func))
+        if needs_the_memory(func, kwargs):
+            _give_memory(name, (*args, *kwargs.values()))
 
         def real(x: Any) -> Any:
             return x.materialise(name) if isinstance(x, DeferredLogits) else x
@@ -119,12 +143,27 @@ class DeferredLogits(Tensor):
         def real(x: Any) -> Any:
             return x.materialise(str(func)) if isinstance(x, DeferredLogits) else x
 
+        if func._schema.is_mutable:
+            _give_memory(str(func), (*args, *(kwargs or {}).values()))
         return func(*tree_map(real, args), **tree_map(real, kwargs or {}))
 
 
 def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
     """What `F.linear(hidden, weight, bias)` would be."""
-    return DeferredLogits(Recipe(hidden, weight, bias, weight._version, autocast_dtype(hidden), product_dtype(hidden, weight)))
+    grad = torch.is_grad_enabled()
+    return DeferredLogits(Recipe(hidden, weight, bias, change_count(weight), grad, autocast_dtype(hidden), product_dtype(hidden, weight)))
+
+
+def _give_memory(name: str, arguments: tuple[Any, ...]) -> None:
+    """Before a write in place or a hook: every tensor that would share memory with one of these becomes real."""
+    for x in arguments:
+        if isinstance(x, DeferredLogits):
+            if name == "retain_grad" and x.views.in_a_loss:
+                raise IsotypeError(
+                    "retain_grad() on logits that a loss was already computed from, without them: their gradient does not exist",
+                    fix="forward without labels, and the loss from outputs.logits after retain_grad(); or isotype.restore(model)",
+                )
+            x.views.make_real()
 
 
 def _caller() -> str:
@@ -159,16 +198,21 @@ def _tanh(x: DeferredLogits) -> DeferredLogits | None:
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., DeferredLogits | None]:
-    return lambda x, **rest: None if rest else _with(x, dtype=dtype)
+    return lambda x, **rest: None if rest else x if x.dtype == dtype else _with(x, dtype=dtype)
 
 
 def _to(x: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
     dtype = args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if not args and set(kwargs) == {"dtype"} else None
-    return _with(x, dtype=dtype) if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
+    return _cast(dtype)(x) if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
 
 
-def _as_is(x: DeferredLogits, **rest: Any) -> DeferredLogits | None:
+def _contiguous(x: DeferredLogits, **rest: Any) -> DeferredLogits | None:
     return None if rest else _with(x)
+
+
+def _clone(x: DeferredLogits, **rest: Any) -> DeferredLogits | None:
+    # DDP clones what a forward returns; a copy without a graph is one to keep
+    return None if rest or not _requires_grad(x) else _with(x)
 
 
 def _detach(x: DeferredLogits) -> DeferredLogits | None:
@@ -205,7 +249,11 @@ def _cross_entropy(
     plain = weight is None and size_average is None and reduce is None and isinstance(target, Tensor)
     if not plain or input.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64 or input.computed is not None:
         return None
-    recipe, dtype = input.recipe, input.dtype
+    recipe = input.recipe
+    # PyTorch's own: autocast computes this loss in fp32
+    narrow = input.dtype in (torch.bfloat16, torch.float16)
+    dtype = torch.float32 if narrow and autocast_dtype(recipe.hidden) is not None else input.dtype
+    input.views.in_a_loss = True
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     if reduction == "sum" and torch.is_grad_enabled() and _requires_grad(input):
         # not yet: what divides it next goes into the op
@@ -224,13 +272,18 @@ def _own_cross_entropy(
     r = logits.recipe
     if logits.computed is not None or (r.post is not None and (logit_scale is not None or softcap is not None)):
         return None
+    logits.views.in_a_loss = True
     r = r if logit_scale is None else r.scaled(logit_scale)
     return (r if softcap is None else replace(r, pre=r.pre / softcap, post=softcap)).loss(targets, **options)
 
 
 def _requires_grad(x: DeferredLogits) -> bool:
     r = x.recipe
-    return any(t is not None and t.requires_grad for t in (r.hidden, r.weight, r.bias))
+    return (
+        x.computed.requires_grad
+        if x.computed is not None
+        else r.grad and any(t is not None and t.requires_grad for t in (r.hidden, r.weight, r.bias))
+    )
 
 
 _RULES: dict[Any, Callable[..., Any]] = {
@@ -243,7 +296,8 @@ _RULES: dict[Any, Callable[..., Any]] = {
     Tensor.bfloat16: _cast(torch.bfloat16),
     Tensor.half: _cast(torch.float16),
     Tensor.to: _to,
-    **dict.fromkeys((Tensor.clone, torch.clone, Tensor.contiguous), _as_is),
+    **dict.fromkeys((Tensor.clone, torch.clone), _clone),
+    Tensor.contiguous: _contiguous,
     **dict.fromkeys((Tensor.detach, torch.detach), _detach),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _view),
     Tensor.__getitem__: _rows,

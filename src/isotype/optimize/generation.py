@@ -1,9 +1,10 @@
 """`model.generate` in the middle of training: the same tokens as outside it, and nothing left behind.
 
-Three things make a callback's generation and the training around it disturb each other. Sampling draws from the generators that dropout
-and the data's order draw from: inside a trainer's loop it gets a stream of its own. A layer under gradient checkpointing and in training
-mode throws the cache away, and then sees one token without its past: checkpointing rests while tokens are made. What bitsandbytes does to
-4-bit weights in evaluation mode is `linear_4bit`'s to prevent.
+Two things make a callback's generation and the training around it disturb each other. Sampling draws from the generators that dropout and
+the data's order draw from: called from a callback, it gets a stream of its own. Called from the training step itself (GRPO, OnlineDPO, a
+`compute_loss`), it is part of training, and draws where training draws. A layer under gradient checkpointing and in training mode throws
+the cache away, and then sees one token without its past: checkpointing rests while tokens are made. What bitsandbytes does to 4-bit
+weights in evaluation mode is `linear_4bit`'s to prevent.
 """
 
 from __future__ import annotations
@@ -11,47 +12,68 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..instance_method import InstanceMethod
 from ..precision.apply import inner_model
 
-_LOOPS = {"transformers.trainer"}  # modules whose functions call callbacks between steps; TRL's trainers run in this one too
+# whose functions call callbacks, and in whose functions named `train...` training steps run; TRL's trainers use both
+_CALLBACKS, _LOOP = "transformers.trainer_callback", "transformers.trainer"
 _STREAM = "_isotype_generation"
 
 
 class Stream:
-    """The generators' states for sampling inside training.
+    """The generators' states for sampling in callbacks: one stream that goes on from callback to callback, and is never rewound.
 
-    left      the state that training was left with after the last generation
+    left      the states that a generation gave back to training
     went_on   where that generation's own draws ended
-    Two generations with no training between continue one stream, as they would anywhere; a new seed, or a training step, starts a new one
-    from the generators as they are.
+    trained   the CPU generator's state in the last training step; None where there was none since the last generation
+    seeded    the state in which a callback's own seed was found
+    Where a callback has seeded the generators, the stream begins anew with that seed.
     """
 
     def __init__(self) -> None:
         self.left: list[Tensor] = []
         self.went_on: list[Tensor] = []
+        self.trained: Tensor | None = None
+        self.seeded: Tensor | None = None
 
-    def __deepcopy__(self, memo: Any) -> Stream:
-        return Stream()
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a copy or a pickle of the model begins its own
+        return Stream, ()
 
-    def trained(self) -> None:
-        self.left = []
+    def is_seeded(self, before: list[Tensor]) -> bool:
+        """Whether a callback has seeded the generators since the last generation."""
+        if not torch.equal(before[0], torch.Generator().manual_seed(torch.initial_seed()).get_state()):
+            return False
+        if self.trained is None:
+            # two generations in a row: the first gave the seeded state back
+            return not _equal(before, self.left)
+        # a training that draws nothing leaves the generators as they were seeded: that seed is a callback's only if it was one before
+        return not torch.equal(before[0], self.trained) or (self.seeded is not None and torch.equal(before[0], self.seeded))
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         before = generator_states()
-        if len(self.left) == len(before) and all(torch.equal(a, b) for a, b in zip(self.left, before)):
+        if self.is_seeded(before):
+            self.seeded = before[0]
+        elif len(self.went_on) == len(before):
             set_generator_states(self.went_on)
+        else:
+            # not the numbers that training is about to draw
+            torch.manual_seed(int(torch.randint(2**62, ())))
         try:
             yield
         finally:
-            self.left, self.went_on = before, generator_states()
+            self.left, self.went_on, self.trained = before, generator_states(), None
             set_generator_states(before)
+
+
+def _equal(states: list[Tensor], others: list[Tensor]) -> bool:
+    return len(states) == len(others) and all(torch.equal(a, b) for a, b in zip(states, others))
 
 
 def generator_states() -> list[Tensor]:
@@ -65,12 +87,15 @@ def set_generator_states(states: list[Tensor]) -> None:
         torch.cuda.set_rng_state_all(states[1:])
 
 
-def inside_a_trainer() -> bool:
-    """Whether one of the callers is a trainer's loop: there the generators are training's."""
+def called_from_a_callback() -> bool:
+    """Whether a trainer's callback is among the callers, and no training step between it and here."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") in _LOOPS and "train" in frame.f_code.co_name:
+        module = frame.f_globals.get("__name__")
+        if module == _CALLBACKS:
             return True
+        if module == _LOOP and "train" in frame.f_code.co_name:
+            return False
         frame = frame.f_back  # type: ignore[assignment]
     return False
 
@@ -89,23 +114,23 @@ def checkpointing_rests(model: nn.Module) -> Iterator[None]:
 
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    stream: Stream = self.__dict__[_STREAM]
+    stream: Stream = self.__dict__[_STREAM][0]
     with checkpointing_rests(self):
-        if not inside_a_trainer():
+        if not called_from_a_callback():
             return type(self).generate(self, *args, **kwargs)
         with stream.apart():
             return type(self).generate(self, *args, **kwargs)
 
 
-class AfterTraining:
-    """Forward hook of the head, which every forward calls: a wrapper may go past the model's own hooks. An object, for deepcopy's sake."""
+class SeesTraining:
+    """Forward hook of the input embeddings, which every forward calls (TRL's fused loss never calls the head). An object, for deepcopy."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
 
-    def __call__(self, head: nn.Module, args: Any, output: Any) -> None:
-        if head.training and torch.is_grad_enabled():
-            self.stream.trained()
+    def __call__(self, embeddings: nn.Module, args: Any, output: Any) -> None:
+        if embeddings.training and torch.is_grad_enabled():
+            self.stream.trained = torch.get_rng_state()
 
 
 def place(lm: nn.Module) -> str | None:
@@ -113,23 +138,26 @@ def place(lm: nn.Module) -> str | None:
     inner = inner_model(lm)
     if not callable(getattr(type(inner), "generate", None)):
         return "the model does not generate"
+    if _STREAM in inner.__dict__:
+        return "already optimized"
     if "generate" in inner.__dict__:
-        return "already optimized" if _STREAM in inner.__dict__ else "its generate was already replaced by another library"
-    head = lm.get_output_embeddings()
-    if head is None:
-        return "the model has no output embeddings"
-    stream = Stream()
-    inner.__dict__[_STREAM] = stream
-    inner.__dict__["generate"] = MethodType(generate, inner)
-    head.register_forward_hook(AfterTraining(stream))
+        return "its generate was already replaced by another library"
+    embeddings = lm.get_input_embeddings()  # type: ignore[operator]
+    if embeddings is None:
+        return "the model has no input embeddings"
+    stream, method = Stream(), InstanceMethod(generate, inner, "generate")
+    inner.__dict__[_STREAM] = stream, method
+    method.put()
+    embeddings.register_forward_hook(SeesTraining(stream))
     return None
 
 
 def take_back(module: nn.Module) -> bool:
     """Undoes `place` for one module of the model; whether there was a generate to undo."""
-    for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, AfterTraining)]:
+    for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, SeesTraining)]:
         del module._forward_hooks[key]
     if _STREAM not in module.__dict__:
         return False
-    del module.__dict__[_STREAM], module.__dict__["generate"]
+    _, method = module.__dict__.pop(_STREAM)
+    method.take_back()
     return True

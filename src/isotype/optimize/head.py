@@ -30,10 +30,22 @@ class HeadSettings:
 
 
 def head_forward(self: nn.Module, hidden: Tensor) -> Tensor:
-    # a graph holds real tensors, and torch.func's differ from step to step
-    if not getattr(_forwards, "depth", 0) or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    # a graph holds real tensors, and torch.func's differ from step to step; a backward hook is given the gradient of real logits
+    if (
+        not getattr(_forwards, "depth", 0)
+        or torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or has_backward_hooks(self)
+    ):
         return type(self).forward(self, hidden)
     return defer(hidden, self.weight, self.bias)  # type: ignore[arg-type]
+
+
+def has_backward_hooks(head: nn.Module) -> bool:
+    """Its own, or those that PyTorch calls for every module."""
+    everywhere = nn.modules.module
+    of_all = everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks
+    return bool(head._backward_hooks or head._backward_pre_hooks or of_all)
 
 
 def has_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """Replacing `forward` on one instance, and undoing it. No class is touched.
 
-The method is bound to the module and looks its weights and children up when it is called: deepcopy, PEFT and hot-swapping keep working.
+The method looks the module's weights and children up when it is called: deepcopy, pickling, PEFT and hot-swapping keep working.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..instance_method import InstanceMethod
 
 _MARK = "_isotype_settings"
 # Libraries whose own kernels a model may already run: by import name
@@ -51,9 +52,13 @@ def put(module: nn.Module, forward: Callable[..., Any], settings: Any, places: i
 
     places  how many entries of the manifest it stands for
     """
+    put_method(module, InstanceMethod(forward, module), settings, places)
+
+
+def put_method(module: nn.Module, method: InstanceMethod, settings: Any, places: int) -> None:
     # in the instance's __dict__, past nn.Module's __setattr__, which would register a module found in settings
-    module.__dict__[_MARK] = settings, places
-    module.__dict__["forward"] = MethodType(forward, module)
+    module.__dict__[_MARK] = settings, places, method
+    method.put()
 
 
 def settings_of(module: nn.Module) -> Any:
@@ -61,11 +66,11 @@ def settings_of(module: nn.Module) -> Any:
 
 
 def take_back(module: nn.Module) -> int:
-    """Undoes `put`; the number of places, 0 where there was nothing to undo."""
+    """Undoes `put`, below whatever others have put around it since; the number of places, 0 where there was nothing to undo."""
     if _MARK not in module.__dict__:
         return 0
-    _, places = module.__dict__.pop(_MARK)
-    del module.__dict__["forward"]
+    _, places, method = module.__dict__.pop(_MARK)
+    method.take_back()
     return places
 
 

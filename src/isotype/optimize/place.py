@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..dtypes import to_torch
+from ..dtypes import TRAINING_FLOATS, name, to_torch
 from ..errors import UsageError
 from ..lora import cpp as rank_products
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..ops.compiled import missing
+from ..precision import Precision
 from . import attention, gated, generation, head, norms, rotary
 from .base import base_notes
 from .instances import KERNEL_LIBRARIES, foreign, library_of, put, take_back, taken
@@ -35,19 +36,21 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
     """Places the ops in a causal LM of transformers, by structure and after a probe, on instances only.
 
     model      a causal LM, or a PEFT model of one
-    precision  a Precision: norms then give their output in its compute dtype; without one, in their input's
+    precision  a Precision, a preset's name, `bf16-pure grads=bf16`, or the dtype alone: norms then give their output in its compute dtype;
+               without one, in their input's
     device_type  where it will run, for a model that is not there yet; by default where its parameters are
     lora_branch  "fp32" computes the adapters' own products in fp32 beside narrower base products
     ->         the Manifest: print it
     Norms run `rms_norm`, rotary functions `rope`, attention in bf16 on a CPU `attention`, gated MLPs `silu_mul` or `gelu_mul`, the head
     with its loss `linear_cross_entropy`, LoRA layers `lora_linear`, gated MLPs of them `lora_mlp`, and 4-bit layers `linear_4bit`.
     `model.generate` may be called in a trainer's callback: see `generation`.
-    Raises  UsageError for something that is no module, and for an unknown lora_branch
+    Raises  UsageError for something that is no module, an unknown precision, and an unknown lora_branch
     """
     if lora_branch not in ("compute", "fp32"):
         raise UsageError(f"lora_branch is {lora_branch!r}: expected compute or fp32")
     if not isinstance(model, nn.Module):
         raise UsageError(f"optimize() takes a model, not a {type(model).__name__}")
+    precision = declared(precision)
     word = getattr(precision, "compute", precision)
     out_dtype: torch.dtype | None = to_torch(word) if word is not None else None
     manifest = Manifest(f"norms give {word}" if word else "")
@@ -63,17 +66,17 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
         slower = rank_products.why_not()
         manifest.notes += [f"{slower}: the adapters' own products are PyTorch's on this CPU"] if slower else []
     kind = rotary.table_kind(model)
-    for name, module in model.named_modules():
+    for path, module in model.named_modules():
         if is_4bit(module):
-            _four_bit(name, module, manifest)
+            _four_bit(path, module, manifest)
         if not why_not or (out_dtype is not None and norms.is_candidate(module)):
-            _row_ops(name, module, manifest, out_dtype)
+            _row_ops(path, module, manifest, out_dtype)
         if not why_not:
-            _attention(name, module, manifest, kind, on_cpu)
-        if name and hasattr(module, "num_experts") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
-            manifest.add("experts", name, module, None, "its experts are one stacked parameter: no op for those")
+            _attention(path, module, manifest, kind, on_cpu)
+        if path and hasattr(module, "num_experts") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
+            manifest.add("experts", path, module, None, "its experts are one stacked parameter: no op for those")
     for lm in causal_lms(model):
-        place_of = next(name for name, module in model.named_modules() if module is lm)
+        place_of = next(path for path, module in model.named_modules() if module is lm)
         found, op, why = head.place(lm, manifest)
         manifest.add("head", place_of, found if found is not None else lm, op, why)
         reason = generation.place(lm)
@@ -83,6 +86,17 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
     if not manifest.entries:
         manifest.notes.append("nothing in this model was recognised")
     return manifest
+
+
+def declared(precision: Any) -> Any:
+    """The Precision that is meant, a dtype's word, or None."""
+    if precision is None or isinstance(precision, Precision) or (isinstance(precision, str) and precision in TRAINING_FLOATS):
+        return precision
+    if isinstance(precision, torch.dtype):
+        return name(precision)
+    if not isinstance(precision, str):
+        raise UsageError(f"optimize() takes a Precision or a preset's name, not a {type(precision).__name__}")
+    return Precision.parse(precision)
 
 
 def _row_ops(name: str, module: nn.Module, manifest: Manifest, out_dtype: torch.dtype | None) -> None:

@@ -7,22 +7,34 @@ name.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
-from .instances import put
+from ..instance_method import MadeMethod
+from .instances import put_method
 
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """name  as the forward's globals have it     form  tells one replacement of that name from another     value  what is there instead"""
+    """What a global becomes: `make(the global, *options)`.
+
+    name     as the forward's globals have it
+    make     a function or class of a module, so that a pickle finds it by name
+    options  plain values
+    """
 
     name: str
-    form: str
-    value: Any
+    make: Callable[..., Any]
+    options: tuple[Any, ...] = ()
+
+    @property
+    def form(self) -> str:
+        """Tells one replacement of that name from another."""
+        return "-".join((self.name, self.make.__name__, *map(str, self.options)))
 
 
 def why_not_rebuilt(forward: Any) -> str:
@@ -32,17 +44,17 @@ def why_not_rebuilt(forward: Any) -> str:
 
 def put_rebuilt(module: nn.Module, replacements: list[Replacement]) -> None:
     """The instance's forward, over globals with these replacements."""
-    put(module, rebuilt(type(module).forward, replacements), [r.form for r in replacements], places=len(replacements))
+    put_method(module, MadeMethod(rebuilt, (replacements,), module), None, len(replacements))
 
 
 def rebuilt(forward: Any, replacements: list[Replacement]) -> FunctionType:
-    name = ".".join(("isotype.optimize.private", forward.__module__, *(f"{r.name}-{r.form}" for r in replacements)))
+    name = ".".join(("isotype.optimize.private", forward.__module__, *(r.form for r in replacements)))
     module = sys.modules.get(name)
     if module is None:
         module = ModuleType(name, f"Globals of {forward.__module__} with {', '.join(r.name for r in replacements)} replaced.")
         # __builtins__ comes along with the copy: Dynamo needs it
         module.__dict__.update({k: v for k, v in forward.__globals__.items() if k not in ("__name__", "__loader__", "__spec__")})
-        module.__dict__.update({r.name: r.value for r in replacements})
+        module.__dict__.update({r.name: r.make(forward.__globals__[r.name], *r.options) for r in replacements})
         sys.modules[name] = module
     made = FunctionType(forward.__code__, module.__dict__, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__, made.__doc__, made.__annotations__ = forward.__kwdefaults__, forward.__doc__, forward.__annotations__

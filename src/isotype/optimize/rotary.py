@@ -140,5 +140,4 @@ def find(module: nn.Module, kind: bool | str) -> tuple[Replacement | None, str]:
     if isinstance(found, str):
         return None, found
     interleaved, repeated = found
-    made = Replacement(called, "interleaved" if interleaved else "half", replacement(original, interleaved, repeated))
-    return made, "interleaved pairs" if interleaved else ""
+    return Replacement(called, replacement, (interleaved, repeated)), "interleaved pairs" if interleaved else ""

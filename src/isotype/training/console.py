@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ..printable import printable
+from .task import Sample, Words
 
 PLAIN_LINES = 60  # about so many progress lines in a whole run where there is no terminal
 
@@ -30,12 +31,12 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def progress_line(step: int, total: int, row: dict[str, Any], eta: float | None) -> str:
+def progress_line(step: int, total: int, row: dict[str, Any], eta: float | None, words: Words) -> str:
     """`step 12/200  loss 2.314  lr 2.0e-04  grad 0.83  changed 98%  3,120 tok/s  1.2 GB  MFU 21%  ETA 0:42`"""
     parts = [f"step {step}/{total}", f"loss {row['loss']:.4f}", f"lr {row['learning_rate']:.1e}", f"grad {row['grad_norm']:.3g}"]
     if row.get("share_changed") is not None:
         parts.append(f"changed {row['share_changed']:.0%}")
-    parts.append(f"{row['tokens_per_second']:,.0f} tok/s")
+    parts.append(f"{row[f'{words.units}_per_second']:,.{0 if row[f'{words.units}_per_second'] >= 100 else 2}f} {words.unit}/s")
     if row.get("memory_bytes"):
         parts.append(size(row["memory_bytes"]))
     if row.get("mfu") is not None:
@@ -73,9 +74,9 @@ class RunConsole:
             for line in rest:
                 self.say(f"{'':<10}{line}")
 
-    def progress(self, step: int, total: int, row: dict[str, Any], eta: float | None) -> None:
-        line = progress_line(step, total, row, eta)
-        if self.console.is_terminal:
+    def progress(self, step: int, total: int, row: dict[str, Any], eta: float | None, words: Words) -> None:
+        line = progress_line(step, total, row, eta, words)
+        if self.console.is_terminal or self.console.is_jupyter:
             if self._live is None:
                 self._live = Live(console=self.console, refresh_per_second=4, transient=False)
                 self._live.start()
@@ -90,37 +91,12 @@ class RunConsole:
             self._live.stop()
             self._live = None
 
-    def samples(self, step: int, samples: list[Any], *, most: int = 3) -> None:
+    def samples(self, step: int, samples: Sequence[Sample], *, most: int = 3) -> None:
         self.say(f"  samples at step {step}", style="dim")
         for one in samples[:most]:
-            self.say(f"    > {_short(one.prompt)}", style="dim")
-            self.say(f"    {_short(one.answer) or '(nothing)'}")
-
-
-class Pace:
-    """Seconds a step, the mean of about the last WINDOW, for the ETA; the first step warms up and does not count."""
-
-    WINDOW = 50
-
-    def __init__(self) -> None:
-        self._seconds: float | None = None
-        self._seen = 0
-        self._at = time.perf_counter()
-
-    def start(self) -> None:
-        self._at = time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds since `start`."""
-        seconds = time.perf_counter() - self._at
-        self._seen += 1
-        if self._seen > 1:
-            known = self._seconds or 0.0
-            self._seconds = known + (seconds - known) / min(self._seen - 1, self.WINDOW)
-        return seconds
-
-    def eta(self, steps: int) -> float | None:
-        return None if self._seconds is None else self._seconds * steps
+            asked, made = one.lines()
+            self.say(f"    > {_short(asked)}", style="dim")
+            self.say(f"    {_short(made) or '(nothing)'}")
 
 
 def _short(text: str, most: int = 160) -> str:

@@ -3,75 +3,53 @@
 from __future__ import annotations
 
 import gc
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..checkpoint.folder import write_folder
-from ..checkpoint.snapshot import restore_model
 from ..dtypes import to_torch
-from ..precision.precision import Precision
-from .adapter import save_adapter
-from .evaluate import evaluate
+from ..model.saved_form import digests, trained_tensors
+from ..runs.checkpoint.atomic_folder import write_folder
+from ..runs.checkpoint.snapshot import restore_model
 from .loop import Loop
 from .setup import Prepared
-from .verify import check_rows, verify_result
+from .verify import ROWS, verify_result
 
 
 def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     """Returns the content of result.json. Raises RunError SV001 when the saved result is not the trained one."""
-    config, progress, precision = loop.config, loop.progress, prepared.resolved.precision
+    config, progress, precision, task = loop.config, loop.progress, prepared.resolved.precision, loop.task
     taken = _take_best(loop) if config.train.patience else progress.step
     adapter = config.adapter.kind != "none"
     target = loop.folder.path / ("adapter" if adapter else "model")
 
     def fill(folder: Path) -> None:
-        if adapter:
-            save_adapter(loop.model, folder, precision)  # type: ignore[arg-type]  # attach_adapter made it a PeftModel
-        else:
-            save_model(loop.model, folder, precision)
-        prepared.tokenizer.save_pretrained(str(folder))
+        task.save(loop.model, folder, precision)
 
     write_folder(target, fill)
     loop.observe_saved(target, precision.save_adapter if adapter else precision.save_model)
-    rows = prepared.data.eval or prepared.data.train
-    batch_size = config.train.eval_batch_size or config.train.batch_size
-    pad = prepared.tokenizer.pad_token_id
-    trained = evaluate(
-        loop.model, check_rows(rows), batch_size=batch_size, pad_id=pad, device=loop.device, loss_dtype=precision.loss
-    ).loss  # fmt: skip
+    trained = task.evaluate(loop.model, loop.device, dtype=precision.loss, most=ROWS)
+    weights = digests(trained_tensors(loop.model), to_torch(precision.save_adapter if adapter else precision.save_model))
     _free(loop, prepared)
-    reloaded = verify_result(
-        target, prepared.source, precision, rows, trained_loss=trained, batch_size=batch_size, tokenizer=prepared.tokenizer,
-        config=config.model, device=prepared.device, adapter=adapter,
-    )  # fmt: skip
+    reloaded = verify_result(task, target, precision, prepared.device, trained=trained, weights=weights, adapter=adapter)
     return {
         "status": "done",
         "folder": str(loop.folder.path),
         "adapter" if adapter else "model": str(target),
-        "base": prepared.source.name if adapter else None,
+        "base": task.base_name if adapter else None,
         "steps": progress.step,
         "of_step": taken,
-        "best_eval_loss": progress.best_loss if loop.eval_rows else None,
+        "best_eval_loss": progress.best_loss if task.eval_rows else None,
         "best_step": progress.best_step,
-        "tokens": progress.tokens,
+        task.words.units: progress.units,
         "trained_seconds": round(progress.trained_seconds, 2),
-        "check": {"rows": len(check_rows(rows)), "trained_loss": trained, "reloaded_loss": reloaded},
+        "check": {
+            "rows": min(ROWS, task.eval_rows or task.rows),
+            "trained_loss": trained.loss,
+            "reloaded_loss": reloaded.loss,
+        },
     }
-
-
-def save_model(model: Any, folder: Path, precision: Precision) -> None:
-    """An ordinary Hugging Face folder in `save_model`'s dtype."""
-    dtype = to_torch(precision.save_model)
-    state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in model.state_dict().items()}
-    model.save_pretrained(folder, state_dict=state)
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")  # else dtype="auto" would widen it to what it was trained in
-    file.write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "precision.json").write_text(precision.as_file())
 
 
 def _take_best(loop: Loop) -> int:

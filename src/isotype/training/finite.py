@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ..config.schema import TrainSection
 from ..errors import RunError
 from ..precision.apply import inner_model
 from ..precision.observe import floating_tensors
-from .batches import Batch
-from .loss import takes_one_row
 
 
-def first_non_finite_module(model: nn.Module, batch: Batch) -> str | None:
-    """Runs the forward pass again and names the innermost module where a non-finite output first appears."""
+def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
+    """Runs the forward pass again, with its loss, and names the innermost module where a non-finite output first appears."""
     found: list[str] = []
     inner = inner_model(model)
 
@@ -30,7 +29,7 @@ def first_non_finite_module(model: nn.Module, batch: Batch) -> str | None:
     hooks = [m.register_forward_hook(hook(n or type(inner).__name__)) for n, m in inner.named_modules()]
     try:
         with torch.no_grad():
-            model(**(batch.as_one_row() if batch.position_ids is not None and takes_one_row(model) else batch).inputs)
+            forward()
     finally:
         for h in hooks:
             h.remove()
@@ -56,25 +55,40 @@ def non_finite_gradients(model: nn.Module, gradient: Callable[[nn.Parameter], Te
     return bad[::-1]
 
 
+def calmer_steps(train: TrainSection) -> str:
+    """What keeps updates smaller, beyond what is set already."""
+    return f"lower train.learning_rate (it is {train.learning_rate:g})" + ("" if train.clip else ", or set train.clip")
+
+
 def non_finite_error(
-    model: nn.Module, batches: list[Batch], *, step: int, what: str, gradient: Callable[[nn.Parameter], Tensor | None]
+    model: nn.Module,
+    passes: Sequence[Callable[[], object]],
+    *,
+    step: int,
+    what: str,
+    gradient: Callable[[nn.Parameter], Tensor | None],
+    train: TrainSection,
+    compute: str,
 ) -> RunError:
-    """NF001 with the step, the module, and what to look at."""
+    """NF001 with the step, the module, and what to look at; advice only beyond what `train` and `compute` have already.
+
+    passes  the forward pass of each micro-batch, to be run again
+    """
     weights = non_finite_parameters(model)
-    module = next((m for b in batches if (m := first_non_finite_module(model, b))), None)
+    module = next((m for forward in passes if (m := first_non_finite_module(model, forward))), None)
     gradients = non_finite_gradients(model, gradient)
     if weights:
         where, fix = (
             f"parameter {weights[0]} is not finite",
-            "it was so before this step: resume from an earlier checkpoint, and lower train.learning_rate",
+            f"it was so before this step: resume from an earlier checkpoint, and {calmer_steps(train)}",
         )
     elif module:
         where, fix = (
             f"first in the output of {module}",
-            "activations overflow: a lower train.learning_rate, or precision.compute: bf16 instead of fp16",
+            f"activations overflow: {calmer_steps(train)}" + (", or precision.compute: bf16, whose range is fp32's" * (compute == "fp16")),
         )
     elif gradients:
-        where, fix = f"first in the gradient of {gradients[0]}", "lower train.learning_rate, set train.clip, or look at this step's rows"
+        where, fix = f"first in the gradient of {gradients[0]}", f"{calmer_steps(train)}, or look at this step's rows"
     else:
         where, fix = "in the loss itself", "look at this step's rows"
     return RunError(f"step {step}: {what} is not finite, {where}", code="NF001", fix=fix)

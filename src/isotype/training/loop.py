@@ -7,16 +7,21 @@ resumed run goes on bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..checkpoint.snapshot import (
+from ..config.schema import RunConfig
+from ..errors import IsotypeError, RunError, UsageError
+from ..precision.observe import Observation, Observer, is_observed
+from ..precision.observe.record import as_read, as_written, noted
+from ..precision.resolve import Resolved
+from ..runs.checkpoint.snapshot import (
     optimizer_tensors,
     random_state,
     restore_model,
@@ -24,29 +29,22 @@ from ..checkpoint.snapshot import (
     restore_random_state,
     trainable_tensors,
 )
-from ..checkpoint.store import Checkpoint, CheckpointStore
-from ..config.schema import RunConfig
-from ..data.rows import Row, SamplePrompt
-from ..errors import IsotypeError, RunError, UsageError
-from ..precision.observe import UNSEEN, Observation, Observer
-from ..precision.resolve import Resolved
-from .batches import Batch, RowFeed, collate
-from .console import Pace, RunConsole
-from .evaluate import evaluate
-from .finite import first_non_finite_trained
-from .flops import StepFlops
-from .folder import RunFolder
+from ..runs.checkpoint.store import Checkpoint, CheckpointStore
+from ..runs.folder import RunFolder
+from ..runs.metrics import Metrics
+from .callbacks import Callback, Moment, tell
+from .console import RunConsole
+from .feed import Feed
+from .finite import calmer_steps, first_non_finite_trained
 from .interrupt import Interrupt
 from .loss_scale import LossScale
-from .memory import peak_memory
-from .metrics import Metrics
-from .sample import sample
+from .memory.device import peak_memory
+from .milestones import Milestones
+from .pace import Pace, sample_seconds
 from .schedule import learning_rate
 from .step import Stepper
+from .task import Batch, Task
 from .trackers.trackers import Trackers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -59,38 +57,25 @@ class Progress:
     best_step: int | None = None
     without_gain: int = 0
     trained_seconds: float = 0.0
-    tokens: int = 0
+    sampled_seconds: float = 0.0
+    units: int = 0
+    """Tokens or pictures seen."""
+
+    @classmethod
+    def from_file(cls, values: Mapping[str, Any]) -> Progress:
+        """`tokens` is what runs before tasks called `units`."""
+        return cls(**{("units" if name == "tokens" else name): value for name, value in values.items()})
 
     def __post_init__(self) -> None:
         """Raises  TypeError for what no run writes: the values come from a file."""
-        for name in ("step", "position", "without_gain", "tokens"):
+        for name in ("step", "position", "without_gain", "units"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 0:
                 raise TypeError(f"progress.{name} is {getattr(self, name)!r}")
-        if not isinstance(self.best_loss, float) or not isinstance(self.trained_seconds, float | int):
-            raise TypeError(f"progress.best_loss is {self.best_loss!r}, progress.trained_seconds {self.trained_seconds!r}")
+        for name in ("best_loss", "trained_seconds", "sampled_seconds"):
+            if not isinstance(getattr(self, name), float) and (name == "best_loss" or type(getattr(self, name)) is not int):
+                raise TypeError(f"progress.{name} is {getattr(self, name)!r}")
         if self.best_step is not None and type(self.best_step) is not int:
             raise TypeError(f"progress.best_step is {self.best_step!r}")
-
-
-@dataclass
-class Plan:
-    """When things happen: total steps, and the steps between evaluations, samples and checkpoints (0: never)."""
-
-    total: int
-    eval_every: int
-    save_every: int
-    sample_every: int
-
-    @classmethod
-    def of(cls, config: RunConfig, *, rows: int, eval_rows: int) -> Plan:
-        per_step = config.train.batch_size * config.train.accumulate
-        total = config.train.steps or max(1, math.ceil(config.train.epochs * rows / per_step))
-        tenth = max(1, math.ceil(total / 10))
-        eval_every = (config.train.eval_every or tenth) if eval_rows else 0
-        return cls(total, eval_every, config.run.save_every or eval_every or tenth, config.run.sample_every or eval_every or tenth)
-
-    def due(self, every: int, step: int) -> bool:
-        return bool(every) and (step % every == 0 or step == self.total)
 
 
 @dataclass
@@ -98,22 +83,23 @@ class Loop:
     """The parts of a run; `run()` returns True when it came to its end, False when it was interrupted and saved."""
 
     config: RunConfig
+    task: Task
     resolved: Resolved
     model: nn.Module
-    tokenizer: PreTrainedTokenizerBase
     stepper: Stepper
     observer: Observer
-    stream: RowFeed
-    eval_rows: Sequence[Row]
-    prompts: Sequence[SamplePrompt]
-    plan: Plan
+    stream: Feed[Any]
+    plan: Milestones
     folder: RunFolder
     store: CheckpointStore
     console: RunConsole
     device: torch.device
-    flops: StepFlops
+    flops: Callable[[Any], float]
     peak_flops: float | None
     trackers: Trackers = field(default_factory=Trackers)
+    callbacks: Sequence[Callback] = ()
+    stop_asked: bool = False
+    """A callback asked to end the run."""
     progress: Progress = field(default_factory=Progress)
     observed: dict[str, Any] = field(default_factory=dict)  # what precision.json says was seen, of each role the last time
     saved_step: int | None = None
@@ -121,12 +107,13 @@ class Loop:
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.folder.metrics)
         self.pace = Pace()
+        self._said_no_samples = False
 
     def run(self, interrupt: Interrupt) -> bool:
         """Raises  RunError naming the last good checkpoint when a step fails."""
         interrupt.begin()
         if self.progress.step == 0:
-            self._between(evaluating=True, sampling=True, saving=False)
+            self._between(evaluating=True, sampling=bool(self.plan.sample_every), saving=False)
         while self.progress.step < self.plan.total:
             step = self.progress.step + 1
             try:
@@ -142,7 +129,9 @@ class Loop:
                 self.console.settle()
                 self.save()
                 return False
-            if stopping:
+            if stopping or self.stop_asked:
+                if self.saved_step != step:
+                    self.save()
                 break
         self.console.settle()
         return True
@@ -151,35 +140,35 @@ class Loop:
         train, run = self.config.train, self.config.run
         self.pace.start()
         self.model.train()
-        batches = [
-            collate(self.stream.take(train.batch_size), pad_id=self.tokenizer.pad_token_id).to(self.device) for _ in range(train.accumulate)
-        ]
+        batches = [self.task.collate(self.stream.take(train.batch_size)).to(self.device) for _ in range(train.accumulate)]
         logging = step % run.log_every == 0 or step in (1, self.plan.total)
         rate = learning_rate(train, step, self.plan.total)
-        if step == 1 or step % run.observe_every == 0:
+        drawn = is_observed(step, every=run.observe_every, seed=train.seed, total=self.plan.total)
+        if drawn or self.observer.changed():
             result, promotions = self._observed_step(batches, step, rate)
         else:
             result, promotions = self.stepper(batches, step=step, learning_rate=rate, watch_changes=logging), None
         seconds = self.pace.lap()
         self.progress.step = step
-        self.progress.position += sum(len(batch.input_ids) for batch in batches)
+        self.progress.position += sum(batch.rows for batch in batches)
         self.progress.trained_seconds += seconds
-        self.progress.tokens += result.tokens
+        self.progress.units += result.units
         if not logging:
             return
-        rate_reached = sum(self.flops.of(*batch.input_ids.shape) for batch in batches) / seconds
+        rate_reached = sum(self.flops(batch) for batch in batches) / seconds
         # the peak was measured in half a second: where a step beats it, the step is the better measurement
         self.peak_flops = max(self.peak_flops, rate_reached) if self.peak_flops else None
+        words = self.task.words
         row = {
             "step": step,
             "loss": result.loss,
             "learning_rate": rate,
             "grad_norm": result.gradient_norm if math.isfinite(result.gradient_norm) else None,
             "share_changed": result.share_changed,
-            "tokens_per_second": result.tokens / seconds,
+            f"{words.units}_per_second": result.units / seconds,
             "seconds": seconds,
-            "tokens": self.progress.tokens,
-            "supervised": result.supervised,
+            words.units: self.progress.units,
+            words.weight: result.weight,
             "epoch": self.stream.epochs,
             "memory_bytes": peak_memory(self.device),
             "mfu": rate_reached / self.peak_flops if self.peak_flops else None,
@@ -188,23 +177,16 @@ class Loop:
             "loss_scale": self.stepper.loss_scale.scale if self.stepper.loss_scale else None,
         }
         self._write(row)
-        self.console.progress(step, self.plan.total, row | {"grad_norm": result.gradient_norm}, self.pace.eta(self.plan.total - step))
+        left = self._sample_seconds_left(self.pace.steps_seconds(self.plan.total - step))
+        eta = self.pace.eta(self.plan, step, sample_seconds_left=left)
+        self.console.progress(step, self.plan.total, row | {"grad_norm": result.gradient_norm}, eta, words)
+        self._tell("step", row)
 
-    def _observed_step(self, batches: list[Batch], step: int, rate: float) -> tuple[Any, int]:
+    def _observed_step(self, batches: Sequence[Batch], step: int, rate: float) -> tuple[Any, int]:
         """A step with every module hooked; raises DtypeError when something is not as declared."""
         accumulator, optimizer = self.stepper.accumulator, self.stepper.optimizer
-        with self.observer.watch(step) as seen:
-
-            def before_update(*_: Any) -> None:
-                # the gradients are gone after the step: their dtypes are taken just before the optimizer reads them
-                self.observer.look(seen, gradient=accumulator.gradient)
-
-            hook = optimizer.register_step_pre_hook(before_update)
-            try:
-                result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=True)
-            finally:
-                hook.remove()
-        self.observer.look(seen, states=lambda p: optimizer.state.get(p, {}), parameters=False)
+        with self.observer.watch(step, optimizer=optimizer, gradient=accumulator.gradient) as seen:
+            result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=True)
         if self.stepper.loss_dtype is not None:
             self.observer.look_at_loss(seen, self.stepper.loss_dtype)
         self.note(seen)
@@ -218,42 +200,32 @@ class Loop:
 
     def note(self, seen: Observation) -> None:
         """Adds an observation to precision.json; roles seen before and not now stay as they were. Raises DtypeError DT003."""
-        new, before = seen.as_json(), self.observed
-        stepped = bool(new["dtypes"].get("compute"))
-        self.observed = {
-            "observed": {**before.get("observed", {}), **new["dtypes"]},
-            "violations": new["violations"],
-            "promotions": new["promotions"] if stepped else before.get("promotions", []),
-            "observed_at": before.get("observed_at", []) + [seen.step] * stepped,
-        }
+        self.observed = noted(self.observed, seen)
         self.write_precision()
         seen.raise_if_violated()
 
     def write_precision(self) -> None:
-        seen = self.observed.get("observed", {})
         self.folder.write_json(
             "precision.json",
             {
                 "precision": str(self.resolved.precision),
                 "preset": self.resolved.preset,
                 "declared": self.resolved.as_json(),
-                **self.observed,
-                "unobserved": {role: why for role, why in UNSEEN.items() if role not in seen},
+                **as_written(self.observed),
             },
         )
 
     def _observed_before(self) -> None:
         """What an earlier part of this run saw; a file that is damaged says nothing."""
         try:
-            said = self.folder.read_json("precision.json")
-            self.observed = {
-                "observed": {str(role): dict(counts) for role, counts in said["observed"].items()},
-                "violations": [],
-                "promotions": list(said["promotions"]),
-                "observed_at": [int(step) for step in said["observed_at"] if int(step) <= self.progress.step],
-            }
+            self.observed = as_read(self.folder.read_json("precision.json"), self.progress.step)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             self.observed = {}
+
+    def _tell(self, name: str, row: Mapping[str, Any]) -> None:
+        if self.callbacks:
+            moment = Moment(self.progress.step, self.plan.total, row, self.model, self.folder.path)
+            self.stop_asked |= tell(self.callbacks, name, moment)
 
     def _write(self, row: dict[str, Any]) -> None:
         self.metrics.write(**row)
@@ -262,24 +234,21 @@ class Loop:
     def _between(self, *, evaluating: bool, sampling: bool, saving: bool) -> bool:
         """Evaluation, samples and checkpoint after a step; True when it is time to stop early."""
         best = stop = False
-        if evaluating and self.eval_rows:
-            best, stop = self._evaluate()
-        if sampling and self.prompts:
-            self._sample()
+        if evaluating and self.task.eval_rows:
+            with self.pace.pause("evaluation"):
+                best, stop = self._evaluate()
+        if sampling and self.task.samples and self._samples_allowed():
+            with self.pace.pause("samples"):
+                self._sample()
+            self.progress.sampled_seconds += self.pace.last("samples")
         if saving or best or stop:
-            self.save(best=best)
+            with self.pace.pause("checkpoint"):
+                self.save(best=best)
         return stop
 
     def _evaluate(self) -> tuple[bool, bool]:
         train = self.config.train
-        result = evaluate(
-            self.model,
-            self.eval_rows,
-            batch_size=train.eval_batch_size or train.batch_size,
-            pad_id=self.tokenizer.pad_token_id,
-            device=self.device,
-            loss_dtype=self.resolved.precision.loss,
-        )
+        result = self.task.evaluate(self.model, self.device, dtype=self.resolved.precision.loss)
         progress = self.progress
         if not math.isfinite(result.loss):
             raise RunError(
@@ -290,21 +259,43 @@ class Loop:
             progress.best_loss, progress.best_step, progress.without_gain = result.loss, progress.step, 0
         else:
             progress.without_gain += 1
-        self._write({"step": progress.step, "event": "evaluation", "eval_loss": result.loss, "eval_tokens": result.tokens})
+        row = {"step": progress.step, "event": "evaluation", "eval_loss": result.loss, f"eval_{self.task.words.units}": result.weight}
+        row |= {f"eval_loss_{name}": loss for name, loss in result.parts.items()}
+        self._write(row)
         self.console.settle()
         self.console.say(
             f"step {progress.step}/{self.plan.total}  evaluation loss {result.loss:.4f}{' (best)' if best and progress.step else ''}"
         )
+        self._tell("evaluation", row)
         stop = train.patience is not None and progress.without_gain >= train.patience
         if stop:
             self.console.say(f"no better evaluation for {progress.without_gain}: stopping early (train.patience)")
         return best and progress.step > 0, stop
 
+    def _sample_seconds_left(self, seconds_ahead: float = 0.0) -> float:
+        """What samples may still take; without a limit where run.sample_every says how often they are wanted."""
+        if self.config.run.sample_every is not None:
+            return math.inf
+        return sample_seconds(self.progress.trained_seconds + seconds_ahead) - self.progress.sampled_seconds
+
+    def _samples_allowed(self) -> bool:
+        """Whether samples fit into their share of the time. Those after the last step have their time kept for them."""
+        wanted = 1 if self.progress.step == self.plan.total else 2
+        allowed = wanted * self.pace.last("samples") <= self._sample_seconds_left()
+        if not allowed and not self._said_no_samples:
+            self._said_no_samples = True
+            self.console.settle()
+            self.console.say(
+                f"step {self.progress.step}: samples left out, they would take more than a tenth of the training "
+                "(run.sample_every: N takes them all the same, 0 switches them off)"
+            )
+        return allowed
+
     def _sample(self) -> None:
         # the first samples of a run are watched; a step's number decides, so that a resumed run does as the undisturbed one did
         watched = self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
         with watched as seen:
-            samples = sample(self.model, self.tokenizer, self.prompts, max_new_tokens=self.config.run.sample_tokens, device=self.device)
+            samples = self.task.sample(self.model, self.device, seconds=self._sample_seconds_left())
         if seen is not None:
             self.note(seen)
         self.folder.samples.mkdir(exist_ok=True)
@@ -313,6 +304,7 @@ class Loop:
         self.trackers.samples(step, samples)
         self.console.settle()
         self.console.samples(step, samples)
+        self._tell("samples", {"samples": [s.as_json() for s in samples]})
 
     def save(self, *, best: bool = False) -> None:
         """Raises  RunError NF001 rather than make a bad state the newest checkpoint; CK001 when the disk refuses."""
@@ -321,7 +313,7 @@ class Loop:
         if bad := first_non_finite_trained(self.model):
             raise RunError(
                 f"step {self.progress.step}: parameter {bad} is not finite after the update: not saved", code="NF001",
-                fix="lower train.learning_rate, or set train.clip, and resume",
+                fix=f"{calmer_steps(self.config.train)}, and resume",
             )  # fmt: skip
         self.metrics.sync()
         random_tensors, random_json = random_state()
@@ -336,6 +328,7 @@ class Loop:
         }
         self.store.save(Checkpoint(self.progress.step, {**trainable_tensors(self.model), **optimizer, **random_tensors}, state), best=best)
         self.saved_step = self.progress.step
+        self._tell("save", {"folder": str(self.store.path(self.progress.step))})
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Puts everything back as it was after `checkpoint.step`."""
@@ -344,7 +337,7 @@ class Loop:
         try:
             restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
             restore_random_state(checkpoint.tensors, state["random"])
-            self.progress = Progress(**state["progress"])
+            self.progress = Progress.from_file(state["progress"])
             self.stream.restore(state.get("stream") or {"position": self.progress.position})
             if self.stepper.loss_scale and state["loss_scale"]:
                 self.stepper.loss_scale = LossScale(float(state["loss_scale"]["scale"]), int(state["loss_scale"]["quiet"]))

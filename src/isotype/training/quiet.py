@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 
-from ..hub import LOGGER, HubTries
+from ..environment.hub import LOGGER, HubTries
 
 
 def quiet_libraries() -> None:
@@ -31,3 +33,17 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
     # peft asks the hub at each save whether the vocabulary was changed, which no run does
     warnings.filterwarnings("ignore", message="Unable to fetch remote file|Could not find a config file in", module="peft")
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Hides what libraries advise about a model without data, and the traceback of an operator that cannot run without any."""
+    operators = logging.getLogger("torch._subclasses.fake_tensor")
+    before = operators.disabled
+    operators.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        operators.disabled = before

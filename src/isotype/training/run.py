@@ -4,53 +4,70 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor, nn
 
-from ..checkpoint.folder import refused
-from ..checkpoint.store import CheckpointStore
 from ..config.compare import compare
 from ..config.load import LoadedConfig, load
 from ..config.schema import RunConfig
 from ..config.write import resolved_yaml
-from ..data.examples import examples
-from ..data.facts import source_lines
-from ..data.rows import LoadedData
-from ..environment import environment
+from ..environment.hardware import detect, measured_matmul_peak
+from ..environment.versions import environment
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
-from ..hardware import detect, measured_matmul_peak
+from ..model import attention
+from ..model.adapter import trainable_share
 from ..precision.observe import Observer
-from .adapter import trainable_share
-from .batches import row_feed
+from ..runs.checkpoint.atomic_folder import refused
+from ..runs.checkpoint.store import CheckpointStore
+from ..runs.folder import RESOLVED, RunFolder, name_of
+from ..runs.untrusted import refuse_code_of
+from .callbacks import Callback
 from .console import RunConsole, duration, size
+from .contention import contention
 from .finish import finish
-from .flops import step_flops
-from .folder import RESOLVED, RunFolder, name_of
 from .interrupt import Interrupt
-from .loop import Loop, Plan
-from .memory import returns_freed_blocks
+from .loop import Loop
+from .memory.device import returns_freed_blocks
+from .milestones import Milestones
 from .preflight.check import RECORD, preflight
 from .preflight.subject import Subject
 from .quiet import quiet_libraries
 from .setup import Prepared, prepare, resolve_precision
-from .strangers import refuse_code_of
+from .task import Task
 from .trackers.available import refuse_missing
 from .trackers.trackers import start
 
 INTERRUPTED = 130
+RESUMES = "resumes.json"
+Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]
 
 
-def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool = False, skips: Mapping[str, str] | None = None) -> int:
+@dataclass(frozen=True)
+class Own:
+    """A user's own code in a run."""
+
+    callbacks: Sequence[Callback] = ()
+    objective: Objective | None = None
+
+
+def train(
+    loaded: LoadedConfig, task: Task, *, resume: Path | None = None, json_output: bool = False,
+    skips: Mapping[str, str] | None = None, callbacks: Sequence[Callback] = (), objective: Objective | None = None,
+) -> int:  # fmt: skip
     """Runs to the end, or saves and returns 130 on Ctrl-C. Raises IsotypeError; returns the exit status.
 
-    skips  checks of the preflight to leave out, code to reason
+    task       the kind of run, of the same configuration (`isotype.tasks.choose`)
+    skips      checks of the preflight to leave out, code to reason
+    callbacks  a user's own code at the loop's moments
+    objective  the summed losses of a micro-batch, in place of the task's own; evaluation keeps the task's
     """
     refuse_missing(loaded.config.run.trackers)
-    folder = RunFolder(resume or Path(loaded.config.run.folder.replace("{name}", name_of(loaded.config))))
+    folder = run_folder(loaded, resume)
     if resume is not None and not folder.is_run:
         raise UsageError(f"--resume {resume}: no {RESOLVED} there: not a run folder")
     if resume is not None:
@@ -63,7 +80,8 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool
         if resume is not None:
             _compare_with_before(loaded, folder, console)
         try:
-            status, result = _run(loaded, folder, console, interrupt, resuming=resume is not None, skips=skips or {})
+            status, result = _run(loaded, task, folder, console, interrupt, resuming=resume is not None, skips=skips or {},
+                                  own=Own(callbacks, objective))  # fmt: skip
         except torch.OutOfMemoryError as error:
             raise RunError(
                 f"out of memory: {str(error).splitlines()[0]}",
@@ -90,6 +108,11 @@ def train(loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool
     if json_output:
         print(json.dumps(result))
     return status
+
+
+def run_folder(loaded: LoadedConfig, resume: Path | None) -> RunFolder:
+    """The folder that a run of this configuration uses."""
+    return RunFolder(resume or Path(loaded.config.run.folder.replace("{name}", name_of(loaded.config))))
 
 
 def _stopped_at_once(folder: RunFolder, console: RunConsole, *, trained: bool) -> dict[str, Any]:
@@ -121,15 +144,28 @@ def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:
 
 
 def _run(
-    loaded: LoadedConfig, folder: RunFolder, console: RunConsole, interrupt: Interrupt, *, resuming: bool, skips: Mapping[str, str]
+    loaded: LoadedConfig,
+    task: Task,
+    folder: RunFolder,
+    console: RunConsole,
+    interrupt: Interrupt,
+    *,
+    resuming: bool,
+    skips: Mapping[str, str],
+    own: Own,
 ) -> tuple[int, dict[str, Any]]:
     config = loaded.config
     quiet_libraries()
-    prepared = prepare(config, loaded.sources, folder)
-    loop = _loop(config, prepared, folder, console)
-    checked = preflight(Subject(config=config, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=resuming), skips)
-    _write_start(loaded, prepared, loop.plan, folder, resuming=resuming)
-    console.header([*header_rows(config, prepared, loop.plan, folder), *checked.header_rows()])
+    prepared = prepare(task, loaded.sources, folder.base)
+    if own.objective is not None:
+        prepared.stepper.loss_sum = own.objective
+    loop = _loop(task, prepared, folder, console)
+    loop.callbacks = own.callbacks
+    checked = preflight(Subject(config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=resuming), skips)
+    _write_start(loaded, task, prepared, loop.plan, folder, resuming=resuming)
+    shared = contention() if prepared.device.type == "cpu" else None
+    said = [("cores", str(shared))] if shared else []
+    console.header([*header_rows(task, prepared, loop.plan, folder), *said, *checked.header_rows()])
     if resuming:
         _restore(loop, console)
     loop.trackers = trackers = start(config.run.trackers, folder.path, config.model_dump(), console.say)
@@ -181,29 +217,27 @@ def _report_of_unfinished(config: RunConfig, folder: RunFolder, console: RunCons
         console.say(f"report    not written: {error}")
 
 
-def _loop(config: Any, prepared: Prepared, folder: RunFolder, console: RunConsole) -> Loop:
-    data, precision = prepared.data, prepared.resolved.precision
+def _loop(task: Task, prepared: Prepared, folder: RunFolder, console: RunConsole) -> Loop:
+    config, precision = task.config, prepared.resolved.precision
     return Loop(
         config=config,
+        task=task,
         resolved=prepared.resolved,
         model=prepared.model,
-        tokenizer=prepared.tokenizer,
         stepper=prepared.stepper,
-        observer=Observer(prepared.model, precision),
-        stream=row_feed(data, seed=config.train.seed, shuffle=config.data.shuffle),
-        eval_rows=data.eval,
-        prompts=prepared.prompts,
-        plan=Plan.of(config, rows=len(data.train), eval_rows=len(data.eval)),
+        observer=Observer(prepared.model, precision, lora_branch=config.model.lora_branch),
+        stream=task.feed(),
+        plan=Milestones.of(config, rows=task.rows, eval_rows=task.eval_rows),
         folder=folder,
         store=CheckpointStore(folder.checkpoints, keep=config.run.keep),
         console=console,
         device=prepared.device,
-        flops=step_flops(prepared.model, prepared.model.config),
+        flops=task.flops(prepared.model),
         peak_flops=measured_matmul_peak(prepared.device.type, precision.compute),
     )
 
 
-def _write_start(loaded: LoadedConfig, prepared: Prepared, plan: Plan, folder: RunFolder, *, resuming: bool) -> None:
+def _write_start(loaded: LoadedConfig, task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder, *, resuming: bool) -> None:
     """What the run is, before its first step; `resolved.yaml` last, since its presence makes the folder a run."""
     (folder.path / "result.json").unlink(missing_ok=True)  # of the part that a resumed run goes on from
     if not resuming:
@@ -211,14 +245,18 @@ def _write_start(loaded: LoadedConfig, prepared: Prepared, plan: Plan, folder: R
         folder.write_text("config.yaml", loaded.text)  # as given at first; a resumed run reads resolved.yaml
     folder.write_json("env.json", environment())
     folder.write_json("manifest.json", prepared.manifest.to_dict())
-    folder.write_json("data.json", prepared.data.facts)
-    folder.write_json("examples.json", {"examples": examples(prepared.data.train, prepared.tokenizer)})
+    task.begin(folder.path, resuming=resuming)
+    for name, content in task.records().items():
+        folder.write_json(name, content)
     trainable, total = trainable_share(prepared.model)
-    folder.write_json("plan.json", {**asdict(plan), "parameters": total, "trained": trainable})
+    folder.write_json("plan.json", {**asdict(plan), "task": task.kind, "parameters": total, "trained": trainable})
     reasons = {f"precision.{role}": reason for role, reason in prepared.resolved.reasons.items()}
     reasons["precision.preset"] = prepared.resolved.why_preset
     values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
     values["precision.preset"] = prepared.resolved.preset
+    if loaded.config.model.attention == attention.AUTO and hasattr(prepared.model, "config"):
+        values["model.attention"] = attention.taken(prepared.model)
+        reasons["model.attention"] = attention.said(prepared.model, attention.AUTO)
     if loaded.config.train.gradient_checkpointing == "auto":
         settings = prepared.checkpointing.as_settings()
         values |= settings
@@ -250,14 +288,25 @@ def _restore(loop: Loop, console: RunConsole) -> None:
         console.say("resume    no whole checkpoint: starting from the beginning")
         return
     loop.restore(loop.store.load(step))
+    loop.folder.write_json(RESUMES, {"steps": [*resumed_at(loop.folder.path), step]})
     loop.store.tidy(loop.progress.best_step)
     done = f", which was the last: train.steps={2 * step} or train.epochs=N goes on" if step >= loop.plan.total else ""
     console.say(f"resume    from step {step}{done}")
 
 
-def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) -> list[tuple[str, str]]:
+def resumed_at(folder: Path) -> list[int]:
+    """The steps that a run went on from; none where it was never resumed."""
+    try:
+        steps = json.loads((folder / RESUMES).read_text(encoding="utf-8"))["steps"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    return [step for step in steps if type(step) is int] if isinstance(steps, list) else []
+
+
+def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder) -> list[tuple[str, str]]:
     """Environment, model, precision, data, memory and schedule: what will happen, on one screen."""
-    hardware, resolved, train, facts = prepared.hardware, prepared.resolved, config.train, prepared.data.facts
+    config = task.config
+    hardware, resolved, train = prepared.hardware, prepared.resolved, config.train
     trainable, total = trainable_share(prepared.model)
     p = resolved.precision
     how = f"{config.adapter.kind} r={config.adapter.r}" if config.adapter.kind != "none" else "every weight"
@@ -265,12 +314,12 @@ def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) 
     rows = [
         ("run", str(folder.path)),
         ("device", f"{hardware.name}, torch {torch.__version__}"),
-        ("model", f"{prepared.source.name}  {total:,} parameters, {trainable:,} trained ({trainable / total:.2%}, {how})"),
+        ("model", f"{task.base_name}  {total:,} parameters, {trainable:,} trained ({trainable / total:.2%}, {how})"),
         ("precision", f"{p}  ({resolved.why_preset})"),
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
-        ("data", data_line(prepared.data)),
-        *[("", line) for line in [*source_lines(facts), *facts["notes"]]],
+        *task.header(),
         *[("ops" if i == 0 else "", line) for i, line in enumerate(prepared.manifest.lines())],
+        *([("attention", line)] if (line := attention.said(prepared.model, config.model.attention)) else []),
         ("recompute", str(prepared.checkpointing)),
         (
             "memory",
@@ -283,15 +332,6 @@ def header_rows(config: Any, prepared: Prepared, plan: Plan, folder: RunFolder) 
         ),
     ]
     return [*rows, *[("warning", f"{f.code} {f.message}; {f.fix}") for f in resolved.warnings]]
-
-
-def data_line(data: LoadedData) -> str:
-    rows = f"{len(data.train):,} training rows"
-    if data.stream is not None:
-        rows = "a stream of training rows"
-    elif packing := data.facts.get("packing"):
-        rows = f"{packing['rows']:,} training rows in {len(data.train):,} packed ones"
-    return f"{rows}, {len(data.eval):,} evaluation rows"
 
 
 def _say_result(result: dict[str, Any], console: RunConsole) -> None:

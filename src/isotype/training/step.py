@@ -1,34 +1,36 @@
-"""One optimizer step: accumulate over micro-batches normalised by tokens, check, clip, update, and see how much really changed."""
+"""One optimizer step: accumulate over micro-batches normalised by their weight, check, clip, update, and see how much really changed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..config.schema import TrainSection
+from ..errors import RunError
 from ..precision.accumulate import GradientAccumulator
 from ..precision.observe import share_changed
 from ..precision.precision import Precision
-from .batches import Batch
 from .finite import non_finite_error
-from .loss import batch_loss_sum
 from .loss_scale import LossScale
+from .task import Batch
 
 SAMPLED_PARAMETERS, SAMPLED_ELEMENTS = 32, 256  # what `share changed` looks at: enough for 1%, a few kilobytes
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: mean over supervised tokens; share_changed: None where it was not looked at; overflow: fp16 skipped this update."""
+    """loss: mean over `weight`; units: tokens or pictures seen; share_changed: None if not looked at; overflow: fp16 skipped the update."""
 
     loss: float
     gradient_norm: float
-    tokens: int
-    supervised: int
+    units: int
+    weight: int
     share_changed: float | None
     overflow: bool = False
 
@@ -37,23 +39,26 @@ class Stepper:
     """Owns what a step changes: the model's trainable weights, the optimizer, the gradients and the loss scale."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, accumulator: GradientAccumulator,
-                 precision: Precision, train: TrainSection) -> None:  # fmt: skip
+                 precision: Precision, train: TrainSection, loss_sum: Callable[[nn.Module, Any], Tensor]) -> None:  # fmt: skip
+        """loss_sum  the losses of a micro-batch, summed, in the dtype of `precision.loss`: a task's own"""
         self.model, self.optimizer, self.accumulator, self.precision, self.train = model, optimizer, accumulator, precision, train
+        self.loss_sum = loss_sum
         self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
         self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for whoever observes
         self._sampled = _sampled_elements(accumulator.parameters)
 
     def accumulate(self, batches: Sequence[Batch]) -> Tensor:
-        """Forward and backward of every micro-batch; returns the mean loss over all their supervised tokens."""
-        supervised = max(1, sum(b.supervised for b in batches))
-        total = torch.zeros((), device=batches[0].input_ids.device)
+        """Forward and backward of every micro-batch; returns the mean loss over all their weights."""
+        weight = max(1, sum(b.weight for b in batches))
+        total: Tensor | None = None
         for batch in batches:
-            loss_sum = batch_loss_sum(self.model, batch, dtype=self.precision.loss)
+            loss_sum = self.loss_sum(self.model, batch)
             self.loss_dtype = loss_sum.dtype
             # divided first: a deferred loss takes its divisor into the op, whose gradient is then rounded once
-            loss = loss_sum.float() / supervised
+            loss = loss_sum.float() / weight
             (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
-            total += loss.detach()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None, "a step has at least one micro-batch"
         return total
 
     def __call__(self, batches: Sequence[Batch], *, step: int, learning_rate: float, watch_changes: bool) -> StepResult:
@@ -63,11 +68,11 @@ class Stepper:
         norm_tensor = gradient_norm(self.accumulator.gradients())
         loss, norm = torch.stack([loss_tensor, norm_tensor.to(loss_tensor)]).tolist()  # the one wait for the device in a step
         if not math.isfinite(loss):
-            raise self._not_finite(batches, step, "the loss")
+            raise self.non_finite(batches, step=step, what="the loss")
         scale = self.loss_scale.scale if self.loss_scale else 1.0
         overflow = not math.isfinite(norm)
         if overflow and self.loss_scale is None:
-            raise self._not_finite(batches, step, "the gradient")
+            raise self.non_finite(batches, step=step, what="the gradient")
         changed = None
         if not overflow:
             norm /= scale
@@ -82,14 +87,17 @@ class Stepper:
         self.accumulator.zero()
         if self.loss_scale:
             self.loss_scale.update(overflow=overflow, step=step)
-        tokens = sum(b.tokens for b in batches)
-        return StepResult(loss, norm, tokens, sum(b.supervised for b in batches), changed, overflow)
+        return StepResult(loss, norm, sum(b.units for b in batches), sum(b.weight for b in batches), changed, overflow)
 
     def _look(self) -> list[Tensor]:
         return [p.detach().flatten()[index] for p, index in self._sampled]
 
-    def _not_finite(self, batches: Sequence[Batch], step: int, what: str) -> Exception:
-        return non_finite_error(self.model, list(batches), step=step, what=what, gradient=self.accumulator.gradient)
+    def non_finite(self, batches: Sequence[Batch], *, step: int, what: str) -> RunError:
+        """NF001 with the module where a non-finite number appears first."""
+        passes = [partial(self.loss_sum, self.model, batch) for batch in batches]
+        return non_finite_error(
+            self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, train=self.train, compute=self.precision.compute
+        )
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:

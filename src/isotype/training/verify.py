@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from ..config.schema import ModelSection
-from ..data.rows import Row
-from ..dtypes import eps
+from ..dtypes import eps, to_torch
 from ..errors import RunError
-from ..optimize import optimize
-from ..precision.apply import apply_precision
+from ..model.saved_form import Digests, refuse_difference
 from ..precision.precision import Precision
-from .adapter import load_adapter
-from .evaluate import evaluate
-from .model import Source, load_base
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from .task import Evaluation, Task
 
 ROWS = 16  # enough that a wrong adapter cannot hide, few enough for a CPU
-
-
-def load_result(folder: Path, source: Source, precision: Precision, *, config: ModelSection, device: torch.device) -> nn.Module:
-    """The saved adapter on a freshly loaded base, or the saved model, under the run's precision."""
-    if (folder / "adapter_config.json").is_file():
-        base = load_base(source, precision, attention=config.attention, device=device, trainable=False)
-        model: nn.Module = load_adapter(base, folder)
-    else:
-        model = load_base(Source(str(folder)), precision, attention=config.attention, device=device, trainable=True)
-    if config.optimize:
-        optimize(model, precision, lora_branch=config.lora_branch)
-    apply_precision(model, precision, device_type=device.type)
-    return model
-
-
-def check_rows(rows: Sequence[Row]) -> Sequence[Row]:
-    return rows[:ROWS]
 
 
 def saved_dtype_error(precision: Precision, *, adapter: bool) -> float:
@@ -50,18 +22,16 @@ def saved_dtype_error(precision: Precision, *, adapter: bool) -> float:
 
 
 def verify_result(
-    folder: Path, source: Source, precision: Precision, rows: Sequence[Row], *, trained_loss: float, batch_size: int,
-    tokenizer: PreTrainedTokenizerBase, config: ModelSection, device: torch.device, adapter: bool,
-) -> float:  # fmt: skip
-    """Returns the reloaded loss. Raises RunError SV001 when it is not the trained one."""
-    model = load_result(folder, source, precision, config=config, device=device)
-    loss = evaluate(
-        model, check_rows(rows), batch_size=batch_size, pad_id=tokenizer.pad_token_id, device=device, loss_dtype=precision.loss
-    ).loss
-    allowed = saved_dtype_error(precision, adapter=adapter) * max(1.0, abs(trained_loss))
-    if not abs(loss - trained_loss) <= allowed:
+    task: Task, folder: Path, precision: Precision, device: torch.device, *, trained: Evaluation, weights: Digests, adapter: bool
+) -> Evaluation:  # fmt: skip
+    """Returns the loss of the reloaded result. Raises RunError SV001 when it, or one of the trained `weights`, is not the trained one."""
+    model = task.reload(folder, precision, device)
+    refuse_difference(folder, weights, model, to_torch(precision.save_adapter if adapter else precision.save_model))
+    reloaded = task.evaluate(model, device, dtype=precision.loss, most=ROWS)
+    allowed = saved_dtype_error(precision, adapter=adapter) * max(1.0, abs(trained.loss))
+    if not abs(reloaded.loss - trained.loss) <= allowed:
         raise RunError(
-            f"{folder} was saved, but loaded into a fresh base its loss is {loss:.6f} where training had {trained_loss:.6f}",
+            f"{folder} was saved, but loaded into a fresh base its loss is {reloaded.loss:.6f} where training had {trained.loss:.6f}",
             code="SV001", fix="the checkpoints are untouched; report this with env.json",
         )  # fmt: skip
-    return loss
+    return reloaded

@@ -74,7 +74,7 @@ def test_installed_versions_are_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_installed_pairs_that_do_not_fit_are_findings(tmp_path, monkeypatch):
-    from isotype import environment
+    from isotype.environment import versions as environment
 
     (tmp_path / "args.yaml").write_text("output_dir: o\nbf16: true\nlogging_steps: 1\n")
     monkeypatch.setattr(environment, "installed", lambda: {"transformers": "5.23.0", "tokenizers": "0.1.0", "isotype": "0.1.0"})

@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 from isotype import pages
 from isotype.cli.app import build_app
 from isotype.errors import PreflightError
+from isotype.tasks.choose import train
+from isotype.tasks.language.checks import CHECKS as LANGUAGE_CHECKS
 from isotype.training import run
-from isotype.training.preflight.check import PHASES, Outcome, preflight
+from isotype.training.preflight.check import CHECKS, PHASES, Outcome, preflight
 from isotype.training.preflight.codes import CODES
-from isotype.training.run import train
 
 WIDER: dict[str, dict] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
@@ -71,7 +72,9 @@ def test_no_false_alarm_in_any_family(subject, workshop, family, preset):
 
 
 def test_every_code_is_a_check_with_a_page():
-    assert {code for checks in PHASES.values() for check in checks for code in check.codes} == set(CODES)
+    every = [check for group in (CHECKS, LANGUAGE_CHECKS) for checks in group.values() for check in checks]
+    assert {code for check in every for code in check.codes} == set(CODES)
+    assert {*CHECKS, *LANGUAGE_CHECKS} <= set(PHASES)
     for code in CODES:
         text = pages.page(code)
         assert text is not None, code

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
+from isotype.tasks.choose import train
 from isotype.training.preflight.continued import adapter_of_another_base, same_model
-from isotype.training.run import train
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from isotype.tasks.choose import train
 from isotype.training.preflight import disk
 from isotype.training.preflight.disk import checkpoint_bytes, disk_too_small, result_bytes
-from isotype.training.run import train
 
 
 def files(folder):

@@ -7,20 +7,20 @@ from dataclasses import replace
 import pytest
 
 from isotype.finding import Severity
-from isotype.training.checkpointing import Checkpointing
-from isotype.training.memory import other_memory
-from isotype.training.memory_bound import most_bytes
-from isotype.training.memory_plan import outline, plan_memory
-from isotype.training.model import load_architecture
+from isotype.tasks.language.outline import step_outline
+from isotype.training.memory.bound import most_bytes
+from isotype.training.memory.device import other_memory
+from isotype.training.memory.plan import plan_memory
+from isotype.training.memory.recomputation import Checkpointing
 from isotype.training.preflight import memory
 from isotype.training.preflight.memory import out_of_memory
 
 
 def planned(one):
-    config, prepared = one.config, one.prepared
-    made = outline(load_architecture(config.model, prepared.tokenizer), config, prepared.resolved.precision, device_type="cpu")
-    length = len(one.longest_rows[0].input_ids)
-    return plan_memory(made, config.train, prepared.resolved.precision, length=length, checkpointing=Checkpointing("none"))
+    precision = one.prepared.resolved.precision
+    made = one.task.outline(precision, device_type="cpu")
+    largest = step_outline(one.config, precision, length=len(one.longest_rows[0].input_ids))
+    return plan_memory(made, one.config.train, precision, largest, checkpointing=Checkpointing("none"))
 
 
 def besides(one):

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from isotype.finding import Severity
-from isotype.training.preflight.rehearsal import rehearsed_evaluation, rehearsed_generation, rehearsed_step
+from isotype.training.preflight.rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
 
 
 def everything(one):
-    return [*rehearsed_step(one), *rehearsed_evaluation(one), *rehearsed_generation(one)]
+    return [*rehearsed_step(one), *rehearsed_evaluation(one), *rehearsed_samples(one)]
 
 
 def test_nothing_is_left(subject):
@@ -83,7 +83,7 @@ def test_a_frozen_tensor_with_a_gradient(subject):
     assert frozen.grad is None, "cleared with the rest"
 
 
-@pytest.mark.parametrize(("code", "rehearsed"), [("PF016", rehearsed_evaluation), ("PF017", rehearsed_generation)])
+@pytest.mark.parametrize(("code", "rehearsed"), [("PF016", rehearsed_evaluation), ("PF017", rehearsed_samples)])
 def test_an_evaluation_or_a_generation_that_fails(subject, code, rehearsed):
     one = subject()
 

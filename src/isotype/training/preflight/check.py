@@ -1,68 +1,49 @@
 """`preflight(subject, skips)`: every check in order, its record, and the refusal.
 
-Cheap ones first, and none after a phase that found an error: static facts, tokenizer and data, memory, and then the real thing.
+Cheap ones first, and none after a phase that found an error: static facts, data, memory, and then the real thing. The task adds its own.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.folder import write_text
 from ...errors import PreflightError
 from ...finding import Finding, Severity, worst_first
+from ...runs.checkpoint.atomic_folder import write_text
+from ..task import Check
 from .codes import CODES, NOT_SKIPPED
 from .continued import adapter_of_another_base
 from .device import unexpected_device
 from .disk import disk_too_small
-from .labels import end_never_learnt, nothing_to_learn, prompts_learnt
 from .memory import out_of_memory
-from .packing import packed_documents_apart
-from .positions import beyond_the_positions
-from .rehearsal import rehearsed_evaluation, rehearsed_generation, rehearsed_step
-from .schedule import never_leaves_warmup
+from .rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
+from .schedule import more_rows_in_a_step_than_there_are, never_leaves_warmup
 from .subject import Subject
-from .tokens import beyond_the_embeddings, missing_template, untrained_new_tokens
 from .updates import vanishing_updates
 
 RECORD = "preflight.json"
 
 
-@dataclass(frozen=True)
-class Check:
-    """`codes`: what it may find; without the first of them it does not run."""
-
-    codes: tuple[str, ...]
-    run: Callable[[Subject], Iterable[Finding]]
-
-
-PHASES: Mapping[str, tuple[Check, ...]] = {
+PHASES = ("static", "data", "memory", "real")
+CHECKS: Mapping[str, tuple[Check, ...]] = {
     "static": (
         Check(("PF001",), unexpected_device),
         Check(("PF002",), never_leaves_warmup),
+        Check(("PF021",), more_rows_in_a_step_than_there_are),
         Check(("PF003",), vanishing_updates),
         Check(("PF004",), disk_too_small),
         Check(("PF019",), adapter_of_another_base),
     ),
-    "data": (
-        Check(("PF005",), nothing_to_learn),
-        Check(("PF006",), prompts_learnt),
-        Check(("PF007",), end_never_learnt),
-        Check(("PF008",), beyond_the_embeddings),
-        Check(("PF009",), untrained_new_tokens),
-        Check(("PF010",), missing_template),
-        Check(("PF020",), beyond_the_positions),
-    ),
     "memory": (Check(("PF011",), out_of_memory),),
     "real": (
         Check(("PF012", "PF013", "PF014", "PF015"), rehearsed_step),
-        Check(("PF018",), packed_documents_apart),
         Check(("PF016",), rehearsed_evaluation),
-        Check(("PF017",), rehearsed_generation),
+        Check(("PF017",), rehearsed_samples),
     ),
 }
 
@@ -99,17 +80,18 @@ class Outcome:
         ]
 
 
-def preflight(subject: Subject, skips: Mapping[str, str]) -> Outcome:
+def preflight(subject: Subject[Any], skips: Mapping[str, str]) -> Outcome:
     """Runs what is due, writes preflight.json, and raises PreflightError with every error found. A resumed run: static checks only."""
     record = subject.folder / RECORD
     before = _read(record) if subject.resuming else {}
     skipped = (skipped_before(record) if subject.resuming else {}) | dict(skips)
     outcome = Outcome(skipped=skipped)
-    for phase, checks in PHASES.items():
+    own = subject.task.checks()
+    for phase in PHASES:
         if outcome.refused or (subject.resuming and phase != "static"):
             break
         started = time.perf_counter()
-        for check in checks:
+        for check in (*CHECKS.get(phase, ()), *own.get(phase, ())):
             if check.codes[0] not in skipped:
                 outcome.findings += [f for f in check.run(subject) if f.code not in skipped]
                 outcome.ran += [code for code in check.codes if code not in skipped]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ...finding import Finding, Place, Severity
 from .subject import Subject
 
 
-def adapter_of_another_base(subject: Subject) -> Iterator[Finding]:
+def adapter_of_another_base(subject: Subject[Any]) -> Iterator[Finding]:
     """By name: tensors that do not fit were refused when the adapter was loaded, and those of a sister model fit."""
-    start, base = subject.config.adapter.start_from, subject.prepared.source.name
+    start, base = subject.config.adapter.start_from, subject.task.base_name
     if start is None or subject.resuming:
         return
     named = json.loads((Path(start) / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from ...finding import Finding, Place, Severity
 from .subject import Subject
 
 
-def unexpected_device(subject: Subject) -> Iterator[Finding]:
+def unexpected_device(subject: Subject[Any]) -> Iterator[Finding]:
     """A device asked for by name is found or refused when the run is prepared; only `auto` can surprise."""
     if subject.config.model.device != "auto" or subject.prepared.device.type != "cpu":
         return

@@ -5,15 +5,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ...dtypes import to_torch
 from ...finding import Finding, Place, Severity
 from ..console import size
-from ..memory_plan import optimizer_bytes
+from ..memory.plan import optimizer_bytes
 from .subject import Subject
 
 
-def disk_too_small(subject: Subject) -> Iterator[Finding]:
+def disk_too_small(subject: Subject[Any]) -> Iterator[Finding]:
     """Counts what the store keeps at once: `run.keep`, the best, and the one written aside before an old one goes."""
     free = shutil.disk_usage(subject.folder).free
     one, result = checkpoint_bytes(subject), result_bytes(subject)
@@ -30,14 +31,14 @@ def disk_too_small(subject: Subject) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def checkpoint_bytes(subject: Subject) -> int:
+def checkpoint_bytes(subject: Subject[Any]) -> int:
     """Trained tensors and the optimizer's states; the rest of a checkpoint is kilobytes."""
     train, precision = subject.config.train, subject.prepared.resolved.precision
     trained = [p for p in subject.prepared.model.parameters() if p.requires_grad]
     return sum(p.numel() * p.element_size() + optimizer_bytes(p.numel(), train, precision) for p in trained)
 
 
-def result_bytes(subject: Subject) -> int:
+def result_bytes(subject: Subject[Any]) -> int:
     """The adapter or the model in the dtype it is saved in."""
     precision, parameters = subject.prepared.resolved.precision, list(subject.prepared.model.parameters())
     if subject.config.adapter.kind == "none":
@@ -45,7 +46,7 @@ def result_bytes(subject: Subject) -> int:
     return sum(p.numel() for p in parameters if p.requires_grad) * to_torch(precision.save_adapter).itemsize
 
 
-def saves(subject: Subject) -> int:
+def saves(subject: Subject[Any]) -> int:
     """How many checkpoints the plan writes in all."""
     plan = subject.plan
     return max(1, -(-plan.total // plan.save_every)) if plan.save_every else 1

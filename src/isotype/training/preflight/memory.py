@@ -6,36 +6,30 @@ Running the step on tensors without data takes seconds, so it is done only where
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ...finding import Finding, Place, Severity
-from ..auto_checkpointing import WITHIN
-from ..checkpointing import NONE
-from ..memory import memory_there, other_memory, shown
-from ..memory_bound import most_bytes
-from ..memory_plan import outline, plan_memory
-from ..model import load_architecture
-from ..pauses import Pauses
+from ..memory.auto_recomputation import WITHIN
+from ..memory.device import memory_there, other_memory, shown
+from ..memory.plan import plan_memory
+from ..memory.recomputation import NONE
 from .subject import Subject
 
 
-def out_of_memory(subject: Subject) -> Iterator[Finding]:
-    prepared, config = subject.prepared, subject.config
+def out_of_memory(subject: Subject[Any]) -> Iterator[Finding]:
+    prepared, config, task = subject.prepared, subject.config, subject.task
     precision, device = prepared.resolved.precision, prepared.device.type
     has = memory_there(prepared.hardware.memory, prepared.device)
     besides = other_memory(prepared.model, prepared.device)
-    length = len(subject.longest_rows[0].input_ids)
-    if not has or most_bytes(prepared.model, config.train, precision, length=length) + besides <= has // 2:
+    if not has or task.most_bytes(prepared.model, precision) + besides <= has // 2:
         return
-    made = outline(load_architecture(config.model, prepared.tokenizer), config, precision, device_type=device)
     plan = plan_memory(
-        made,
+        task.outline(precision, device_type=device),
         config.train,
         precision,
-        length=length,
+        task.step_outline(precision),
         checkpointing=prepared.checkpointing,
         device_type=device,
-        packing=config.data.packing,
-        pauses=Pauses.of(config, prepared.data, prepared.prompts),
     )
     needs = plan.peak + besides
     if needs <= has * (1 - WITHIN):
@@ -48,7 +42,7 @@ def out_of_memory(subject: Subject) -> Iterator[Finding]:
         details=(
             ("weights", shown(plan.frozen + plan.trained)),
             ("training", f"{shown(plan.gradients)} of gradients, {shown(plan.optimizer)} of optimizer states"),
-            ("step", f"{shown(plan.peak - plan.held)} on {plan.rows} rows of {plan.length} tokens"),
+            ("step", f"{shown(plan.peak - plan.held)} on {plan.rows} rows of length {plan.length}"),
         ),
         cause=f"not simulated, weights and states only: {plan.not_simulated}" if plan.not_simulated else None,
         fix=f"{checkpointing}a smaller train.batch_size with more train.accumulate, a smaller data.max_length, or --preset qlora",

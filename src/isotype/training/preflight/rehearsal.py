@@ -1,4 +1,4 @@
-"""PF012 to PF017: one step at learning rate 0 on the longest rows, one evaluation batch and one generation, then nothing of it is left.
+"""PF012 to PF017: one step at learning rate 0 on the longest rows, one evaluation batch and one sample, then everything is undone.
 
 Gradients, optimizer states, buffers, modes and the loss scale are put back, and every random generator, so that a run with preflight is
 bit for bit the run without it. At learning rate 0 AdamW leaves each weight as it is, also under stochastic rounding: an exact value
@@ -10,20 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
-from ..evaluate import evaluate
-from ..finite import non_finite_error
-from ..sample import sample, untouched_random_state
 from ..setup import Prepared
 from ..step import gradient_norm
+from ..undisturbed import random_state_restored
 from .subject import Subject
 
-NEW_TOKENS = 8  # of the rehearsed generation: the cache is used from the second on
 # what a model's code raises for its inputs; RuntimeError is torch's, OutOfMemoryError and NotImplementedError among it
 STEP_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
 _SHOWN = 3  # names of tensors in a finding
@@ -37,7 +35,7 @@ def undone(prepared: Prepared) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     rates = [group["lr"] for group in stepper.optimizer.param_groups]
     scale = (stepper.loss_scale.scale, stepper.loss_scale.quiet) if stepper.loss_scale else None
-    with untouched_random_state():
+    with random_state_restored():
         try:
             yield
         finally:
@@ -58,12 +56,12 @@ def undone(prepared: Prepared) -> Iterator[None]:
                 torch.cuda.reset_peak_memory_stats(prepared.device)
 
 
-def rehearsed_step(subject: Subject) -> Iterator[Finding]:
+def rehearsed_step(subject: Subject[Any]) -> Iterator[Finding]:
     """Forward, backward and update on the longest rows; its gradients are looked at before they go."""
     prepared = subject.prepared
     stepper = prepared.stepper
     batch = subject.batch_of(subject.longest_rows)
-    what = f"a training step on {len(subject.longest_rows)} rows of {batch.input_ids.shape[1]} tokens"
+    what = f"a training step on {batch}"
     with undone(prepared):
         prepared.model.train()
         try:
@@ -75,7 +73,7 @@ def rehearsed_step(subject: Subject) -> Iterator[Finding]:
         if not math.isfinite(loss) or (not math.isfinite(norm) and stepper.loss_scale is None):
             yield _not_finite(subject, "the gradient" if math.isfinite(loss) else "the loss")
             return
-        if batch.supervised:
+        if batch.weight:
             yield from without_gradient(subject)
             yield from with_gradient_but_frozen(subject)
         if not math.isfinite(norm):  # an fp16 overflow: the run's own step skips the update too
@@ -88,23 +86,16 @@ def rehearsed_step(subject: Subject) -> Iterator[Finding]:
             yield _failed("PF012", f"the update after {what}", error)
 
 
-def rehearsed_evaluation(subject: Subject) -> Iterator[Finding]:
+def rehearsed_evaluation(subject: Subject[Any]) -> Iterator[Finding]:
     """The longest evaluation rows, as many as one evaluation pass takes."""
-    prepared, train = subject.prepared, subject.config.train
-    size = train.eval_batch_size or train.batch_size
-    rows = sorted(prepared.data.eval, key=lambda row: len(row.input_ids), reverse=True)[:size]
-    if not rows:
-        return
+    prepared = subject.prepared
     with undone(prepared):
         try:
-            result = evaluate(
-                prepared.model, rows, batch_size=size, pad_id=prepared.tokenizer.pad_token_id, device=prepared.device,
-                loss_dtype=prepared.resolved.precision.loss,
-            )  # fmt: skip
+            result = subject.task.rehearse_evaluation(prepared.model, prepared.device, dtype=prepared.resolved.precision.loss)
         except STEP_ERRORS as error:
-            yield _failed("PF016", f"an evaluation of {size} rows", error)
+            yield _failed("PF016", "an evaluation of the longest rows", error)
             return
-    if not math.isfinite(result.loss):
+    if result is not None and not math.isfinite(result.loss):
         yield Finding(
             code="PF016", severity=Severity.ERROR, place=Place(symbol="data.eval"),
             message=f"the evaluation loss before training is {result.loss}",
@@ -112,20 +103,19 @@ def rehearsed_evaluation(subject: Subject) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def rehearsed_generation(subject: Subject) -> Iterator[Finding]:
-    """A few tokens for the first prompt, under the precision that samples have."""
+def rehearsed_samples(subject: Subject[Any]) -> Iterator[Finding]:
+    """One small sample, under the precision that samples have."""
     prepared = subject.prepared
-    if not prepared.prompts or not subject.plan.sample_every:
+    if not subject.task.samples or not subject.plan.sample_every:
         return
-    tokens = min(NEW_TOKENS, subject.config.run.sample_tokens)
     with undone(prepared):
         try:
-            sample(prepared.model, prepared.tokenizer, prepared.prompts[:1], max_new_tokens=tokens, device=prepared.device)
+            subject.task.sample(prepared.model, prepared.device, shortened=True)
         except STEP_ERRORS as error:
-            yield _failed("PF017", f"a generation of {tokens} tokens", error)
+            yield _failed("PF017", "a small sample", error)
 
 
-def without_gradient(subject: Subject) -> Iterator[Finding]:
+def without_gradient(subject: Subject[Any]) -> Iterator[Finding]:
     """PF014: trained tensors that backward did not reach, or reached with nothing but zeros."""
     model, gradient = subject.prepared.model, subject.prepared.stepper.accumulator.gradient
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -158,7 +148,7 @@ def _rightly_zero(name: str, trained: dict[str, nn.Parameter]) -> bool:
     return False
 
 
-def with_gradient_but_frozen(subject: Subject) -> Iterator[Finding]:
+def with_gradient_but_frozen(subject: Subject[Any]) -> Iterator[Finding]:
     """PF015: tensors that backward fills although no optimizer updates them."""
     stepper = subject.prepared.stepper
     updated = {id(p) for group in stepper.optimizer.param_groups for p in group["params"]}
@@ -178,10 +168,10 @@ def with_gradient_but_frozen(subject: Subject) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _not_finite(subject: Subject, what: str) -> Finding:
+def _not_finite(subject: Subject[Any], what: str) -> Finding:
     stepper = subject.prepared.stepper
     batch = subject.batch_of(subject.longest_rows)
-    error = non_finite_error(subject.prepared.model, [batch], step=0, what=what, gradient=stepper.accumulator.gradient)
+    error = stepper.non_finite([batch], step=0, what=what)
     first, *rest = error.message.splitlines()
     return Finding(
         code="PF013", severity=Severity.ERROR, message=f"{what} is not finite on the longest rows, before anything was trained",

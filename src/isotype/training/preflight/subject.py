@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from ...config.schema import RunConfig
-from ...data.rows import Row
-from ..batches import Batch, collate
-from ..loop import Plan
+from ..milestones import Milestones
 from ..setup import Prepared
+from ..task import Batch, Task
+
+AnyTask = TypeVar("AnyTask", bound=Task, covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class Subject(Generic[AnyTask]):
     """A prepared run. `resuming`: it goes on from a checkpoint, so that some of its files exist already."""
 
     config: RunConfig
+    task: AnyTask
     prepared: Prepared
-    plan: Plan
+    plan: Milestones
     folder: Path
     resuming: bool = False
 
     @cached_property
-    def longest_rows(self) -> list[Row]:
+    def longest_rows(self) -> Sequence[Any]:
         """The rows of the largest batch that the stream could ever hand out."""
-        return self.prepared.data.longest(self.config.train.batch_size)
+        return self.task.largest(self.config.train.batch_size)
 
-    def batch_of(self, rows: list[Row]) -> Batch:
-        return collate(rows, pad_id=self.prepared.tokenizer.pad_token_id).to(self.prepared.device)
-
-    @cached_property
-    def formats(self) -> set[str]:
-        """The formats of the training files, as data.json has them."""
-        return {form for file in self.prepared.data.facts["train"]["files"] for form in str(file.get("format")).split(", ")}
+    def batch_of(self, rows: Sequence[Any]) -> Batch:
+        return self.task.collate(rows).to(self.prepared.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ MANY, NEARLY_ALL = 0.5, 0.9  # shares of the weights that cannot move: a warning
 SAMPLED = 4096  # elements looked at in each tensor
 
 
-def vanishing_updates(subject: Subject) -> Iterator[Finding]:
+def vanishing_updates(subject: Subject[Any]) -> Iterator[Finding]:
     """Compares the update that the learning rate makes with the spacing of each trained tensor's dtype at its own magnitudes."""
     train, precision = subject.config.train, subject.prepared.resolved.precision
     rate = train.learning_rate

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config.yaml_text import write_value
-from ..sample import Sample
+from ..task import Sample
 
 
 class TensorBoard:
@@ -40,8 +40,9 @@ class TensorBoard:
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         for i, one in enumerate(samples):
             # four spaces: Markdown leaves what a model wrote as it is
-            said = "\n".join("    " + line for line in (one.answer or "(nothing)").splitlines())
-            self._open(step).add_text(f"samples/{i}", f"**{one.prompt}**\n\n{said}", step)
+            asked, made = one.lines()
+            said = "\n".join("    " + line for line in (made or "(nothing)").splitlines())
+            self._open(step).add_text(f"samples/{i}", f"**{asked}**\n\n{said}", step)
 
     def close(self, exit_status: int) -> None:
         if self._writer is not None:

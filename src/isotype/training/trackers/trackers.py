@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..sample import Sample, untouched_random_state
+from ..task import Sample
+from ..undisturbed import random_state_restored
 
 Say = Callable[[str], None]
 
@@ -53,7 +54,7 @@ class Trackers:
     def _each(self, tell: Callable[[Tracker], None]) -> None:
         if not self._trackers:
             return
-        with untouched_random_state():
+        with random_state_restored():
             for tracker in list(self._trackers):
                 try:
                     tell(tracker)
@@ -69,7 +70,7 @@ def start(names: Sequence[str], folder: Path, settings: Mapping[str, Any], say: 
     settings  the run's configuration, section by section
     """
     found: list[Tracker] = []
-    with untouched_random_state():
+    with random_state_restored():
         for name in dict.fromkeys(names):
             if name == "tensorboard":
                 from .tensorboard import TensorBoard

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ...checkpoint.folder import write_text
-from ..sample import Sample
+from ...runs.checkpoint.atomic_folder import write_text
+from ..task import Sample
 
 ID = "wandb_id"
 TIMEOUT = 30  # seconds to wait for the service before going on without it
@@ -55,8 +55,10 @@ class WeightsAndBiases:
         self._run.log({"step": step, **values})
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        rows = [[step, one.prompt, one.answer, one.reference or ""] for one in samples]
-        self._run.log({"step": step, "samples": self._table(columns=["step", "prompt", "answer", "reference"], data=rows)})
+        made = [one.as_json() for one in samples]
+        columns = list(dict.fromkeys(key for one in made for key in one))
+        rows = [[step, *[one.get(key) or "" for key in columns]] for one in made]
+        self._run.log({"step": step, "samples": self._table(columns=["step", *columns], data=rows)})
 
     def close(self, exit_status: int) -> None:
         self._run.finish(exit_code=exit_status)

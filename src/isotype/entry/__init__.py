@@ -1,0 +1,1 @@
+"""The way in from Python: `isotype.train(...)` and the `Run` it returns."""

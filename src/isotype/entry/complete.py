@@ -1,0 +1,32 @@
+"""What no run can do without, said before anything heavy is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..config.load import LoadedConfig
+from ..errors import UsageError
+
+
+def refuse_incomplete(loaded: LoadedConfig) -> None:
+    """Raises  UsageError with a line for each thing that is missing."""
+    from ..config.sources import check_data, is_folder_name, near_model, source_specs
+    from ..data.sources import refuse_absent
+    from ..training.trackers.available import missing as missing_trackers
+
+    config = loaded.config
+    where = f"{loaded.path} " if loaded.path else ""
+    missing = missing_trackers(config.run.trackers)
+    if config.model.name is None and (config.model.init == "pretrained" or config.model.config is None):
+        missing.append(f"{where}model.name: missing: --model FOLDER, or model.name in a file (isotype init writes one)")
+    for key, name in (("model.name", config.model.name), ("model.tokenizer", config.model.tokenizer)):
+        if name is not None and is_folder_name(name) and not Path(name).exists():
+            missing.append(f"{loaded.sources[key]} {key}: {name}: no such folder{near_model(name)}")
+    if config.data.train is None:
+        missing.append(f"{where}data.train: missing: --data FILE, or --data stdlib for the built-in questions and answers")
+    if missing:
+        raise UsageError("\n".join(missing))
+    check_data(config, loaded.sources)
+    for side in ("train", "eval"):
+        for spec in source_specs(config.data, side):
+            refuse_absent(spec)

@@ -1,0 +1,111 @@
+"""`isotype.train(...)`: the run of `isotype train`, from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ..config.load import LoadedConfig, load
+from ..config.schema import RunConfig, Section
+from ..errors import UsageError
+from .run import Run
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ..training.callbacks import Callback
+
+Given: TypeAlias = str | Path | Mapping[str, Any] | Section | None
+SOURCE = "isotype.train()"
+# what a plain name or path means for each section
+NAMED = {
+    "model": "model.name",
+    "data": "data.train",
+    "adapter": "adapter.kind",
+    "precision": "precision.preset",
+    "train": None,
+    "run": "run.folder",
+}
+
+
+def train(
+    config: RunConfig | str | Path | None = None,
+    *,
+    model: Given = None,
+    data: Given | list[str] = None,
+    adapter: Given = None,
+    precision: Given = None,
+    train: Given = None,
+    run: Given = None,
+    preset: str | None = None,
+    resume: str | Path | None = None,
+    skip: Mapping[str, str] | None = None,
+    callbacks: Sequence[Callback] = (),
+    objective: Callable[[nn.Module, Any], Tensor] | None = None,
+) -> Run:
+    """Trains, and returns the run; Ctrl-C (in a notebook: interrupt) saves and returns a run whose status is `interrupted`.
+
+        run = isotype.train(model="Qwen/Qwen2.5-0.5B", data="chats.jsonl", train={"learning_rate": 1e-4})
+        run.metrics, run.adapter, run.chat("What is a bf16?")
+
+    config     a RunConfig, or a YAML file; sections given beside it win
+    model ...  each section as a name (model.name, data.train, adapter.kind, precision.preset, run.folder), a mapping, or its class
+    preset     lora, qlora, full, full-bf16, or a precision
+    resume     a run's folder to go on with; sections are what is to change
+    skip       checks of the preflight to leave out, code to reason
+    callbacks  objects of `isotype.Callback`: what they may and may not do stands there
+    objective  objective(model, batch) -> float[], the losses of a micro-batch summed over `batch.weight` tokens, in place of the
+               cross-entropy; the batch has `inputs` for the model and `labels`. Evaluation keeps the cross-entropy.
+    Raises     UsageError, PreflightError, RunError, DtypeError, each with its fix
+    """
+    given = {"model": model, "data": data, "adapter": adapter, "precision": precision, "train": train, "run": run}
+    flags: dict[str, Any] = {}
+    if isinstance(config, RunConfig):
+        flags |= {f"{name}.{key}": value for name in NAMED for key, value in _set_keys(getattr(config, name)).items()}
+    for name, value in given.items():
+        flags |= _flags(name, value)
+    file = None if config is None or isinstance(config, RunConfig) else Path(config)
+    loaded = _loaded(file, flags, preset, None if resume is None else Path(resume))
+    from ..runs.folder import RunFolder
+    from ..tasks.choose import train as run_task
+    from ..training.run import run_folder
+
+    folder: RunFolder = run_folder(loaded, None if resume is None else Path(resume))
+    run_task(loaded, resume=None if resume is None else Path(resume), skips=skip or {}, callbacks=callbacks, objective=objective)
+    return Run(folder.path)
+
+
+def _loaded(file: Path | None, flags: Mapping[str, Any], preset: str | None, resume: Path | None) -> LoadedConfig:
+    if resume is not None:
+        from ..runs.folder import require_run
+
+        if file is not None or preset is not None:
+            raise UsageError("resume: takes the run's own configuration", fix="give changes as sections: train={'steps': 200}")
+        file = require_run(resume) / "resolved.yaml"
+    loaded = load(file, (), flags, preset=preset, resolved=resume is not None, source=SOURCE)
+    from .complete import refuse_incomplete
+
+    refuse_incomplete(loaded)
+    return loaded
+
+
+def _flags(name: str, value: Any) -> dict[str, Any]:
+    """`section.key` -> value."""
+    if value is None:
+        return {}
+    if isinstance(value, Section):
+        return {f"{name}.{key}": v for key, v in _set_keys(value).items()}
+    if isinstance(value, Mapping):
+        return {f"{name}.{key}": v for key, v in value.items()}
+    key = NAMED[name]
+    if key is None:
+        raise UsageError(
+            f"isotype.train({name}={value!r}): expected a mapping or a {name.capitalize()}Section", fix=f"{name}={{'steps': 100}}"
+        )
+    return {key: str(value) if isinstance(value, Path) else value}
+
+
+def _set_keys(section: Section) -> dict[str, Any]:
+    """The keys that were set, not those that have their defaults."""
+    return {key: getattr(section, key) for key in section.model_fields_set}

@@ -1,0 +1,356 @@
+"""What a device can do: which number formats, how fast, with how much memory. Imports no torch until a device is looked at.
+
+Two tables, `GENERATIONS` and `DEVICES`, and two ways in: `by_name("t4")` for a device that is not here, `detect()` for the one that is.
+
+bf16  native    products run in hardware
+      emulated  right, but no faster than fp32, or slower
+      none      Isotype refuses it: GPU libraries emulate it at a fraction of fp32's speed or have no kernels (Triton, flash attention)
+
+Peaks are TFLOP/s of dense matrix products (datasheets print twice as much with 2:4 sparsity) with fp32 accumulation; bandwidth is GB/s.
+
+The figures are those of the documents below as known when the table was written; they were not looked up again one by one.
+
+Source  NVIDIA: CUDA C++ Programming Guide (tensor core input types by compute capability); datasheets of P100, V100, T4, A100, A10, A40,
+        L4, L40S, H100, H200, HGX B200; Ampere GA102, Ada and Blackwell RTX whitepapers for RTX cards.
+        AMD: ROCm "Data types and precision support"; data sheets of Instinct MI50, MI100, MI210, MI250X, MI300X, MI325X, MI355X.
+        CPU: Intel 64 ISA extensions reference (AVX512_BF16 from Cooper Lake, AMX-BF16 from Sapphire Rapids, AMX-FP16 from Granite Rapids);
+        AMD Zen 4 has AVX512_BF16; Arm ARM, FEAT_BF16 (Neoverse V1 and later). bf16 products were measured at 4-7x fp32 with AMX.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+
+GiB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Number formats of one hardware generation, as torch uses them: `native`, `emulated` or `none`."""
+
+    name: str
+    kind: str
+    bf16: str
+    fp16: str
+    fp8: str = "none"
+    tf32: str = "none"
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One device. Satisfies `precision.resolve.Device`.
+
+    kind            cuda, rocm or cpu
+    name            as its maker calls it
+    generation      a key of GENERATIONS
+    architecture    compute capability `8.0`, `gfx942`, or the machine (`x86_64`)
+    bf16 fp16 fp8 tf32   native, emulated or none
+    memory          bytes, 0 where unknown
+    cores           CPU threads torch may use, or multiprocessors / compute units; 0 where unknown
+    peak_tflops     format -> dense TFLOP/s as published; empty where nobody publishes it
+    bandwidth_gbs   GB/s as published, or None
+    """
+
+    kind: str
+    name: str
+    generation: str
+    architecture: str = ""
+    bf16: str
+    fp16: str
+    fp8: str = "none"
+    tf32: str = "none"
+    memory: int = 0
+    cores: int = 0
+    peak_tflops: Mapping[str, float] = field(default_factory=dict)
+    bandwidth_gbs: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.__dict__, "peak_tflops": dict(self.peak_tflops)}
+
+
+def _generation(name: str, kind: str, bf16: str, fp16: str, fp8: str = "none", tf32: str = "none", note: str = "") -> Generation:
+    return Generation(name=name, kind=kind, bf16=bf16, fp16=fp16, fp8=fp8, tf32=tf32, note=note)
+
+
+GENERATIONS: dict[str, Generation] = {
+    g.name: g
+    for g in (
+        _generation("kepler", "cuda", "none", "emulated", note="below what current torch builds support"),
+        _generation("maxwell", "cuda", "none", "emulated", note="fp16 is storage only"),
+        _generation("pascal", "cuda", "none", "native", note="6.1 cards (GTX 10, P40) run fp16 at 1/64 of fp32"),
+        _generation("volta", "cuda", "none", "native", note="first tensor cores: fp16 only"),
+        _generation("turing", "cuda", "none", "native", note="tensor cores for fp16 and integers"),
+        _generation("ampere", "cuda", "native", "native", tf32="native"),
+        _generation("ada", "cuda", "native", "native", "native", "native"),
+        _generation("hopper", "cuda", "native", "native", "native", "native"),
+        _generation("blackwell", "cuda", "native", "native", "native", "native"),
+        _generation("vega", "rocm", "none", "native", note="gfx900 and gfx906 (MI50): no bf16 instructions"),
+        _generation("cdna1", "rocm", "native", "native", note="gfx908: bf16 at half of fp16's rate"),
+        _generation("cdna2", "rocm", "native", "native"),
+        _generation("cdna3", "rocm", "native", "native", "native", "native", note="fp8 in the FNUZ encoding"),
+        _generation("cdna4", "rocm", "native", "native", "native", note="tf32 is emulated by bf16 products"),
+        _generation("rdna1", "rocm", "none", "native"),
+        _generation("rdna2", "rocm", "none", "native", note="packed fp16, no bf16 instructions"),
+        _generation("rdna3", "rocm", "native", "native", note="bf16 through WMMA"),
+        _generation("rdna4", "rocm", "native", "native", "native"),
+        _generation("cpu-amx", "cpu", "native", "emulated", note="AMX-BF16 tiles"),
+        _generation("cpu-amx-fp16", "cpu", "native", "native", note="AMX-BF16 and AMX-FP16 tiles"),
+        _generation("cpu-avx512-bf16", "cpu", "native", "emulated", note="VDPBF16PS; Zen 4 and later, Cooper Lake"),
+        _generation("cpu-avx512", "cpu", "emulated", "emulated"),
+        _generation("cpu-avx2", "cpu", "emulated", "emulated"),
+        _generation("cpu-arm-bf16", "cpu", "native", "native", note="FEAT_BF16: BFMMLA"),
+        _generation("cpu", "cpu", "emulated", "emulated", note="nothing known of it"),
+    )
+}
+
+
+def _device(
+    name: str, generation: str, architecture: str, memory_gib: float, bandwidth_gbs: float | None = None, **peak_tflops: float
+) -> Hardware:
+    g = GENERATIONS[generation]
+    memory = int(memory_gib * GiB)
+    return Hardware(
+        kind=g.kind, name=name, generation=generation, architecture=architecture, bf16=g.bf16, fp16=g.fp16, fp8=g.fp8, tf32=g.tf32,
+        memory=memory, peak_tflops=peak_tflops, bandwidth_gbs=bandwidth_gbs,
+    )  # fmt: skip
+
+
+# What `--device NAME` takes. The first of a family's variants is the one that clouds offer most.
+DEVICES: dict[str, Hardware] = {
+    "p100": _device("Tesla P100", "pascal", "6.0", 16, 732, fp32=10.6, fp16=21.2),
+    "v100": _device("Tesla V100", "volta", "7.0", 16, 900, fp32=15.7, fp16=125),
+    "t4": _device("Tesla T4", "turing", "7.5", 16, 320, fp32=8.1, fp16=65),
+    "rtx2080ti": _device("GeForce RTX 2080 Ti", "turing", "7.5", 11, 616, fp32=13.4, fp16=53.8),
+    "a100": _device("A100 80GB", "ampere", "8.0", 80, 2039, fp32=19.5, tf32=156, bf16=312, fp16=312),
+    "a100-40gb": _device("A100 40GB", "ampere", "8.0", 40, 1555, fp32=19.5, tf32=156, bf16=312, fp16=312),
+    "a10": _device("A10", "ampere", "8.6", 24, 600, fp32=31.2, tf32=62.5, bf16=125, fp16=125),
+    "a40": _device("A40", "ampere", "8.6", 48, 696, fp32=37.4, tf32=74.8, bf16=149.7, fp16=149.7),
+    "rtx3090": _device("GeForce RTX 3090", "ampere", "8.6", 24, 936, fp32=35.6, tf32=35.6, bf16=71, fp16=71),
+    "l4": _device("L4", "ada", "8.9", 24, 300, fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242),
+    "l40s": _device("L40S", "ada", "8.9", 48, 864, fp32=91.6, tf32=183, bf16=362, fp16=362, fp8=733),
+    "rtx4090": _device("GeForce RTX 4090", "ada", "8.9", 24, 1008, fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3),
+    "h100": _device("H100 SXM", "hopper", "9.0", 80, 3350, fp32=67, tf32=494.5, bf16=989.5, fp16=989.5, fp8=1979),
+    "h100-pcie": _device("H100 PCIe", "hopper", "9.0", 80, 2000, fp32=51, tf32=378, bf16=756, fp16=756, fp8=1513),
+    "h200": _device("H200", "hopper", "9.0", 141, 4800, fp32=67, tf32=494.5, bf16=989.5, fp16=989.5, fp8=1979),
+    "b200": _device("B200", "blackwell", "10.0", 180, 8000, fp32=75, tf32=1125, bf16=2250, fp16=2250, fp8=4500),
+    "rtx5090": _device("GeForce RTX 5090", "blackwell", "12.0", 32, 1792, fp32=104.8, tf32=104.8, bf16=209.5, fp16=209.5, fp8=419),
+    "mi50": _device("Instinct MI50", "vega", "gfx906", 16, 1024, fp32=13.3, fp16=26.5),
+    "mi100": _device("Instinct MI100", "cdna1", "gfx908", 32, 1229, fp32=46.1, bf16=92.3, fp16=184.6),
+    "mi210": _device("Instinct MI210", "cdna2", "gfx90a", 64, 1638, fp32=45.3, bf16=181, fp16=181),
+    "mi250x": _device("Instinct MI250X", "cdna2", "gfx90a", 128, 3277, fp32=95.7, bf16=383, fp16=383),
+    "mi300x": _device("Instinct MI300X", "cdna3", "gfx942", 192, 5300, fp32=163.4, tf32=653.7, bf16=1307.4, fp16=1307.4, fp8=2614.9),
+    "mi325x": _device("Instinct MI325X", "cdna3", "gfx942", 256, 6000, fp32=163.4, tf32=653.7, bf16=1307.4, fp16=1307.4, fp8=2614.9),
+    "mi355x": _device("Instinct MI355X", "cdna4", "gfx950", 288, 8000, fp32=157.3, bf16=2516.6, fp16=2516.6, fp8=5033.2),
+    "cpu": _device("a CPU without bf16 instructions", "cpu-avx2", "x86_64", 0),
+    "cpu-amx": _device("a CPU with AMX", "cpu-amx", "x86_64", 0),
+    "cpu-avx512-bf16": _device("a CPU with AVX512-BF16", "cpu-avx512-bf16", "x86_64", 0),
+}  # fmt: skip
+
+_BY_GFX = (
+    ("gfx90[06]", "vega"), ("gfx908", "cdna1"), ("gfx90a", "cdna2"), ("gfx94[0-2]", "cdna3"), ("gfx95", "cdna4"),
+    ("gfx101", "rdna1"), ("gfx103", "rdna2"), ("gfx11", "rdna3"), ("gfx12", "rdna4"),
+)  # fmt: skip
+_REFUSED = {
+    "mps": "Apple's GPU has no fp64, no bitsandbytes and no checked bf16 autocast here",
+    "xpu": "Intel's GPU was never tested",
+    "npu": "Ascend was never tested",
+    "hpu": "Gaudi was never tested",
+    "tpu": "a TPU needs torch_xla, whose autocast has other rules",
+    "xla": "torch_xla's autocast has other rules",
+    "meta": "meta tensors hold no values",
+}
+
+
+def by_name(name: str) -> Hardware:
+    """The device a person calls `h100`, `T4`, `A100-80GB`, `nvidia h200`, `sm_90`, `8.0`, `gfx942`, or a generation (`turing`).
+
+    Raises  UsageError with the nearest names.
+    """
+    word = re.sub(r"^(nvidia|tesla|geforce|amd|instinct|radeon)[-_ ]+", "", name.strip().lower())
+    word = re.sub(r"^(nvidia|tesla|geforce|amd|instinct)[-_ ]+", "", word)
+    for spelling in (word, re.sub(r"[ _]", "", word), re.sub(r"[ _]", "-", word), re.sub(r"[-_ ](sxm\d?|\d+gb|hbm\w*)", "", word)):
+        if spelling in DEVICES:
+            return DEVICES[spelling]
+    capability = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)a?", word)
+    if capability:
+        generation = _by_capability(int(capability[1]), int(capability[2]))
+        return _device(f"compute capability {capability[1]}.{capability[2]}", generation, f"{capability[1]}.{capability[2]}", 0)
+    if word.startswith("gfx"):
+        return _device(word, _by_gfx(word), word, 0)
+    if word in GENERATIONS:
+        return _device(word, word, "", 0)
+    near = get_close_matches(word, DEVICES, n=3, cutoff=0.5)
+    raise UsageError(f"--device {name}: not known; {'did you mean ' + ' or '.join(near) if near else 'known are ' + ' '.join(DEVICES)}")
+
+
+def detect(device: str = "auto") -> Hardware:
+    """The device here: `auto` takes CUDA or ROCm where there is one, else the CPU; `cuda` must exist; anything else is refused.
+
+    Raises  UsageError with the reason.
+    """
+    word = device.strip().lower()
+    kind = word.partition(":")[0]
+    if kind in _REFUSED:
+        raise UsageError(f"model.device: {device}: {_REFUSED[kind]}", fix="model.device: auto, cuda (also ROCm) or cpu")
+    if kind not in ("auto", "cuda", "cpu"):
+        raise UsageError(f"model.device: {device}: unknown device", fix="model.device: auto, cuda (also ROCm) or cpu")
+    if kind != "cpu":
+        import torch
+
+        if torch.cuda.is_available():
+            index = int(word.partition(":")[2] or 0)
+            if index >= torch.cuda.device_count():
+                raise UsageError(f"model.device: {device}: there are {torch.cuda.device_count()} devices here, counted from 0")
+            return _gpu(torch, index)
+        if kind == "cuda":
+            raise UsageError(f"model.device: {device}: {_why_no_gpu(torch)}", fix="model.device: cpu, or auto")
+    return _cpu()
+
+
+def _why_no_gpu(torch: Any) -> str:
+    if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
+        return f"this torch ({torch.__version__}) was built without CUDA and ROCm"
+    return f"torch {torch.__version__} sees no GPU (driver, or CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')})"
+
+
+def _gpu(torch: Any, index: int) -> Hardware:
+    properties = torch.cuda.get_device_properties(index)
+    if getattr(torch.version, "hip", None):
+        architecture = properties.gcnArchName.partition(":")[0]
+        generation = _by_gfx(architecture)
+    else:
+        architecture = f"{properties.major}.{properties.minor}"
+        generation = _by_capability(properties.major, properties.minor)
+    found = _device(properties.name, generation, architecture, 0)
+    known = _published(properties.name, properties.total_memory)
+    return replace(
+        found,
+        memory=properties.total_memory,
+        cores=properties.multi_processor_count,
+        peak_tflops=known.peak_tflops if known else {},
+        bandwidth_gbs=known.bandwidth_gbs if known else None,
+    )
+
+
+def _published(name: str, memory: int) -> Hardware | None:
+    """The device of the table whose name is in `name`: longest match, and of equal ones the nearest memory."""
+    words = re.sub(r"[-_ ]", "", name.lower())
+    variant = r"(?=$|sxm|pcie|oam|nvl|hbm|\d+gb)"
+    cards = [d for key, d in DEVICES.items() if d.memory and re.search(key.partition("-")[0] + variant, words)]
+    if "pcie" in words and any("PCIe" in d.name for d in cards):
+        cards = [d for d in cards if "PCIe" in d.name]
+    return min(cards, key=lambda d: abs(d.memory - memory), default=None)
+
+
+def _by_capability(major: int, minor: int) -> str:
+    if major >= 10:
+        return "blackwell"
+    if major == 9:
+        return "hopper"
+    if major == 8:
+        return "ada" if minor >= 9 else "ampere"
+    if major == 7:
+        return "turing" if minor >= 5 else "volta"
+    return {6: "pascal", 5: "maxwell"}.get(major, "kepler")
+
+
+def _by_gfx(architecture: str) -> str:
+    for pattern, generation in _BY_GFX:
+        if re.match(pattern, architecture):
+            return generation
+    raise UsageError(f"device {architecture}: this AMD architecture is not in the table of hardware", fix="model.device: cpu")
+
+
+def _cpu() -> Hardware:
+    name, flags = _cpu_facts()
+    machine = platform.machine().lower()
+    generation = cpu_generation(flags, machine)
+    return replace(_device(name, generation, machine, 0), memory=_memory(), cores=_cores())
+
+
+def cpu_generation(flags: Iterable[str], machine: str) -> str:
+    """The generation of a CPU from the flags of /proc/cpuinfo."""
+    flags = set(flags)
+    if machine in ("aarch64", "arm64"):
+        return "cpu-arm-bf16" if "bf16" in flags else "cpu"
+    if "amx_bf16" in flags and "amx_tile" in flags:
+        return "cpu-amx-fp16" if "amx_fp16" in flags else "cpu-amx"
+    if "avx512_bf16" in flags:
+        return "cpu-avx512-bf16"
+    if "avx512f" in flags:
+        return "cpu-avx512"
+    return "cpu-avx2" if "avx2" in flags else "cpu"
+
+
+def _cpu_facts() -> tuple[str, frozenset[str]]:
+    """(name, flags), from /proc/cpuinfo where there is one."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine() or "CPU", frozenset()
+    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    return name[1].strip() if name else platform.machine(), frozenset(flags[1].split()) if flags else frozenset()
+
+
+def _memory() -> int:
+    """Bytes this process may use: the machine's, or its control group's limit where that is smaller."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(limit).read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return total
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def measured_matmul_peak(device: str, dtype: str, *, seconds: float = 0.3) -> float:
+    """FLOP/s of a square matrix product on this device now: what MFU is measured against. Under half a second.
+
+    device  `cpu`, `cuda`, `cuda:1`
+    dtype   `fp32 bf16 fp16`
+    ->      the best of the repetitions, FLOP/s
+    """
+    import torch
+
+    from ..dtypes import to_torch
+
+    on_gpu = torch.device(device).type == "cuda"
+    n = 8192 if on_gpu else 512
+    a, b = (torch.randn(n, n, device=device, dtype=to_torch(dtype)) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def once() -> float:
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    end = time.perf_counter() + seconds
+    first, best = once(), float("inf")
+    while best == float("inf") or time.perf_counter() < end:
+        best = min(best, once())
+        if first > seconds:  # a device so slow that the first product, library start included, used the time up
+            break
+    return 2 * n**3 / best

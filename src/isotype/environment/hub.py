@@ -1,0 +1,92 @@
+"""The hub of models and datasets: whether it answers, asked once a process, and what its library says of tries that failed.
+
+The library alone waits half a minute for each file where nothing answers, also for one that was downloaded before.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+
+from huggingface_hub import constants
+from huggingface_hub.utils import get_session
+
+from ..errors import UsageError
+
+LOGGER = "huggingface_hub.utils._http"  # where each failed try is logged
+FIRST_TRY, PAUSE = 5.0, 1.0  # seconds to answer in, and between the tries; the second has HF_HUB_ETAG_TIMEOUT
+_FAILED = re.compile(r"(.*) thrown while requesting \w+ \w+://([^/\s]+)", re.DOTALL)
+_WAITING = re.compile(r"Rate limited\. Waiting ([\d.]+) ?s")
+_away: dict[str, bool] = {}  # by endpoint, as first found
+
+
+def is_away() -> bool:
+    """Whether to do without the hub: nothing answers there, which is said once, or HF_HUB_OFFLINE is set and it is not asked.
+
+    The libraries are set offline in this process where nothing answers: what was downloaded before is then found at once.
+    """
+    if constants.ENDPOINT not in _away:
+        if constants.HF_HUB_OFFLINE:
+            return True
+        _away[constants.ENDPOINT] = not _answers()
+        if _away[constants.ENDPOINT]:
+            constants.HF_HUB_OFFLINE = True
+            if datasets := sys.modules.get("datasets"):  # else it takes the one above when it is imported
+                datasets.config.HF_HUB_OFFLINE = True
+    return _away[constants.ENDPOINT]
+
+
+def not_in_cache(what: str, instead: str, *, part: bool = False) -> UsageError:
+    """The error for what is not here and cannot be fetched.
+
+    instead  what to give in its place: `a local folder`
+    part     some of it is here
+    """
+    absent = f"{what}: {'only a part of it is' if part else 'not'} in the local cache"
+    if constants.HF_HUB_OFFLINE and not _away.get(constants.ENDPOINT):
+        return UsageError(f"{absent}, and HF_HUB_OFFLINE is set", fix=f"unset HF_HUB_OFFLINE, or give {instead}")
+    return UsageError(f"{absent}, and the hub cannot be reached", fix=f"check the network, or give {instead}")
+
+
+def _answers() -> bool:
+    for last, seconds in enumerate((FIRST_TRY, constants.HF_HUB_ETAG_TIMEOUT)):
+        try:
+            get_session().head(constants.ENDPOINT, timeout=seconds)
+            return True
+        except Exception as error:  # of whatever HTTP library it is built on
+            if not last:
+                host = constants.ENDPOINT.partition("://")[2]
+                reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+                say(
+                    f"{host} does not answer ({reason}): asking once more, then going on with what was downloaded before. "
+                    "HF_HUB_OFFLINE=1 does so at once"
+                )
+                time.sleep(PAUSE)
+    return False
+
+
+class HubTries(logging.Filter):
+    """Of the hub's failed tries only the first of a host is said, at once; that it never answered is the error's to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        failed, waiting = _FAILED.match(text), _WAITING.match(text)
+        if waiting is not None:
+            say(f"the hub asks for patience: the next try is in {float(waiting[1]):.0f} s")
+        elif failed is not None and failed[2] not in self.said:
+            self.said.add(failed[2])
+            say(
+                f"{failed[2]} does not answer ({failed[1].strip(chr(39))}): trying again for a minute or less. "
+                "Ctrl-C stops; HF_HUB_OFFLINE=1 takes what was downloaded before"
+            )
+        return record.levelno > logging.WARNING
+
+
+def say(text: str) -> None:
+    print(f"isotype: {text}", file=sys.stderr, flush=True)

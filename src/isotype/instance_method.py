@@ -1,0 +1,81 @@
+"""A method of one instance, in place of its class's: what `optimize` and `apply_precision` put on a module.
+
+A plain bound method in an instance's `__dict__` is pickled by its name, which the class does not have: such a file is written and cannot be
+read. And once another library has wrapped the method, taking it out of the `__dict__` would take the wrapper too. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+
+class InstanceMethod:
+    """`function(instance, ...)`; a deep copy or a pickle of the instance carries it along, bound to the copy.
+
+    function  importable by its name, which is what a pickle holds; see MadeMethod for one that is not
+    name      the method's
+    """
+
+    # no __dict__: functools.update_wrapper, which other libraries call, would copy its content to their wrapper
+    __slots__ = ("__weakref__", "function", "instance", "name")
+
+    def __init__(self, function: Callable[..., Any], instance: Any, name: str = "forward") -> None:
+        self.function, self.instance, self.name = function, instance, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.instance, *args, **kwargs)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        return self.function
+
+    @property
+    def __self__(self) -> Any:
+        return self.instance
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        # the class's: a trainer reads from it which columns of the data a model takes
+        return inspect.signature(self.own())
+
+    def own(self) -> MethodType:
+        """The class's method, bound."""
+        return MethodType(getattr(type(self.instance), self.name), self.instance)
+
+    def put(self) -> None:
+        # past nn.Module's __setattr__
+        self.instance.__dict__[self.name] = self
+
+    def take_back(self) -> None:
+        """The class's method is in its place again; a wrapper that someone has put around this one stays, and calls the class's."""
+        own, attributes = self.own(), self.instance.__dict__
+        if attributes.get(self.name) is self:
+            del attributes[self.name]
+        for key in [key for key, value in attributes.items() if value is self]:
+            # accelerate keeps the forward it found, to give it back when its own hook is removed
+            attributes[key] = own
+        # a wrapper's closure still holds this object
+        self.function = own.__func__
+
+
+class MadeMethod(InstanceMethod):
+    """The function is `make(the class's method, *arguments)`, and is made again where a pickle is read.
+
+    make       importable by its name
+    arguments  can be pickled
+    """
+
+    __slots__ = ("arguments", "make")
+
+    def __init__(self, make: Callable[..., Callable[..., Any]], arguments: tuple[Any, ...], instance: Any, name: str = "forward") -> None:
+        super().__init__(make(getattr(type(instance), name), *arguments), instance, name)
+        self.make, self.arguments = make, arguments
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.make, self.arguments, self.instance, self.name
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        MadeMethod.__init__(self, *state)

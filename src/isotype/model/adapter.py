@@ -1,0 +1,157 @@
+"""Attaches a LoRA adapter through PEFT, freezes the rest, and saves it as a plain PEFT folder with its precision beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..config.schema import AdapterSection, RunConfig
+from ..dtypes import to_torch
+from ..errors import UsageError
+from ..precision.precision import Precision
+from .added_tokens import token_modules
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+
+def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, seed: int, new_tokens: bool = False) -> PeftModel:
+    """A PeftModel over `model` with one trainable adapter, new or continued from `start_from`.
+
+    new_tokens  embedding and head are trained in full with it, and stay one weight where they are
+    """
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    if section.start_from is not None:
+        if new_tokens:
+            raise UsageError("model.add_tokens with adapter.start_from is not offered yet", fix="merge the adapter first: isotype merge")
+        return load_adapter(model, Path(section.start_from), what="adapter.start_from")
+    in_full, tied = list(section.modules_to_save), False
+    if new_tokens:
+        names, tied = token_modules(model)
+        in_full += [name for name in names if name not in in_full]
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=section.r,
+        lora_alpha=section.alpha,  # type: ignore[arg-type]  # PEFT takes a float, its annotation says int
+        lora_dropout=section.dropout,
+        target_modules=_targets(model, section),
+        use_rslora=section.rslora,
+        modules_to_save=in_full or None,
+        ensure_weight_tying=tied,
+    )
+    linear = linear_names(model)  # before PEFT puts its own layers in
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        fix = f"adapter.targets: all-linear, or some of: {', '.join(linear)}"
+        raise UsageError(f"adapter.targets: {section.targets}: {str(error).splitlines()[0]}", fix=fix) from error
+
+
+# a Mamba mixer hands the weights of these to its kernel and never calls the layers: adapters on them would get no gradient
+# (PEFT refuses the first two)
+_NEVER_CALLED = ("out_proj", "conv1d", "x_proj", "dt_proj")
+_MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
+
+
+def linear_names(model: PreTrainedModel) -> list[str]:
+    """Last names of the linear layers that can have an adapter, without the head."""
+    head = model.get_output_embeddings()
+    names = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    return sorted(names.difference(_NEVER_CALLED) if getattr(model.config, "model_type", None) in _MAMBA else names)
+
+
+def _targets(model: PreTrainedModel, section: AdapterSection) -> str | list[str]:
+    """What PEFT is told: `all-linear` includes layers that it refuses in Mamba models, so they get a list."""
+    if section.targets == "all-linear" and getattr(model.config, "model_type", None) in _MAMBA:
+        return linear_names(model)
+    return section.targets
+
+
+def check_branch(config: RunConfig, precision: Precision) -> None:
+    """Raises  UsageError for a `model.lora_branch: fp32` that would have no effect, before anything is loaded."""
+    if config.model.lora_branch == "compute":
+        return
+    why = None
+    if config.adapter.kind == "none":
+        why = "adapter.kind: none, which trains no adapter"
+    elif not config.model.optimize:
+        why = "model.optimize: false, which leaves the adapter to PEFT"
+    elif precision.compute == "fp32":
+        why = "precision.compute: fp32, which the adapter has already"
+    if why:
+        raise UsageError(f"model.lora_branch: fp32 has no effect with {why}", fix="model.lora_branch: compute")
+
+
+def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter") -> PeftModel:
+    """A saved PEFT adapter on `model`, trainable. Safetensors only: a pickle from a stranger is not opened.
+
+    Raises  UsageError when it is damaged, of another kind, or for another model; PEFT leaves weights out that find no place
+    """
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    where, weights = f"{what}: {folder}", folder / "adapter_model.safetensors"
+    if not (folder / "adapter_config.json").is_file():
+        raise UsageError(f"{where} has no adapter_config.json: not a PEFT folder")
+    if not weights.is_file():
+        pickled = (folder / "adapter_model.bin").is_file()
+        raise UsageError(
+            f"{where} has no adapter_model.safetensors" + (": adapter_model.bin is a pickle, which can run code" if pickled else ""),
+            fix="convert it where you trust it: PeftModel.from_pretrained(...).save_pretrained(FOLDER)" if pickled else None,
+        )
+    again = "get the adapter again from where it came"
+    try:
+        with safe_open(weights, framework="pt") as file:
+            saved = set(file.keys())
+        settings = PeftConfig.from_pretrained(str(folder))
+    except Exception as error:  # a config.json of any shape is read here
+        raise UsageError(f"{where} cannot be read: {type(error).__name__}: {_first_line(error)}", fix=again) from error
+    base = settings.base_model_name_or_path
+    if base is not None and not isinstance(base, str):
+        raise UsageError(f"{where} cannot be read: base_model_name_or_path is {str(base)[:60]}, not a name", fix=again)
+    fix = f"take the base model it was trained on ({base})" if base else "take the base model it was trained on"
+    try:
+        # low_cpu_mem_usage would leave what the file lacks on the meta device
+        loaded = PeftModel.from_pretrained(model, str(folder), config=settings, is_trainable=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{where} does not fit this model: {_first_line(error)}", fix=fix) from error
+    own = set(get_peft_model_state_dict(loaded))
+    if saved != own:
+        name = sorted(saved ^ own)[0]
+        how = f"{name} is only in the {'adapter' if name in saved else 'model'}"
+        raise UsageError(f"{where} does not fit this model: {how} ({len(saved ^ own)} such)", fix=fix)
+    return loaded
+
+
+def _first_line(error: BaseException) -> str:
+    """What it said; torch's list of shapes begins in its second line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[1 if len(lines) > 1 and lines[0].endswith(":") else 0] if lines else type(error).__name__
+
+
+def save_adapter(model: PeftModel, folder: Path, precision: Precision) -> None:
+    """A plain PEFT folder in `save_adapter`'s dtype, and `precision.json`, since adapter files carry no precision metadata."""
+    dtype = to_torch(precision.save_adapter)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    state = {name: t.to(dtype) if name in trained else t for name, t in model.state_dict().items()}
+    model.save_pretrained(str(folder), state_dict=state)
+    (folder / "precision.json").write_text(precision.as_file())
+
+
+def trainable_share(model: nn.Module) -> tuple[int, int]:
+    """(trainable elements, all elements); a packed 4-bit weight counts as what it stands for."""
+    trainable = total = 0
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        n = parameter.numel() if state is None else state.shape.numel()
+        total += n
+        trainable += n if parameter.requires_grad else 0
+    return trainable, total

@@ -1,0 +1,45 @@
+"""The model as it will be trained: loaded, with its adapter and Isotype's ops, under its precision."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..config.schema import RunConfig
+from ..optimize import Manifest, optimize
+from ..optimize.base import base_notes as notes_of_optimize
+from ..precision.apply import apply_precision
+from ..precision.precision import Precision
+from ..precision.quantised_base import check_share
+from .adapter import attach_adapter
+from .load import Source, base_notes, check_vocabulary, load_base
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def build_model(
+    config: RunConfig, precision: Precision, source: Source, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> tuple[nn.Module, Manifest]:
+    """The model, and the list of what runs in whose place."""
+    every_weight = config.adapter.kind == "none"
+    base = load_base(source, precision, attention=config.model.attention, device=device, trainable=every_weight)
+    notes = base_notes(source, precision)
+    if precision.base == "nf4":
+        check_share(base.requires_grad_(False), consent=config.model.allow_unquantised, kept_in=precision.unquantised)
+    check_vocabulary(base, tokenizer)
+    base.config.use_cache = False
+    model: nn.Module = (
+        base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
+    )
+    # before the precision, which wraps the forward that the ops look at
+    manifest = (
+        optimize(model, precision, lora_branch=config.model.lora_branch)
+        if config.model.optimize
+        else Manifest(notes=["model.optimize: false", *notes_of_optimize(model, precision)])
+    )
+    manifest.notes += notes
+    apply_precision(model, precision, device_type=device.type)
+    return model, manifest

@@ -1,0 +1,317 @@
+"""Loads or builds a causal language model and its tokenizer in the declared dtypes, and says plainly why it could not."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ..config.schema import ModelSection
+from ..config.sources import is_folder_name, near_model
+from ..dtypes import to_torch
+from ..environment.hub import is_away, not_in_cache, say
+from ..errors import UsageError
+from ..precision.precision import Precision
+from ..precision.quantised_base import check_base, of_config
+from ..runs.checkpoint.atomic_folder import fault, write_folder
+from . import attention as attention_choice
+from .added_tokens import add_tokens, grow_embeddings, grown_config
+from .trainable_architecture import refuse_other_objectives
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a base model comes from: a folder or hub id that can be loaded again, and the revision."""
+
+    name: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model, or `model.tokenizer`, with `model.add_tokens`.
+
+    A missing padding token becomes the end token, or any other where there is none: padding has no weight in attention and no label.
+    """
+    name = section.tokenizer or section.name
+    if name is None:
+        raise UsageError("model.tokenizer: a model built from model.config needs a tokenizer (a folder or hub id)")
+    revision = section.revision if section.tokenizer is None else None
+    with _explained(name, "tokenizer", revision):
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=section.trust_remote_code)
+    if section.add_tokens:
+        add_tokens(tokenizer, section.add_tokens)
+    if tokenizer.pad_token_id is None:
+        other = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token or tokenizer.convert_ids_to_tokens(0)
+        tokenizer.pad_token = other
+    return tokenizer
+
+
+def base_source(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, folder: Path, seed: int, dtype: str) -> Source:
+    """Where the base is loaded from.
+
+    One of `init: random`, or with `add_tokens`, is made once and saved as an ordinary folder, so that it can be loaded again.
+    """
+    if section.init == "pretrained":
+        if section.name is None:
+            raise UsageError("model.name: missing; give a folder or a hub id (or model.config with model.init: random)")
+        source = Source(section.name, section.revision, section.trust_remote_code)
+        return _with_added_tokens(source, section, tokenizer, folder) if section.add_tokens else source
+    if not (folder / "config.json").is_file():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(_random_config(section, tokenizer), dtype=to_torch(dtype))
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return Source(str(folder))
+
+
+def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase | None) -> PretrainedConfig:
+    """The configuration of the model that a run would load or build, without its weights."""
+    if section.init == "random":
+        assert tokenizer is not None, "a random model takes its vocabulary from the tokenizer"
+        return _random_config(section, tokenizer)
+    assert section.name is not None, "the command line asks for a model before anything is loaded"
+    with _explained(section.name, "model", section.revision):
+        found = AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
+    refuse_other_objectives(found, section.name)
+    return grown_config(found, tokenizer) if section.add_tokens and tokenizer is not None else found
+
+
+def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Source:
+    """The base with rows for the added tokens, in the dtype of its own files, written whole or not at all."""
+    if fault(folder) is not None:
+        with _explained(source.name, "model", source.revision):
+            model = AutoModelForCausalLM.from_pretrained(
+                source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, dtype="auto"
+            )
+        if of_config(model.config) is not None:
+            raise UsageError(
+                f"model.add_tokens: {source.name} is quantised before it is saved: its embeddings cannot grow",
+                fix="take the model that is not quantised; precision.base: nf4 quantises it when it is loaded",
+            )
+        grow_embeddings(model, tokenizer, len(section.add_tokens))
+
+        def fill(aside: Path) -> None:
+            model.save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
+
+        write_folder(folder, fill)
+    return Source(str(folder), None, source.trust_remote_code)
+
+
+def load_base(source: Source, precision: Precision, *, attention: str, device: torch.device, trainable: bool) -> PreTrainedModel:
+    """The base model on `device`; every weight in `trainable`'s dtype when all are trained, else in the base's, quantised for nf4."""
+    options = attention_choice.attention_options(attention, device)
+    dtype = precision.trainable if trainable else precision.unquantised
+    # transformers would load it as it came, whatever is asked for
+    quantised_before = bool(base_notes(source, precision))
+    options["dtype"] = to_torch(dtype)
+    if precision.base == "nf4" and not trainable:
+        if not quantised_before:
+            options["quantization_config"] = _nf4(precision)
+        options["device_map"] = {"": device}
+    with _explained(source.name, "model", source.revision, attention):
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, output_loading_info=True, **options
+        )
+    absent = sorted({*loaded["missing_keys"], *(str(k[0] if isinstance(k, tuple) else k) for k in loaded["mismatched_keys"])})
+    if absent:
+        # transformers fills these with random numbers and a warning
+        what = f"{len(absent)} weights are missing or have another shape, {absent[0]} first"
+        raise UsageError(f"model {source.name}: {what}: not a whole causal language model")
+    if "device_map" not in options:
+        model.to(device)
+    # a rotary table in half precision is wrong from position 256 on; it is a buffer, and buffers stay as transformers made them
+    return model
+
+
+def base_notes(source: Source, precision: Precision) -> list[str]:
+    """What to say of a base that was quantised before it was saved.
+
+    Raises  UsageError for one that the precision does not declare, and for an architecture that does not predict the next token
+    """
+    with _explained(source.name, "model", source.revision):
+        architecture = AutoConfig.from_pretrained(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
+    refuse_other_objectives(architecture, source.name)
+    return check_base(of_config(architecture), precision, source.name)
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises  UsageError when the tokenizer knows more tokens than the model has embeddings for."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise UsageError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model embeds {rows}: they do not belong together",
+            code="PF008",
+            fix="take the model's own tokenizer, or call model.resize_token_embeddings and save the model first",
+        )
+
+
+def require_bitsandbytes() -> None:
+    """Raises  UsageError with the command that installs it."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        raise UsageError("precision.base: nf4 needs bitsandbytes", fix="pip install 'isotype[quant]'") from None
+
+
+def _nf4(precision: Precision) -> Any:
+    require_bitsandbytes()
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=to_torch(precision.compute),
+        bnb_4bit_quant_storage=torch.uint8,
+    )
+
+
+def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    given = section.config
+    if isinstance(given, str):
+        try:
+            given = json.loads((Path(given) / "config.json" if Path(given).is_dir() else Path(given)).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"model.config: {section.config}: {error}") from None
+    if given is None:
+        if section.name is None:
+            raise UsageError("model.init: random needs model.config (or model.name, whose architecture is taken)")
+        with _explained(section.name, "model", section.revision):
+            found = AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
+        refuse_other_objectives(found, section.name)
+        return found
+    given = dict(given)
+    kind = given.pop("model_type", None)
+    if kind is None:
+        raise UsageError("model.config: model_type is missing (llama, qwen2, gemma2, ...)")
+    given.setdefault("vocab_size", len(tokenizer))
+    for role in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        given.setdefault(role, getattr(tokenizer, role))
+    try:
+        found = AutoConfig.for_model(kind, **given)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"model.config: {_first_line(error)}") from None
+    refuse_other_objectives(found, "model.config")
+    return found
+
+
+def _reach(name: str, revision: str | None) -> None:
+    """Says that a model is fetched, before the minutes it takes; where the hub is away, what was downloaded before is taken at once.
+
+    Raises  LocalEntryNotFoundError where the hub goes away meanwhile
+    """
+    if is_folder_name(name) or Path(name).exists() or is_away():
+        return
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+            hf_hub_download(name, "config.json", revision=revision)
+            say(f"{name} is fetched from the hub, once; a large model takes minutes. It is kept in {constants.HF_HUB_CACHE}")
+    except LocalEntryNotFoundError:
+        raise
+    except (HfHubHTTPError, ValueError):  # the hub answered, or the name is none of its: transformers says what is wrong
+        return
+
+
+@contextmanager
+def _explained(name: str, what: str, revision: str | None, attention: str = attention_choice.AUTO) -> Iterator[None]:
+    """Turns what transformers and the hub raise into one line with a fix; the original stays attached."""
+    try:
+        _reach(name, revision)
+        yield
+    except (UsageError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # files of strangers: a list where an object belongs surfaces as TypeError, AttributeError, anything
+        raise attention_choice.explain(f"{what} {name}", attention, error) or _explain(name, what, error) from error
+
+
+def _explain(name: str, what: str, error: BaseException) -> UsageError:
+    causes: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in causes:
+        causes.append(at)
+        at = at.__cause__ or at.__context__
+    kinds = {type(c).__name__ for c in causes}
+    text = " ".join(str(c) for c in causes)
+    if Path(name).exists():
+        if not (Path(name) / "config.json").is_file():
+            kept = ", ".join(sorted(p.name for p in Path(name).iterdir())[:6]) if Path(name).is_dir() else "a file"
+            return UsageError(
+                f"{what} {name}: no config.json there ({kept or 'an empty folder'})", fix="give the folder of a saved Hugging Face model"
+            )
+        return _damaged(name, what, error)
+    if "custom code" in text:
+        return _damaged(name, what, error)
+    if is_folder_name(name):
+        return UsageError(f"{what} {name}: no such folder{near_model(name)}")
+    if "GatedRepoError" in kinds or "gated" in text.lower():
+        return UsageError(
+            f"{what} {name}: access is gated on the hub", fix=f"accept its terms at huggingface.co/{name}, then: hf auth login"
+        )
+    if "RepositoryNotFoundError" in kinds:
+        return UsageError(
+            f"{what} {name}: neither a folder here nor a model on the hub{near_model(name)}",
+            fix="check the spelling; for a private one: hf auth login",
+        )
+    if (
+        kinds & {"ConnectionError", "ConnectError", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectTimeout"}
+        or "couldn't connect" in text.lower()
+    ):
+        return not_in_cache(f"{what} {name}", f"a local folder{near_model(name)}")
+    absent = "backend tokenizer" in text or "does not appear to have a file named" in text
+    if absent and constants.HF_HUB_OFFLINE:
+        return not_in_cache(f"{what} {name}", "a local folder", part=True)
+    if "backend tokenizer" in text:
+        return UsageError(f"{what} {name}: it has no tokenizer.json", fix="model.tokenizer: a folder or hub id that has it")
+    return UsageError(f"{what} {name}: {_first_line(error)}")
+
+
+_AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
+
+
+def _damaged(name: str, what: str, error: BaseException) -> UsageError:
+    """A folder that is there and does not load: which of its files, and what to do."""
+    text = str(error)
+    if "custom code" in text:
+        return UsageError(f"{what} {name}: it brings its own code, which is not run", fix="if you trust it: model.trust_remote_code: true")
+    if type(error).__name__ == "UnpicklingError":
+        return UsageError(
+            f"{what} {name}: its weights are a pickle with more in it than tensors: not opened", fix="a copy with model.safetensors"
+        )
+    if "ignore_mismatched_sizes" in text:
+        return UsageError(f"{what} {name}: config.json and the weights do not have the same sizes", fix=_AGAIN)
+    if "Error no file named" in text:
+        return UsageError(f"{what} {name}: it has no weights (model.safetensors)", fix=_AGAIN)
+    if "backend tokenizer" in text:
+        there = ", ".join(sorted(p.name for p in Path(name).iterdir())[:6])
+        return UsageError(f"{what} {name}: it has no tokenizer.json ({there})", fix="model.tokenizer: the folder that has it")
+    said = _first_line(error)
+    if isinstance(error, SafetensorError):
+        return UsageError(f"{what} {name}: its weights are damaged: {said}", fix=_AGAIN)
+    if isinstance(error, ImportError):
+        return UsageError(f"{what} {name}: {said}", fix=f"pip install {error.name}" if error.name else None)
+    if "Transformers does not recognize this architecture" in text:
+        return UsageError(f"{what} {name}: {said}", fix="a newer transformers may know it: pip install -U transformers")
+    if "Should have a `model_type` key" in text:
+        return UsageError(f"{what} {name}: {said}", fix=_AGAIN)
+    if isinstance(error, ValueError | RuntimeError) and not isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return UsageError(f"{what} {name}: {said}")  # of the model's kind or of a setting, which another copy of the folder has too
+    return UsageError(f"{what} {name}: {said if isinstance(error, OSError) else f'{type(error).__name__}: {said}'}", fix=_AGAIN)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,1 @@
+"""The run folder: its files, its lock, its metrics, its checkpoints, and what is refused of a folder that a stranger made."""

@@ -1,0 +1,123 @@
+"""A folder that is either whole or absent: written beside its place, synced, sealed with checksums, then renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ...errors import RunError
+
+SEAL = "DONE"
+_OS_ERROR = re.compile(r"\(os error \d+\)")
+
+
+def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
+    """Calls `fill(folder)` on a folder aside and puts the result at `target`; whatever was there is replaced at once.
+
+    Raises  RunError CK001 when the disk refuses (full, read-only); nothing is left behind and `target` is as it was
+    """
+    aside = target.parent / f".{target.name}.partial"
+    try:
+        _remove(aside)
+        aside.mkdir(parents=True)
+        fill(aside)
+        seal(aside)
+        replaced = target.parent / f".{target.name}.replaced"
+        _remove(replaced)
+        if target.exists():
+            target.rename(replaced)
+        aside.rename(target)
+        _sync(target.parent)
+        _remove(replaced)
+    except BaseException as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        reason = refused(error)
+        if reason is None:
+            raise
+        raise RunError(f"could not write {target}: {reason}", code="CK001", fix="free space or make it writable, then resume") from error
+
+
+def refused(error: BaseException) -> str | None:
+    """What the operating system said when it would not write or read; None for errors of another kind."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{error.strerror or error}"
+    # safetensors and tokenizers are Rust: their I/O errors are no OSErrors and end in `(os error 28)`
+    return str(error) if isinstance(error, Exception) and _OS_ERROR.search(str(error)) else None
+
+
+def seal(folder: Path) -> None:
+    """Syncs every file and writes DONE, last, with their sizes and SHA-256."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != SEAL)
+    sums = {}
+    for file in files:
+        _sync(file)
+        sums[file.relative_to(folder).as_posix()] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+    done = folder / SEAL
+    done.write_text(json.dumps({"files": sums}, indent=1) + "\n")
+    _sync(done)
+    _sync(folder)
+
+
+def fault(folder: Path, needs: Sequence[str] = ()) -> str | None:
+    """Why a sealed folder cannot be trusted, or None when every file, those of `needs` among them, has its size and checksum."""
+    try:
+        sums = json.loads((folder / SEAL).read_text())["files"]
+        for name in needs:
+            if name not in sums:
+                return f"{SEAL} does not name {name}"
+        for name, expected in sums.items():
+            file = folder / name
+            if not file.resolve().is_relative_to(folder.resolve()):
+                return f"{SEAL} names a file outside the folder"
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != expected["bytes"]:
+                return f"{name} has {file.stat().st_size} bytes of {expected['bytes']}"
+            if _sha256(file) != expected["sha256"]:
+                return f"{name} is not what was written (its checksum differs)"
+    except FileNotFoundError:
+        return f"{SEAL} is missing: it was never finished"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{SEAL} cannot be read: {error}"
+    return None
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def write_text(target: Path, text: str) -> None:
+    """Replaces a small file at once: a reader sees the old text or the new, never half."""
+    aside = target.with_name(f".{target.name}.partial")
+    try:
+        # a new file: what lies there from a kill, or a link that a stranger put there, is not written through
+        aside.unlink(missing_ok=True)
+        with aside.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(target)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise RunError(
+            f"could not write {target}: {error.strerror or error}", code="CK001", fix="free space or make it writable"
+        ) from error

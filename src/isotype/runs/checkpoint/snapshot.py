@@ -1,0 +1,105 @@
+"""Everything a run needs to go on bit for bit: trainable weights, optimizer, random state, data position. Tensors and JSON only."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import RunError
+
+# states with an element for each of the parameter's: torch's and our AdamW's, bitsandbytes'
+_LIKE_ITS_PARAMETER = ("exp_avg", "exp_avg_sq", "state1", "state2")
+
+
+def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Python's, NumPy's and torch's generators as (tensors, JSON)."""
+    import numpy as np
+
+    tensors = {"rng.torch": torch.get_rng_state()}
+    # asking would take a context (some 500 MB) on every GPU of the machine, also for a run on the CPU
+    if torch.cuda.is_initialized():
+        tensors |= {f"rng.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    kind, words, *rest = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    return tensors, {"python": [version, list(internal), gauss], "numpy": [kind, [int(w) for w in words], *rest]}
+
+
+def restore_random_state(tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """Puts back what `random_state` took."""
+    import numpy as np
+
+    torch.set_rng_state(tensors["rng.torch"])
+    if torch.cuda.is_initialized():
+        for i in range(torch.cuda.device_count()):
+            if f"rng.cuda.{i}" in tensors:
+                torch.cuda.set_rng_state(tensors[f"rng.cuda.{i}"], i)
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, words, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
+
+
+def trainable_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """`model.NAME` -> every trainable parameter, and the buffers that a state dict keeps."""
+    kept = set(model.state_dict(keep_vars=True))
+    tensors = {f"model.{name}": p for name, p in model.named_parameters() if p.requires_grad}
+    return tensors | {
+        f"buffer.{name}": b for name, b in model.named_buffers() if name in kept and "quant" not in name and "absmax" not in name
+    }
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The optimizer's state under the names of its parameters: (tensors, JSON)."""
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{name}.{key}"] = value
+            else:
+                plain.setdefault(name, {})[key] = value
+    return tensors, plain
+
+
+def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Raises  RunError CK003 when the checkpoint belongs to another model or adapter."""
+    own = trainable_tensors(model)
+    saved = {name: t for name, t in tensors.items() if name.startswith(("model.", "buffer."))}
+    if set(own) != set(saved):
+        first = sorted(set(own) ^ set(saved))[0]
+        raise RunError(
+            f"this checkpoint belongs to another model or adapter: {first.partition('.')[2]} is only on one side",
+            code="CK003", fix="resume with the configuration it was made with",
+        )  # fmt: skip
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if tensor.shape != saved[name].shape or tensor.dtype != saved[name].dtype:
+                raise RunError(
+                    f"{name.partition('.')[2]} is {saved[name].dtype}{list(saved[name].shape)} in the checkpoint and "
+                    f"{tensor.dtype}{list(tensor.shape)} in the run", code="CK003", fix="resume with the configuration it was made with",
+                )  # fmt: skip
+            tensor.copy_(saved[name])
+
+
+def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
+    """Puts back every state where its parameter is. Raises RunError CK003 for a state of another shape."""
+    parameters = dict(model.named_parameters())
+    copies: dict[tuple[int, torch.device], Tensor] = {}  # one a tensor: what several parameters shared they share again
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
+            p = parameters[parameter]
+            if key in _LIKE_ITS_PARAMETER and tensor.shape != p.shape:
+                raise RunError(
+                    f"the optimizer's {key} of {parameter} is {list(tensor.shape)} in the checkpoint and the parameter {list(p.shape)}",
+                    code="CK003", fix="resume with the configuration it was made with",
+                )  # fmt: skip
+            copy = copies.get((id(tensor), p.device))
+            if copy is None:
+                copy = copies[id(tensor), p.device] = tensor.to(p.device, copy=True)
+            optimizer.state[p][key] = copy
+    for name, values in plain.items():
+        optimizer.state[parameters[name]].update(values)

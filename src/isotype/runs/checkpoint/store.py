@@ -1,0 +1,123 @@
+"""The checkpoints of a run: `checkpoints/step_N/`, the last few and the best kept, the newest whole one found again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ...errors import RunError
+from .atomic_folder import fault, write_folder, write_text
+from .shared_tensors import stored_once, under_every_name
+
+_STEP = re.compile(r"^step_(\d+)$")
+TENSORS, STATE = "tensors.safetensors", "state.json"
+SAME = "same_tensors"  # in STATE: name -> the name in TENSORS under which the same tensor is kept
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Tensors by name and everything else as JSON: no pickle, so a checkpoint from a stranger runs no code."""
+
+    step: int
+    tensors: dict[str, Tensor] = field(repr=False)
+    state: dict[str, Any] = field(repr=False)
+
+
+class CheckpointStore:
+    """`keep` of the newest checkpoints, and the one marked best."""
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        self.folder, self.keep = folder, keep
+
+    def steps(self) -> list[int]:
+        """Steps with a folder, whole or not, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(m[1]) for p in self.folder.iterdir() if (m := _STEP.match(p.name)) and p.is_dir())
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step}"
+
+    @property
+    def best(self) -> int | None:
+        try:
+            return int(json.loads((self.folder / "best.json").read_text())["step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def mark_best(self, step: int) -> None:
+        write_text(self.folder / "best.json", json.dumps({"step": step}) + "\n")
+
+    def tidy(self, best: int | None) -> None:
+        """For a run that goes on: what a kill left half written goes, and the mark of the best is what the checkpoint remembers.
+
+        A kill between a checkpoint and its mark, or a damaged newest checkpoint, leaves a mark that is older or newer than the run.
+        """
+        for rest in self.folder.glob(".step_*"):
+            shutil.rmtree(rest, ignore_errors=True)
+        if best != self.best:
+            if best is not None and self.path(best).is_dir():
+                self.mark_best(best)
+            else:
+                (self.folder / "best.json").unlink(missing_ok=True)
+
+    def save(self, checkpoint: Checkpoint, *, best: bool = False) -> Path:
+        """Writes it, marks it, then removes what is no longer kept. Raises RunError CK001 when the disk refuses."""
+        target = self.path(checkpoint.step)
+
+        def fill(aside: Path) -> None:
+            tensors, same = stored_once(checkpoint.tensors)
+            save_file(tensors, aside / TENSORS)
+            (aside / STATE).write_text(json.dumps({**checkpoint.state, SAME: same}, indent=1, allow_nan=True) + "\n")
+
+        write_folder(target, fill)
+        if best:
+            self.mark_best(checkpoint.step)
+        # a later one was damaged, else the run had gone on from there: it must not take the place of a whole one
+        kept = {*[step for step in self.steps() if step <= checkpoint.step][-self.keep :], self.best}
+        for step in self.steps():
+            if step not in kept:
+                shutil.rmtree(self.path(step), ignore_errors=True)
+        return target
+
+    def fault(self, step: int) -> str | None:
+        """Why this checkpoint cannot be trusted, or None."""
+        return fault(self.path(step), needs=(TENSORS, STATE))
+
+    def newest_whole(self) -> tuple[int | None, list[str]]:
+        """(step, what was passed over and why). The step is None when no checkpoint is whole."""
+        passed: list[str] = []
+        for step in reversed(self.steps()):
+            reason = self.fault(step)
+            if reason is None:
+                return step, passed
+            passed.append(f"checkpoint step_{step} is damaged ({reason})")
+        return None, passed
+
+    def load(self, step: int) -> Checkpoint:
+        """Raises  RunError CK002 for a checkpoint that is not whole, or whole and not one of ours."""
+        path = self.path(step)
+        reason = self.fault(step)
+        if reason is None:
+            try:
+                state = json.loads((path / STATE).read_text(encoding="utf-8"))
+                if isinstance(state, dict):
+                    same = state.pop(SAME, {})  # earlier versions had none
+                    return Checkpoint(step, under_every_name(load_file(path / TENSORS), same), state)
+                reason = f"{STATE} is not an object"
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+                reason = f"cannot be read: {error}"
+            except RuntimeError as error:
+                # torch's word for a file that went while it was opened: a running run has removed its oldest checkpoint
+                if (path / TENSORS).is_file():
+                    raise
+                reason = f"{TENSORS} is gone: {error}"
+        raise RunError(f"checkpoint {path}: {reason}", code="CK002", fix=f"remove {path} and resume: the one before is taken")

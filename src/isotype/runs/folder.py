@@ -1,0 +1,97 @@
+"""The run folder: made once, held by one process, its small files replaced whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from ..config.schema import RunConfig
+from ..config.sources import first_name
+from ..errors import UsageError
+from .checkpoint.atomic_folder import write_text
+from .lock import LOCK, take_lock
+from .untrusted import refuse_foreign_entries
+
+RESOLVED = "resolved.yaml"
+
+
+def name_of(config: RunConfig) -> str:
+    """`MODEL-DATA-TIME`, in letters that every file system takes."""
+    model = config.model.name or str(
+        (config.model.config or {}).get("model_type", "model") if isinstance(config.model.config, dict) else "model"
+    )
+    parts = [Path(model).name, Path(first_name(config.data.train)).stem, time.strftime("%Y%m%d-%H%M%S")]
+    return "-".join("".join(c if c.isalnum() or c in "._" else "-" for c in part) for part in parts)
+
+
+class RunFolder:
+    """Paths and small files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints, self.samples, self.base = path / "checkpoints", path / "samples", path / "base"
+        self.metrics = path / "metrics.jsonl"
+
+    @property
+    def is_run(self) -> bool:
+        return (self.path / RESOLVED).is_file()
+
+    def write_json(self, name: str, content: Any) -> None:
+        write_text(self.path / name, json.dumps(content, indent=1, default=str) + "\n")
+
+    def read_json(self, name: str) -> Any:
+        return json.loads((self.path / name).read_text(encoding="utf-8"))
+
+    def write_text(self, name: str, text: str) -> None:
+        write_text(self.path / name, text)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds the folder for this process. Raises UsageError when another run has it, it cannot be written, or links lead out of it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            refuse_foreign_entries(self.path)
+            lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except UsageError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            said = getattr(error, "strerror", None) or error
+            raise UsageError(
+                f"run.folder: {str(self.path)[:200]!r}: {said}", fix="give a folder that can be written: --out FOLDER"
+            ) from None
+        try:
+            take_lock(lock, self.path)
+            yield
+        finally:
+            os.close(lock)  # which also lets the lock go, as a kill does
+
+
+def require_run(path: Path) -> Path:
+    """The folder, if it holds a run. Raises  UsageError naming a run beside it that is spelt nearly so."""
+    if (path / RESOLVED).is_file():
+        return path
+    beside = [p.parent.name for p in path.parent.glob(f"*/{RESOLVED}")] if path.parent.is_dir() else []
+    inside = sorted(p.parent for p in path.glob(f"*/{RESOLVED}")) if path.is_dir() else []
+    near = get_close_matches(path.name, beside, n=1)
+    if not path.exists():
+        what = "no such folder"
+    elif inside:
+        what = f"holds runs, but is none: {', '.join(str(run) for run in inside[:4])}"
+    else:
+        what = f"no {RESOLVED} there: not a run folder, or a run that stopped before its first step"
+    fix = f"did you mean {path.parent / near[0]}?" if near else f"isotype ls {path.parent if path.parent.is_dir() else '.'} lists the runs"
+    raise UsageError(f"{path}: {what}", fix=None if inside else fix)
+
+
+def without_run(path: Path) -> str | None:
+    """`adapter` or `model` where the folder is a PEFT adapter's or a Hugging Face model's own; None for a run, and for anything else."""
+    if (path / RESOLVED).is_file():
+        return None
+    named = {"adapter": "adapter_config.json", "model": "config.json"}
+    return next((kind for kind, file in named.items() if (path / file).is_file()), None)

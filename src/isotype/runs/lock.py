@@ -1,0 +1,39 @@
+"""The lock of a run folder: the process that trains in it has it, and a kill lets it go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ..errors import UsageError
+
+LOCK = ".lock"
+
+
+def take_lock(handle: int, path: Path) -> None:
+    """Takes the lock that is open as `handle`, of the run folder `path`. Raises UsageError when another process has it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has no flock; there two runs in one folder are not noticed
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UsageError(f"run.folder: {path} is in use by another run", fix="wait for it, or give another folder: --out FOLDER") from None
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process trains in this folder now. The look itself takes the lock for some microseconds."""
+    try:
+        import fcntl
+
+        handle = os.open(path / LOCK, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name is not waited for
+    except (ImportError, OSError):
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(handle)

@@ -1,0 +1,45 @@
+"""`metrics.jsonl`: one JSON object a line, flushed as it is written, cut back to the checkpoint when a run is resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from .checkpoint.atomic_folder import write_text
+
+
+class Metrics:
+    """Appends to a file; a last line cut short by a kill is dropped on resume."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def write(self, **facts: Any) -> None:
+        with self.file.open("a", encoding="utf-8") as f:
+            f.write(json.dumps({k: v for k, v in facts.items() if v is not None}) + "\n")
+
+    def sync(self) -> None:
+        """Onto the disk: a checkpoint must not outlive the lines before it when the power goes."""
+        if self.file.is_file():
+            with self.file.open("rb") as f:
+                os.fsync(f.fileno())
+
+    def read(self) -> list[dict[str, Any]]:
+        if not self.file.is_file():
+            return []
+        rows = []
+        for line in self.file.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                rows.append(row)
+        return rows
+
+    def cut_after(self, step: int) -> None:
+        """Forgets what happened after `step`: it will happen again."""
+        kept = [row for row in self.read() if isinstance(row.get("step"), int) and row["step"] <= step]
+        write_text(self.file, "".join(json.dumps(row) + "\n" for row in kept))

@@ -1,0 +1,37 @@
+"""Which kind of run a configuration is, and its two verbs: `train` and `plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..config.load import LoadedConfig
+from ..config.schema import RunConfig
+from ..training.callbacks import Callback
+from ..training.plan import Plan
+from ..training.plan import plan as plan_task
+from ..training.run import Objective
+from ..training.run import train as train_task
+from ..training.task import Task
+
+
+def task_of(config: RunConfig) -> Task:
+    """The task of a configuration."""
+    from .language.task import LanguageTask
+
+    return LanguageTask(config)
+
+
+def train(
+    loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool = False, skips: Mapping[str, str] | None = None,
+    callbacks: Sequence[Callback] = (), objective: Objective | None = None,
+) -> int:  # fmt: skip
+    """Runs a configuration to its end, or saves and returns 130 on Ctrl-C. Raises IsotypeError; returns the exit status."""
+    return train_task(
+        loaded, task_of(loaded.config), resume=resume, json_output=json_output, skips=skips, callbacks=callbacks, objective=objective
+    )
+
+
+def plan(loaded: LoadedConfig) -> Plan:
+    """What `train` would do. Raises UsageError as it would."""
+    return plan_task(task_of(loaded.config), loaded.sources)

@@ -1,0 +1,1 @@
+"""Causal language models: rows of tokens, a loss for each next token, sampled answers."""

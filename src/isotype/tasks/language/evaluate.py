@@ -1,0 +1,29 @@
+"""Token-weighted evaluation: the loss of all supervised tokens over their number, whatever the batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ...data.rows import Row, row_lengths
+from ...training.task import Evaluation
+from ...training.undisturbed import evaluation_mode
+from .batches import collate
+from .loss import batch_loss_sum
+
+
+def evaluate(
+    model: nn.Module, rows: Sequence[Row], *, batch_size: int, pad_id: int, device: torch.device, loss_dtype: str = "fp32"
+) -> Evaluation:
+    """Rows are taken by length, so that little is padding; sums are kept in fp64; `weight` of the result is their supervised tokens."""
+    lengths = row_lengths(rows)
+    by_length = sorted(range(len(rows)), key=lambda i: lengths[i])
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    with evaluation_mode(model):
+        for start in range(0, len(by_length), batch_size):
+            batch = collate([rows[i] for i in by_length[start : start + batch_size]], pad_id=pad_id).to(device)
+            total += batch_loss_sum(model, batch, dtype=loss_dtype).double().cpu()
+            tokens += batch.supervised
+    return Evaluation(float(total) / max(1, tokens), tokens)

@@ -1,0 +1,147 @@
+"""A language run without data, for the memory plan: the model on the meta device, its largest step, evaluation and sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...config.schema import RunConfig
+from ...data.rows import LoadedData, SamplePrompt, row_lengths
+from ...dtypes import to_torch
+from ...errors import UsageError
+from ...model.adapter import attach_adapter
+from ...model.attention import AUTO, attention_options, explain
+from ...model.load import require_bitsandbytes
+from ...optimize import optimize
+from ...precision.apply import apply_precision, generating
+from ...precision.precision import Precision
+from ...precision.quantised_base import of_config
+from ...training.memory.quantised_outline import quantise_outline
+from ...training.quiet import without_warnings
+from ...training.task import Outline, StepOutline, micro_batch
+from ...training.undisturbed import evaluation_mode
+from .batches import MULTIPLE, Batch
+from .loss import batch_loss_sum
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precision, *, device_type: str) -> Outline:
+    """The model as `build_model` makes it, without its weights. Raises UsageError for adapter targets it lacks."""
+    from transformers import AutoModelForCausalLM
+
+    every_weight = config.adapter.kind == "none"
+    dtype = precision.trainable if every_weight else precision.unquantised
+    # flash and flex have the memory of auto's sdpa, and need packages or devices that a plan does not
+    asked = config.model.attention
+    attention = attention_options(AUTO if asked in ("flash", "flex") else asked, torch.device(device_type))
+    with torch.device("meta"), without_warnings():
+        try:
+            base = AutoModelForCausalLM.from_config(
+                architecture, dtype=to_torch(dtype), trust_remote_code=config.model.trust_remote_code, **attention
+            )
+        except (ValueError, ImportError) as error:
+            raise explain(f"model {config.model.name or 'model.config'}", asked, error) or error from error
+        base.config.use_cache = False
+        total = sum(p.numel() for p in base.parameters())
+        if precision.base == "nf4" and not every_weight:
+            require_bitsandbytes()
+            before = of_config(architecture)
+            quantise_outline(base, to_torch(precision.compute), double=before is None or bool(before.double))
+        model: nn.Module = base if every_weight else _with_adapter(base, config)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if config.model.optimize:
+        _give_angles(base)
+        optimize(model, precision, device_type=device_type, lora_branch=config.model.lora_branch)
+    apply_precision(model, precision, device_type=device_type)
+    model.train()
+    return Outline(model, trainable, total + (0 if every_weight else trainable))
+
+
+def of_data(config: RunConfig, precision: Precision, data: LoadedData, prompts: Sequence[SamplePrompt]) -> StepOutline:
+    """The largest step, evaluation and sample of a run on this data."""
+    longest = max((len(prompt.input_ids) for prompt in prompts), default=0)
+    return step_outline(
+        config,
+        precision,
+        length=len(data.longest(1)[0].input_ids),
+        eval_rows=min(micro_batch(config.train), len(data.eval)),
+        eval_length=max(row_lengths(data.eval), default=0),
+        sample_length=longest + config.run.sample_tokens if longest and config.run.sample_every != 0 else 0,
+    )
+
+
+def step_outline(
+    config: RunConfig, precision: Precision, *, length: int, eval_rows: int = 0, eval_length: int = 0, sample_length: int = 0
+) -> StepOutline:
+    """The same from lengths in tokens; 0 where a run does not evaluate or sample.
+
+    length         of the longest training row
+    sample_length  of the longest prompt with its answer
+    Packed rows bring a mask of every document instead of the causal one that attention makes itself.
+    """
+    packing, rows, length = config.data.packing, config.train.batch_size, padded(length)
+
+    def loss_sum(model: nn.Module, batch: Any) -> Tensor:
+        return batch_loss_sum(model, batch, dtype=precision.loss)
+
+    def evaluation(model: nn.Module, device: torch.device) -> None:
+        with evaluation_mode(model):
+            loss_sum(model, _batch(eval_rows, padded(eval_length), device, packing=packing))
+
+    return StepOutline(
+        rows=rows,
+        length=length,
+        batch=lambda device: _batch(rows, length, device, packing=packing),
+        loss_sum=loss_sum,
+        evaluation=evaluation if eval_rows else None,
+        sampling=_sampling(sample_length) if sample_length else None,
+    )
+
+
+def padded(length: int) -> int:
+    return length + -length % MULTIPLE
+
+
+def _sampling(length: int) -> Callable[[nn.Module, torch.device], None]:
+    def run(model: nn.Module, device: torch.device) -> None:
+        """The pass over a prompt as long as it will be with its answer: at its end the cache is as large as it gets."""
+        ids = torch.empty(1, length, dtype=torch.long, device=device)
+        with evaluation_mode(model), generating(model):
+            kept = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+            del kept
+
+    return run
+
+
+def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Batch:
+    ids_BT, mask_BT, labels_BT = (torch.empty(rows, length, dtype=torch.long, device=device) for _ in range(3))
+    mask, positions = (None, mask_BT) if packing else (mask_BT, None)
+    return Batch(ids_BT, mask, labels_BT, rows * length, rows * (length - 1), positions)
+
+
+def _with_adapter(base: Any, config: RunConfig) -> nn.Module:
+    if config.adapter.start_from is None:
+        return attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
+    from peft import PeftConfig, get_peft_model
+
+    try:
+        settings = PeftConfig.from_pretrained(config.adapter.start_from)
+        settings.inference_mode = False  # a saved adapter says that it is not trained; a run goes on with it
+        return get_peft_model(base, settings)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"adapter.start_from: {config.adapter.start_from}: {str(error).splitlines()[0]}") from None
+
+
+def _give_angles(model: nn.Module) -> None:
+    """`optimize` runs the rotary module to see how its tables repeat: its frequencies need values, any that differ."""
+    for module in model.modules():
+        for name, _ in module.named_buffers(recurse=False):
+            if name.endswith("inv_freq"):
+                buffer = module._buffers[name]
+                assert buffer is not None
+                module._buffers[name] = torch.linspace(1.0, 0.1, buffer.numel()).view(buffer.shape)

@@ -1,0 +1,77 @@
+"""Samples in the middle of training: under the same precision, and training goes on as without them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...data.rows import SamplePrompt
+from ...precision.apply import generating
+from ...training.undisturbed import evaluation_mode, random_state_restored
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Sample:
+    prompt: str
+    answer: str
+    reference: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"prompt": self.prompt, "answer": self.answer, "reference": self.reference}
+
+    def lines(self) -> tuple[str, str]:
+        return self.prompt, self.answer
+
+
+def generation_config(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.0
+) -> GenerationConfig:
+    """Greedy at temperature 0; ends at the tokenizer's end token and at those the model names."""
+    from transformers import GenerationConfig
+
+    own = getattr(model, "generation_config", None)
+    ends = {tokenizer.eos_token_id, *_as_list(getattr(own, "eos_token_id", None))} - {None}
+    drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
+    return GenerationConfig(max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, eos_token_id=sorted(ends) or None, **drawn)
+
+
+def sample(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[SamplePrompt],
+    *,
+    max_new_tokens: int,
+    device: torch.device,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seconds: float = math.inf,
+) -> list[Sample]:
+    """Answers, one prompt at a time, greedy by default; training goes on bit for bit as without them.
+
+    seconds  no further prompt is begun after so long; the first is always answered
+    """
+    config = generation_config(model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
+    samples: list[Sample] = []
+    begin = time.perf_counter()
+    with random_state_restored(), evaluation_mode(model), generating(model):
+        for prompt in prompts:
+            if samples and time.perf_counter() - begin > seconds:
+                break
+            ids = torch.tensor([list(prompt.input_ids)], device=device)
+            out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
+            answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+            samples.append(Sample(prompt.text, answer.strip(), prompt.reference))
+    return samples
+
+
+def _as_list(value: Any) -> list[int | None]:
+    return list(value) if isinstance(value, list | tuple) else [value]

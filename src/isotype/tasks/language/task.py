@@ -1,0 +1,214 @@
+"""Fine-tuning of a causal language model, as the training code sees it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...config.schema import RunConfig
+from ...data.bad_rows import FILE as BAD_ROWS
+from ...data.bad_rows import BadRowFile
+from ...data.examples import examples
+from ...data.facts import source_lines
+from ...data.load import load_data
+from ...data.prompts import prompts_of_run
+from ...data.rows import LoadedData, Row, SamplePrompt, row_lengths
+from ...model.adapter import check_branch, save_adapter
+from ...model.build import build_model
+from ...model.load import Source, base_source, check_vocabulary, load_architecture, load_tokenizer
+from ...optimize import Manifest
+from ...precision.precision import Precision
+from ...precision.quantised_base import check_base, check_share, of_config
+from ...training.feed import Feed
+from ...training.memory.bound import most_bytes
+from ...training.task import Check, Evaluation, Outline, StepOutline, Words, micro_batch
+from .batches import Batch, collate, row_feed
+from .checks import CHECKS
+from .evaluate import evaluate
+from .flops import step_flops
+from .loss import batch_loss_sum
+from .outline import of_data, outline, padded
+from .result import load_result, save_model
+from .sample import Sample, sample
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+REHEARSED_TOKENS = 8  # of a shortened sample: the cache is used from the second on
+
+
+class LanguageTask:
+    """Rows of tokens, a loss for each next token, sampled answers. Implements `training.task.Task`."""
+
+    kind = "language"
+    words = Words(units="tokens", unit="tok", weight="supervised")
+
+    tokenizer: PreTrainedTokenizerBase
+    data: LoadedData
+    prompts: Sequence[SamplePrompt]
+    source: Source
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    @property
+    def base_name(self) -> str:
+        return self.source.name
+
+    # before step 1
+
+    def check(self, precision: Precision) -> None:
+        check_branch(self.config, precision)
+
+    def load_data(self) -> None:
+        config = self.config
+        self.tokenizer = load_tokenizer(config.model)
+        self.data = data = load_data(config.data, self.tokenizer, seed=config.train.seed)
+        if data.chat_template is not None:
+            self.tokenizer.chat_template = data.chat_template
+        self.prompts = prompts_of_run(config.run, data, self.tokenizer)
+
+    def build_model(self, precision: Precision, device: torch.device, folder: Path) -> tuple[nn.Module, Manifest]:
+        config = self.config
+        dtype = precision.trainable if config.adapter.kind == "none" else precision.unquantised
+        self.source = base_source(config.model, self.tokenizer, folder=folder, seed=config.train.seed, dtype=dtype)
+        return build_model(config, precision, self.source, self.tokenizer, device)
+
+    @property
+    def rows(self) -> int:
+        return len(self.data.train)
+
+    @property
+    def eval_rows(self) -> int:
+        return len(self.data.eval)
+
+    def feed(self) -> Feed[Row]:
+        return row_feed(self.data, seed=self.config.train.seed, shuffle=self.config.data.shuffle)
+
+    def largest(self, count: int) -> list[Row]:
+        return self.data.longest(count)
+
+    def architecture(self) -> PretrainedConfig:
+        return load_architecture(self.config.model, self.tokenizer)
+
+    def outline(self, precision: Precision, *, device_type: str) -> Outline:
+        return outline(self.architecture(), self.config, precision, device_type=device_type)
+
+    def step_outline(self, precision: Precision) -> StepOutline:
+        return of_data(self.config, precision, self.data, self.prompts)
+
+    def most_bytes(self, model: nn.Module, precision: Precision) -> int:
+        length = len(self.data.longest(1)[0].input_ids)
+        return most_bytes(model, self.config.train, precision, length=padded(length))
+
+    def checks(self) -> Mapping[str, tuple[Check, ...]]:
+        return CHECKS
+
+    # training
+
+    def collate(self, rows: Sequence[Row]) -> Batch:
+        return collate(rows, pad_id=self.tokenizer.pad_token_id)
+
+    def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
+        return batch_loss_sum(model, batch, dtype=dtype)
+
+    def flops(self, model: nn.Module) -> Callable[[Any], float]:
+        counted = step_flops(model, model.config)
+        return lambda batch: counted.of(*batch.input_ids.shape)
+
+    def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None) -> Evaluation:
+        return self._evaluate(model, (self.data.eval or self.data.train)[:most], device, dtype)
+
+    def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
+        longest = sorted(self.data.eval, key=lambda row: len(row.input_ids), reverse=True)[: micro_batch(self.config.train)]
+        return self._evaluate(model, longest, device, dtype) if longest else None
+
+    def _evaluate(self, model: nn.Module, rows: Sequence[Row], device: torch.device, dtype: str) -> Evaluation:
+        size, pad_id = micro_batch(self.config.train), self.tokenizer.pad_token_id
+        return evaluate(model, rows, batch_size=size, pad_id=pad_id, device=device, loss_dtype=dtype)
+
+    @property
+    def samples(self) -> int:
+        return len(self.prompts)
+
+    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf) -> list[Sample]:
+        prompts, tokens = self.prompts, self.config.run.sample_tokens
+        if shortened:
+            prompts, tokens = prompts[:1], min(REHEARSED_TOKENS, tokens)
+        return sample(model, self.tokenizer, prompts, max_new_tokens=tokens, device=device, seconds=seconds)
+
+    # the result
+
+    def save(self, model: Any, folder: Path, precision: Precision) -> None:
+        if self.config.adapter.kind != "none":
+            save_adapter(model, folder, precision)
+        else:
+            save_model(model, folder, precision)
+        self.tokenizer.save_pretrained(str(folder))
+
+    def reload(self, folder: Path, precision: Precision, device: torch.device) -> nn.Module:
+        return load_result(folder, self.source, precision, config=self.config.model, device=device)
+
+    # what is told
+
+    def header(self) -> list[tuple[str, str]]:
+        facts = self.data.facts
+        return [("data", data_line(self.data)), *[("", line) for line in [*source_lines(facts), *facts["notes"]]]]
+
+    def records(self) -> Mapping[str, Any]:
+        return {"data.json": self.data.facts, "examples.json": {"examples": examples(self.data.train, self.tokenizer)}}
+
+    def begin(self, folder: Path, *, resuming: bool) -> None:
+        """Lists the rows that are left out; a stream meets more of them while it is read."""
+        listed = BadRowFile(folder / BAD_ROWS, resuming=resuming)
+        listed.write(self.data.bad_rows)
+        if self.data.stream is not None:
+            self.data.stream.on_bad_rows = listed.write
+
+    def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
+        architecture: Any = self.architecture()
+        notes = check_base(of_config(architecture), precision, self.config.model.name or "model.config")
+        inner: Any = made.model.get_base_model() if hasattr(made.model, "get_base_model") else made.model
+        check_vocabulary(inner, self.tokenizer)
+        if precision.base == "nf4":
+            notes += check_share(inner, consent=self.config.model.allow_unquantised, kept_in=precision.unquantised)
+        return str(getattr(architecture, "model_type", "model")), notes
+
+    def plan_facts(self) -> dict[str, Any]:
+        """Counts of the training rows as the run sees them: packed ones, and of a stream the first."""
+        data = self.data
+        return {
+            "train_rows": len(data.train),
+            "eval_rows": len(data.eval),
+            "train_tokens": int(sum(row_lengths(data.train))),
+            "supervised_tokens": data.facts["train"]["supervised_tokens"],
+            "longest": len(data.longest(1)[0].input_ids),
+            "stream": data.stream is not None,
+            "packed_from": data.facts["packing"]["rows"] if data.facts.get("packing") else None,
+            "sources": source_lines(data.facts),
+            "notes": list(data.facts["notes"]),
+        }
+
+    def plan_lines(self) -> list[str]:
+        facts = self.plan_facts()
+        rows = f"{facts['train_rows']:,} training rows"
+        if facts["stream"]:
+            rows = f"a stream, begun with {facts['train_rows']:,} rows"
+        elif facts["packed_from"]:
+            rows += f" packed from {facts['packed_from']:,}"
+        line = f"{rows}, {facts['train_tokens']:,} tokens, longest {facts['longest']}; {facts['eval_rows']:,} evaluation rows"
+        return [line, *facts["sources"], *facts["notes"]]
+
+
+def data_line(data: LoadedData) -> str:
+    rows = f"{len(data.train):,} training rows"
+    if data.stream is not None:
+        rows = "a stream of training rows"
+    elif packing := data.facts.get("packing"):
+        rows = f"{packing['rows']:,} training rows in {len(data.train):,} packed ones"
+    return f"{rows}, {len(data.eval):,} evaluation rows"

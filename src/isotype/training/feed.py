@@ -1,0 +1,105 @@
+"""Training rows without end, in an order that is a function of the seed. The position is one integer, so resuming at it is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from ..data.rows import Share
+
+RowType = TypeVar("RowType")
+Yielded = TypeVar("Yielded", covariant=True)
+
+
+def epoch_order(rows: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
+    """The order of one epoch: a function of seed and epoch alone, never of the random state."""
+    if not shuffle:
+        return list(range(rows))
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(rows, generator=generator).tolist()
+
+
+def mixed_order(shares: Sequence[Share], *, seed: int, epoch: int, shuffle: bool) -> list[int]:
+    """The order of one epoch of weighted sources: as many rows as there are, so many from each as its weight says.
+
+    A source goes through its own rows, shuffled anew each time, from where the last epoch left it. Which source comes when is drawn, or,
+    without shuffling, spread evenly.
+    """
+    quotas = _quotas(shares)
+    queues = []
+    offset = 0
+    for k, (share, quota) in enumerate(zip(shares, quotas)):
+        begin = epoch * quota
+        passes = {
+            n: epoch_order(share.rows, seed=seed * 1009 + k + 1, epoch=n, shuffle=shuffle)
+            for n in range(begin // share.rows, (begin + quota - 1) // share.rows + 1)
+        }
+        queues.append(iter([offset + passes[at // share.rows][at % share.rows] for at in range(begin, begin + quota)]))
+        offset += share.rows
+    if shuffle:
+        turns = [k for k, quota in enumerate(quotas) for _ in range(quota)]
+        turns = [turns[i] for i in epoch_order(len(turns), seed=seed, epoch=epoch, shuffle=True)]
+    else:
+        turns = [k for _, k in sorted(((i + 0.5) / quota, k) for k, quota in enumerate(quotas) for i in range(quota))]
+    return [next(queues[k]) for k in turns]
+
+
+def _quotas(shares: Sequence[Share]) -> list[int]:
+    """Rows of each source in an epoch, in all as many as there are; what is left by rounding down goes to the largest remainders."""
+    rows, weight = sum(s.rows for s in shares), sum(s.weight for s in shares)
+    exact = [rows * s.weight / weight for s in shares]
+    quotas = [int(q) for q in exact]
+    for k in sorted(range(len(shares)), key=lambda k: quotas[k] - exact[k])[: rows - sum(quotas)]:
+        quotas[k] += 1
+    return quotas
+
+
+class Feed(Protocol[Yielded]):
+    """Training rows without end. `state` is all that is needed to go on from where it was."""
+
+    def take(self, count: int) -> Sequence[Yielded]: ...
+
+    @property
+    def epochs(self) -> float: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class RowStream(Feed[RowType]):
+    """Rows that are all there, epoch after epoch. `position` (rows handed out so far) is its whole state."""
+
+    def __init__(self, rows: Sequence[RowType], *, seed: int, shuffle: bool, position: int = 0, shares: Sequence[Share] = ()) -> None:
+        self.rows, self.seed, self.shuffle, self.position, self.shares = rows, seed, shuffle, position, shares
+        self._epoch, self._order = -1, list[int]()
+
+    def take(self, count: int) -> list[RowType]:
+        taken = []
+        for _ in range(count):
+            epoch, index = divmod(self.position, len(self.rows))
+            if epoch != self._epoch:
+                self._epoch, self._order = epoch, self._order_of(epoch)
+            taken.append(self.rows[self._order[index]])
+            self.position += 1
+        return taken
+
+    def _order_of(self, epoch: int) -> list[int]:
+        if self.shares:
+            return mixed_order(self.shares, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+        return epoch_order(len(self.rows), seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+
+    @property
+    def epochs(self) -> float:
+        return self.position / len(self.rows)
+
+    def state(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        position = int(state["position"])
+        if position < 0:
+            raise ValueError(f"position {position} of the data")
+        self.position = position

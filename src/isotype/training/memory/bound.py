@@ -1,0 +1,39 @@
+"""A bound on a step's memory that costs nothing: where it is far below what there is, no plan is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ...config.schema import TrainSection
+from ...dtypes import to_torch
+from ...precision.apply import is_quantised
+from ...precision.precision import Precision
+from .plan import optimizer_bytes
+from .quantised_outline import scales_of
+
+
+def most_bytes(model: nn.Module, train: TrainSection, precision: Precision, *, length: int) -> int:
+    """More than a step on `train.batch_size` rows of `length` tokens can take, whatever is recomputed: what is held, six fp32 copies of
+    the input and output of every matrix, and attention scores in full. `length`: as padded."""
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    held = sum(t.numel() * t.element_size() for p in parameters for t in (p, *scales_of(p)))
+    held += sum(p.numel() * to_torch(precision.grads).itemsize + optimizer_bytes(p.numel(), train, precision) for p in trained)
+    widths = [width for module in model.modules() for width in _widths(module)]
+    tokens = train.batch_size * length
+    settings: Any = getattr(model, "config", None)
+    scores = getattr(settings, "num_hidden_layers", 0) * getattr(settings, "num_attention_heads", 0) * tokens * length
+    largest = max((a * b for a, b in zip(widths[::2], widths[1::2])), default=0)
+    return held + 24 * tokens * sum(widths) + 16 * scores + 32 * largest
+
+
+def _widths(module: nn.Module) -> tuple[int, ...]:
+    """(in, out) of a module with a matrix; a 4-bit one has no other shape."""
+    weight = module._parameters.get("weight")
+    if weight is None or (weight.ndim < 2 and not is_quantised(weight)):
+        return ()
+    if hasattr(module, "in_features"):
+        return int(module.in_features), int(module.out_features)
+    return int(weight.shape[-1]), int(weight.shape[-2])

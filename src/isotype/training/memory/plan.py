@@ -1,0 +1,214 @@
+"""How much memory a run will take, from running its first steps on tensors without data.
+
+No formula knows every architecture, attention and checkpointing. So the run's own step (forward, loss, backward, accumulation, update)
+is run under FakeTensorMode, where operators only compute shapes and dtypes, while `LiveBytes` counts what is alive. Against the peak
+resident size of real CPU runs with freed memory given back it is within 15% (docs/decisions/0051); a process whose C library keeps freed
+blocks, as glibc does, sits above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...config.schema import TrainSection
+from ...dtypes import to_torch
+from ...errors import UsageError
+from ...ops.backend import using
+from ...ops.linear_cross_entropy.scratch import scratch as head_scratch
+from ...precision.accumulate import GradientAccumulator
+from ...precision.precision import Precision
+from ..optimizer import build_optimizer
+from ..quiet import without_warnings
+from ..step import Stepper
+from ..task import Outline, StepOutline
+from .live_bytes import LiveBytes
+from .quantised_outline import scales_of, scratch, take_scales
+from .recomputation import Checkpointing, apply_checkpointing
+
+BLOCK_8BIT, SMALLEST_8BIT = 256, 4096  # bitsandbytes: 8-bit states have a scale every 256 elements, and small tensors keep fp32 states
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes. The first four are held throughout; `peak` is the most at one time.
+
+    activations   alive at the end of a forward pass: saved for backward, and the logits
+    working       what the loss and backward add to that at their worst
+    update        what the optimizer step adds to what is held
+    evaluation    what an evaluation adds; `sampling` a generated answer with its cache, None where that could not be simulated
+    not_simulated why activations, working and update are unknown, or None
+    """
+
+    frozen: int
+    trained: int
+    gradients: int
+    optimizer: int
+    activations: int = 0
+    working: int = 0
+    update: int = 0
+    evaluation: int = 0
+    sampling: int | None = 0
+    peak: int = 0
+    rows: int = 0
+    length: int = 0
+    not_simulated: str | None = None
+
+    @property
+    def held(self) -> int:
+        """What a whole run holds, whatever its rows."""
+        return self.frozen + self.trained + self.gradients + self.optimizer
+
+    def as_json(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+def plan_memory(
+    made: Outline,
+    train: TrainSection,
+    precision: Precision,
+    largest: StepOutline,
+    *,
+    checkpointing: Checkpointing,
+    device_type: str = "cpu",
+) -> MemoryPlan:
+    """What one optimizer step on the largest micro-batch takes; the same outline may be planned again otherwise.
+
+    made     the task's outline; its parameters become fake ones here
+    largest  the task's largest step, evaluation and sample
+    A GPU's step is simulated where PyTorch reaches one; elsewhere what is held is exact, and `not_simulated` says why there is no more.
+    """
+    held = _held(made.model, train, precision)
+    apply_checkpointing(made.model, checkpointing)
+    if device_type == "cuda" and not torch.cuda.is_available():
+        # autograd asks a device for its guard, also of a tensor without data: without CUDA that ends the interpreter, past every except
+        return replace(
+            held, peak=held.held, rows=largest.rows, length=largest.length, not_simulated="this PyTorch reaches no GPU to plan a step for"
+        )
+    try:
+        return _simulated(made.model, train, precision, largest, device_type=device_type, held=held)
+    except UsageError:
+        raise
+    except Exception as error:
+        # an architecture whose shapes depend on values (routed experts), or an operator without a fake: what is held is still exact
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        return replace(held, peak=held.held, rows=largest.rows, length=largest.length, not_simulated=reason[:160])
+
+
+def _held(model: nn.Module, train: TrainSection, precision: Precision) -> MemoryPlan:
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    elements = sum(p.numel() for p in trained)
+    return MemoryPlan(
+        frozen=sum(_bytes(t) for p in parameters if not p.requires_grad for t in (p, *scales_of(p))),
+        trained=sum(_bytes(p) for p in trained),
+        gradients=elements * to_torch(precision.grads).itemsize,
+        optimizer=sum(optimizer_bytes(p.numel(), train, precision) for p in trained),
+    )
+
+
+def optimizer_bytes(elements: int, train: TrainSection, precision: Precision) -> int:
+    """AdamW's two moments of one tensor."""
+    if train.optimizer == "adamw8bit":
+        return 8 * elements if elements < SMALLEST_8BIT else 2 * (elements + 4 * -(-elements // BLOCK_8BIT))
+    return 2 * elements * to_torch(precision.optimizer).itemsize
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _simulated(
+    model: nn.Module, train: TrainSection, precision: Precision, largest: StepOutline, *, device_type: str, held: MemoryPlan
+) -> MemoryPlan:
+    live = LiveBytes(device_type, {**scratch(), **head_scratch()})
+    # on a CPU without a compiler the ops are plain PyTorch, and take more; elsewhere there are kernels
+    kernels = nullcontext() if device_type == "cpu" else using("cpp")
+    device = torch.device(device_type)
+    with FakeTensorMode(allow_non_fake_inputs=True), live, without_warnings(), kernels:
+        _make_fake(model, device)
+        accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
+        plain = train.model_copy(update={"optimizer": "adamw"}) if train.optimizer == "adamw8bit" else train
+        optimizer = build_optimizer(model, plain, precision, accumulator.gradient)
+        stepper = Stepper(model, optimizer, accumulator, precision, train, largest.loss_sum)
+        batch = largest.batch(device)
+        after_forward: list[int] = []
+        counting = model.register_forward_hook(lambda *_: after_forward.append(live.now))
+
+        # the first step makes the optimizer's states, so the second is the one that counts
+        stepper.accumulate([batch])
+        if train.optimizer == "adamw8bit":
+            states = [torch.empty(held.optimizer, dtype=torch.uint8, device=device_type)]
+        else:
+            states = []
+            optimizer.step()
+        accumulator.zero()
+        live.restart_peak()
+        before = live.now
+        first = len(after_forward)
+        # from the second micro-batch on, the gradients of the first are held too
+        batches = [batch] * min(2, train.accumulate)
+        stepper.accumulate(batches)
+        forward_end = after_forward[first + len(batches) - 1]
+        gradients = live.now - before if len(batches) > 1 else 0
+        peak_step, before_update = live.peak, live.now
+        live.restart_peak()
+        if not states:
+            optimizer.step()
+        peak, update = max(peak_step, live.peak), live.peak - before_update
+        counting.remove()
+        accumulator.zero()
+        evaluation = _added(live, largest.evaluation, model, device) if largest.evaluation else 0
+        sampling = _sampling(model, live, largest, device)
+        between = live.now + max(evaluation, sampling or 0)
+        accumulator.close()
+    return replace(
+        held,
+        activations=max(0, forward_end - before - gradients),
+        working=max(0, peak_step - forward_end),
+        update=update,
+        evaluation=evaluation,
+        sampling=sampling,
+        peak=max(peak, between),
+        rows=largest.rows,
+        length=largest.length,
+    )
+
+
+def _added(live: LiveBytes, run: Callable[[nn.Module, torch.device], None], model: nn.Module, device: torch.device) -> int:
+    """The most bytes that `run` has alive beyond what was there before it."""
+    live.restart_peak()
+    before = live.now
+    run(model, device)
+    return live.peak - before
+
+
+def _sampling(model: nn.Module, live: LiveBytes, largest: StepOutline, device: torch.device) -> int | None:
+    if largest.sampling is None:
+        return 0
+    try:
+        return _added(live, largest.sampling, model, device)
+    except Exception:  # a model without a cache, or one whose cache looks at values; the step's plan stands
+        return None
+
+
+def _make_fake(model: nn.Module, device: torch.device) -> None:
+    """Replaces parameters and buffers on the meta device by fake ones; tied parameters stay tied."""
+    memo: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in memo:
+                    data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                    take_scales(memo[id(parameter)], parameter, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
+                module._parameters[name] = memo[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)

@@ -1,0 +1,119 @@
+"""Which layers of a model recompute their activations in backward, and where what is kept of them waits.
+
+A checkpointed layer keeps its input, and nothing else. transformers marks the layers that can do so with one class; the switch is set on
+instances, so that a model may have both kinds. Recomputing draws the same random numbers: results are bit for bit those without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ...config.schema import TrainSection
+from ...errors import UsageError
+from .offload import HostMemory
+
+NONE, LAYERS, OFFLOAD, AUTO = "none", "layers", "layers+offload", "auto"
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """What a run does. `layers`: positions of those that recompute, among `of`; `reason`: the file, or what `auto` found."""
+
+    kind: str
+    layers: tuple[int, ...] = ()
+    of: int = 0
+    reason: str = "train.gradient_checkpointing"
+
+    def __str__(self) -> str:
+        if self.kind == NONE:
+            return f"none ({self.reason})"
+        n = len(self.layers)
+        which = "all" if n == self.of else f"the first {n}" if self.layers == tuple(range(n)) else " ".join(map(str, self.layers))
+        return f"{self.kind}: {which} of {self.of} ({self.reason})"
+
+    def as_settings(self) -> dict[str, Any]:
+        """The configuration that gives exactly this."""
+        n = len(self.layers)
+        given: Any = "all" if n == self.of else n if self.layers == tuple(range(n)) else list(self.layers)
+        return {"train.gradient_checkpointing": self.kind, "train.checkpointed_layers": "all" if self.kind == NONE else given}
+
+
+def check_settings(train: TrainSection, *, device_type: str) -> None:
+    """Raises  UsageError for settings that would have no effect, before anything is loaded."""
+    kind = train.gradient_checkpointing
+    if kind == OFFLOAD and device_type == "cpu":
+        raise UsageError(
+            "train.gradient_checkpointing: layers+offload moves activations to host memory, and on a CPU they are there already",
+            fix="train.gradient_checkpointing: layers",
+        )
+    if kind in (NONE, AUTO) and train.checkpointed_layers != "all":
+        raise UsageError(
+            f"train.checkpointed_layers: {train.checkpointed_layers} has no effect with train.gradient_checkpointing: {kind}",
+            fix="train.gradient_checkpointing: layers",
+        )
+
+
+def as_configured(model: nn.Module, train: TrainSection) -> Checkpointing:
+    """What the configuration asks for of this model; `auto` is `auto_checkpointing`'s to decide. Raises UsageError."""
+    assert train.gradient_checkpointing != AUTO
+    if train.gradient_checkpointing == NONE:
+        return Checkpointing(NONE)
+    of = len(checkpointable(model))
+    if not of:
+        raise UsageError(
+            f"train.gradient_checkpointing: {train.gradient_checkpointing}: this architecture marks no layers that could be recomputed",
+            fix="train.gradient_checkpointing: none",
+        )
+    return Checkpointing(train.gradient_checkpointing, chosen(train.checkpointed_layers, of), of)
+
+
+def chosen(layers: str | int | list[int], of: int) -> tuple[int, ...]:
+    """The positions that `train.checkpointed_layers` names among `of` layers. Raises UsageError for one that does not exist."""
+    if layers == "all":
+        return tuple(range(of))
+    if isinstance(layers, str):
+        return tuple(range(0, of, int(layers.removeprefix("every "))))
+    positions = tuple(range(layers)) if isinstance(layers, int) else tuple(sorted(set(layers)))
+    if not positions or positions[-1] >= of:
+        most = f"0 to {of - 1}" if isinstance(layers, list) else f"1 to {of}"
+        raise UsageError(f"train.checkpointed_layers: {layers}: the model has {of} layers", fix=f"{most}, or all")
+    return positions
+
+
+def checkpointable(model: nn.Module) -> list[nn.Module]:
+    """The layers that transformers can checkpoint, in the order of the model; not those inside another one."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    found: list[nn.Module] = []
+    inside = ""
+    for name, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer) and not (inside and name.startswith(inside)):
+            found.append(module)
+            inside = f"{name}."
+    return found
+
+
+def apply_checkpointing(model: nn.Module, what: Checkpointing) -> None:
+    """Sets every layer's switch, on or off. May be called again with something else."""
+    function: Callable[..., Any] = HostMemory() if what.kind == OFFLOAD else recomputed
+    for position, layer in enumerate(checkpointable(model)):
+        layer.gradient_checkpointing = WhileRecording() if position in what.layers else False  # type: ignore[assignment]
+        layer._gradient_checkpointing_func = function  # type: ignore[assignment]
+
+
+def recomputed(function: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(function, *args, use_reentrant=False)
+
+
+class WhileRecording:
+    """True while autograd records. transformers takes the cache from every layer whose switch is on and that is in training mode, so with
+    a plain True a generation in training mode would see one token at a time and nothing before it."""
+
+    def __bool__(self) -> bool:
+        return torch.is_grad_enabled()

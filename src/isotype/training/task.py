@@ -1,0 +1,233 @@
+"""What the training code asks of a kind of run.
+
+A task loads a model and its data, computes a loss, evaluates, samples, saves. `training` never imports one: the command line chooses it
+(`isotype.tasks.choose`) and hands it in. The order of the calls is `check`, `load_data`, `build_model`, then the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..config.schema import RunConfig, TrainSection
+from ..finding import Finding
+from ..optimize import Manifest
+from ..precision.precision import Precision
+from .feed import Feed
+
+
+@dataclass(frozen=True)
+class Words:
+    """How a run of this kind is told: `units` are counted for the speed, `weight` is what losses are divided by.
+
+    Both are also the keys of metrics.jsonl: `tokens`, `tokens_per_second`, `supervised`.
+    """
+
+    units: str
+    unit: str
+    """Short, for the live line: `tok`."""
+    weight: str
+
+
+class Batch(Protocol):
+    """One micro-batch, on one device after `to`."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the data in it."""
+
+    @property
+    def weight(self) -> int:
+        """What the sum of its losses is divided by: supervised tokens, pictures."""
+
+    @property
+    def units(self) -> int:
+        """What the speed counts: tokens, pictures."""
+
+    def to(self, device: torch.device) -> Batch: ...
+
+    def __str__(self) -> str:
+        """Its size for people: `4 rows of 512 tokens`."""
+
+
+class Sample(Protocol):
+    """One thing that the model made in the middle of training."""
+
+    def as_json(self) -> dict[str, Any]: ...
+
+    def lines(self) -> tuple[str, str]:
+        """What was asked, and what came out, in words."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """loss: mean over `weight`, what a batch's `weight` counts; `parts`: the same over parts of the data, by name."""
+
+    loss: float
+    weight: int
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check before step 1. `codes`: what it may find; when the first of them is skipped, it does not run.
+
+    run  takes a `preflight.subject.Subject` of the task that has the check
+    """
+
+    codes: tuple[str, ...]
+    run: Callable[[Any], Iterable[Finding]]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A run's model on the meta device: every shape and dtype, no data.
+
+    model      with adapter and precision
+    trainable  elements that are trained
+    total      all elements, those of 4-bit weights included
+    """
+
+    model: nn.Module
+    trainable: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutline:
+    """What a memory plan runs on tensors without data: the largest step, the largest evaluation and sample between steps.
+
+    rows, length  of the largest micro-batch, as told to people
+    batch         makes it on a device
+    loss_sum      as the task's own
+    evaluation    runs the largest evaluation pass; None: there is none
+    sampling      runs the largest sample; None: there is none
+    """
+
+    rows: int
+    length: int
+    batch: Callable[[torch.device], Batch]
+    loss_sum: Callable[[nn.Module, Batch], Tensor]
+    evaluation: Callable[[nn.Module, torch.device], None] | None = None
+    sampling: Callable[[nn.Module, torch.device], None] | None = None
+
+
+class Task(Protocol):
+    """One kind of run, for one configuration."""
+
+    config: RunConfig
+
+    @property
+    def kind(self) -> str:
+        """Its name, also that of its folder: `language`."""
+
+    @property
+    def words(self) -> Words: ...
+
+    @property
+    def base_name(self) -> str:
+        """The model that is trained, as the user named it."""
+
+    # before step 1
+
+    def check(self, precision: Precision) -> None:
+        """Raises  UsageError for settings that this kind of run cannot keep, before anything is loaded"""
+
+    def load_data(self) -> None:
+        """Everything but the model: tokenizer, rows, prompts. Raises UsageError."""
+
+    def build_model(self, precision: Precision, device: torch.device, folder: Path) -> tuple[nn.Module, Manifest]:
+        """The model as it will be trained, and what Isotype replaced in it.
+
+        folder  where a model that is made here (`model.init: random`) is kept, so that a resumed run starts from the same one
+        """
+
+    @property
+    def rows(self) -> int:
+        """Rows of an epoch."""
+
+    @property
+    def eval_rows(self) -> int: ...
+
+    def feed(self) -> Feed[Any]:
+        """The training rows in the order the run sees them."""
+
+    def largest(self, count: int) -> Sequence[Any]:
+        """The rows of the largest batch that training could ever see."""
+
+    def outline(self, precision: Precision, *, device_type: str) -> Outline:
+        """The model as `build_model` makes it, without its weights. Raises UsageError for adapter targets it lacks."""
+
+    def step_outline(self, precision: Precision) -> StepOutline: ...
+
+    def most_bytes(self, model: nn.Module, precision: Precision) -> int:
+        """A cheap bound: more bytes than a step can take, whatever is recomputed."""
+
+    def checks(self) -> Mapping[str, tuple[Check, ...]]:
+        """Checks of the preflight that only this kind of run has, by phase."""
+
+    # training
+
+    def collate(self, rows: Sequence[Any]) -> Batch: ...
+
+    def loss_sum(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
+        """The losses of a batch, summed: float[] in `dtype`, `precision.loss`."""
+
+    def flops(self, model: nn.Module) -> Callable[[Batch], float]:
+        """FLOPs of forward and backward of one micro-batch; matrix products only."""
+
+    def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None) -> Evaluation:
+        """The loss on the evaluation rows, or on the first `most` of them, or of the training rows where there are none."""
+
+    def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
+        """One pass over the largest evaluation rows; None where nothing is evaluated."""
+
+    @property
+    def samples(self) -> int:
+        """How many samples a round makes; 0: none."""
+
+    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf) -> Sequence[Sample]:
+        """One round, without a trace in what follows.
+
+        shortened  one small sample, to see that it works
+        seconds    after so long no further sample is begun; one is always made
+        """
+
+    # the result
+
+    def save(self, model: nn.Module, folder: Path, precision: Precision) -> None:
+        """Writes the adapter or the model with all that is needed to use it."""
+
+    def reload(self, folder: Path, precision: Precision, device: torch.device) -> nn.Module:
+        """What `save` wrote, loaded as a user would, under the run's precision."""
+
+    # what is told
+
+    def header(self) -> list[tuple[str, str]]:
+        """Lines of the run's header about its data."""
+
+    def records(self) -> Mapping[str, Any]:
+        """JSON files of the run folder that this kind of run writes at its start, by name."""
+
+    def begin(self, folder: Path, *, resuming: bool) -> None:
+        """Writes what lasts through the run and is no JSON file of its start: lists that may grow."""
+
+    def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
+        """The architecture's name, and what a plan has to say of the base. Raises UsageError as `build_model` would."""
+
+    def plan_facts(self) -> dict[str, Any]:
+        """What `isotype plan --json` says under `data`."""
+
+    def plan_lines(self) -> list[str]:
+        """What `isotype plan` says of the data."""
+
+
+def micro_batch(train: TrainSection) -> int:
+    """Rows in one evaluation pass."""
+    return train.eval_batch_size or train.batch_size

@@ -1,0 +1,236 @@
+"""The hub: asked once, found away in seconds, and what was downloaded before goes on without it; downloads are shown."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pty
+import shutil
+import socket
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from isotype.config.schema import ModelSection
+from isotype.config.sources import SourceSpec
+from isotype.environment import hub as hub_of_isotype
+from isotype.environment.hub import LOGGER, HubTries
+from isotype.errors import UsageError
+from isotype.model import load as model
+from isotype.model.load import load_architecture, load_tokenizer
+from isotype.training.quiet import quiet_libraries
+from tests.hub import COMMIT, hub
+
+
+@pytest.fixture
+def endpoint(monkeypatch, tmp_path):
+    """`endpoint(url)` makes it the hub, with an empty cache; returns the seconds that were waited between tries."""
+    import datasets
+
+    waited: list[float] = []
+
+    def at(url: str) -> list[float]:
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+        return waited
+
+    for name, value in (("HF_HUB_OFFLINE", False), ("HF_HUB_CACHE", str(tmp_path / "cache")), ("HF_HUB_ETAG_TIMEOUT", 0.1)):
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub_of_isotype, "FIRST_TRY", 0.1)
+    monkeypatch.setattr(hub_of_isotype, "_away", {})
+    monkeypatch.setattr("time.sleep", waited.append)
+    monkeypatch.setattr(logging.getLogger(LOGGER), "filters", [])
+    return at
+
+
+@pytest.fixture
+def refusing():
+    """An address at which nothing listens: bound, so that nobody else does."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
+@pytest.fixture
+def silent():
+    """An address that takes connections and never answers."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen(50)
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
+def load_data(name: str) -> object:
+    from isotype.data.sources import source
+
+    return source(SourceSpec(name=f"hf:{name}"), needs_answer=True)
+
+
+LOADS = {
+    "tokenizer": lambda name: load_tokenizer(ModelSection(name=name)),
+    "model": lambda name: load_architecture(ModelSection(name=name), None),
+    "data": load_data,
+}
+
+
+@pytest.mark.parametrize("what", LOADS)
+@pytest.mark.parametrize("how", ["refusing", "silent"])
+def test_a_hub_that_is_away_is_found_once_and_in_seconds(endpoint, request, capfd, what, how):
+    url = request.getfixturevalue(how)
+    waited = endpoint(url)
+    quiet_libraries()
+    for name in ("org/name", "org/other"):
+        with pytest.raises(
+            UsageError, match=f"{name}: not in the local cache, and the hub cannot be reached\n.*check the network, or give"
+        ):
+            LOADS[what](name)
+    assert waited == [hub_of_isotype.PAUSE]
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith(f"isotype: {url.removeprefix('http://')} does not answer (")
+
+
+def cached(base: Path, *, without: str = "") -> None:
+    """`org/tiny` as a download leaves it."""
+    there = Path(constants.HF_HUB_CACHE) / "models--org--tiny"
+    shutil.copytree(base, there / "snapshots" / COMMIT)
+    (there / "refs").mkdir()
+    (there / "refs/main").write_text(COMMIT)
+    if without:
+        (there / "snapshots" / COMMIT / without).unlink()
+
+
+def test_what_was_downloaded_before_needs_no_hub(endpoint, refusing, workshop, capfd):
+    waited = endpoint(refusing)
+    cached(workshop.base)
+    quiet_libraries()
+    assert len(load_tokenizer(ModelSection(name="org/tiny"))) > 0
+    assert load_architecture(ModelSection(name="org/tiny"), None).model_type == "llama"
+    assert waited == [hub_of_isotype.PAUSE]
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_a_half_finished_download_is_told_apart(endpoint, refusing, workshop):
+    endpoint(refusing)
+    cached(workshop.base, without="tokenizer.json")
+    with pytest.raises(UsageError, match="tokenizer org/tiny: only a part of it is in the local cache, and the hub cannot be reached"):
+        load_tokenizer(ModelSection(name="org/tiny"))
+
+
+def test_a_user_who_is_offline_is_not_asked_to_check_the_network(endpoint, refusing, monkeypatch):
+    endpoint(refusing)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UsageError, match=r"org/name: not in the local cache, and HF_HUB_OFFLINE is set\n.*unset HF_HUB_OFFLINE, or give"):
+        load_tokenizer(ModelSection(name="org/name"))
+
+
+def test_what_is_fetched_is_said_before_the_minutes_it_takes(monkeypatch, capfd):
+    fetched = []
+    monkeypatch.setattr(model, "is_away", lambda: False)
+    monkeypatch.setattr(model, "try_to_load_from_cache", lambda name, file, revision: "kept" if fetched else None)
+    monkeypatch.setattr(model, "hf_hub_download", lambda *given, **rest: fetched.append(given))
+    for _ in range(2):
+        model._reach("org/name", None)
+    assert fetched == [("org/name", "config.json")]
+    assert capfd.readouterr().err.startswith("isotype: org/name is fetched from the hub, once")
+
+
+def test_patience_asked_for_is_said_and_errors_are_left_alone(monkeypatch, capfd, caplog):
+    monkeypatch.setattr(logging.getLogger(LOGGER), "filters", [])
+    quiet_libraries()
+    quiet_libraries()
+    assert [type(one) for one in logging.getLogger(LOGGER).filters] == [HubTries]
+    log = logging.getLogger(LOGGER)
+    log.warning("HTTP Error 429 thrown while requesting GET https://huggingface.co/x")
+    log.warning("Rate limited. Waiting 61.0s before retry [Retry 1/5].")
+    log.warning("Retrying in 1s [Retry 1/5].")
+    log.error("another thing")
+    first, second = capfd.readouterr().err.splitlines()[:2]
+    assert "huggingface.co does not answer (HTTP Error 429)" in first
+    assert "the next try is in 61 s" in second
+    assert [record.message for record in caplog.records] == ["another thing"]
+
+
+@pytest.fixture
+def filled(workshop, tmp_path):
+    """The folder of a hub that has the model org/tiny and the dataset org/chats, and an environment in which nothing is cached."""
+    shutil.copytree(workshop.base, tmp_path / "hub/models/org/tiny")
+    (tmp_path / "hub/datasets/org/chats").mkdir(parents=True)
+    shutil.copy(workshop.chats, tmp_path / "hub/datasets/org/chats/train.jsonl")
+    unset = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS")
+    environment = {key: value for key, value in os.environ.items() if key not in unset}
+    return tmp_path / "hub", environment | {"HF_HOME": str(tmp_path / "home")}
+
+
+def on_a_terminal(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    child, terminal = pty.fork()
+    if child == 0:
+        termios.tcsetwinsize(0, (24, 100))  # a new one has no columns, in which a bar is nothing
+        os.execve(sys.executable, command, environment)
+    shown = b""
+    while read := _read(terminal):
+        shown += read
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), shown.decode()
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # the other end is closed
+        return b""
+
+
+@pytest.mark.slow
+def test_a_run_on_what_was_downloaded_before_says_one_line(workshop, tmp_path, monkeypatch, refusing):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home/hub"))
+    cached(workshop.base)
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_ENDPOINT", refusing)
+    command = [sys.executable, "-m", "isotype", "train", "--model", "org/tiny", "--data", str(workshop.chats), "--steps", "1",
+               "--out", str(tmp_path / "run"), "run.report=false"]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, ended.stderr
+    (said,) = ended.stderr.splitlines()
+    assert "does not answer" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("terminal", [True, False])
+def test_downloads_show_their_progress_on_a_terminal_only(filled, tmp_path, terminal):
+    folder, environment = filled
+    command = [sys.executable, "-m", "isotype", "train", "--model", "org/tiny", "--data", "hf:org/chats", "--steps", "1", "--out",
+               str(tmp_path / "run"), "run.report=false"]  # fmt: skip
+    with hub(folder) as served:
+        environment |= {"HF_ENDPOINT": served.url}
+        if terminal:
+            status, shown = on_a_terminal(command, environment)
+        else:
+            ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+            status, shown = ended.returncode, ended.stdout + ended.stderr
+    assert status == 0, shown
+    assert "org/tiny is fetched from the hub, once" in shown
+    assert any(line.startswith("GET /org/tiny/resolve/") and line.endswith("model.safetensors") for line in served.asked)
+    assert ("model.safetensors:" in shown) == terminal
+    assert ("Generating train split:" in shown) == terminal
+    assert "Loading weights" not in shown
+
+
+@pytest.mark.slow
+def test_a_dataset_that_was_fetched_once_needs_no_hub(filled):
+    folder, environment = filled
+    command = [sys.executable, "-c", "from isotype.data.sources import *; print(len(list(source(SourceSpec(name='hf:org/chats'), "
+               "needs_answer=True).examples())))"]  # fmt: skip
+    with hub(folder) as served:
+        environment |= {"HF_ENDPOINT": served.url}
+        first = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert first.stdout == again.stdout == "48\n", first.stderr + again.stderr
+    assert "does not answer" in again.stderr
+    assert "does not answer" not in first.stderr

@@ -1,0 +1,177 @@
+"""`python -m tests.faults`: the campaign. Exit status 0 when every trial passed, 1 when one did not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from isotype.errors import IsotypeError, UsageError
+
+from . import fuzz
+from .corruption import corruption_trials, count_corruptions
+from .disk import disk_trials
+from .hostile import TARGETS
+from .kills import kill_trials
+from .matrix import CELLS, SLICE, matrix_trials
+from .nonfinite import count_nans, nan_trials
+from .trial import Deadline, Trial, as_lines, summarise
+from .workshop import Workshop
+
+
+class Part(StrEnum):
+    kills = "kills"
+    disk = "disk"
+    corruption = "corruption"
+    nan = "nan"
+    matrix = "matrix"
+    fuzz = "fuzz"
+
+
+ALL = (Part.kills, Part.disk, Part.corruption, Part.nan)
+
+
+def faults(
+    parts: Annotated[
+        list[Part] | None,
+        typer.Argument(metavar="[PART ...]", help="kills, disk, corruption, nan: the default. And matrix, fuzz."),
+    ] = None,
+    kills: Annotated[int, typer.Option("--kills", min=1, help="How many SIGKILLs.")] = 200,
+    inputs: Annotated[int, typer.Option("--inputs", min=1, help="How many hostile inputs for fuzz.")] = 100_000,
+    only: Annotated[
+        str | None, typer.Option("--only", help="One kind of input for fuzz, 'adapters'; or one again, 'adapters:17'.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of every random moment and place.")] = 0,
+    minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="No trial begins after so many.")] = 30.0,
+    quick: Annotated[bool, typer.Option("--quick", help="A slice by counts: 3 kills, 4 cells, 400 hostile inputs, 9 others.")] = False,
+    folder: Annotated[
+        Path | None, typer.Option("--folder", help="Where runs go, kept afterwards. Default: a temporary one.", show_default=False)
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Do to runs what happens to runs, and see that each survives and ends bit-identical to the undisturbed one.
+
+    Trains models of 120,000 parameters through the real command line, each command a process of its own.
+
+    Examples:
+
+        python -m tests.faults
+
+        python -m tests.faults kills --kills 1000 --seed 1
+
+        python -m tests.faults --quick --json
+
+        python -m tests.faults matrix
+
+        python -m tests.faults fuzz --inputs 100000
+
+        python -m tests.faults fuzz --only "data rows:17"
+    """
+    wanted = list(dict.fromkeys(parts or ALL))
+    kills, inputs = (min(kills, 3), min(inputs, 400)) if quick else (kills, inputs)
+    deadline, started = Deadline(60 * minutes), time.monotonic()
+    place = folder or Path(tempfile.mkdtemp(prefix="isotype-faults-"))
+    trials: list[Trial] = []
+    try:
+        imports()
+        workshop = Workshop(place)
+        if only is not None and only.partition(":")[0] not in TARGETS:
+            raise UsageError(f"--only {only}: no such kind of input", fix=f"one of: {', '.join(TARGETS)}; with :NUMBER for a single one")
+        if only is not None and ":" in only:
+            fuzz.once(workshop, only, seed)
+            shutil.rmtree(place)
+            return
+        planned: dict[Part, Planned] = {
+            Part.kills: (kills, lambda: kill_trials(workshop, kills=kills, seed=seed, deadline=deadline)),
+            Part.disk: (1 + 2 * (s := 1 if quick else 20), lambda: disk_trials(workshop, sizes=s, seed=seed, deadline=deadline)),
+            Part.corruption: (
+                count_corruptions(f := 0 if quick else 5),
+                lambda: corruption_trials(workshop, flips=f, seed=seed, deadline=deadline),
+            ),
+            Part.fuzz: (inputs, lambda: fuzz.fuzz_trials(workshop, inputs=inputs, seed=seed, deadline=deadline, only=only)),
+            Part.matrix: (len(c := SLICE if quick else CELLS), lambda: matrix_trials(workshop, cells=c, deadline=deadline)),
+            Part.nan: (count_nans(t := 0 if quick else 3), lambda: nan_trials(workshop, times=t, seed=seed, deadline=deadline)),
+        }
+        trials = list(_watched({part: planned[part] for part in wanted}))
+        stopped = deadline.passed
+    finally:
+        if folder is None and all(trial.passed for trial in trials):
+            shutil.rmtree(place, ignore_errors=True)
+    _show(trials, seconds=time.monotonic() - started, stopped=stopped, kept=place if place.exists() else None, json_output=json_output)
+    raise typer.Exit(int(not trials or not all(trial.passed for trial in trials)))
+
+
+Planned = tuple[int, Callable[[], Iterator[Trial | int]]]
+
+
+def imports() -> None:
+    """What every child would import, once. Nothing is computed here: thread pools do not survive a fork."""
+    for name, value in (("OMP_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "false"), ("HF_HUB_OFFLINE", "1")):
+        os.environ.setdefault(name, value)
+    from isotype.cli.app import build_app
+    from isotype.training import finish, run  # noqa: F401
+
+    build_app()
+    run.quiet_libraries()
+    # MFU is of no interest here, and its yardstick takes a third of such a short run
+    run.measured_matmul_peak = lambda *_: 1e12  # type: ignore[assignment]
+    import peft  # noqa: F401
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
+
+
+def _watched(planned: dict[Part, Planned]) -> Iterator[Trial]:
+    """The trials, with their count and the time left on stderr: a bar on a terminal, a line every tenth elsewhere.
+
+    A part yields trials, or numbers of inputs where a trial would be too many lines.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:11}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        for part, (count, trials) in planned.items():
+            task, started, done, said = bar.add_task(part.value, total=count), time.monotonic(), 0, 0
+            for trial in trials():
+                if isinstance(trial, Trial):
+                    yield trial
+                more = trial if isinstance(trial, int) else int(part != Part.fuzz)
+                done += more
+                bar.advance(task, more)
+                if not console.is_terminal and done * 10 // count > said:
+                    said = done * 10 // count
+                    left = (time.monotonic() - started) / done * (count - done)
+                    console.print(f"{part.value}: {done:,} of {count:,}, about {left:.0f} s left", highlight=False)
+
+
+def _show(trials: list[Trial], *, seconds: float, stopped: bool, kept: Path | None, json_output: bool) -> None:
+    rows = summarise(trials)
+    failed = sum(not trial.passed for trial in trials)
+    if json_output:
+        total: dict[str, Any] = {"trials": len(trials), "failed": failed, "seconds": round(seconds, 1), "stopped_by_time": stopped}
+        print(json.dumps(total | {"rows": rows, "kept": str(kept) if kept else None}))
+        return
+    for line in as_lines(rows):
+        print(line)
+    print(f"\n{len(trials)} trials, {failed} failed, {seconds:.0f} s" + ("; stopped by --minutes" if stopped else ""))
+    if kept:
+        print(f"kept: {kept}")
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+    app.command()(faults)
+    try:
+        app(prog_name="python -m tests.faults")
+    except IsotypeError as error:
+        print(f"isotype: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)

@@ -1,0 +1,242 @@
+"""What hostile files are given to, as a user's command would: configurations, data, weights, adapters, run folders.
+
+A target takes a folder of its own and a source of chance, makes one input and feeds it. It may raise IsotypeError; all else is a fault.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from isotype.errors import IsotypeError
+
+from .material import ROWS, Material
+from .mutate import TEXTS, mutated_bytes, mutated_json
+from .recipes import recipes
+
+ENDINGS = (".jsonl", ".jsonl", ".jsonl", ".json", ".txt", ".csv")
+
+
+def configuration(material: Material, folder: Path, draw: random.Random) -> None:
+    """`isotype train FILE section.key=value`, up to where a model would be loaded; what is accepted must be written and read the same."""
+    from isotype.config.load import load
+    from isotype.config.write import resolved_yaml
+
+    file = folder / "run.yaml"
+    if draw.random() < 0.5:
+        file.write_bytes(mutated_bytes((material.run / "resolved.yaml").read_bytes(), draw))
+    else:
+        text = json.dumps(mutated_json(material.config, draw))
+        file.write_bytes(text.encode() if draw.random() < 0.8 else mutated_bytes(text.encode(), draw))
+    key = draw.choice(("train.steps", "model.name", "model.config.hidden_size", "data.train", "precision.preset", "run.folder"))
+    overrides = [f"{key}={draw.choice(TEXTS)}"] if draw.random() < 0.1 else []
+    loaded = load(file, overrides)
+    again = folder / "again.yaml"
+    again.write_text(resolved_yaml(loaded, {}, {}), encoding="utf-8")
+    if load(again).config != loaded.config:
+        raise AssertionError("the configuration does not read back as it was written")
+
+
+def rows(material: Material, folder: Path, draw: random.Random) -> None:
+    """`data.train: FILE`, up to tokens, prompts and facts."""
+    from isotype.config.schema import DataSection
+    from isotype.data.load import load_data
+
+    picked = draw.choice(ROWS)
+    lines = [json.dumps(picked)] * draw.randint(0, 2)
+    lines += [json.dumps(mutated_json(draw.choice((picked, picked, *ROWS)), draw), ensure_ascii=draw.random() < 0.5)]
+    ending = draw.choice(ENDINGS)
+    content = ("[" + ",\n".join(lines) + "]" if ending == ".json" else "\n".join(lines)).encode("utf-8", "surrogatepass")
+    file = folder / f"data{ending}"
+    file.write_bytes(content if draw.random() < 0.6 else mutated_bytes(content, draw))
+    section = DataSection(train=str(file), max_length=48, eval_split=draw.choice((0.0, 0.5)), loss_on=draw.choice(("assistant", "all")))
+    load_data(section, material.tokenizer, seed=0)
+
+
+def weights(material: Material, folder: Path, draw: random.Random) -> None:
+    """A safetensors file: as part of a checkpoint that is sealed and whole, and read by the doctor."""
+    from isotype.doctor.check.readers.safetensors_header import BadHeader, read
+    from isotype.runs.checkpoint.atomic_folder import seal
+    from isotype.runs.checkpoint.store import STATE, TENSORS, CheckpointStore
+
+    header, body = material.small_weights
+    good = _safetensors(header, body)
+    size = len(good) - len(body) - 8
+    kind = draw.randrange(3)
+    if kind == 0:
+        content = mutated_bytes(good[: 8 + size], draw) + body
+    elif kind == 1:
+        content = (
+            draw.randbytes(8) + good[8:]
+            if draw.random() < 0.5
+            else draw.choice((0, 1, 2**31, 2**63, 2**64 - 1)).to_bytes(8, "little") + good[8:]
+        )
+    else:
+        content = _safetensors(mutated_json(header, draw), body)
+    checkpoint = folder / "step_3"
+    checkpoint.mkdir()
+    (checkpoint / TENSORS).write_bytes(content)
+    (checkpoint / STATE).write_text("{}")
+    with _bad_is_fine(BadHeader):
+        read(checkpoint / TENSORS)
+    seal(checkpoint)
+    CheckpointStore(folder).load(3)
+
+
+def _safetensors(header: Any, body: bytes) -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def adapter(material: Material, folder: Path, draw: random.Random) -> None:
+    """`adapter.start_from: FOLDER`, onto a base it may not be for."""
+    from isotype.model.adapter import load_adapter
+
+    place = folder / "adapter"
+    place.mkdir()
+    config = (material.run / "adapter/adapter_config.json").read_bytes()
+    tensors = (material.run / "adapter/adapter_model.safetensors").read_bytes()
+    kind = draw.randrange(5)
+    if kind < 3:
+        config = json.dumps(mutated_json(json.loads(config), draw)).encode()
+    elif kind == 3:
+        config = mutated_bytes(config, draw)
+    if kind == 4:
+        size = int.from_bytes(tensors[:8], "little")
+        tensors = _safetensors(mutated_json(json.loads(tensors[8 : 8 + size]), draw), tensors[8 + size :])
+    (place / "adapter_config.json").write_bytes(config)
+    (place / draw.choice(("adapter_model.safetensors",) * 9 + ("adapter_model.bin",))).write_bytes(tensors)
+    load_adapter(material.model(), place)
+
+
+def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
+    """Somebody's run: listed, reported, and held as `train --resume` does; its settings, preflight record and checkpoint read."""
+    from isotype.cli.ls import _row
+    from isotype.config.compare import compare
+    from isotype.config.load import load
+    from isotype.report.record import read_run
+    from isotype.runs.folder import RunFolder
+    from isotype.runs.lock import LOCK
+    from isotype.runs.metrics import Metrics
+    from isotype.training.preflight.check import skipped_before
+
+    place = folder / "run"
+    shutil.copytree(material.run, place, ignore=shutil.ignore_patterns("adapter", "base", "step_9", "report*"))
+    files = sorted(p for p in place.rglob("*") if p.is_file() and p.name != LOCK)
+    for file in draw.sample(files, draw.randint(1, 3)):
+        _damage(file, folder, draw)
+    run = RunFolder(place)
+    for read in (lambda: read_run(place), lambda: _row(place)):
+        with _bad_is_fine(IsotypeError):
+            read()
+    with run.held():
+        if draw.random() < 0.3:
+            from isotype.report.write import render
+
+            render(read_run(place))
+        skipped_before(place / "preflight.json")
+        Metrics(run.metrics).cut_after(6)
+        _restored(material, run, draw)
+        loaded = load(place / "resolved.yaml", resolved=True)
+        compare(load(place / "resolved.yaml").config, loaded.config, auto="fp32")
+
+
+def _damage(file: Path, folder: Path, draw: random.Random) -> None:
+    kind = draw.randrange(30)
+    if kind == 0:
+        file.unlink()
+        target = folder / draw.choice(("outside", "outside_folder", "run"))
+        if target.name == "outside_folder":
+            target.mkdir(exist_ok=True)
+        file.symlink_to(target)
+    elif kind == 1:
+        file.unlink()
+        if draw.random() < 0.5:
+            file.mkdir()
+        elif draw.random() < 0.2:
+            os.mkfifo(file)
+    elif kind < 18 and file.suffix in (".json", ".jsonl"):
+        lines = file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]
+        at = draw.randrange(len(lines))
+        lines[at] = json.dumps(mutated_json(json.loads(lines[at]), draw))
+        file.write_text("\n".join(lines) + "\n")
+    else:
+        file.write_bytes(mutated_bytes(file.read_bytes(), draw))
+
+
+def _restored(material: Material, run: Any, draw: random.Random) -> None:
+    """The newest checkpoint, sealed by the stranger so that its checksums are right, put into a model and an optimizer."""
+    import torch
+
+    from isotype.runs.checkpoint.atomic_folder import SEAL, seal
+    from isotype.runs.checkpoint.store import CheckpointStore
+    from isotype.training.feed import RowStream
+    from isotype.training.loop import Loop
+    from isotype.training.loss_scale import LossScale
+
+    store = CheckpointStore(run.checkpoints)
+    for step in store.steps():
+        if draw.random() < 0.8:
+            with _bad_is_fine(OSError):
+                store.path(step).joinpath(SEAL).unlink(missing_ok=True)
+                seal(store.path(step))
+    newest, _ = store.newest_whole()
+    if newest is None:
+        return
+    checkpoint = store.load(newest)
+    loop: Any = object.__new__(Loop)
+    names = [name.removeprefix("model.") for name in checkpoint.tensors if name.startswith("model.")]
+    model = torch.nn.ParameterDict()
+    for name in names:
+        tensor = checkpoint.tensors[f"model.{name}"]
+        if tensor.is_floating_point():
+            model[name.replace(".", "_")] = torch.nn.Parameter(torch.zeros_like(tensor))
+    tensors = {_flat(name): tensor for name, tensor in checkpoint.tensors.items()}
+    loop.model = model
+    loop.stepper = SimpleNamespace(optimizer=torch.optim.AdamW(model.parameters()), loss_scale=LossScale()) if names else SimpleNamespace(
+        optimizer=SimpleNamespace(state={}), loss_scale=None)  # fmt: skip
+    loop.store, loop.stream = store, RowStream((), seed=0, shuffle=True)
+    loop.metrics = SimpleNamespace(cut_after=lambda step: None)
+    loop.restore(type(checkpoint)(newest, tensors, checkpoint.state))
+
+
+def _flat(name: str) -> str:
+    """A tensor's name as a ParameterDict takes it: without dots within the parameter's."""
+    first, _, rest = name.partition(".")
+    if first == "model":
+        return f"model.{rest.replace('.', '_')}"
+    if first == "optimizer":
+        parameter, _, key = rest.rpartition(".")
+        return f"optimizer.{parameter.replace('.', '_')}.{key}"
+    return name
+
+
+class _bad_is_fine:
+    """Errors of these kinds are answers."""
+
+    def __init__(self, *kinds: type[Exception]) -> None:
+        self.kinds = kinds
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        return isinstance(error, self.kinds)
+
+
+Target = Callable[[Material, Path, random.Random], None]
+# share of all inputs: an adapter takes a model, a run folder is copied, a configuration is a line
+TARGETS: dict[str, tuple[Target, float]] = {
+    "configuration": (configuration, 0.12),
+    "data rows": (rows, 0.35),
+    "data recipes": (recipes, 0.15),
+    "safetensors headers": (weights, 0.33),
+    "adapters": (adapter, 0.03),
+    "run folders": (run_folder, 0.02),
+}

@@ -1,0 +1,63 @@
+"""A slice of the campaign, as a user starts it, and that the campaign itself can fail."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isotype.tasks.choose import train
+from tests.faults.compare import differences
+from tests.faults.trial import Trial, as_lines, summarise
+
+
+@pytest.mark.slow
+def test_a_slice_of_the_campaign():
+    command = [sys.executable, "-m", "tests.faults", "kills", "disk", "corruption", "nan", "matrix", "fuzz", "--quick", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    answer = json.loads(ended.stdout)
+    assert ended.returncode == 0, answer
+    assert answer["failed"] == 0
+    assert {row["part"] for row in answer["rows"]} == {"kills", "disk", "corruption", "nan", "matrix", "fuzz"}
+    assert sum(row["trials"] for row in answer["rows"] if row["part"] == "kills") == 3
+    cells = {row["what"]: row for row in answer["rows"] if row["part"] == "matrix"}
+    assert sum(row["identical"] for row in cells.values()) == 3
+    assert cells["adamw8bit, bf16-pure, adapter none"]["message"].startswith("refused: ")
+    assert not answer["stopped_by_time"]
+    assert "left" in ended.stderr
+    assert answer["kept"] is None
+
+
+def test_differences_are_seen(configured, tmp_path):
+    assert train(configured("one")) == 0
+    assert train(configured("other")) == 0
+    one, other = tmp_path / "one", tmp_path / "other"
+    assert differences(one, other) == []
+    for name, change in (("adapter/adapter_model.safetensors", flip), ("metrics.jsonl", shorten), ("samples/step_6.json", flip)):
+        kept = (one / name).read_bytes()
+        change(one / name)
+        assert len(differences(one, other)) == 1, name
+        (one / name).write_bytes(kept)
+    (one / "checkpoints/.step_4.partial").mkdir()
+    assert "left behind" in differences(one, other)[0]
+
+
+def flip(file: Path):
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def shorten(file: Path):
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+
+
+def test_the_table_shows_what_failed():
+    good = Trial(part="kills", what="SIGKILL", survived=True, identical=True, message="from step 3")
+    bad = Trial(part="kills", what="SIGKILL", survived=True, identical=False, wrong="metrics.jsonl differs")
+    assert good.passed
+    assert not bad.passed
+    lines = list(as_lines(summarise([good, bad])))
+    assert lines[2] == "| kills | SIGKILL | 2 | 2 | 1 of 2 | from step 3 |"
+    assert lines[-1].endswith("FAILED  kills, SIGKILL: metrics.jsonl differs")

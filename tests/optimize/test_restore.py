@@ -1,0 +1,135 @@
+"""`restore` takes out what `optimize` put in, and nothing that others have put around it since."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+
+from isotype.optimize import optimize, restore
+from isotype.optimize.instances import foreign
+from tests.models import lora, quantised
+from tests.optimize.models import batch, tiny
+
+
+def made(kind):
+    model = tiny("llama", attn_implementation="sdpa")
+    if kind == "nf4":
+        model = quantised(model)
+    return model if kind == "plain" else lora(model, init_lora_weights=False)
+
+
+def ours(model):
+    """Whatever of this package is still reachable from the attributes of a module, wrappers' closures included."""
+    found, seen = [], set()
+
+    def look(value, where):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        function = getattr(value, "__func__", value)
+        if str(getattr(getattr(function, "__code__", None), "co_filename", "")).find("/isotype/") >= 0:
+            found.append((where, function))
+        inside = [getattr(value, "func", None), getattr(value, "__wrapped__", None), *getattr(value, "args", ())]
+        inside += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        for part in inside:
+            if callable(part) and not isinstance(part, torch.nn.Module):
+                look(part, where)
+
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key.startswith("_isotype"):
+                found.append((name, key))
+            elif callable(value) and not isinstance(value, torch.nn.Module):
+                look(value, f"{name}.{key}")
+    return found
+
+
+def wrapped(model, seen):
+    """Every module's forward, in a wrapper of a user's."""
+    for name, module in model.named_modules():
+        inner = module.forward
+
+        @functools.wraps(inner)
+        def forward(*args, inner=inner, name=name, **kwargs):
+            seen.append(name)
+            return inner(*args, **kwargs)
+
+        module.forward = forward
+
+
+@pytest.mark.parametrize("kind", ["plain", "lora", "nf4"])
+def test_a_users_wrappers_stay_and_call_the_models_own_code(kind):
+    model = made(kind)
+    want = model(**batch(length=40)).loss.detach()
+    optimize(model)
+    seen = []
+    wrapped(model, seen)
+    wrappers = {name: vars(module)["forward"] for name, module in model.named_modules()}
+    optimised = model(**batch(length=40)).loss.detach() * 1
+    torch.testing.assert_close(optimised, want, rtol=2e-2, atol=2e-2)
+    assert restore(model)
+    seen.clear()
+    assert torch.equal(model(**batch(length=40)).loss.detach(), want)
+    assert len(set(seen)) > 10
+    assert {name: vars(module)["forward"] for name, module in model.named_modules()} == wrappers
+    assert not ours(model)
+    assert all(foreign(module) for module in model.modules() if "forward" in vars(module))
+
+
+def test_a_users_generate_stays():
+    model = tiny("llama")
+    optimize(model)
+    inner, calls = model.generate, []
+
+    def generate(*args, **kwargs):
+        calls.append(1)
+        return inner(*args, **kwargs)
+
+    model.generate = generate
+    restore(model)
+    model.generate(torch.arange(3, 9)[None], max_new_tokens=2, pad_token_id=0)
+    assert calls
+    assert model.generate is generate
+
+
+@pytest.mark.parametrize("kind", ["plain", "lora"])
+@pytest.mark.parametrize("order", ["offload after", "offload before"])
+def test_accelerates_offloading_stays(kind, order):
+    from accelerate import cpu_offload
+    from accelerate.hooks import remove_hook_from_submodules
+
+    model = made(kind)
+    want = model(**batch(length=40)).loss.detach()
+    if order == "offload after":
+        optimize(model)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    if order == "offload before":
+        optimize(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch(length=40)).loss, want)
+    restore(model)
+    assert all(p.device.type == "meta" for p in model.parameters()), "still offloaded"
+    assert any(hasattr(module, "_hf_hook") for module in model.modules())
+    with torch.no_grad():
+        assert torch.equal(model(**batch(length=40)).loss, want)
+    assert not ours(model)
+    remove_hook_from_submodules(model)
+    assert torch.equal(model(**batch(length=40)).loss.detach(), want)
+    assert not ours(model)
+
+
+def test_a_copy_under_wrappers_is_restored_alone():
+    model = made("plain")
+    optimize(model)
+    seen = []
+    model.model.norm.forward = functools.partial(model.model.norm.forward)
+    twin = copy.deepcopy(model)
+    want = model(**batch()).loss.detach() * 1
+    restore(twin)
+    assert not ours(twin)
+    torch.testing.assert_close(twin(**batch()).loss.detach(), want)
+    assert ours(model)
+    assert not seen

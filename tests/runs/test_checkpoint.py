@@ -1,0 +1,136 @@
+import errno
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from isotype.errors import RunError
+from isotype.runs.checkpoint import atomic_folder as folder_module
+from isotype.runs.checkpoint.atomic_folder import SEAL, fault, write_folder
+from isotype.runs.checkpoint.store import STATE, TENSORS, Checkpoint, CheckpointStore
+
+
+def checkpoint(step: int, size: int = 64) -> Checkpoint:
+    return Checkpoint(
+        step, {"model.w": torch.full((size,), float(step)), "optimizer.w.step": torch.tensor(step)}, {"progress": {"step": step}}
+    )
+
+
+def test_round_trips(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(checkpoint(3))
+    loaded = store.load(3)
+    assert loaded.state == {"progress": {"step": 3}}
+    assert loaded.tensors["model.w"].tolist() == [3.0] * 64
+    assert loaded.tensors["optimizer.w.step"].ndim == 0
+
+
+def test_shared_memory_is_stored_once_and_shared_again(tmp_path):
+    store, table = CheckpointStore(tmp_path), torch.arange(1000.0)
+    tensors = {"optimizer.a.qmap1": table, "optimizer.b.qmap1": table, "model.half": table[500:], "model.none": torch.empty(0)}
+    store.save(Checkpoint(1, tensors, {}))
+    assert (store.path(1) / TENSORS).stat().st_size < 4 * 1500 + 600
+    loaded = store.load(1)
+    assert loaded.state == {}
+    assert all(torch.equal(loaded.tensors[name], tensor) for name, tensor in tensors.items())
+    assert loaded.tensors["optimizer.a.qmap1"] is loaded.tensors["optimizer.b.qmap1"]
+
+
+def test_names_of_shared_tensors_that_lead_nowhere_are_one_error(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(checkpoint(1))
+    for damaged in ({"model.v": "model.u"}, ["model.v"], {"model.v": []}):
+        (store.path(1) / STATE).write_text(json.dumps({"same_tensors": damaged}))
+        (store.path(1) / SEAL).unlink()
+        folder_module.seal(store.path(1))
+        with pytest.raises(RunError, match="CK002"):
+            store.load(1)
+
+
+def test_keeps_the_last_and_the_best(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2, 3, 4, 5):
+        store.save(checkpoint(step), best=step == 2)
+    assert store.steps() == [2, 4, 5]
+    assert store.best == 2
+
+
+def damage_truncate(path: Path):
+    os.truncate(path / TENSORS, 100)
+
+
+def damage_flip_a_bit(path: Path):
+    content = bytearray((path / TENSORS).read_bytes())
+    content[-5] ^= 1
+    (path / TENSORS).write_bytes(content)
+
+
+def damage_unseal(path: Path):
+    (path / SEAL).unlink()
+
+
+def damage_seal(path: Path):
+    (path / SEAL).write_text('{"files": {"../../x": {"bytes": 1, "sha256": ""}}}')
+
+
+@pytest.mark.parametrize("damage", [damage_truncate, damage_flip_a_bit, damage_unseal, damage_seal])
+def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path, damage):
+    store = CheckpointStore(tmp_path)
+    store.save(checkpoint(1))
+    store.save(checkpoint(2))
+    damage(store.path(2))
+    step, passed = store.newest_whole()
+    assert step == 1
+    assert len(passed) == 1
+    assert "step_2" in passed[0]
+    with pytest.raises(RunError, match="CK002"):
+        store.load(2)
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    store.save(checkpoint(1))
+
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folder_module, "_sync", full)
+    with pytest.raises(RunError, match=r"CK001.*No space left"):
+        store.save(checkpoint(2))
+    assert store.steps() == [1]
+    assert store.newest_whole() == (1, [])
+    assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
+    """A child saves as fast as it can and is killed: whatever the moment, the newest whole checkpoint loads."""
+    for attempt in range(10):
+        target = tmp_path / str(attempt)
+        store = CheckpointStore(target)
+        store.save(checkpoint(1, size=200_000))
+        child = os.fork()
+        if child == 0:
+            try:
+                for step in range(2, 1000):
+                    store.save(checkpoint(step, size=200_000))
+            finally:
+                os._exit(0)
+        time.sleep(0.003 + 0.007 * attempt)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        step, passed = store.newest_whole()
+        assert step is not None
+        assert passed == []
+        assert store.load(step).tensors["model.w"][0] == step
+
+
+def test_replacing_keeps_one_whole_folder(tmp_path):
+    for text in ("old", "new"):
+        write_folder(tmp_path / "adapter", lambda f, text=text: (f / "a.txt").write_text(text))
+    assert (tmp_path / "adapter" / "a.txt").read_text() == "new"
+    assert fault(tmp_path / "adapter") is None
+    assert [p.name for p in tmp_path.iterdir()] == ["adapter"]

@@ -1,0 +1,231 @@
+"""Files from strangers: none of them runs code, is written through, or is half taken for what it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from isotype.config.load import load
+from isotype.config.schema import ModelSection
+from isotype.errors import UsageError
+from isotype.inference.loaded import load_run
+from isotype.model.adapter import load_adapter
+from isotype.model.load import Source, load_base, load_tokenizer
+from isotype.precision.presets import PRESETS
+from isotype.report.record import read_run
+from isotype.runs.checkpoint.atomic_folder import write_text
+from isotype.runs.folder import RunFolder
+from isotype.runs.untrusted import CONSENT
+from isotype.tasks.choose import train
+from tests.models import lora, tiny
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def trap(tmp_path, monkeypatch):
+    """`trap.code` leaves a file when it is run; the test fails if it was."""
+    mark = tmp_path / "it ran"
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))  # where transformers copies code to
+
+    class Trap:
+        code = f"open({str(mark)!r}, 'w').write('x')\nclass C: pass\nclass M: pass\nclass T: pass\n"
+
+        def __reduce__(self):
+            return exec, (self.code,)
+
+    yield Trap()
+    assert not mark.exists(), "a stranger's code ran"
+
+
+@pytest.fixture
+def model(workshop, tmp_path, trap):
+    """A copy of the base with code beside it; `model(config.json keys, tokenizer_config.json keys)`."""
+
+    def make(config=None, tokenizer=None):
+        folder = tmp_path / "model"
+        shutil.copytree(workshop.base, folder)
+        for name, changes in (("config.json", config), ("tokenizer_config.json", tokenizer)):
+            file = folder / name
+            file.write_text(json.dumps(json.loads(file.read_text()) | (changes or {})))
+        (folder / "evil.py").write_text(trap.code)
+        return folder
+
+    return make
+
+
+def base_of(folder: Path):
+    return load_base(Source(str(folder)), PRESETS["fp32"], attention="sdpa", device=CPU, trainable=True)
+
+
+def test_a_model_with_its_own_code_is_refused(model):
+    folder = model(config={"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}})
+    with pytest.raises(UsageError, match=r"its own code(.|\n)*model\.trust_remote_code: true"):
+        base_of(folder)
+
+
+def test_a_tokenizer_with_its_own_code_is_refused(model):
+    folder = model(tokenizer={"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["evil.T", "evil.T"]}})
+    with pytest.raises(UsageError, match="its own code"):
+        load_tokenizer(ModelSection(name=str(folder)))
+
+
+@pytest.mark.parametrize("write", [lambda file, bad: pickle.dump(bad, file.open("wb")), lambda file, bad: torch.save(bad, file)])
+def test_a_pickle_with_code_instead_of_weights_is_refused(model, trap, write):
+    folder = model()
+    (folder / "model.safetensors").unlink()
+    write(folder / "pytorch_model.bin", {"model.embed_tokens.weight": trap})
+    with pytest.raises(UsageError, match=r"pickle(.|\n)*safetensors"):
+        base_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", "[]", "model "),
+        ("config.json", '{"model_type": "nope"}', "`nope`"),
+        ("model.safetensors", "", "weights are damaged"),
+        ("model.safetensors", None, "has no weights"),
+        ("tokenizer.json", None, r"has no tokenizer\.json"),
+        ("tokenizer.json", "{}", "tokenizer .*KeyError: 'added_tokens'"),
+    ],
+)
+def test_a_damaged_model_folder_is_one_error_with_a_fix(model, name, content, said):
+    folder = model()
+    (folder / name).unlink() if content is None else (folder / name).write_text(content)
+    with pytest.raises(UsageError, match=f"{said}(.|\n)*fix "):
+        load_tokenizer(ModelSection(name=str(folder))) if name == "tokenizer.json" else base_of(folder)
+
+
+def test_sizes_that_do_not_agree_with_the_weights(model):
+    with pytest.raises(UsageError, match=r"config\.json and the weights do not have the same sizes"):
+        base_of(model(config={"hidden_size": 48}))
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    lora(tiny(), target_modules=["q_proj", "up_proj"]).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_in_a_pickle_is_not_opened(adapter, trap):
+    (adapter / "adapter_model.safetensors").unlink()
+    torch.save({"x": trap}, adapter / "adapter_model.bin")
+    with pytest.raises(UsageError, match=r"adapter_model\.bin is a pickle(.|\n)*save_pretrained"):
+        load_adapter(tiny(), adapter)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 1}, r"layers\.1\..* is only in the adapter"),
+        ({"num_hidden_layers": 3}, r"layers\.2\..* is only in the model"),
+        ({"hidden_size": 48}, "size mismatch"),
+    ],
+)
+def test_an_adapter_for_another_base_is_refused(adapter, changes, said):
+    """PEFT loads the first two with a warning at most: half an adapter, or one that is half untrained."""
+    with pytest.raises(UsageError, match=f"does not fit this model: .*{said}"):
+        load_adapter(tiny(**changes), adapter)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("adapter_config.json", b"[]", "cannot be read"),
+        ("adapter_config.json", b'{"peft_type": "NOPE"}', "cannot be read"),
+        ("adapter_config.json", b'{"peft_type": "LORA", "r": "x", "target_modules": ["q_proj"]}', "does not fit"),
+        ("adapter_config.json", b'{"peft_type": "LORA", "target_modules": ["q_proj"], "base_model_name_or_path": [1]}', "not a name"),
+        ("adapter_model.safetensors", (2**63).to_bytes(8, "little") + b"{}", "header too large"),
+        ("adapter_model.safetensors", b"", "header too small"),
+    ],
+)
+def test_a_damaged_adapter_is_one_line(adapter, name, content, said):
+    (adapter / name).write_bytes(content)
+    with pytest.raises(UsageError, match=said):
+        load_adapter(tiny(), adapter)
+
+
+def test_a_whole_adapter_loads(adapter):
+    assert load_adapter(tiny(), adapter).peft_config["default"].r == 4
+
+
+@pytest.fixture
+def run(configured, tmp_path):
+    assert train(configured(train={"steps": 1})) == 0
+    return tmp_path / "run"
+
+
+def test_a_run_folder_cannot_consent_to_code(run, configured, monkeypatch):
+    resolved = run / "resolved.yaml"
+    resolved.write_text(resolved.read_text().replace("trust_remote_code: false", "trust_remote_code: true"))
+    with pytest.raises(UsageError, match=rf"cannot consent(.|\n)*{CONSENT}=1"):
+        load_run(run)
+    with pytest.raises(UsageError, match="cannot consent"):
+        train(load(resolved, ["train.steps=2"], consent=True, resolved=True), resume=run)
+    assert train(load(resolved, ["model.trust_remote_code=true"], consent=True, resolved=True), resume=run) == 0
+    monkeypatch.setenv(CONSENT, "1")
+    assert load_run(run).taken == "adapter"
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", ".metrics.jsonl.partial", ".lock", "checkpoints", "checkpoints/.step_2.partial", "samples"]
+)
+def test_nothing_is_written_through_a_link(tmp_path, name):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    (run / name).parent.mkdir(parents=True)
+    outside.mkdir()
+    (run / name).symlink_to(outside)
+    with pytest.raises(UsageError, match="a link out of the run's folder"), RunFolder(run).held():
+        pass
+    assert list(outside.iterdir()) == []
+
+
+def test_a_small_file_is_never_written_through_what_lies_in_its_way(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / ".result.json.partial").symlink_to(tmp_path / "mine")
+    write_text(tmp_path / "result.json", "{}")
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert (tmp_path / "result.json").read_text() == "{}"
+
+
+def test_a_link_within_the_folder_and_a_folder_that_is_a_link_are_fine(tmp_path):
+    (tmp_path / "run/checkpoints/step_1").mkdir(parents=True)
+    (tmp_path / "run/newest").symlink_to("checkpoints/step_1")
+    (tmp_path / "linked").symlink_to(tmp_path / "run")
+    with RunFolder(tmp_path / "linked").held():
+        assert (tmp_path / "run/.lock").is_file()
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    (tmp_path / "resolved.yaml").write_text("run:\n  report: true\n")
+    for name in ("metrics.jsonl", ".lock"):
+        os.mkfifo(tmp_path / name)
+    assert "metrics.jsonl: not a file" in read_run(tmp_path).damaged
+    with pytest.raises(UsageError, match="neither a file nor a folder"), RunFolder(tmp_path).held():
+        pass
+
+
+# ten ones, then ten times the line before, eight times
+BOMB = "x: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(f"x{b}: &{c} [{','.join(['*' + b] * 10)}]\n" for b, c in zip("abcdefg", "bcdefgh"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BOMB, "by anchors"),
+        ("model: &a\n  config: *a\n", "an anchor that contains itself"),
+        ("model: !!python/object/apply:os.system ['x']\n", "expected keys below it"),
+        ("model: " + "[" * 1200, "broken YAML"),
+    ],
+)  # fmt: skip
+def test_yaml_that_unfolds_or_asks_for_objects_is_refused(tmp_path, text, said):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(UsageError, match=said):
+        load(tmp_path / "run.yaml")

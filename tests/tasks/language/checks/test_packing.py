@@ -1,0 +1,37 @@
+"""PF018: a model that lets packed documents see each other is refused; one that does not passes, and unpacked rows are not tried."""
+
+from __future__ import annotations
+
+import torch
+
+from isotype.precision.apply import inner_model
+from isotype.tasks.language.checks.labels import prompts_learnt
+from isotype.tasks.language.checks.packing import packed_documents_apart
+
+PACKED = {"packing": True, "max_length": 128}
+
+
+class Running(torch.nn.Module):
+    """A mean over everything before, as a recurrent state is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+
+
+def test_a_state_along_the_row_is_found(subject):
+    one = subject(data=PACKED)
+    assert list(packed_documents_apart(one)) == []
+    model = inner_model(one.prepared.model).model
+    model.norm = torch.nn.Sequential(Running(), model.norm)
+    (found,) = packed_documents_apart(one)
+    assert found.code == "PF018"
+    assert found.fix == "data.packing: false"
+    plain = subject("plain")
+    assert list(packed_documents_apart(plain)) == []
+
+
+def test_learnt_prompts_are_seen_in_packed_rows_too(subject, tmp_path):
+    template = tmp_path / "all.jinja"
+    template.write_text("{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}")
+    one = subject(data={**PACKED, "chat_template": str(template)})
+    assert [f.code for f in prompts_learnt(one)] == ["PF006"]

@@ -1,0 +1,68 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isotype.data.rows import IGNORED, Row, Share
+from isotype.tasks.language.batches import collate
+from isotype.training.feed import RowStream, epoch_order, mixed_order
+from tests.models import rows
+
+
+@given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 3))
+def test_an_epoch_is_a_permutation_of_seed_and_number(count, seed, epoch):
+    order = epoch_order(count, seed=seed, epoch=epoch, shuffle=True)
+    assert sorted(order) == list(range(count))
+    assert order == epoch_order(count, seed=seed, epoch=epoch, shuffle=True)
+
+
+@given(st.integers(1, 12), st.lists(st.integers(1, 7), max_size=12), st.integers(0, 30))
+def test_a_stream_resumes_at_its_position(count, takes, start):
+    every = rows(count)
+    whole, resumed = RowStream(every, seed=3, shuffle=True), RowStream(every, seed=3, shuffle=True, position=start)
+    whole.take(start)
+    for n in takes:
+        assert whole.take(n) == resumed.take(n)
+
+
+def test_collate_pads_to_a_multiple_of_eight_and_supervises_no_padding():
+    batch = collate([Row((5, 6, 7), (IGNORED, 6, 7), 1), Row((5,) * 9, (5,) * 9, 0)], pad_id=0)
+    assert tuple(batch.input_ids.shape) == (2, 16)
+    assert batch.tokens == 12
+    assert batch.supervised == 2 + 8  # the first label of a row predicts nothing
+    assert batch.labels[0, 3:].eq(IGNORED).all()
+    assert batch.attention_mask.sum() == 12
+
+
+shares = st.lists(st.tuples(st.integers(1, 30), st.floats(0.1, 10.0)), min_size=2, max_size=4).map(lambda pairs: [Share(*p) for p in pairs])
+
+
+@given(shares, st.integers(0, 4), st.booleans())
+def test_an_epoch_of_weighted_sources_has_their_shares(mix, epoch, shuffle):
+    order = mixed_order(mix, seed=3, epoch=epoch, shuffle=shuffle)
+    total, weight, begin = sum(s.rows for s in mix), sum(s.weight for s in mix), 0
+    assert len(order) == total
+    for share in mix:
+        count = sum(begin <= i < begin + share.rows for i in order)
+        assert abs(count - total * share.weight / weight) < 1
+        begin += share.rows
+
+
+def test_a_weighted_source_goes_on_where_the_last_epoch_left_it():
+    mix = [Share(10, 3.0), Share(30, 1.0)]  # the small one comes three times an epoch, of the large one a third
+    epochs = [mixed_order(mix, seed=0, epoch=e, shuffle=True) for e in range(3)]
+    assert [sorted(i for i in epoch if i < 10) for epoch in epochs] == [sorted([*range(10)] * 3)] * 3
+    large = [i for epoch in epochs for i in epoch if i >= 10]
+    assert sorted(large) == list(range(10, 40)), "three epochs of a third are every row once"
+
+
+def test_without_shuffling_weighted_sources_alternate_evenly():
+    assert mixed_order([Share(6, 2.0), Share(3, 1.0)], seed=0, epoch=0, shuffle=False) == [0, 6, 1, 2, 7, 3, 4, 8, 5]
+
+
+@given(st.integers(0, 60))
+def test_a_weighted_stream_resumes_at_its_position(start):
+    every, mix = rows(20), [Share(5, 2.0), Share(15, 1.0)]
+    whole = RowStream(every, seed=3, shuffle=True, shares=mix)
+    whole.take(start)
+    resumed = RowStream(every, seed=3, shuffle=True, shares=mix)
+    resumed.restore(whole.state())
+    assert resumed.take(25) == whole.take(25)

@@ -1,0 +1,171 @@
+"""Packed rows are learnt as if each document stood alone: on every attention back end that runs on a CPU, with the same loss."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from isotype.data.pack import joined
+from isotype.data.rows import IGNORED, Row
+from isotype.optimize import optimize
+from isotype.optimize.attention import FEW
+from isotype.precision import PRESETS
+from isotype.precision.apply import apply_precision
+from isotype.tasks.language.batches import Batch, collate
+from isotype.tasks.language.checks.packing import leakage
+from isotype.tasks.language.evaluate import evaluate
+from isotype.tasks.language.loss import batch_loss_sum, takes_one_row
+from tests.models import FAMILIES, lora, rows, tiny
+
+CPU = torch.device("cpu")
+BACK_ENDS = ["eager", "sdpa", "flex_attention", "isotype"]  # flash needs a GPU and its package: see test_one_row_for_varlen
+
+
+def model_of(family: str, attention: str, **changes: Any) -> Any:
+    if attention == "isotype":
+        # our own op is bf16's, in place of sdpa, for heads of 16 and their multiples
+        model = tiny(family, **{**changes, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}).to(torch.bfloat16)
+        model.set_attn_implementation("sdpa")
+        assert "attention" in {entry.op for entry in optimize(model).entries}
+    else:
+        model = tiny(family, **changes)
+        model.set_attn_implementation(attention)
+    return model.eval()
+
+
+def logits(model: Any, batch: Batch) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**batch.inputs).logits
+
+
+def packed_three(changed: bool = False) -> tuple[Row, Row, list[Row]]:
+    """Two packed rows of unequal length, three documents each; with `changed`, the middle document of the first has other words."""
+    documents = rows(6, seed=3)
+    if changed:
+        middle = documents[1]
+        documents[1] = Row(middle.input_ids[::-1], middle.labels, middle.prompt_length)
+    return joined(documents[:3]), joined(documents[3:]), documents
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """Flex attention and its masks without Inductor, which takes minutes for them on a CPU."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask", "ignore:flex_attention called without")
+@pytest.mark.parametrize("attention", BACK_ENDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_document_sees_another(family: str, attention: str, uncompiled: None) -> None:
+    if family == "gemma2" and attention in ("sdpa", "isotype"):
+        pytest.skip("transformers has no sdpa for gemma2: its scores are capped")
+    model = model_of(family, attention)
+    first, second, documents = packed_three()
+    as_is = logits(model, collate([first, second], pad_id=0))
+    changed = logits(model, collate([packed_three(changed=True)[0], second], pad_id=0))
+    begin, end = first.documents[0], first.documents[0] + first.documents[1]
+    assert sum(first.documents) >= FEW, "the op would not run"
+    assert not torch.equal(as_is[0, begin:end], changed[0, begin:end]), "the change must be seen somewhere"
+    assert torch.equal(as_is[0, :begin], changed[0, :begin])
+    assert torch.equal(as_is[0, end : sum(first.documents)], changed[0, end : sum(first.documents)])
+    assert torch.equal(as_is[1], changed[1])
+    # each document's logits are those that it has alone, up to the rounding of longer sums
+    at, rounding = 0, 2e-5 if as_is.dtype == torch.float32 else 2 * torch.finfo(as_is.dtype).eps * float(as_is.abs().max())
+    for document in documents[:3]:
+        alone = logits(model, collate([document], pad_id=0))[0, : len(document.input_ids)]
+        torch.testing.assert_close(as_is[0, at : at + len(document.input_ids)], alone, rtol=0, atol=rounding)
+        at += len(document.input_ids)
+
+
+def test_a_mask_in_place_of_positions_would_leak() -> None:
+    """What packing must not do: documents under one causal mask. It shows that the tests above could fail."""
+    model = model_of("llama", "sdpa")
+    found = []
+    for changed in (False, True):
+        batch = collate([packed_three(changed)[0]], pad_id=0)
+        found.append(logits(model, Batch(batch.input_ids, torch.ones_like(batch.input_ids), batch.labels, 0, 0)))
+    end = sum(packed_three()[0].documents[:2])
+    assert (found[0][0, end:] - found[1][0, end:]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("optimized", [False, True])
+def test_loss_and_gradients_are_the_unpacked_ones(optimized: bool) -> None:
+    documents = rows(6, seed=5)
+    packed = [joined(documents[:4]), joined(documents[4:])]
+    sums, gradients, counts = [], [], []
+    for batch in (collate(documents, pad_id=0), collate(packed, pad_id=0)):
+        model = lora(tiny("qwen2"))
+        if optimized:
+            optimize(model, PRESETS["fp32"])
+        apply_precision(model, PRESETS["fp32"], device_type="cpu")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.05, generator=torch.Generator().manual_seed(len(name)))
+        loss = batch_loss_sum(model, batch)
+        loss.backward()
+        sums.append(loss.detach())
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+        counts.append(batch.supervised)
+    assert counts[0] == counts[1] == sum(row.supervised for row in documents)
+    torch.testing.assert_close(sums[1], sums[0], rtol=1e-6, atol=0)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_is_the_same_packed_and_not() -> None:
+    model, documents = tiny("llama"), rows(9, seed=6)
+    packed = [joined(documents[i : i + 3]) for i in range(0, 9, 3)]
+    plain, joint = (evaluate(model, some, batch_size=2, pad_id=0, device=CPU) for some in (documents, packed))
+    assert plain.weight == joint.weight
+    assert joint.loss == pytest.approx(plain.loss, rel=1e-6)
+
+
+def test_one_row_for_varlen() -> None:
+    """FlashAttention takes packed rows in a single row: the same logits and loss, on a back end that runs here."""
+    model = model_of("llama", "sdpa")
+    batch = collate(packed_three()[:2], pad_id=0)
+    one = batch.as_one_row()
+    assert one.input_ids.shape == (1, batch.input_ids.numel())
+    torch.testing.assert_close(logits(model, one).view_as(logits(model, batch)), logits(model, batch), rtol=0, atol=2e-5)
+    with torch.no_grad():
+        assert float(batch_loss_sum(model, one)) == pytest.approx(float(batch_loss_sum(model, batch)), rel=1e-6)
+    assert not takes_one_row(model)
+    model.config._attn_implementation = "flash_attention_2"
+    assert takes_one_row(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or importlib.util.find_spec("flash_attn") is None, reason="needs a GPU and flash-attn")
+def test_no_document_sees_another_under_flash() -> None:
+    model = tiny("llama", hidden_size=64).to("cuda", torch.bfloat16)
+    model.set_attn_implementation("flash_attention_2")
+    assert leakage(model, rows(4), pad_id=0, device=torch.device("cuda")) == 0.0
+
+
+def test_positions_begin_anew_in_each_document_and_padding_is_one() -> None:
+    batch = collate([joined([Row((5, 6), (5, 6), 0), Row((7, 8, 9), (IGNORED, 8, 9), 1)]), Row((4,) * 7, (4,) * 7, 0)], pad_id=0)
+    assert batch.attention_mask is None
+    assert batch.position_ids is not None
+    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 0]]
+    assert batch.labels.tolist() == [[IGNORED, 6, IGNORED, 8, 9, *[IGNORED] * 3], [IGNORED, *[4] * 6, IGNORED]]
+    assert (batch.tokens, batch.supervised) == (12, 9)
+
+
+def test_the_preflight_finds_a_model_that_leaks() -> None:
+    model = tiny("llama")
+    assert leakage(model, rows(4), pad_id=0, device=CPU) == 0.0
+
+    class Convolution(torch.nn.Module):
+        """A short causal convolution, as state-space layers have: it runs on across the border of two documents."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+    model.model.norm = torch.nn.Sequential(model.model.norm, Convolution())
+    assert leakage(model, rows(4), pad_id=0, device=CPU) > 1e-2

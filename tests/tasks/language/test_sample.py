@@ -1,0 +1,96 @@
+"""Samples in the middle of training leave no trace: "train, generate, train" is bit-identical to "train, train"."""
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import BitsAndBytesConfig
+
+from isotype.config.schema import TrainSection
+from isotype.data.rows import SamplePrompt
+from isotype.precision import PRESETS
+from isotype.precision.accumulate import GradientAccumulator
+from isotype.precision.apply import apply_precision
+from isotype.tasks.language.batches import collate
+from isotype.tasks.language.evaluate import evaluate
+from isotype.tasks.language.loss import batch_loss_sum
+from isotype.tasks.language.sample import Sample, sample
+from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
+from isotype.training.optimizer import build_optimizer
+from isotype.training.step import Stepper
+from tests.models import lora, rows, tiny
+
+
+class WordTokenizer:
+    """As much of a tokenizer as sampling needs."""
+
+    eos_token_id, pad_token_id = 2, 0
+
+    def decode(self, ids, skip_special_tokens=True):
+        return " ".join(str(int(i)) for i in ids)
+
+
+def quantised(folder):
+    """A tiny Llama in nf4. Its sizes are multiples of the block of 64, as those of real models are."""
+    tiny(hidden_size=64, intermediate_size=128).save_pretrained(folder)
+    from transformers import AutoModelForCausalLM
+
+    quantisation = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantisation, dtype=torch.bfloat16)
+
+
+def trained(preset, folder, *, interludes, checkpointing=False):
+    model = quantised(folder) if preset == "nf4-lora" else tiny()
+    if checkpointing:
+        apply_checkpointing(model, Checkpointing("layers", (0, 1), 2))
+    if preset.endswith("lora"):
+        model = lora(model, lora_dropout=0.1)
+    precision = PRESETS[preset]
+    apply_precision(model, precision, device_type="cpu")
+    train = TrainSection(learning_rate=1e-3)
+    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
+    stepper = Stepper(
+        model,
+        build_optimizer(model, train, precision, accumulator.gradient),
+        accumulator,
+        precision,
+        train,
+        partial(batch_loss_sum, dtype=precision.loss),
+    )
+    torch.manual_seed(7)
+    prompts = [SamplePrompt("one", (3, 4, 5)), SamplePrompt("two", (6, 7))]
+    every, losses = rows(12), []
+    for step in range(4):
+        model.train()
+        batch = collate(every[step * 3 : step * 3 + 3], pad_id=0)
+        losses.append(stepper([batch], step=step + 1, learning_rate=1e-3, watch_changes=True).loss)
+        if interludes:
+            answers = sample(model, WordTokenizer(), prompts, max_new_tokens=5, device=torch.device("cpu"))
+            assert len(answers) == 2
+            assert all(a.answer for a in answers)
+            evaluate(model, every, batch_size=4, pad_id=0, device=torch.device("cpu"))
+    return losses, {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_generation_and_evaluation_leave_no_trace(preset, checkpointing, tmp_path):
+    plain = trained(preset, tmp_path, interludes=False, checkpointing=checkpointing)
+    with_interludes = trained(preset, tmp_path, interludes=True, checkpointing=checkpointing)
+    assert plain[0] == with_interludes[0]
+    assert all(torch.equal(plain[1][name], tensor) for name, tensor in with_interludes[1].items())
+
+
+def test_samples_in_a_runs_own_lines_move_no_cursor(capsys):
+    from isotype.training.console import RunConsole
+
+    RunConsole(json_output=False).samples(1, [Sample("one?\x1b[1A", "a\x1b[2Jb\x9b", None)])
+    assert capsys.readouterr().out.splitlines()[1:] == ["    > one?�[1A", "    a�[2Jb�"]
+
+
+def test_no_prompt_is_begun_after_the_time_given():
+    prompts = [SamplePrompt("one", (3, 4, 5)), SamplePrompt("two", (6, 7))]
+    model = tiny()
+    apply_precision(model, PRESETS["fp32"], device_type="cpu")
+    answers = sample(model, WordTokenizer(), prompts, max_new_tokens=2, device=torch.device("cpu"), seconds=0.0)
+    assert [answer.prompt for answer in answers] == ["one"]

@@ -1,0 +1,197 @@
+"""Inputs in host memory: what leaves, what stays, and that what comes back is what left.
+
+On a CPU the copies are made on the spot. What a GPU's stream may do to them, `Late` does: a copy is made when somebody waits for it and not
+before, what it writes is not a number until then, and memory it reads may not have been given back.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isotype.training.memory.offload import BUFFERS, Away, HostMemory
+
+
+def chain(memory, x, layers):
+    for layer in layers:
+        x = memory(layer, x)
+    return x
+
+
+def made(count=5, *, dtype=torch.float32):
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(128, 128), nn.Tanh()).to(dtype) for _ in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_those_without_it(dtype):
+    layers, x = made(dtype=dtype), torch.randn(64, 128, dtype=dtype)
+    results = []
+    for way in (HostMemory(), lambda layer, value: layer(value)):
+        leaf = x.clone().requires_grad_()
+        y = chain(way, leaf, layers)
+        y.float().square().sum().backward()
+        results.append([y.detach(), leaf.grad, *(p.grad.clone() for layer in layers for p in layer.parameters())])
+        for layer in layers:
+            layer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_two_inputs_stay_and_the_others_leave():
+    memory, kept = HostMemory(), []
+    original = HostMemory.pack
+
+    def watched(tensor):
+        packed = original(memory, tensor)
+        if isinstance(packed, Away):
+            kept.append(packed)
+        return packed
+
+    memory.pack = watched
+    y = chain(memory, torch.randn(64, 128, requires_grad=True), made())
+    assert [away.here is not None for away in kept] == [False] * (5 - BUFFERS) + [True] * BUFFERS
+    y.sum().backward()
+    assert all(away.spent and away.here is None for away in kept)
+
+
+def test_nothing_is_held_after_the_step():
+    memory = HostMemory()
+    y = chain(memory, torch.randn(64, 128, requires_grad=True), made())
+    first = weakref.ref(next(iter(memory.leaving)).before())
+    y.sum().backward()
+    del y
+    gc.collect()
+    assert first() is None
+    assert len(memory.leaving) <= BUFFERS
+
+
+def test_small_and_integer_tensors_stay():
+    memory = HostMemory()
+    small, ids = torch.randn(4), torch.zeros(1 << 16, dtype=torch.long)
+    assert memory.pack(small) is small
+    assert memory.pack(ids) is ids
+
+
+def test_another_dtype_on_the_way_back_is_an_error():
+    memory = HostMemory()
+    away = memory.pack(torch.randn(1 << 14, dtype=torch.bfloat16))
+    away.here, away.host = None, away.host.float()
+    with pytest.raises(AssertionError, match=r"bfloat16 went to host memory, torch\.float32 lies there"):
+        memory.unpack(away)
+
+
+def test_a_second_backward_reads_host_memory_again():
+    memory = HostMemory()
+    x = torch.randn(64, 128, requires_grad=True)
+    y = chain(memory, x, made()).sum()
+    y.backward(retain_graph=True)
+    once = x.grad.clone()
+    y.backward()
+    assert torch.equal(x.grad, 2 * once)
+
+
+class Copy:
+    """One copy on its way; its `wait` is an event's."""
+
+    def __init__(self, stream: Late, to: Tensor, source: Tensor) -> None:
+        self.stream, self.to, self.done = stream, to, False
+        # what it holds now; the tensor's own storage says when its memory is given back
+        self.source = source.detach().clone()
+        self.freed = weakref.finalize(source.untyped_storage(), self.source_freed)
+
+    def source_freed(self) -> None:
+        if not self.done:
+            self.stream.too_early += 1
+
+    def wait(self) -> None:
+        # a stream keeps its order
+        while not self.done:
+            first = self.stream.queue.pop(0)
+            first.done = True
+            first.to.data.copy_(first.source)
+
+
+class Late:
+    """A copy stream that begins nothing until it has to."""
+
+    def __init__(self) -> None:
+        self.queue: list[Copy] = []
+        self.too_early = self.begun = 0
+
+    def __call__(self, to: Tensor, source: Tensor) -> Copy:
+        to.fill_(float("nan"))
+        self.queue.append(Copy(self, to, source))
+        self.begun += 1
+        return self.queue[-1]
+
+
+def gradients_with(memory, count=6):
+    layers, leaf = made(count), torch.linspace(-1, 1, 64 * 128).view(64, 128).requires_grad_()
+    y = chain(memory, leaf, layers)
+    y.square().sum().backward()
+    return [y.detach(), leaf.grad, *(p.grad for layer in layers for p in layer.parameters())]
+
+
+def plainly(layer, x):
+    return layer(x)
+
+
+def test_copies_that_are_made_as_late_as_a_stream_may():
+    late = Late()
+    found = gradients_with(HostMemory(late))
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients_with(plainly), strict=True))
+    gc.collect()
+    assert late.too_early == 0
+    # six inputs go out; the last two are still here in backward, the other four come back
+    assert late.begun == 6 + (6 - BUFFERS)
+
+
+def test_one_input_comes_back_ahead_of_its_layer():
+    late = Late()
+    memory = HostMemory(late)
+    y = chain(memory, torch.randn(64, 128, requires_grad=True), made())
+    away = memory.leaving[-1]
+    out = late.begun
+    memory.unpack(away)
+    # the input before it is still here; the one before that is fetched when that one is unpacked
+    assert late.begun == out
+    before = away.before()
+    memory.unpack(before)
+    assert late.begun == out + 1
+    ahead = before.before()
+    assert ahead.here is not None
+    assert ahead.here.isnan().all(), "fetched, and nobody has waited for it"
+    assert torch.equal(memory.unpack(ahead), ahead.host)
+    assert y.shape == (64, 128)
+
+
+@pytest.mark.parametrize("forgotten", ["the way out", "the way back"])
+def test_a_wait_that_is_left_out_is_seen(forgotten, monkeypatch):
+    # the measurement itself: without a wait, late copies must show
+    late = Late()
+    memory = HostMemory(late)
+    original = Copy.wait
+
+    def wait(copy: Copy) -> None:
+        going_out = any(copy.to is away.host for away in every if isinstance(away, Away))
+        if going_out != (forgotten == "the way out"):
+            original(copy)
+
+    every: list[Away] = []
+    packed = memory.pack
+
+    def pack(tensor):
+        made_ = packed(tensor)
+        every.append(made_)
+        return made_
+
+    monkeypatch.setattr(Copy, "wait", wait)
+    memory.pack = pack
+    found = gradients_with(memory)
+    wrong = not all(torch.equal(a, b) for a, b in zip(found, gradients_with(plainly), strict=True))
+    gc.collect()
+    assert late.too_early if forgotten == "the way out" else wrong

@@ -1,0 +1,191 @@
+"""The memory plan: exact where it can be exact, and against the memory that real steps took."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from isotype.config.load import load
+from isotype.precision.precision import Precision
+from isotype.tasks.language.outline import outline, step_outline
+from isotype.training.memory.plan import optimizer_bytes, plan_memory
+from isotype.training.memory.recomputation import Checkpointing, as_configured
+
+LLAMA = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 8000}  # fmt: skip
+QWEN = {**LLAMA, "model_type": "qwen2", "vocab_size": 4000, "tie_word_embeddings": True}
+MEASURE = Path(__file__).with_name("measured_memory.py")
+
+
+def planned(architecture: dict, overrides: list[str], length: int):
+    config = load(None, ["train.gradient_checkpointing=none", *overrides]).config
+    precision = Precision.preset(config.precision.preset)
+    made = outline(AutoConfig.for_model(**architecture), config, precision, device_type="cpu")
+    checkpointing = as_configured(made.model, config.train)
+    return made, plan_memory(made, config.train, precision, step_outline(config, precision, length=length), checkpointing=checkpointing)
+
+
+def test_held_memory_is_counted_exactly():
+    made, memory = planned(QWEN, ["precision.preset=bf16-lora", "adapter.r=8"], 32)
+    assert memory.frozen == 2 * (made.total - made.trainable)
+    assert memory.trained == memory.gradients == 4 * made.trainable
+    assert memory.optimizer == 8 * made.trainable
+    assert memory.not_simulated is None
+    assert memory.peak > memory.frozen + memory.trained + memory.optimizer + memory.activations
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch reaches a GPU here: its step is simulated")
+@pytest.mark.parametrize("overrides", [["precision.preset=bf16-lora"], ["precision.preset=fp32", "adapter.kind=none"]])
+def test_a_gpu_that_pytorch_does_not_reach_is_said_and_does_not_end_the_interpreter(overrides):
+    config = load(None, ["train.gradient_checkpointing=none", *overrides]).config
+    precision = Precision.preset(config.precision.preset)
+    made = outline(AutoConfig.for_model(**LLAMA), config, precision, device_type="cuda")
+    checkpointing = as_configured(made.model, config.train)
+    largest = step_outline(config, precision, length=32)
+    memory = plan_memory(made, config.train, precision, largest, checkpointing=checkpointing, device_type="cuda")
+    assert memory.not_simulated == "this PyTorch reaches no GPU to plan a step for"
+    assert memory.peak == memory.held > 0
+
+
+def test_tied_weights_are_counted_once():
+    tied, _ = planned(QWEN, ["precision.preset=fp32", "adapter.kind=none"], 8)
+    untied, _ = planned({**QWEN, "tie_word_embeddings": False}, ["precision.preset=fp32", "adapter.kind=none"], 8)
+    assert untied.total - tied.total == 4000 * 256
+
+
+def test_an_adapter_that_a_run_goes_on_with_is_planned_as_trained(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from isotype.model.adapter import attach_adapter
+
+    new, memory = planned(LLAMA, ["precision.preset=bf16-lora", "adapter.r=8"], 16)
+    config = load(None, ["adapter.r=8"]).config
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
+    attach_adapter(base, config.adapter, seed=0).save_pretrained(tmp_path / "adapter")
+    again, continued = planned(LLAMA, ["precision.preset=bf16-lora", f"adapter.start_from={tmp_path / 'adapter'}"], 16)
+    assert again.trainable == new.trainable > 0
+    assert continued.not_simulated is None
+    assert continued.peak == memory.peak
+
+
+def test_more_rows_take_more_and_checkpointing_takes_less():
+    def peak(*overrides: str) -> int:
+        return planned(LLAMA, ["precision.preset=bf16-lora", *overrides], 128)[1].peak
+
+    plain = peak()
+    assert peak("train.batch_size=8") > 1.8 * plain - 20e6
+    every, two = peak("train.gradient_checkpointing=layers"), peak("train.gradient_checkpointing=layers", "train.checkpointed_layers=2")
+    assert every < two < 0.9 * plain
+
+
+def test_bf16_pure_and_nf4_hold_less():
+    mixed, pure = (planned(LLAMA, [f"precision.preset={p}", "adapter.kind=none"], 16)[1] for p in ("bf16-mixed", "bf16-pure"))
+    assert pure.trained * 2 == mixed.trained
+    lora, quantised = (planned(LLAMA, [f"precision.preset={p}"], 16)[1] for p in ("bf16-lora", "nf4-lora"))
+    assert quantised.frozen < lora.frozen
+    assert quantised.trained == lora.trained
+
+
+def test_eight_bit_states():
+    config, precision = load(None, ["train.optimizer=adamw8bit"]).config, Precision()
+    assert optimizer_bytes(1 << 20, config.train, precision) == pytest.approx(2 * (1 << 20) * (1 + 4 / 256))
+    assert optimizer_bytes(100, config.train, precision) == 800
+
+
+def test_an_architecture_that_cannot_be_simulated_still_has_its_weights(monkeypatch):
+    from isotype.training.memory import plan as memory_plan
+
+    def fails(*_, **__):
+        raise RuntimeError("data-dependent shape\nmore")
+
+    monkeypatch.setattr(memory_plan, "_simulated", fails)
+    _, memory = planned(LLAMA, ["precision.preset=bf16-lora"], 16)
+    assert memory.not_simulated == "data-dependent shape"
+    assert memory.peak == memory.held > 0
+
+
+def test_evaluations_and_samples_are_planned_and_may_be_what_is_largest():
+    config = load(None, ["precision.preset=bf16-lora", "train.batch_size=1"]).config
+    precision = Precision.preset("bf16-lora")
+
+    def plan(**pauses: int):
+        made = outline(AutoConfig.for_model(**LLAMA), config, precision, device_type="cpu")
+        largest = step_outline(config, precision, length=64, **pauses)
+        return plan_memory(made, config.train, precision, largest, checkpointing=Checkpointing("none"))
+
+    alone, small = plan(), plan(eval_rows=1, eval_length=64, sample_length=32)
+    large = plan(eval_rows=64, eval_length=512)
+    assert alone.evaluation == alone.sampling == 0
+    assert small.peak == alone.peak
+    assert small.evaluation > 0
+    cache = 2 * 4 * 2 * 64 * 32 * 2  # keys and values of 4 layers, 2 heads of 64, 32 tokens, bf16
+    assert small.sampling is not None
+    assert small.sampling > cache
+    assert large.peak > alone.peak
+    assert large.peak >= large.held - large.gradients + large.evaluation
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
+def test_freed_blocks_are_given_back_when_asked():
+    script = (
+        "import torch\n"
+        "from isotype.training.memory.device import return_freed_blocks, returns_freed_blocks\n"
+        "def resident(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
+        "def waves():\n"
+        "    for size in range(1, 12):\n"
+        "        blocks = [torch.ones(size << 18) for _ in range(4)]\n"
+        "        kept.append(torch.ones(1000))\n"
+        "kept = []\n"
+        "assert not returns_freed_blocks() and return_freed_blocks() and returns_freed_blocks()\n"
+        "before = resident(); waves(); print(resident() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 8 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "length"),
+    [
+        (LLAMA, ["precision.preset=bf16-lora", "data.packing=true"], 512),
+        (LLAMA, ["precision.preset=nf4-lora", "train.gradient_checkpointing=layers", "train.checkpointed_layers=2"], 512),
+    ],
+)
+def test_within_15_percent_of_the_memory_of_real_steps(architecture, overrides, length):
+    pytest.importorskip("bitsandbytes")
+    given = json.dumps([architecture, overrides, length])
+    ended = subprocess.run([sys.executable, str(MEASURE), given], capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, ended.stderr
+    measured = json.loads(ended.stdout.splitlines()[-1])["peak"]
+    assert planned(architecture, overrides, length)[1].peak == pytest.approx(measured, rel=0.15)
+
+
+def test_offload_takes_less_than_recomputing_alone():
+    # planned for a CPU, where a run refuses it: the count is the same. Of eight inputs the last two stay on the device
+    config = load(None, ["precision.preset=fp32", "adapter.kind=none", "train.batch_size=8"]).config
+    precision = Precision.preset("fp32")
+    made = outline(AutoConfig.for_model(**{**LLAMA, "num_hidden_layers": 8}), config, precision, device_type="cpu")
+    peaks = []
+    for kind in ("none", "layers", "layers+offload"):
+        what = Checkpointing(kind, tuple(range(8)) if kind != "none" else (), 8)
+        memory = plan_memory(made, config.train, precision, step_outline(config, precision, length=512), checkpointing=what)
+        assert memory.not_simulated is None
+        peaks.append(memory.peak)
+    hidden = 8 * 512 * 256 * 4
+    assert peaks[1] - peaks[2] == pytest.approx((8 - 2) * hidden, rel=0.35)
+    assert peaks[0] > 2 * peaks[1]
+
+
+def test_the_optimized_models_logits_are_not_held():
+    plain, optimized = (planned(LLAMA, ["precision.preset=bf16-lora", f"model.optimize={on}"], 512)[1] for on in ("false", "true"))
+    logits = 4 * 512 * 8000 * 2
+    assert optimized.activations < plain.activations - logits
+    assert optimized.peak < 0.5 * plain.peak
