@@ -16,8 +16,10 @@ from .job import Job, Verdict
 if TYPE_CHECKING:
     from ..run import Found
 
-SECONDS = 120.0  # for all that is executed
-ONE = 20.0  # for one function; the first also waits for torch
+SECONDS = 300.0  # for all that is executed
+ONE = 60.0  # for one function
+START = 240.0  # until the process has imported torch, on a busy machine
+READY = "ready"
 REFUSED = frozenset({"LT001", "LT002", "LT003", "LT007", "LT012", "LT016"})
 LOSSES = frozenset({"LT004", "LT008"})
 
@@ -68,19 +70,23 @@ def run_apart(jobs: Sequence[Job], *, seconds: float) -> list[Verdict | None]:
 
 def _listen(ours: Connection, verdicts: list[Verdict | None], count: int, until: float) -> None:
     """Takes answers until all are there, one takes too long, or the process ends; whoever caused that is left out."""
+    ready = False
     while len(verdicts) < count:
         left = until - time.monotonic()
         if left <= 0:
             return
         try:
-            answer = ours.recv() if ours.poll(min(left, ONE)) else None
+            answer = ours.recv() if ours.poll(min(left, ONE if ready else START)) else None
         except (EOFError, OSError):
             verdicts.append(Verdict("not run", "executing it ended the process"))
             return
         if answer is None:
             verdicts.append(Verdict("not run", f"executing it took more than {ONE:.0f} s"))
             return
-        verdicts.append(answer)
+        if answer == READY:
+            ready = True
+        else:
+            verdicts.append(answer)
 
 
 def _work(jobs: list[Job], folder: str, answers: Connection) -> None:
@@ -93,5 +99,6 @@ def _work(jobs: list[Job], folder: str, answers: Connection) -> None:
     from .confined import confine  # isort: skip
 
     confine(folder)
+    answers.send(READY)
     for job in jobs:
         answers.send(verdict_on(job))
