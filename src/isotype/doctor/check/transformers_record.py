@@ -75,7 +75,8 @@ def hf(record: Record) -> None:
         fsdp, (version, _) = uses_fsdp(facts), fsdp_version(facts)
         record.set("reduction", compute, "accelerate's FSDP policy reduces in the mixed precision dtype", fsdp)
         if explicit is None and record.value("trained") in ("bf16", "fp16") and not (version == 2 and record.quantised == 4):
-            # accelerate 1.15 as installed (1.10 to 1.14 by its history, not run): prepare_model (FSDP1) and fsdp2_prepare_model, which leaves models with 4-bit weights alone
+            # accelerate 1.15 as installed (1.10 to 1.14 by its history, not run): prepare_model (FSDP1) and fsdp2_prepare_model, which
+            # leaves models with 4-bit weights alone
             record.set("trained", "fp32", "accelerate makes trained weights fp32 under FSDP and mixed precision", fsdp)
     optimizer = facts.get("hf.optim")
     if optimizer is not None and "8bit" in str(optimizer.value):
