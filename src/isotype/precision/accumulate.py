@@ -1,18 +1,31 @@
 """Gradients wider than their weights: fp32 buffers filled as backward produces them.
 
 `param.grad_dtype` does not survive DDP, FSDP2, deepcopy or torch's own AdamW, so the sum lives outside `.grad`: a hook adds each
-gradient to its buffer and drops it. Under DDP run every micro-batch in `no_sync()` and call `reduce()` once a step.
+gradient to its buffer and drops it. Processes that train together add theirs up with `reduce()`, once a step, without a wrapper around
+the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..dtypes import to_torch
+
+
+BUCKET = 25 << 20  # bytes of gradients that are sent at a time; torch's DDP has the same
+
+
+class Processes(Protocol):
+    """What `reduce` needs of the processes that train together."""
+
+    size: int
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Sums a tensor over all of them, in place."""
 
 
 class GradientAccumulator:
@@ -46,19 +59,44 @@ class GradientAccumulator:
     def gradients(self) -> list[Tensor]:
         return [g for p in self.parameters if (g := self.gradient(p)) is not None]
 
-    def reduce(self, group: dist.ProcessGroup | None = None) -> None:
-        """Sums every gradient across ranks, once a step, in the declared reduce dtype. A rank without a gradient adds zeros."""
-        if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    def reached(self) -> list[bool]:
+        """Whether each parameter has a gradient."""
+        return [self.gradient(p) is not None for p in self.parameters]
+
+    def reduce(self, processes: Processes, reached: Sequence[bool]) -> None:
+        """Sums the gradients over all processes, in buckets, in the declared reduce dtype.
+
+        reached  of each parameter, whether it has a gradient in any process: one that has none there adds zeros
+        """
+        if processes.size == 1:
             return
-        for parameter in self.parameters:
-            gradient = self.gradient(parameter)
-            if gradient is None:
-                gradient = torch.zeros_like(parameter, dtype=self.dtype)
-                self._store(parameter, gradient)
-            sent = gradient.to(self.reduce_dtype)
-            dist.all_reduce(sent, group=group)
-            if sent is not gradient:
-                gradient.copy_(sent)
+        for bucket in self._neighbours([p for p, any_has in zip(self.parameters, reached) if any_has]):
+            gradients = [self._gradient_or_zeros(p) for p in bucket]
+            flat = torch.cat([g.flatten().to(self.reduce_dtype) for g in gradients])
+            processes.add_up(flat)
+            for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients])):
+                gradient.copy_(summed.view_as(gradient))
+
+    def _neighbours(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Neighbours of one device, together at most BUCKET bytes, or a single one."""
+        bucket: list[nn.Parameter] = []
+        size = 0
+        for p in parameters:
+            bytes_ = p.numel() * self.reduce_dtype.itemsize
+            if bucket and (size + bytes_ > BUCKET or p.device != bucket[0].device):
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(p)
+            size += bytes_
+        if bucket:
+            yield bucket
+
+    def _gradient_or_zeros(self, parameter: nn.Parameter) -> Tensor:
+        gradient = self.gradient(parameter)
+        if gradient is None:
+            gradient = torch.zeros_like(parameter, dtype=self.dtype)
+            self._store(parameter, gradient)
+        return gradient
 
     def _store(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         if parameter.dtype == self.dtype:

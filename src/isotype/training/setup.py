@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config.schema import RunConfig
+from ..distributed.passes import Passes
+from ..distributed.random_states import seed_of_rank
+from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
 from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
@@ -45,6 +48,7 @@ class Prepared(Basis):
     manifest: Manifest
     stepper: Stepper
     checkpointing: Checkpointing
+    passes: Passes
 
 
 def resolve_precision(config: RunConfig, sources: Mapping[str, str], hardware: Hardware) -> Resolved:
@@ -58,7 +62,7 @@ def resolve_precision(config: RunConfig, sources: Mapping[str, str], hardware: H
     )
 
 
-def settle(task: Task, sources: Mapping[str, str]) -> Basis:
+def settle(task: Task, sources: Mapping[str, str], world: World = ALONE) -> Basis:
     """Device and precision, then the data. Cheap things first, so that a mistake costs seconds. Raises UsageError."""
     config = task.config
     hardware = detect(config.model.device)
@@ -67,27 +71,37 @@ def settle(task: Task, sources: Mapping[str, str]) -> Basis:
     resolved = resolve_precision(config, sources, hardware)
     task.check(resolved.precision)
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
-    task.load_data()
+    world.at(0, "reading the data")
+    world.first_before_others(task.load_data)  # what it tokenised, the others find in the cache
     return Basis(hardware, device, resolved)
 
 
-def prepare(task: Task, sources: Mapping[str, str], folder: Path) -> Prepared:
+def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World = ALONE) -> Prepared:
     """folder  where the task keeps a base model that it makes itself. Raises UsageError."""
-    config, basis = task.config, settle(task, sources)
+    config = task.config
+    passes = Passes.of(config.train, rank=world.rank, size=world.size)
+    basis = settle(task, sources, world)
     precision = basis.resolved.precision
-    model, manifest = task.build_model(precision, basis.device, folder)
+    world.at(0, "building the model")
+
+    def build() -> tuple[nn.Module, Manifest]:
+        return task.build_model(precision, basis.device, folder)
+
+    model, manifest = world.first_before_others(build) if config.model.init == "random" else build()
     checkpointing = choose_checkpointing(task, basis, model)
     apply_checkpointing(model, checkpointing)
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
     optimizer = build_optimizer(model, config.train, precision, accumulator.gradient)
     # building drew from the generators by a path that a resumed run may not take again
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
+    if not world.first:
+        seed_of_rank(config.train.seed, 0, world.rank)
 
     def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
         return task.loss_sum(model, batch, dtype=precision.loss)
 
-    stepper = Stepper(model, optimizer, accumulator, precision, config.train, loss_sum)
-    return Prepared(basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing)
+    stepper = Stepper(model, optimizer, accumulator, precision, config.train, loss_sum, world)
+    return Prepared(basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing, passes)
 
 
 def choose_checkpointing(task: Task, basis: Basis, model: nn.Module) -> Checkpointing:

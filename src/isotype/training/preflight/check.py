@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...distributed.world import ALONE, World
 from ...errors import PreflightError
 from ...finding import Finding, Severity, worst_first
 from ...runs.checkpoint.atomic_folder import write_text
@@ -79,8 +80,11 @@ class Outcome:
         ]
 
 
-def preflight(subject: Subject[Any], skips: Mapping[str, str]) -> Outcome:
-    """Runs what is due, writes preflight.json, and raises PreflightError with every error found. A resumed run: static checks only."""
+def preflight(subject: Subject[Any], skips: Mapping[str, str], world: World = ALONE) -> Outcome:
+    """Runs what is due, writes preflight.json, and raises PreflightError with every error found. A resumed run: static checks only.
+
+    Each process of `world` checks its own machine and step; what one refuses, all refuse. The record is the first one's.
+    """
     record = subject.folder / RECORD
     before = _read(record) if subject.resuming else {}
     skipped = (skipped_before(record) if subject.resuming else {}) | dict(skips)
@@ -99,9 +103,16 @@ def preflight(subject: Subject[Any], skips: Mapping[str, str]) -> Outcome:
     earlier = before.get("resumed")
     again = [*(earlier if isinstance(earlier, list) else []), now]
     content = before | {"skipped": now["skipped"], "resumed": again} if before else now
-    write_text(record, json.dumps(content, indent=1) + "\n")
-    if outcome.refused:
-        raise refusal(outcome)
+    if world.first:
+        write_text(record, json.dumps(content, indent=1) + "\n")
+    error = refusal(outcome) if outcome.refused else None
+    if world.size > 1:
+        told = world.gather([error.message, error.fix] if error else None)
+        rank = next((rank for rank, one in enumerate(told) if one), None)
+        if rank is not None:
+            error = PreflightError(f"rank {rank}: {told[rank][0]}" if rank else told[0][0], fix=told[rank][1])
+    if error is not None:
+        raise error
     return outcome
 
 

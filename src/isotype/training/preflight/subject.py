@@ -30,7 +30,7 @@ class Subject(Generic[AnyTask]):
     @cached_property
     def longest_rows(self) -> Sequence[Any]:
         """The rows of the largest batch that the stream could ever hand out."""
-        return self.task.largest(self.config.train.batch_size)
+        return self.task.largest(self.prepared.passes.rows)
 
     def batch_of(self, rows: Sequence[Any]) -> Batch:
         return self.task.collate(rows).to(self.prepared.device)
