@@ -28,7 +28,9 @@ from .seat import Seat, find_seat
 from .watch import Lost, Watch, find_lost, read_failure
 
 Made = TypeVar("Made")
-LOOK = timedelta(seconds=0.5)  # between two looks for failures while waiting
+LOOK = 0.5  # seconds between two looks for failures while waiting
+MOST_PAUSE = 0.05  # seconds between two looks for what is waited for
+SUSPECT = 2.0  # seconds without a sign of life after which a process is looked at more closely
 LEAVING = 10.0  # seconds that the first process waits for the others to leave: the store goes with it
 
 
@@ -200,25 +202,30 @@ class JoinedWorld(World):
             raise self._what_happened(error) from error
 
     def _wait(self, key: str, *, of: int, patiently: bool = False) -> bytes:
-        """The value of a key of the store, once `of` has set it."""
-        until = time.monotonic() + self._timeout
-        signs, seen = -1, time.monotonic()
+        """The value of a key of the store, once `of` has set it. Asks again and again: torch writes a warning for a wait that ends."""
+        begin = looked = signed = time.monotonic()
+        sign, pause = b"", 0.001
         while True:
             try:
-                self._store.wait([key], LOOK)
-                return self._store.get(key)
-            except Exception as error:
-                late = not patiently and time.monotonic() > until
-                try:
-                    failed = read_failure(self._store, range(self.size))
-                    sign = self._store.get(f"sign/{of}") if self._store.check([f"sign/{of}"]) else b""
-                except Exception:
-                    raise self._what_happened(error) from error
-                if hash(sign) != signs:
-                    signs, seen = hash(sign), time.monotonic()
+                if self._store.check([key]):
+                    value: bytes = self._store.get(key)
+                    return value
+                time.sleep(pause)
+                pause = min(MOST_PAUSE, pause * 1.5)
+                now = time.monotonic()
+                if now - looked < LOOK:
+                    continue
+                looked = now
+                failed = read_failure(self._store, range(self.size)) is not None
+                newest = self._store.get(f"sign/{of}") if self._store.check([f"sign/{of}"]) else b""
+                if newest != sign:
+                    sign, signed = newest, now
                 # a process that gives signs of life may work for hours, one that gives none is looked at more closely
-                if failed is not None or late or (of != self.rank and time.monotonic() - seen > 2.0 and self._is_dead(of)):
-                    raise self._what_happened(error) from error
+                gone = now - signed > SUSPECT and self._is_dead(of)
+            except RuntimeError as error:
+                raise self._what_happened(error) from error
+            if failed or gone or (not patiently and now - begin > self._timeout):
+                raise self._what_happened(TimeoutError(f"waited {now - begin:.0f} s"))
 
     def _is_dead(self, rank: int) -> bool:
         return any(one.dead and one.sign.rank == rank for one in find_lost(self._store, self._watch.sign, self.size))
