@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tests.distributed.processes import GUARD, ROOT, children_of, ended, environment, run, start
-from tests.training.test_run import same_result
-from tests.training.toy_task import ToyTask
 
 from isotype.config.load import load
 from isotype.tasks.choose import train as train_language
 from isotype.training.run import train
+from tests.distributed.processes import GUARD, ROOT, children_of, ended, environment, run, start
+from tests.training.test_run import same_result
+from tests.training.toy_task import ToyTask
 
 LORA = {"train": {"steps": 6, "batch_size": 2, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 3}}
 
@@ -121,7 +121,9 @@ def test_from_two_to_four_to_one(configured, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "said_of_it"), [("hang", "does not come (it is at step 4: a step); waited 12 s"), ("stop", "was stopped")])
+@pytest.mark.parametrize(
+    ("what", "said_of_it"), [("hang", "does not come (it is at step 4: a step); waited 12 s"), ("stop", "was stopped")]
+)
 def test_a_process_that_does_not_come_is_named(toy, what, said_of_it):
     process = start(2, "-m", "tests.distributed.worker",
                     json.dumps({"config": str(toy("run", parallel={"timeout": 12})), "toy": True, "fault": [1, 4, what]}))  # fmt: skip

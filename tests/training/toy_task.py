@@ -117,9 +117,7 @@ class ToyTask:
     def flops(self, model: nn.Module) -> Callable[[Any], float]:
         return lambda batch: 6.0 * batch.rows * sum(p.numel() for p in model.parameters())
 
-    def evaluate(
-        self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE
-    ) -> Evaluation:
+    def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
         batch = self.collate(DATA[self.rows :][:most]).to(device)
         with evaluation_mode(model):
             return Evaluation(float(self.loss_sum(model, batch, dtype=dtype)) / batch.rows, batch.rows, {"last": 0.0})

@@ -110,8 +110,8 @@ def find_lost(store: Store, own: Sign, size: int, *, silent: float = SILENT) -> 
     dead += [Lost(sign, True, f"gave no sign of life for {silent:g} s") for sign in waiting.values()]
     if dead:
         return dead
-    now = [read_sign(store, rank) or sign for rank, sign in first.items()]
-    return [Lost(sign, False, "does not come") for sign in now if sign.met < own.met]
+    newest = [read_sign(store, rank) or sign for rank, sign in first.items()]
+    return [Lost(sign, False, "does not come") for sign in newest if sign.met < own.met]
 
 
 def _ended(sign: Sign, host: str) -> str | None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..dtypes import to_torch
 
-
 BUCKET = 25 << 20  # bytes of gradients that are sent at a time; torch's DDP has the same
 
 

@@ -185,9 +185,7 @@ class Task(Protocol):
     def flops(self, model: nn.Module) -> Callable[[Batch], float]:
         """FLOPs of forward and backward of one micro-batch; matrix products only."""
 
-    def evaluate(
-        self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE
-    ) -> Evaluation:
+    def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
         """The loss on the evaluation rows, or on the first `most` of them, or of the training rows where there are none.
 
         world  the processes that call this together; each may compute a share (`world.sum`), and all return the same

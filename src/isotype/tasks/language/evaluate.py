@@ -19,7 +19,10 @@ def evaluate(
     model: nn.Module, rows: Sequence[Row], *, batch_size: int, pad_id: int, device: torch.device, loss_dtype: str = "fp32",
     world: World = ALONE,
 ) -> Evaluation:  # fmt: skip
-    """Every so manieth batch for each process of `world`. Rows are taken by length, so that little is padding; sums are kept in fp64; `weight` of the result is their supervised tokens."""
+    """Rows are taken by length, so that little is padding; sums are kept in fp64; `weight` of the result is their supervised tokens.
+
+    The processes of `world` take the batches in turn.
+    """
     lengths = row_lengths(rows)
     by_length = sorted(range(len(rows)), key=lambda i: lengths[i])
     total, tokens = torch.zeros((), dtype=torch.float64), 0

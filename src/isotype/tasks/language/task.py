@@ -123,9 +123,7 @@ class LanguageTask:
         counted = step_flops(model, model.config)
         return lambda batch: counted.of(*batch.input_ids.shape)
 
-    def evaluate(
-        self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE
-    ) -> Evaluation:
+    def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
         return self._evaluate(model, (self.data.eval or self.data.train)[:most], device, dtype, world)
 
     def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
