@@ -66,7 +66,7 @@ def test_values_and_where_they_came_from(write):
         ("train:\n  epochs: .inf", "run.yaml:2 train.epochs: expected a number above 0, got .inf"),
         ("train:\n  seed:", "run.yaml:2 train.seed: expected a whole number, got nothing"),
         ("adapter:\n  dropout: 1", "run.yaml:2 adapter.dropout: expected a number of at least 0 and below 1, got 1"),
-        ("model:\n  attention: fast", "run.yaml:2 model.attention: expected one of sdpa eager flash flex, got fast"),
+        ("model:\n  attention: fast", "run.yaml:2 model.attention: expected one of auto sdpa eager flash flex, got fast"),
         (
             "precision:\n  grads: torch.float",
             "run.yaml:2 precision.grads: expected one of fp32 bf16 fp16 (or nothing), got torch.float, did you mean fp32?",
@@ -219,3 +219,26 @@ def test_other_tools_names_are_known(write):
     ]
     assert set(ELSEWHERE.values()) <= set(keys())
     assert not {key.partition(".")[2] for key in keys()} & set(ELSEWHERE)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("dpo:\n  beta: 0.1", "run.yaml:1 dpo: training on preferences is not offered yet; TRL's trainers do it"),
+        ("train:\n  deepspeed: ds.json", "run.yaml:2 train.deepspeed: sharding by DeepSpeed is not offered yet; "),
+        ("deepspeed: ds.json", "run.yaml:1 deepspeed: sharding by DeepSpeed is not offered yet; "),
+        ("adapter:\n  dora: true", "run.yaml:2 adapter.dora: DoRA is not offered yet; adapter.rslora: true is"),
+        ("adapter:\n  kind: dora", "run.yaml:2 adapter.kind: expected one of lora none, got dora; DoRA is not offered yet"),
+        ("model:\n  rope_scaling: {factor: 2}", "run.yaml:2 model.rope_scaling: changing the rotary embedding is not offered yet; "),
+    ],
+)
+def test_what_is_not_offered_is_said_so(write, text, said):
+    with pytest.raises(UsageError) as caught:
+        load(write(text))
+    assert said in str(caught.value)
+    assert "did you mean" not in str(caught.value)
+
+
+def test_an_override_of_what_is_not_offered_is_said_so():
+    with pytest.raises(UsageError, match=r"dpo\.beta: training on preferences is not offered yet"):
+        load(None, ["dpo.beta=0.1"])

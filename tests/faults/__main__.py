@@ -22,6 +22,7 @@ from .corruption import corruption_trials, count_corruptions
 from .disk import disk_trials
 from .hostile import TARGETS
 from .kills import kill_trials
+from .matrix import CELLS, SLICE, matrix_trials
 from .nonfinite import count_nans, nan_trials
 from .trial import Deadline, Trial, as_lines, summarise
 from .workshop import Workshop
@@ -32,6 +33,7 @@ class Part(StrEnum):
     disk = "disk"
     corruption = "corruption"
     nan = "nan"
+    matrix = "matrix"
     fuzz = "fuzz"
 
 
@@ -40,7 +42,8 @@ ALL = (Part.kills, Part.disk, Part.corruption, Part.nan)
 
 def faults(
     parts: Annotated[
-        list[Part] | None, typer.Argument(metavar="[PART ...]", help="kills, disk, corruption, nan; all of these by default. And fuzz.")
+        list[Part] | None,
+        typer.Argument(metavar="[PART ...]", help="kills, disk, corruption, nan: the default. And matrix, fuzz."),
     ] = None,
     kills: Annotated[int, typer.Option("--kills", min=1, help="How many SIGKILLs.")] = 200,
     inputs: Annotated[int, typer.Option("--inputs", min=1, help="How many hostile inputs for fuzz.")] = 100_000,
@@ -49,7 +52,7 @@ def faults(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of every random moment and place.")] = 0,
     minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="No trial begins after so many.")] = 30.0,
-    quick: Annotated[bool, typer.Option("--quick", help="A slice, bounded by counts: 3 kills, 400 hostile inputs, 9 others.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A slice by counts: 3 kills, 4 cells, 400 hostile inputs, 9 others.")] = False,
     folder: Annotated[
         Path | None, typer.Option("--folder", help="Where runs go, kept afterwards. Default: a temporary one.", show_default=False)
     ] = None,
@@ -66,6 +69,8 @@ def faults(
         python -m tests.faults kills --kills 1000 --seed 1
 
         python -m tests.faults --quick --json
+
+        python -m tests.faults matrix
 
         python -m tests.faults fuzz --inputs 100000
 
@@ -93,6 +98,7 @@ def faults(
                 lambda: corruption_trials(workshop, flips=f, seed=seed, deadline=deadline),
             ),
             Part.fuzz: (inputs, lambda: fuzz.fuzz_trials(workshop, inputs=inputs, seed=seed, deadline=deadline, only=only)),
+            Part.matrix: (len(c := SLICE if quick else CELLS), lambda: matrix_trials(workshop, cells=c, deadline=deadline)),
             Part.nan: (count_nans(t := 0 if quick else 3), lambda: nan_trials(workshop, times=t, seed=seed, deadline=deadline)),
         }
         trials = list(_watched({part: planned[part] for part in wanted}))

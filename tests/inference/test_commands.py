@@ -29,8 +29,15 @@ def run(configured, tmp_path):
 def test_eval_of_the_training_file(run, workshop):
     answer = json.loads(ask("eval", run, "--data", workshop.chats, "--json").splitlines()[-1])
     other = json.loads(ask("eval", run, "--data", workshop.chats, "--batch-size", 3, "--json").splitlines()[-1])
+    assert json.loads(ask("eval", run, workshop.chats, "--json").splitlines()[-1]) == answer
     assert answer["taken"] == "adapter"
     assert answer["loss"] == pytest.approx(other["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("files", [(), ("a.jsonl", "--data", "b.jsonl")])
+def test_eval_takes_one_file(tmp_path, files):
+    with pytest.raises(UsageError, match="eval: "):
+        ask("eval", tmp_path, *files)
 
 
 def test_data_that_is_not_there_is_said_before_anything_is_loaded(run, tmp_path, monkeypatch):

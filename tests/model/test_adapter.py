@@ -1,15 +1,17 @@
-"""`model.lora_branch`: refused where it would have no effect, and what it reaches."""
+"""Adapters: `model.lora_branch` is refused where it would have no effect; a Mamba model's targets."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from isotype.config.load import load
+from isotype.config.schema import AdapterSection
 from isotype.environment.hardware import detect
 from isotype.errors import UsageError
 from isotype.lora.call import call_of
 from isotype.lora.plain import lora_layers
-from isotype.model.adapter import check_branch
+from isotype.model.adapter import attach_adapter, check_branch
 from isotype.tasks.language.outline import outline
 from isotype.training.setup import resolve_precision
 from tests.models import tiny
@@ -41,3 +43,20 @@ def test_every_adapter_of_a_run_has_it(wanted):
     layers = [layer for _, layer in lora_layers(made.model)]
     assert len(layers) == 14
     assert {call_of(layer, layer.weight).branch_fp32 for layer in layers} == {wanted == "fp32"}
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba"])
+def test_all_linear_of_a_mamba_is_what_its_mixer_calls(family):
+    sizes = {"mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8}}.get(family, {})
+    model = attach_adapter(tiny(family, state_size=4, **sizes), AdapterSection(r=2), seed=0)
+    adapted = {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}
+    assert adapted == {"in_proj"}
+    ids = torch.arange(3, 20)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_a_wrong_target_is_answered_with_layers_that_take_an_adapter():
+    with pytest.raises(UsageError, match="out_proj") as caught:
+        attach_adapter(tiny("mamba", state_size=4), AdapterSection(targets=["out_proj"]), seed=0)
+    assert caught.value.fix == "adapter.targets: all-linear, or some of: in_proj"

@@ -32,7 +32,7 @@ def test_the_asked_attention_is_the_one_that_runs(tmp_path, attention):
 
 @pytest.mark.parametrize("attention", ["flash", "flex"])
 def test_attention_that_needs_a_gpu_is_refused_on_a_cpu(tmp_path, attention):
-    with pytest.raises(UsageError, match=r"on a GPU only(.|\n)*sdpa"):
+    with pytest.raises(UsageError, match=r"on a GPU only(.|\n)*model.attention: auto"):
         load(Source(str(tmp_path)), attention=attention)
 
 
@@ -125,3 +125,49 @@ def test_a_wrong_model_section_is_explained(section, message, tmp_path):
 
     with pytest.raises(UsageError, match=message):
         base_source(section, Tokenizer(), folder=tmp_path / "base", seed=0, dtype="fp32")
+
+
+@pytest.mark.parametrize(("family", "word"), [("llama", "sdpa"), ("gemma2", "eager")])
+def test_auto_attention_is_the_best_of_the_family_and_says_which(tmp_path, family, word):
+    from isotype.model.attention import said, taken
+
+    tiny(family).save_pretrained(tmp_path)
+    model = load(Source(str(tmp_path)), attention="auto")
+    assert taken(model) == word
+    assert said(model, "auto").startswith(f"{word} (auto: ")
+    assert said(model, word) == word
+
+
+def test_explicit_sdpa_that_the_family_lacks_is_refused_with_a_fix_that_helps(tmp_path):
+    tiny("gemma2").save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"model\.attention: sdpa: Gemma2ForCausalLM does not have it") as caught:
+        load(Source(str(tmp_path)), attention="sdpa")
+    assert caught.value.fix == "model.attention: auto"
+    assert load(Source(str(tmp_path)), attention="auto") is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("bert", "bert is an encoder"), ("xlm", "xlm is an encoder"), ("modernbert", "modernbert is an encoder"),
+        ("xlnet", "xlnet is an encoder"), ("t5", "encoder-decoder .* missing are"), ("bart", "encoder-decoder .* missing are"),
+    ],
+)  # fmt: skip
+def test_what_does_not_predict_the_next_token_is_refused(tmp_path, family, message):
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        load(Source(str(tmp_path)))
+
+
+def test_a_decoder_of_an_encoder_family_is_loaded(tmp_path):
+    tiny("bert", is_decoder=True).save_pretrained(tmp_path)
+    assert load(Source(str(tmp_path)), attention="auto").config.is_decoder
+
+
+def test_no_other_copy_is_advised_where_it_would_not_help(tmp_path):
+    name, message = unknown_architecture(tmp_path)
+    with pytest.raises(UsageError, match=message) as caught:
+        load(Source(name))
+    assert "get the folder again" not in (caught.value.fix or "")

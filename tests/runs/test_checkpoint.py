@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ import torch
 from isotype.errors import RunError
 from isotype.runs.checkpoint import atomic_folder as folder_module
 from isotype.runs.checkpoint.atomic_folder import SEAL, fault, write_folder
-from isotype.runs.checkpoint.store import TENSORS, Checkpoint, CheckpointStore
+from isotype.runs.checkpoint.store import STATE, TENSORS, Checkpoint, CheckpointStore
 
 
 def checkpoint(step: int, size: int = 64) -> Checkpoint:
@@ -26,6 +27,28 @@ def test_round_trips(tmp_path):
     assert loaded.state == {"progress": {"step": 3}}
     assert loaded.tensors["model.w"].tolist() == [3.0] * 64
     assert loaded.tensors["optimizer.w.step"].ndim == 0
+
+
+def test_shared_memory_is_stored_once_and_shared_again(tmp_path):
+    store, table = CheckpointStore(tmp_path), torch.arange(1000.0)
+    tensors = {"optimizer.a.qmap1": table, "optimizer.b.qmap1": table, "model.half": table[500:], "model.none": torch.empty(0)}
+    store.save(Checkpoint(1, tensors, {}))
+    assert (store.path(1) / TENSORS).stat().st_size < 4 * 1500 + 600
+    loaded = store.load(1)
+    assert loaded.state == {}
+    assert all(torch.equal(loaded.tensors[name], tensor) for name, tensor in tensors.items())
+    assert loaded.tensors["optimizer.a.qmap1"] is loaded.tensors["optimizer.b.qmap1"]
+
+
+def test_names_of_shared_tensors_that_lead_nowhere_are_one_error(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(checkpoint(1))
+    for damaged in ({"model.v": "model.u"}, ["model.v"], {"model.v": []}):
+        (store.path(1) / STATE).write_text(json.dumps({"same_tensors": damaged}))
+        (store.path(1) / SEAL).unlink()
+        folder_module.seal(store.path(1))
+        with pytest.raises(RunError, match="CK002"):
+            store.load(1)
 
 
 def test_keeps_the_last_and_the_best(tmp_path):

@@ -1,4 +1,4 @@
-"""`isotype eval RUN --data F`: the loss of a run on a file."""
+"""`isotype eval RUN FILE`: the loss of a run on a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ def register(app: typer.Typer) -> None:
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's or a model's too.")],
-    data: Annotated[str, typer.Option("--data", help="What data.train takes: a file, folder, glob, hf:NAME or stdlib.")],
+    file: Annotated[
+        str | None,
+        typer.Argument(metavar="[FILE]", help="What data.train takes: a file, folder, glob, hf:NAME or stdlib.", show_default=False),
+    ] = None,
+    data: Annotated[str | None, typer.Option("--data", help="FILE, as an option.", show_default=False)] = None,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", min=1, help="Rows in one pass; the result does not depend on it.")
     ] = None,
@@ -28,8 +32,15 @@ def evaluate(
 
     Examples:
 
-        isotype eval runs/qwen --data held_out.jsonl
+        isotype eval runs/qwen held_out.jsonl
     """
+    from ..errors import UsageError
+
+    if file is not None and data is not None:
+        raise UsageError(f"eval: {file} and --data {data}: one of them", fix=f"isotype eval {run} {file}")
+    data = file or data
+    if data is None:
+        raise UsageError("eval: which file?", fix=f"isotype eval {run} FILE")
     from ..config.sources import SourceSpec
     from ..data.sources import refuse_absent
     from ..runs.folder import require_run, without_run

@@ -1,4 +1,4 @@
-"""What other tools call a key, for whoever comes from them; names that are close to ours anyway are found without this."""
+"""What other tools call a key, and what they have that is not offered here; names that are close to ours are found without this."""
 
 from __future__ import annotations
 
@@ -42,3 +42,15 @@ _NAMES = {
 # what a section is taken for where it has a value and no keys: `model: org/name`
 MEANT = {"model": "model.name", "data": "data.train", "adapter": "adapter.kind", "precision": "precision.preset"}
 ELSEWHERE = {theirs: ours for ours, names in _NAMES.items() for theirs in names.split()}
+
+_PREFERENCES = "training on preferences is not offered yet; TRL's trainers do it"
+_SHARDED = "sharding by DeepSpeed is not offered yet; for less memory: train.gradient_checkpointing: layers, or --preset qlora"
+_DORA = "DoRA is not offered yet; adapter.rslora: true is, and isotype merge takes DoRA adapters that PEFT trained"
+_ROPE = "changing the rotary embedding is not offered yet; the config.json in the model's folder decides it (rope_parameters)"
+# a section, a key or a value -> the answer
+NOT_OFFERED = {
+    **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "cpo", "ipo", "grpo", "ppo", "rlhf", "reward_model"), _PREFERENCES),
+    **dict.fromkeys(("deepspeed", "deepspeed_config", "zero_optimization", "zero_stage"), _SHARDED),
+    **dict.fromkeys(("dora", "use_dora"), _DORA),
+    **dict.fromkeys(("rope_scaling", "rope_theta", "rope_parameters"), _ROPE),
+}

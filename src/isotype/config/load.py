@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from ..dtypes import parse
 from ..errors import UsageError
-from .elsewhere import ELSEWHERE, MEANT
+from .elsewhere import ELSEWHERE, MEANT, NOT_OFFERED
 from .expected import expected, keys, options, sections, takes
 from .recipes import STRONG, recipe
 from .schema import RunConfig
@@ -206,6 +206,9 @@ def _from_override(settings: _Settings, override: str) -> None:
 def _unknown(key: str) -> str:
     key = key.lstrip("-")  # files of command line options have them with their dashes
     section, dot, name = key.partition(".")
+    for word in (name, section):
+        if word in NOT_OFFERED:
+            return NOT_OFFERED[word]
     elsewhere = [k for k in keys() if k.partition(".")[2] == (name if dot else key)]
     if not elsewhere and (name if dot else key) in ELSEWHERE:
         return f"unknown {'key' if dot else 'section'}; here it is {ELSEWHERE[name if dot else key]}"
@@ -264,8 +267,10 @@ def _wrong(settings: _Settings, key: str, value: Any) -> str:
 
 
 def _meant(key: str, value: Any) -> str:
-    """A dtype's other name, or a word one letter off, as `, did you mean bf16?`"""
+    """A dtype's other name, or a word one letter off, as `, did you mean bf16?`; or that it is not offered yet."""
     words = options(key)
+    if words and str(value).lower() in NOT_OFFERED:
+        return f"; {NOT_OFFERED[str(value).lower()]}"
     try:
         near = [word for word in (parse(str(value)),) if word in words]
     except ValueError:

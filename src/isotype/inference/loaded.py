@@ -68,7 +68,7 @@ def load_run(folder: Path) -> LoadedRun:
     source = _source(config, run)
     result = next((folder / name for name in ("adapter", "model") if fault(folder / name) is None), None)
     if result is not None:
-        tokenizer = load_tokenizer(ModelSection(name=str(result)))
+        tokenizer = load_tokenizer(ModelSection(name=str(result), trust_remote_code=source.trust_remote_code))
         model = load_result(result, source, precision, config=config.model, device=device)
         return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, result.name)
     # read before the model is built: a running run goes on meanwhile, and keeps only its last checkpoints
@@ -157,7 +157,7 @@ def _precision_of(source: Source) -> Precision:
 
 
 def _source(config: RunConfig, run: RunFolder) -> Source:
-    if config.model.init == "random":
+    if config.model.init == "random" or config.model.add_tokens:
         return Source(str(run.base))
     assert config.model.name is not None, "a run with a pretrained base has its name"
     return Source(config.model.name, config.model.revision, config.model.trust_remote_code)

@@ -17,6 +17,7 @@ from ..data.rows import Row
 from ..dtypes import to_torch
 from ..errors import RunError, UsageError
 from ..model.load import Source
+from ..model.saved_form import digests, embedding_and_head, refuse_difference, refuse_untrue_config, write_config
 from ..precision.apply import is_quantised
 from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import write_folder
@@ -58,19 +59,26 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
     adapter_loss = _loss(run.model, run, rows)
 
     def fill(folder: Path) -> None:
-        config = AutoConfig.from_pretrained(run.source.name, revision=run.source.revision, trust_remote_code=run.source.trust_remote_code)
+        trust = run.source.trust_remote_code
+        config = AutoConfig.from_pretrained(run.source.name, revision=run.source.revision, trust_remote_code=trust)
         with torch.device("meta"):
-            # in the dtype that is saved: config.json takes it from the model, and dtype="auto" from there
-            plain = AutoModelForCausalLM.from_config(config, dtype=to_torch(dtype), trust_remote_code=run.source.trust_remote_code)
+            plain = AutoModelForCausalLM.from_config(config, dtype=to_torch(dtype), trust_remote_code=trust)
         if hasattr(plain.config, "quantization_config"):
             del plain.config.quantization_config
-        plain.save_pretrained(folder, state_dict=state)
+        names = embedding_and_head(plain)
+        tied = _tie(state, *names) if names else None
+        plain.save_pretrained(folder, state_dict=dict(state))
+        write_config(folder, to_torch(dtype), tied=tied)
+        if names:
+            refuse_untrue_config(folder, *names)
         run.tokenizer.save_pretrained(str(folder))
         facts = {"base": run.source.name, "run": str(run.folder), "dtype": dtype, "merge_noise": noise}
         (folder / "merge.json").write_text(json.dumps(facts, indent=1) + "\n")
 
     write_folder(out, fill)
-    merged_loss = _merged_loss(out, run, dtype, rows)
+    merged_model = _load_merged(out, run, dtype)
+    refuse_difference(out, digests(state, to_torch(dtype)), merged_model, to_torch(dtype))
+    merged_loss = _loss(merged_model, run, rows)
     if not abs(merged_loss - adapter_loss) <= TOLERANCE * max(1.0, abs(adapter_loss)):
         raise RunError(
             f"{out}: the merged model's loss is {merged_loss:.4f} where the adapter's is {adapter_loss:.4f}", code="SV001",
@@ -96,20 +104,27 @@ def merged_state(model: nn.Module, dtype: torch.dtype) -> tuple[dict[str, Tensor
     state: dict[str, Tensor] = {}
     effect = error = 0.0
     count = 0
+    unchanged: dict[int, Tensor] = {}  # of a parameter with two names, as a tied head and its embedding: cast once, so stored once
     layers = {name: m for name, m in inner.named_modules() if hasattr(m, "get_delta_weight") and hasattr(m, "base_layer")}
     for name, parameter in inner.named_parameters(remove_duplicate=False):
         plain = _plain_name(name)
         if plain is None:
             continue
-        value = dequantised(parameter)
         layer = layers.get(plain.rpartition(".")[0])
-        if layer is not None and plain.endswith(".weight"):
+        merging = layer is not None and plain.endswith(".weight")
+        if not merging and id(parameter) in unchanged:
+            state[plain] = unchanged[id(parameter)]
+            continue
+        value = dequantised(parameter)
+        if layer is not None and merging:
             exact = merged_weight(layer, value)
             delta, value = exact - value, exact.to(dtype)
             effect += float(delta.double().square().sum())
             error += float((value.double() - exact.double()).square().sum())
             count += 1
         state[plain] = value.to(dtype).contiguous().cpu()
+        if not merging:
+            unchanged[id(parameter)] = state[plain]
     return state, (error / effect) ** 0.5 if effect else 0.0, count
 
 
@@ -179,9 +194,21 @@ def _loss(model: nn.Module, run: LoadedRun, rows: list) -> float:
     return evaluate(model, rows, batch_size=4, pad_id=run.tokenizer.pad_token_id, device=run.device, loss_dtype=run.precision.loss).loss
 
 
-def _merged_loss(out: Path, run: LoadedRun, dtype: str, rows: list) -> float:
+def _load_merged(out: Path, run: LoadedRun, dtype: str) -> nn.Module:
     # fp32 products of half-precision weights do not exist: the merged model computes in what it is kept in
     compute = dtype if run.precision.compute == "fp32" else run.precision.compute
     precision = run.precision.but(base=dtype, trainable=dtype, compute=compute, generate=compute, save=dtype)
-    model = load_result(out, Source(str(out)), precision, config=run.config.model, device=run.device)
-    return _loss(model, run, rows)
+    source = Source(str(out), trust_remote_code=run.source.trust_remote_code)
+    return load_result(out, source, precision, config=run.config.model, device=run.device)
+
+
+def _tie(state: dict[str, Tensor], embedding: str, head: str) -> bool:
+    """Whether the merged head is the merged embedding: only then is it stored once, and only then may config.json call it tied.
+
+    An adapter on one of the two, or one of them trained in full, makes two weights of what was one in the base.
+    """
+    if embedding not in state:
+        return False
+    if head not in state:
+        return True
+    return state[head].data_ptr() == state[embedding].data_ptr()

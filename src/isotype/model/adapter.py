@@ -12,35 +12,65 @@ from ..config.schema import AdapterSection, RunConfig
 from ..dtypes import to_torch
 from ..errors import UsageError
 from ..precision.precision import Precision
+from .added_tokens import token_modules
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
 
-def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, seed: int) -> PeftModel:
-    """A PeftModel over `model` with one trainable adapter, new or continued from `start_from`."""
+def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, seed: int, new_tokens: bool = False) -> PeftModel:
+    """A PeftModel over `model` with one trainable adapter, new or continued from `start_from`.
+
+    new_tokens  embedding and head are trained in full with it, and stay one weight where they are
+    """
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
     if section.start_from is not None:
+        if new_tokens:
+            raise UsageError("model.add_tokens with adapter.start_from is not offered yet", fix="merge the adapter first: isotype merge")
         return load_adapter(model, Path(section.start_from), what="adapter.start_from")
+    in_full, tied = list(section.modules_to_save), False
+    if new_tokens:
+        names, tied = token_modules(model)
+        in_full += [name for name in names if name not in in_full]
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=section.r,
         lora_alpha=section.alpha,  # type: ignore[arg-type]  # PEFT takes a float, its annotation says int
         lora_dropout=section.dropout,
-        target_modules=section.targets,
+        target_modules=_targets(model, section),
         use_rslora=section.rslora,
-        modules_to_save=list(section.modules_to_save) or None,
+        modules_to_save=in_full or None,
+        ensure_weight_tying=tied,
     )
+    linear = linear_names(model)  # before PEFT puts its own layers in
     try:
         return get_peft_model(model, config)
     except ValueError as error:
-        linear = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
-        raise UsageError(
-            f"adapter.targets: {section.targets}: {str(error).splitlines()[0]}", fix=f"all-linear, or some of: {', '.join(linear)}"
-        ) from error
+        fix = f"adapter.targets: all-linear, or some of: {', '.join(linear)}"
+        raise UsageError(f"adapter.targets: {section.targets}: {str(error).splitlines()[0]}", fix=fix) from error
+
+
+# a Mamba mixer hands the weights of these to its kernel and never calls the layers: adapters on them would get no gradient
+# (PEFT refuses the first two)
+_NEVER_CALLED = ("out_proj", "conv1d", "x_proj", "dt_proj")
+_MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
+
+
+def linear_names(model: PreTrainedModel) -> list[str]:
+    """Last names of the linear layers that can have an adapter, without the head."""
+    head = model.get_output_embeddings()
+    names = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    return sorted(names.difference(_NEVER_CALLED) if getattr(model.config, "model_type", None) in _MAMBA else names)
+
+
+def _targets(model: PreTrainedModel, section: AdapterSection) -> str | list[str]:
+    """What PEFT is told: `all-linear` includes layers that it refuses in Mamba models, so they get a list."""
+    if section.targets == "all-linear" and getattr(model.config, "model_type", None) in _MAMBA:
+        return linear_names(model)
+    return section.targets
 
 
 def check_branch(config: RunConfig, precision: Precision) -> None:

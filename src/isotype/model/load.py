@@ -21,13 +21,15 @@ from ..environment.hub import is_away, not_in_cache, say
 from ..errors import UsageError
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_base, of_config
+from ..runs.checkpoint.atomic_folder import fault, write_folder
+from . import attention as attention_choice
+from .added_tokens import add_tokens, grow_embeddings, grown_config
+from .trainable_architecture import refuse_other_objectives
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2", "flex": "flex_attention"}
 
 
 @dataclass(frozen=True)
@@ -40,26 +42,34 @@ class Source:
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model, or `model.tokenizer`; a missing padding token becomes the end token (padding is masked anyway)."""
+    """The tokenizer of the model, or `model.tokenizer`, with `model.add_tokens`.
+
+    A missing padding token becomes the end token, or any other where there is none: padding has no weight in attention and no label.
+    """
     name = section.tokenizer or section.name
     if name is None:
         raise UsageError("model.tokenizer: a model built from model.config needs a tokenizer (a folder or hub id)")
     revision = section.revision if section.tokenizer is None else None
     with _explained(name, "tokenizer", revision):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=section.trust_remote_code)
+    if section.add_tokens:
+        add_tokens(tokenizer, section.add_tokens)
     if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise UsageError(f"tokenizer {name}: has neither a padding nor an end token; set one in its tokenizer_config.json")
-        tokenizer.pad_token = tokenizer.eos_token
+        other = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token or tokenizer.convert_ids_to_tokens(0)
+        tokenizer.pad_token = other
     return tokenizer
 
 
 def base_source(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, folder: Path, seed: int, dtype: str) -> Source:
-    """Where the base is loaded from. `init: random` builds it once and saves it as an ordinary folder, so that it can be loaded again."""
+    """Where the base is loaded from.
+
+    One of `init: random`, or with `add_tokens`, is made once and saved as an ordinary folder, so that it can be loaded again.
+    """
     if section.init == "pretrained":
         if section.name is None:
             raise UsageError("model.name: missing; give a folder or a hub id (or model.config with model.init: random)")
-        return Source(section.name, section.revision, section.trust_remote_code)
+        source = Source(section.name, section.revision, section.trust_remote_code)
+        return _with_added_tokens(source, section, tokenizer, folder) if section.add_tokens else source
     if not (folder / "config.json").is_file():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(_random_config(section, tokenizer), dtype=to_torch(dtype))
@@ -75,22 +85,45 @@ def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase 
         return _random_config(section, tokenizer)
     assert section.name is not None, "the command line asks for a model before anything is loaded"
     with _explained(section.name, "model", section.revision):
-        return AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
+        found = AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
+    refuse_other_objectives(found, section.name)
+    return grown_config(found, tokenizer) if section.add_tokens and tokenizer is not None else found
+
+
+def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Source:
+    """The base with rows for the added tokens, in the dtype of its own files, written whole or not at all."""
+    if fault(folder) is not None:
+        with _explained(source.name, "model", source.revision):
+            model = AutoModelForCausalLM.from_pretrained(
+                source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, dtype="auto"
+            )
+        if of_config(model.config) is not None:
+            raise UsageError(
+                f"model.add_tokens: {source.name} is quantised before it is saved: its embeddings cannot grow",
+                fix="take the model that is not quantised; precision.base: nf4 quantises it when it is loaded",
+            )
+        grow_embeddings(model, tokenizer, len(section.add_tokens))
+
+        def fill(aside: Path) -> None:
+            model.save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
+
+        write_folder(folder, fill)
+    return Source(str(folder), None, source.trust_remote_code)
 
 
 def load_base(source: Source, precision: Precision, *, attention: str, device: torch.device, trainable: bool) -> PreTrainedModel:
     """The base model on `device`; every weight in `trainable`'s dtype when all are trained, else in the base's, quantised for nf4."""
-    if attention in ("flash", "flex") and device.type == "cpu":
-        raise UsageError(f"model.attention: {attention} trains on a GPU only, and this run is on the CPU", fix="model.attention: sdpa")
+    options = attention_choice.attention_options(attention, device)
     dtype = precision.trainable if trainable else precision.unquantised
     # transformers would load it as it came, whatever is asked for
     quantised_before = bool(base_notes(source, precision))
-    options: dict[str, Any] = {"attn_implementation": ATTENTION[attention], "dtype": to_torch(dtype)}
+    options["dtype"] = to_torch(dtype)
     if precision.base == "nf4" and not trainable:
         if not quantised_before:
             options["quantization_config"] = _nf4(precision)
         options["device_map"] = {"": device}
-    with _explained(source.name, "model", source.revision):
+    with _explained(source.name, "model", source.revision, attention):
         model, loaded = AutoModelForCausalLM.from_pretrained(
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, output_loading_info=True, **options
         )
@@ -106,9 +139,13 @@ def load_base(source: Source, precision: Precision, *, attention: str, device: t
 
 
 def base_notes(source: Source, precision: Precision) -> list[str]:
-    """What to say of a base that was quantised before it was saved. Raises UsageError for one that the precision does not declare."""
+    """What to say of a base that was quantised before it was saved.
+
+    Raises  UsageError for one that the precision does not declare, and for an architecture that does not predict the next token
+    """
     with _explained(source.name, "model", source.revision):
         architecture = AutoConfig.from_pretrained(source.name, revision=source.revision, trust_remote_code=source.trust_remote_code)
+    refuse_other_objectives(architecture, source.name)
     return check_base(of_config(architecture), precision, source.name)
 
 
@@ -155,7 +192,9 @@ def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) ->
         if section.name is None:
             raise UsageError("model.init: random needs model.config (or model.name, whose architecture is taken)")
         with _explained(section.name, "model", section.revision):
-            return AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
+            found = AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
+        refuse_other_objectives(found, section.name)
+        return found
     given = dict(given)
     kind = given.pop("model_type", None)
     if kind is None:
@@ -164,9 +203,11 @@ def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) ->
     for role in ("pad_token_id", "bos_token_id", "eos_token_id"):
         given.setdefault(role, getattr(tokenizer, role))
     try:
-        return AutoConfig.for_model(kind, **given)
+        found = AutoConfig.for_model(kind, **given)
     except (ValueError, TypeError) as error:
         raise UsageError(f"model.config: {_first_line(error)}") from None
+    refuse_other_objectives(found, "model.config")
+    return found
 
 
 def _reach(name: str, revision: str | None) -> None:
@@ -187,7 +228,7 @@ def _reach(name: str, revision: str | None) -> None:
 
 
 @contextmanager
-def _explained(name: str, what: str, revision: str | None) -> Iterator[None]:
+def _explained(name: str, what: str, revision: str | None, attention: str = attention_choice.AUTO) -> Iterator[None]:
     """Turns what transformers and the hub raise into one line with a fix; the original stays attached."""
     try:
         _reach(name, revision)
@@ -195,7 +236,7 @@ def _explained(name: str, what: str, revision: str | None) -> Iterator[None]:
     except (UsageError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # files of strangers: a list where an object belongs surfaces as TypeError, AttributeError, anything
-        raise _explain(name, what, error) from error
+        raise attention_choice.explain(f"{what} {name}", attention, error) or _explain(name, what, error) from error
 
 
 def _explain(name: str, what: str, error: BaseException) -> UsageError:
@@ -206,8 +247,6 @@ def _explain(name: str, what: str, error: BaseException) -> UsageError:
         at = at.__cause__ or at.__context__
     kinds = {type(c).__name__ for c in causes}
     text = " ".join(str(c) for c in causes)
-    if "FlashAttention" in text:
-        return UsageError(f"model.attention: flash: {_first_line(error)}", fix="pip install flash-attn, or model.attention: sdpa")
     if Path(name).exists():
         if not (Path(name) / "config.json").is_file():
             kept = ", ".join(sorted(p.name for p in Path(name).iterdir())[:6]) if Path(name).is_dir() else "a file"
@@ -261,14 +300,17 @@ def _damaged(name: str, what: str, error: BaseException) -> UsageError:
         there = ", ".join(sorted(p.name for p in Path(name).iterdir())[:6])
         return UsageError(f"{what} {name}: it has no tokenizer.json ({there})", fix="model.tokenizer: the folder that has it")
     said = _first_line(error)
-    said = (
-        said
-        if isinstance(error, OSError | ValueError | RuntimeError | SafetensorError | ImportError)
-        else f"{type(error).__name__}: {said}"
-    )
     if isinstance(error, SafetensorError):
-        said = f"its weights are damaged: {said}"
-    return UsageError(f"{what} {name}: {said}", fix=_AGAIN)
+        return UsageError(f"{what} {name}: its weights are damaged: {said}", fix=_AGAIN)
+    if isinstance(error, ImportError):
+        return UsageError(f"{what} {name}: {said}", fix=f"pip install {error.name}" if error.name else None)
+    if "Transformers does not recognize this architecture" in text:
+        return UsageError(f"{what} {name}: {said}", fix="a newer transformers may know it: pip install -U transformers")
+    if "Should have a `model_type` key" in text:
+        return UsageError(f"{what} {name}: {said}", fix=_AGAIN)
+    if isinstance(error, ValueError | RuntimeError) and not isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return UsageError(f"{what} {name}: {said}")  # of the model's kind or of a setting, which another copy of the folder has too
+    return UsageError(f"{what} {name}: {said if isinstance(error, OSError) else f'{type(error).__name__}: {said}'}", fix=_AGAIN)
 
 
 def _first_line(error: BaseException) -> str:

@@ -37,7 +37,7 @@ def use(record: RunRecord) -> dict[str, Any]:
             f"tokenizer = AutoTokenizer.from_pretrained({_text(model)})\n"
         )
     if code or (run / "checkpoints").is_dir():
-        asked = [f"isotype chat {folder}", f"isotype sample {folder} 'Your prompt'", f"isotype eval {folder} --data FILE"]
+        asked = [f"isotype chat {folder}", f"isotype sample {folder} 'Your prompt'", f"isotype eval {folder} FILE"]
         commands = [*asked, *commands]
     if record.status not in ("done", "running"):
         commands.append(f"isotype train --resume {folder}")

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..dtypes import to_torch
+from ..model.saved_form import digests, trained_tensors
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.checkpoint.snapshot import restore_model
 from .loop import Loop
@@ -38,8 +40,9 @@ def _finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     write_folder(target, fill)
     loop.observe_saved(target, precision.save_adapter if adapter else precision.save_model)
     trained = task.evaluate(loop.model, loop.device, dtype=precision.loss, most=ROWS)
+    weights = digests(trained_tensors(loop.model), to_torch(precision.save_adapter if adapter else precision.save_model))
     _free(loop, prepared)
-    reloaded = verify_result(task, target, precision, prepared.device, trained=trained, adapter=adapter)
+    reloaded = verify_result(task, target, precision, prepared.device, trained=trained, weights=weights, adapter=adapter)
     return {
         "status": "done",
         "folder": str(loop.folder.path),

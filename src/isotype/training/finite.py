@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from ..config.schema import TrainSection
 from ..errors import RunError
 from ..precision.apply import inner_model
 from ..precision.observe import floating_tensors
@@ -54,25 +55,40 @@ def non_finite_gradients(model: nn.Module, gradient: Callable[[nn.Parameter], Te
     return bad[::-1]
 
 
+def calmer_steps(train: TrainSection) -> str:
+    """What keeps updates smaller, beyond what is set already."""
+    return f"lower train.learning_rate (it is {train.learning_rate:g})" + ("" if train.clip else ", or set train.clip")
+
+
 def non_finite_error(
-    model: nn.Module, passes: Sequence[Callable[[], object]], *, step: int, what: str, gradient: Callable[[nn.Parameter], Tensor | None]
+    model: nn.Module,
+    passes: Sequence[Callable[[], object]],
+    *,
+    step: int,
+    what: str,
+    gradient: Callable[[nn.Parameter], Tensor | None],
+    train: TrainSection,
+    compute: str,
 ) -> RunError:
-    """NF001 with the step, the module, and what to look at. `passes`: the forward pass of each micro-batch, to be run again."""
+    """NF001 with the step, the module, and what to look at; advice only beyond what `train` and `compute` have already.
+
+    passes  the forward pass of each micro-batch, to be run again
+    """
     weights = non_finite_parameters(model)
     module = next((m for forward in passes if (m := first_non_finite_module(model, forward))), None)
     gradients = non_finite_gradients(model, gradient)
     if weights:
         where, fix = (
             f"parameter {weights[0]} is not finite",
-            "it was so before this step: resume from an earlier checkpoint, and lower train.learning_rate",
+            f"it was so before this step: resume from an earlier checkpoint, and {calmer_steps(train)}",
         )
     elif module:
         where, fix = (
             f"first in the output of {module}",
-            "activations overflow: a lower train.learning_rate, or precision.compute: bf16 instead of fp16",
+            f"activations overflow: {calmer_steps(train)}" + (", or precision.compute: bf16, whose range is fp32's" * (compute == "fp16")),
         )
     elif gradients:
-        where, fix = f"first in the gradient of {gradients[0]}", "lower train.learning_rate, set train.clip, or look at this step's rows"
+        where, fix = f"first in the gradient of {gradients[0]}", f"{calmer_steps(train)}, or look at this step's rows"
     else:
         where, fix = "in the loss itself", "look at this step's rows"
     return RunError(f"step {step}: {what} is not finite, {where}", code="NF001", fix=fix)

@@ -37,7 +37,13 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Hides what libraries advise about a model without data."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Hides what libraries advise about a model without data, and the traceback of an operator that cannot run without any."""
+    operators = logging.getLogger("torch._subclasses.fake_tensor")
+    before = operators.disabled
+    operators.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        operators.disabled = before

@@ -29,6 +29,7 @@ from ..distributed.world import ALONE, World, join
 from ..environment.hardware import detect, measured_matmul_peak
 from ..environment.versions import environment
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
+from ..model import attention
 from ..model.adapter import trainable_share
 from ..precision.observe import Observer
 from ..runs.checkpoint.atomic_folder import refused
@@ -37,6 +38,7 @@ from ..runs.folder import RESOLVED, RunFolder, name_of
 from ..runs.untrusted import refuse_code_of
 from .callbacks import Callback
 from .console import RunConsole, duration, size
+from .contention import contention
 from .finish import finish
 from .interrupt import Interrupt
 from .loop import Loop
@@ -51,6 +53,7 @@ from .trackers.available import refuse_missing
 from .trackers.trackers import start
 
 INTERRUPTED = 130
+RESUMES = "resumes.json"
 Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]
 
 
@@ -204,7 +207,9 @@ def _run(
     subject = Subject(config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=resuming)
     checked = preflight(subject, skips, world)
     world.first_does(lambda: _write_start(loaded, task, prepared, loop.plan, folder, world, resuming=resuming))
-    console.header([*header_rows(task, prepared, loop.plan, folder, world), *checked.header_rows()])
+    shared = contention() if prepared.device.type == "cpu" and world.first else None
+    said = [("cores", str(shared))] if shared else []
+    console.header([*header_rows(task, prepared, loop.plan, folder, world), *said, *checked.header_rows()])
     if world.size == 1 and (note := asked_but_not_started()):
         console.say(f"warning   {note}")
     if resuming:
@@ -270,7 +275,7 @@ def _loop(task: Task, prepared: Prepared, folder: RunFolder, console: RunConsole
         resolved=prepared.resolved,
         model=prepared.model,
         stepper=prepared.stepper,
-        observer=Observer(prepared.model, precision),
+        observer=Observer(prepared.model, precision, lora_branch=config.model.lora_branch),
         stream=task.feed(),
         plan=Milestones.of(config, rows=task.rows, eval_rows=task.eval_rows),
         folder=folder,
@@ -293,6 +298,7 @@ def _write_start(
         folder.write_text("config.yaml", loaded.text)  # as given at first; a resumed run reads resolved.yaml
     folder.write_json("env.json", environment())
     folder.write_json("manifest.json", prepared.manifest.to_dict())
+    task.begin(folder.path, resuming=resuming)
     for name, content in task.records().items():
         folder.write_json(name, content)
     trainable, total = trainable_share(prepared.model)
@@ -302,6 +308,9 @@ def _write_start(
     reasons["precision.preset"] = prepared.resolved.why_preset
     values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
     values["precision.preset"] = prepared.resolved.preset
+    if loaded.config.model.attention == attention.AUTO and hasattr(prepared.model, "config"):
+        values["model.attention"] = attention.taken(prepared.model)
+        reasons["model.attention"] = attention.said(prepared.model, attention.AUTO)
     if loaded.config.train.gradient_checkpointing == "auto":
         settings = prepared.checkpointing.as_settings()
         values |= settings
@@ -336,11 +345,21 @@ def _restore(loop: Loop, console: RunConsole) -> None:
         return
     wrote = loop.restore(loop.store.load(step))
     if world.first:
+        loop.folder.write_json(RESUMES, {"steps": [*resumed_at(loop.folder.path), step]})
         loop.store.tidy(loop.progress.best_step)
     if wrote != world.size:
         console.say(f"resume    saved by {_processes(wrote)}, goes on with {_processes(world.size)}: the same rows, other draws of dropout")
     done = f", which was the last: train.steps={2 * step} or train.epochs=N goes on" if step >= loop.plan.total else ""
     console.say(f"resume    from step {step}{done}")
+
+
+def resumed_at(folder: Path) -> list[int]:
+    """The steps that a run went on from; none where it was never resumed."""
+    try:
+        steps = json.loads((folder / RESUMES).read_text(encoding="utf-8"))["steps"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    return [step for step in steps if type(step) is int] if isinstance(steps, list) else []
 
 
 def _processes(count: int) -> str:
@@ -373,6 +392,7 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
         *task.header(),
         *[("ops" if i == 0 else "", line) for i, line in enumerate(prepared.manifest.lines())],
+        *([("attention", line)] if (line := attention.said(prepared.model, config.model.attention)) else []),
         ("recompute", str(prepared.checkpointing)),
         (
             "memory",

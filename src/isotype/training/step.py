@@ -112,7 +112,9 @@ class Stepper:
         own  with several processes, this one's loss: the message is that of the first process whose loss is not finite
         """
         passes = [partial(self.loss_sum, self.model, batch) for batch in batches]
-        error = non_finite_error(self.model, passes, step=step, what=what, gradient=self.accumulator.gradient)
+        error = non_finite_error(
+            self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, train=self.train, compute=self.precision.compute
+        )
         if self.world.size == 1 or step == 0:  # step 0 is the preflight's, which each process has for itself
             return error
         found = self.world.gather([own is not None and not math.isfinite(own), error.message, error.fix])

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from ..dtypes import eps
+from ..dtypes import eps, to_torch
 from ..errors import RunError
+from ..model.saved_form import Digests, refuse_difference
 from ..precision.precision import Precision
 from .task import Evaluation, Task
 
@@ -21,10 +22,11 @@ def saved_dtype_error(precision: Precision, *, adapter: bool) -> float:
 
 
 def verify_result(
-    task: Task, folder: Path, precision: Precision, device: torch.device, *, trained: Evaluation, adapter: bool
+    task: Task, folder: Path, precision: Precision, device: torch.device, *, trained: Evaluation, weights: Digests, adapter: bool
 ) -> Evaluation:  # fmt: skip
-    """Returns the loss of the reloaded result. Raises RunError SV001 when it is not the trained one."""
+    """Returns the loss of the reloaded result. Raises RunError SV001 when it, or one of the trained `weights`, is not the trained one."""
     model = task.reload(folder, precision, device)
+    refuse_difference(folder, weights, model, to_torch(precision.save_adapter if adapter else precision.save_model))
     reloaded = task.evaluate(model, device, dtype=precision.loss, most=ROWS)
     allowed = saved_dtype_error(precision, adapter=adapter) * max(1.0, abs(trained.loss))
     if not abs(reloaded.loss - trained.loss) <= allowed:

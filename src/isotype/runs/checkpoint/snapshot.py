@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from ...errors import RunError
 
+# states with an element for each of the parameter's: torch's and our AdamW's, bitsandbytes'
+_LIKE_ITS_PARAMETER = ("exp_avg", "exp_avg_sq", "state1", "state2")
+
 
 def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Python's, NumPy's and torch's generators as (tensors, JSON)."""
@@ -84,15 +87,19 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
     """Puts back every state where its parameter is. Raises RunError CK003 for a state of another shape."""
     parameters = dict(model.named_parameters())
+    copies: dict[tuple[int, torch.device], Tensor] = {}  # one a tensor: what several parameters shared they share again
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
             parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
             p = parameters[parameter]
-            if key in ("exp_avg", "exp_avg_sq") and tensor.shape != p.shape:
+            if key in _LIKE_ITS_PARAMETER and tensor.shape != p.shape:
                 raise RunError(
                     f"the optimizer's {key} of {parameter} is {list(tensor.shape)} in the checkpoint and the parameter {list(p.shape)}",
                     code="CK003", fix="resume with the configuration it was made with",
                 )  # fmt: skip
-            optimizer.state[p][key] = tensor.to(p.device, copy=True)
+            copy = copies.get((id(tensor), p.device))
+            if copy is None:
+                copy = copies[id(tensor), p.device] = tensor.to(p.device, copy=True)
+            optimizer.state[p][key] = copy
     for name, values in plain.items():
         optimizer.state[parameters[name]].update(values)

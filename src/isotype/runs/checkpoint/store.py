@@ -15,9 +15,11 @@ from torch import Tensor
 
 from ...errors import RunError
 from .atomic_folder import fault, write_folder, write_text
+from .shared_tensors import stored_once, under_every_name
 
 _STEP = re.compile(r"^step_(\d+)$")
 TENSORS, STATE = "tensors.safetensors", "state.json"
+SAME = "same_tensors"  # in STATE: name -> the name in TENSORS under which the same tensor is kept
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,9 @@ class CheckpointStore:
         target = self.path(checkpoint.step)
 
         def fill(aside: Path) -> None:
-            tensors = {name: t.detach().contiguous().cpu() for name, t in checkpoint.tensors.items()}
+            tensors, same = stored_once(checkpoint.tensors)
             save_file(tensors, aside / TENSORS)
-            (aside / STATE).write_text(json.dumps(checkpoint.state, indent=1, allow_nan=True) + "\n")
+            (aside / STATE).write_text(json.dumps({**checkpoint.state, SAME: same}, indent=1, allow_nan=True) + "\n")
 
         write_folder(target, fill)
         if best:
@@ -108,9 +110,10 @@ class CheckpointStore:
             try:
                 state = json.loads((path / STATE).read_text(encoding="utf-8"))
                 if isinstance(state, dict):
-                    return Checkpoint(step, load_file(path / TENSORS), state)
+                    same = state.pop(SAME, {})  # earlier versions had none
+                    return Checkpoint(step, under_every_name(load_file(path / TENSORS), same), state)
                 reason = f"{STATE} is not an object"
-            except (OSError, ValueError, RecursionError, SafetensorError) as error:
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
                 reason = f"cannot be read: {error}"
             except RuntimeError as error:
                 # torch's word for a file that went while it was opened: a running run has removed its oldest checkpoint

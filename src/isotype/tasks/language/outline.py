@@ -13,6 +13,7 @@ from ...data.rows import LoadedData, SamplePrompt, row_lengths
 from ...dtypes import to_torch
 from ...errors import UsageError
 from ...model.adapter import attach_adapter
+from ...model.attention import AUTO, attention_options, explain
 from ...model.load import require_bitsandbytes
 from ...optimize import optimize
 from ...precision.apply import apply_precision, generating
@@ -35,12 +36,16 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
 
     every_weight = config.adapter.kind == "none"
     dtype = precision.trainable if every_weight else precision.unquantised
-    # flash and flex have sdpa's memory, and need packages or devices that a plan does not
-    attention = "eager" if config.model.attention == "eager" else "sdpa"
+    # flash and flex have the memory of auto's sdpa, and need packages or devices that a plan does not
+    asked = config.model.attention
+    attention = attention_options(AUTO if asked in ("flash", "flex") else asked, torch.device(device_type))
     with torch.device("meta"), without_warnings():
-        base = AutoModelForCausalLM.from_config(
-            architecture, dtype=to_torch(dtype), attn_implementation=attention, trust_remote_code=config.model.trust_remote_code
-        )
+        try:
+            base = AutoModelForCausalLM.from_config(
+                architecture, dtype=to_torch(dtype), trust_remote_code=config.model.trust_remote_code, **attention
+            )
+        except (ValueError, ImportError) as error:
+            raise explain(f"model {config.model.name or 'model.config'}", asked, error) or error from error
         base.config.use_cache = False
         total = sum(p.numel() for p in base.parameters())
         if precision.base == "nf4" and not every_weight:
@@ -66,7 +71,7 @@ def of_data(config: RunConfig, precision: Precision, data: LoadedData, prompts: 
         length=len(data.longest(1)[0].input_ids),
         eval_rows=min(micro_batch(config.train), len(data.eval)),
         eval_length=max(row_lengths(data.eval), default=0),
-        sample_length=longest + config.run.sample_tokens if longest else 0,
+        sample_length=longest + config.run.sample_tokens if longest and config.run.sample_every != 0 else 0,
     )
 
 
@@ -121,7 +126,7 @@ def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Ba
 
 def _with_adapter(base: Any, config: RunConfig) -> nn.Module:
     if config.adapter.start_from is None:
-        return attach_adapter(base, config.adapter, seed=config.train.seed)
+        return attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
     from peft import PeftConfig, get_peft_model
 
     try:

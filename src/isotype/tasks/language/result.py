@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from ...config.schema import ModelSection
 from ...dtypes import to_torch
 from ...model.adapter import load_adapter
 from ...model.load import Source, load_base
+from ...model.saved_form import cast_once, embedding_and_head, refuse_untrue_config, write_config
 from ...optimize import optimize
 from ...precision.apply import apply_precision
 from ...precision.precision import Precision
@@ -21,22 +21,26 @@ from ...precision.precision import Precision
 def save_model(model: Any, folder: Path, precision: Precision) -> None:
     """An ordinary Hugging Face folder in `save_model`'s dtype."""
     dtype = to_torch(precision.save_model)
-    state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in model.state_dict().items()}
-    model.save_pretrained(folder, state_dict=state)
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")  # else dtype="auto" would widen it to what it was trained in
-    file.write_text(json.dumps(config, indent=2) + "\n")
+    names, state = embedding_and_head(model), model.state_dict()
+    tied = state[names[0]].data_ptr() == state[names[1]].data_ptr() if names else None
+    model.save_pretrained(folder, state_dict=cast_once(state, dtype))
+    write_config(folder, dtype, tied=tied)
+    if names:
+        refuse_untrue_config(folder, *names)
     (folder / "precision.json").write_text(precision.as_file())
 
 
 def load_result(folder: Path, source: Source, precision: Precision, *, config: ModelSection, device: torch.device) -> nn.Module:
-    """The saved adapter on a freshly loaded base, or the saved model, under the run's precision."""
+    """The saved adapter on a freshly loaded base, or the saved model, under the run's precision.
+
+    Code that came with the base lies beside a saved model, and is trusted there as it was in the base.
+    """
     if (folder / "adapter_config.json").is_file():
         base = load_base(source, precision, attention=config.attention, device=device, trainable=False)
         model: nn.Module = load_adapter(base, folder)
     else:
-        model = load_base(Source(str(folder)), precision, attention=config.attention, device=device, trainable=True)
+        saved = Source(str(folder), trust_remote_code=source.trust_remote_code)
+        model = load_base(saved, precision, attention=config.attention, device=device, trainable=True)
     if config.optimize:
         optimize(model, precision, lora_branch=config.lora_branch)
     apply_precision(model, precision, device_type=device.type)

@@ -1,0 +1,116 @@
+"""What is saved equals what was trained: weights compared bit for bit in their saved dtype, and a config that is true of the head.
+
+Readers that obey `tie_word_embeddings: true` take the embedding for the head and never look at a head in the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import RunError
+
+Digests = Mapping[str, str]
+
+
+def cast_once(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Floating-point tensors in `dtype`; tensors that share memory still share it, so that a tied head is stored once."""
+    cast: dict[tuple[Any, ...], Tensor] = {}
+    result = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            result[name] = tensor
+            continue
+        view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.is_meta or not tensor.numel() or view not in cast:
+            cast[view] = tensor.to(dtype)
+        result[name] = cast[view]
+    return result
+
+
+def embedding_and_head(model: Any) -> tuple[str, str] | None:
+    """Names of the embedding's and the head's weight; None where the model has not both."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
+    if embedding is None or head is None or id(embedding) not in names or id(head) not in names:
+        return None
+    return names[id(embedding)], names[id(head)]
+
+
+def write_config(folder: Path, dtype: torch.dtype, *, tied: bool | None) -> None:
+    """Makes config.json true of the weights beside it: their dtype, and whether the head is the embedding (None: unknown, left as it is).
+
+    Both are written out: what a missing entry means differs between families, engines and versions of transformers.
+    """
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["dtype"] = str(dtype).removeprefix("torch.")  # else dtype="auto" would widen it to what it was trained in
+    if tied is not None:
+        config["tie_word_embeddings"] = tied
+        for part in config.values():
+            if isinstance(part, dict) and "tie_word_embeddings" in part:
+                part["tie_word_embeddings"] = tied
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def refuse_untrue_config(folder: Path, embedding: str, head: str) -> None:
+    """Raises  RunError SV001 when the file holds a head that its config hides, or lacks one that its config promises.
+
+    Some families are saved under other names than the model's (GPT-NeoX's head is `embed_out`): there the names say nothing.
+    """
+    tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings")
+    names = stored_names(folder)
+    owner = head.rpartition(".")[0].rpartition(".")[0]  # of the head: "" where it is the model's own
+    beside = {name for name in names if name.startswith(owner) and "." not in name.removeprefix(owner).removesuffix(".weight")}
+    if embedding not in names or tied is None or (head not in names and beside):
+        return
+    if tied == (head in names):
+        how = "and has" if tied else "and lacks"
+        raise _different(folder, f"config.json says tie_word_embeddings: {str(tied).lower()}, {how} {head}")
+
+
+def stored_names(folder: Path) -> set[str]:
+    """The names of every tensor in the folder's safetensors files."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names.update(tensors.keys())
+    return names
+
+
+def digests(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Digests:
+    """name -> SHA-256 of the floating-point tensor's bytes in `dtype`."""
+    return {name: _digest(tensor, dtype) for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+
+def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """name -> every parameter that is trained, tied ones under each of their names."""
+    return {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+
+
+def refuse_difference(folder: Path, expected: Digests, loaded: nn.Module, dtype: torch.dtype) -> None:
+    """Compares a model loaded from `folder` with what should have been saved in `dtype`. Raises RunError SV001 naming the first tensor."""
+    found = dict(loaded.named_parameters(remove_duplicate=False))
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise _different(folder, f"{missing[0]} is not there when it is loaded ({len(missing)} such)")
+    different = [name for name, digest in expected.items() if _digest(found[name], dtype) != digest]
+    if different:
+        raise _different(folder, f"{different[0]} is not the trained one when it is loaded ({len(different)} of {len(expected)} such)")
+
+
+def _digest(tensor: Tensor, dtype: torch.dtype) -> str:
+    value = tensor.detach().to(dtype).contiguous().cpu()
+    return hashlib.sha256(value.view(-1).view(torch.uint8).numpy()).hexdigest()
+
+
+def _different(folder: Path, what: str) -> RunError:
+    return RunError(f"{folder} was saved, but {what}", code="SV001", fix="the checkpoints are untouched; report this with env.json")

@@ -1,0 +1,32 @@
+"""Which architectures learn to predict the next token: decoders. Others are refused before their weights are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import UsageError
+
+
+def refuse_other_objectives(architecture: Any, name: str) -> None:
+    """Raises  UsageError for a model in which a position sees later ones, or which needs an encoder's input."""
+    family = getattr(architecture, "model_type", "") or "this model"
+    if getattr(architecture, "is_encoder_decoder", False):
+        raise UsageError(
+            f"model {name}: {family} is an encoder-decoder (seq2seq) model, which is not offered yet: "
+            "missing are batches with an input for the encoder and labels for the decoder",
+            fix="a decoder-only model (Llama, Qwen, Gemma, ...)",
+        )
+    if _sees_later_tokens(architecture, family):
+        raise UsageError(
+            f"model {name}: {family} is an encoder: every position sees the later ones, so next-token training would teach it to copy",
+            fix="a decoder-only model (Llama, Qwen, Gemma, ...); a model that was trained as a decoder has is_decoder: true in config.json",
+        )
+
+
+def _sees_later_tokens(architecture: Any, family: str) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    if family == "xlnet":
+        return True  # its attention is over permutations
+    causal = getattr(architecture, "is_decoder", False) or getattr(architecture, "causal", False)
+    return family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not causal

@@ -1,0 +1,165 @@
+"""What is saved is what was trained, tied or not, with its own code or without."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from isotype.errors import RunError
+from isotype.inference.loaded import load_run
+from isotype.inference.merge import merge
+from isotype.model.saved_form import cast_once, digests, refuse_difference, refuse_untrue_config, trained_tensors
+from isotype.runs.untrusted import CONSENT
+from isotype.tasks.choose import train
+from tests.models import lora
+
+TOKENS = torch.arange(3, 20)[None]
+
+
+@pytest.fixture
+def tied_base(workshop, tmp_path):
+    """The workshop's base with the embedding as its head."""
+    folder = tmp_path / "tied"
+    shutil.copytree(workshop.base, folder)
+    model = AutoModelForCausalLM.from_pretrained(workshop.base, dtype=torch.float32, tie_word_embeddings=True)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.save_pretrained(folder)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    return folder
+
+
+def adapter_on(base, folder, **settings):
+    """A PEFT folder with random weights, also in the head where `modules_to_save` has it; and its logits."""
+    model = lora(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), **settings)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.2 * torch.randn_like(parameter)
+        model.save_pretrained(folder)
+        return model.eval()(input_ids=TOKENS).logits
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def as_engines_read(folder):
+    """Logits by an engine that obeys config.json: with `tie_word_embeddings: true` the head in the file is not looked at."""
+    state = load_file(folder / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    head = state["model.embed_tokens.weight"] if config_of(folder)["tie_word_embeddings"] else state["lm_head.weight"]
+    model.lm_head.weight = torch.nn.Parameter(head.float())
+    with torch.no_grad():
+        return model.eval()(input_ids=TOKENS).logits
+
+
+@pytest.mark.parametrize(
+    "settings", [{"modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens", "q_proj"]}], ids=["head", "embedding"]
+)
+def test_a_merged_head_that_is_no_longer_the_embedding_is_not_called_tied(tied_base, tmp_path, settings):
+    expected = adapter_on(tied_base, tmp_path / "adapter", **settings)
+    merge(load_run(tmp_path / "adapter"), tmp_path / "merged")
+    assert config_of(tmp_path / "merged")["tie_word_embeddings"] is False
+    torch.testing.assert_close(as_engines_read(tmp_path / "merged"), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_merged_head_that_is_the_embedding_is_stored_once(tied_base, tmp_path, dtype):
+    adapter_on(tied_base, tmp_path / "adapter", target_modules=["q_proj"])
+    merge(load_run(tmp_path / "adapter"), tmp_path / "merged", dtype=dtype)
+    assert config_of(tmp_path / "merged")["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in load_file(tmp_path / "merged/model.safetensors")
+
+
+@pytest.mark.parametrize("save", ["fp32", "bf16"])
+def test_full_fine_tuning_stores_a_tied_head_once(tied_base, configured, tmp_path, save):
+    sections = {"model": {"name": str(tied_base)}, "adapter": {"kind": "none"}, "precision": {"preset": "fp32", "save": save}}
+    assert train(configured(train={"steps": 2}, **sections)) == 0
+    assert config_of(tmp_path / "run/model")["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in load_file(tmp_path / "run/model/model.safetensors")
+
+
+def test_full_fine_tuning_of_an_untied_model_says_so(configured, tmp_path):
+    assert train(configured(train={"steps": 2}, adapter={"kind": "none"})) == 0
+    assert config_of(tmp_path / "run/model")["tie_word_embeddings"] is False
+
+
+def test_a_file_that_contradicts_its_config_is_refused(workshop, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(workshop.base, folder)
+    state = load_file(folder / "model.safetensors")
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    for tied, kept, message in (
+        (True, state, "true, and has"),
+        (False, {k: v for k, v in state.items() if k != names[1]}, "false, and lacks"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config_of(folder) | {"tie_word_embeddings": tied}))
+        save_file(kept, folder / "model.safetensors")
+        with pytest.raises(RunError, match=f"SV001(.|\n)*{message} lm_head"):
+            refuse_untrue_config(folder, *names)
+
+
+def test_one_changed_weight_is_named(workshop, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(workshop.base, dtype=torch.float32)
+    expected = digests(trained_tensors(model), torch.bfloat16)
+    with torch.no_grad():
+        model.model.norm.weight[3] *= 1 + 2**-12  # less than bf16 shows
+        refuse_difference(tmp_path, expected, model, torch.bfloat16)
+        model.model.norm.weight[3] *= 1.02
+    with pytest.raises(RunError, match=r"SV001(.|\n)*model\.norm\.weight is not the trained one"):
+        refuse_difference(tmp_path, expected, model, torch.bfloat16)
+
+
+def test_casting_keeps_what_is_shared():
+    weight = torch.ones(4, 2)
+    cast = cast_once({"a": weight, "b": weight, "c": torch.ones(4, 2), "d": torch.arange(3)}, torch.bfloat16)
+    assert cast["a"] is cast["b"]
+    assert cast["a"] is not cast["c"]
+    assert cast["d"].dtype == torch.int64
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def with_code(workshop, tmp_path, monkeypatch):
+    """A base whose classes lie beside its weights."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tmp_path / "own"
+    shutil.copytree(workshop.base, folder)
+    (folder / "modeling_own.py").write_text(CODE)
+    names = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    config = config_of(folder) | {"model_type": "own_llama", "architectures": ["OwnModel"], "auto_map": names}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["none", "lora"])
+def test_a_model_with_its_own_code_is_trained_saved_and_loaded_again(with_code, configured, tmp_path, monkeypatch, kind):
+    model = {"name": str(with_code), "trust_remote_code": True}
+    assert train(configured(model=model, adapter={"kind": kind}, train={"steps": 2})) == 0
+    monkeypatch.setenv(CONSENT, "1")
+    run = load_run(tmp_path / "run")
+    assert run.taken == ("model" if kind == "none" else "adapter")
+    if kind == "lora":
+        assert merge(run, tmp_path / "merged").dtype == "fp32"
+        assert (tmp_path / "merged/modeling_own.py").is_file()
+    else:
+        assert AutoTokenizer.from_pretrained(tmp_path / "run/model")
