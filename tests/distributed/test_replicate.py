@@ -64,6 +64,8 @@ def test_the_command_on_two_processes_is_the_run_of_one(configured, tmp_path):
     assert json.loads((tmp_path / "two/plan.json").read_text())["processes"] == 2
     precision = json.loads((tmp_path / "two/precision.json").read_text())
     assert precision["violations"] == []
+    assert precision["observed"]["reduce"] == {"fp32": 1}
+    assert "reduce" not in precision["unobserved"]
 
 
 def test_a_killed_process_is_named_and_the_run_goes_on_bit_for_bit(toy, tmp_path):

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import IsotypeError, RunError, UsageError
 from . import told
@@ -125,10 +126,10 @@ class JoinedWorld(World):
     def sum(self, values: Sequence[float]) -> list[float]:
         import torch.distributed as dist
 
-        summed = torch.tensor(values, dtype=torch.float64)
-        with self._meeting():
+        with self._meeting(), _disable_current_modes():  # fp64 that whoever observes a step's arithmetic must not take for the model's
+            summed = torch.tensor(values, dtype=torch.float64)
             dist.all_reduce(summed, group=self._small)
-        return summed.tolist()
+            return summed.tolist()
 
     def any(self, flag: bool) -> bool:
         return self.sum([float(flag)])[0] > 0
@@ -136,7 +137,7 @@ class JoinedWorld(World):
     def add_up(self, tensor: Tensor) -> None:
         import torch.distributed as dist
 
-        with self._meeting():
+        with self._meeting(), _disable_current_modes():
             dist.all_reduce(tensor)
 
     def gather(self, value: Any) -> list[Any]:

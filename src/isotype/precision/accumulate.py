@@ -39,6 +39,7 @@ class GradientAccumulator:
     def __init__(self, parameters: Iterable[nn.Parameter], *, dtype: str = "fp32", reduce: str = "fp32") -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.dtype, self.reduce_dtype = to_torch(dtype), to_torch(reduce)
+        self.sent: list[torch.dtype] = []  # of each bucket that the last `reduce` summed across processes, for whoever observes
         self._buffers: dict[int, Tensor] = {}
         self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in self.parameters if p.dtype != self.dtype]
 
@@ -67,12 +68,14 @@ class GradientAccumulator:
 
         reached  of each parameter, whether it has a gradient in any process: one that has none there adds zeros
         """
+        self.sent = []
         if processes.size == 1:
             return
         for bucket in self._neighbours([p for p, any_has in zip(self.parameters, reached) if any_has]):
             gradients = [self._gradient_or_zeros(p) for p in bucket]
             flat = torch.cat([g.flatten().to(self.reduce_dtype) for g in gradients])
             processes.add_up(flat)
+            self.sent.append(flat.dtype)
             for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients])):
                 gradient.copy_(summed.view_as(gradient))
 

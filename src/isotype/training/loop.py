@@ -200,6 +200,7 @@ class Loop:
             result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=True)
         if self.stepper.loss_dtype is not None:
             self.observer.look_at_loss(seen, self.stepper.loss_dtype)
+        self.observer.look_at_sums(seen, accumulator.sent)
         self.note(seen)
         return result, sum(seen.promotions.values())
 
