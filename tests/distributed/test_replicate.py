@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from isotype.config.load import load
 from isotype.tasks.choose import train as train_language
 from isotype.training.run import train
-from tests.distributed.processes import GUARD, ROOT, children_of, ended, environment, run, start
+from tests.distributed.processes import GUARD, children_of, ended, environment, run, start
 from tests.training.test_run import same_result
 from tests.training.toy_task import ToyTask
 
@@ -166,13 +166,3 @@ def test_processes_end_with_a_launcher_that_is_killed(toy, tmp_path):
         time.sleep(0.2)
     assert not [child for child in children if Path(f"/proc/{child}").exists()]
     process.communicate()
-
-
-@pytest.mark.slow
-def test_torchrun_starts_the_same_run(toy, tmp_path):
-    given = json.dumps({"config": str(toy("run")), "toy": True})
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tests.distributed.worker", given]
-    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=GUARD, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("step 6/6  loss") == 1
-    assert "started by torchrun" in done.stdout

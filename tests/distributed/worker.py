@@ -1,7 +1,9 @@
 """One process of a test's run: `python -m tests.distributed.worker '{"config": FILE, ...}'`, started by `processes` or torchrun.
 
 config, resume  as for `isotype train`
+command         arguments of `isotype`, which is then run instead
 toy             the toy task instead of the language task
+group           the process group is there before the run
 fault           [rank, step, what]: at that step that process is killed (`die`), stops (`stop`), sleeps (`hang`) or raises (`raise`)
 """
 
@@ -15,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed
 
 from isotype.config.load import load
 from isotype.errors import IsotypeError
@@ -49,11 +52,16 @@ def with_fault(rank: int, step: int, what: str) -> None:
 
 def main() -> int:
     given = json.loads(sys.argv[1])
+    if given.get("fault") and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        with_fault(*given["fault"])
+    if given.get("command"):
+        from isotype.cli.app import main as command
+
+        sys.argv = ["isotype", *given["command"]]
+        command()
     torch.set_num_threads(1)
     resume = Path(given["resume"]) if given.get("resume") else None
     loaded = load(resume / "resolved.yaml" if resume else given["config"], [], {}, resolved=resume is not None)
-    if given.get("fault"):
-        with_fault(*given["fault"])
     if given.get("toy"):
         from tests.training.toy_task import ToyTask
 
@@ -62,6 +70,8 @@ def main() -> int:
         from isotype.tasks.choose import task_of
 
         task = task_of(loaded.config)
+    if given.get("group"):
+        torch.distributed.init_process_group("gloo")  # as Ray Train does before it calls the training function
     try:
         return train(loaded, task, resume=resume)
     except IsotypeError as error:

@@ -93,6 +93,7 @@ def train(
     gpus: Gpus = None,
     json_output: Json = False,
 ) -> None:
+    from ..distributed.restart import run_to_go_on_with
     from ..training.preflight.codes import parse_skips
 
     with _said_once():
@@ -101,6 +102,8 @@ def train(
             settings, model=model, data=data, out=out, preset=preset, steps=steps, resume=resume, consent=yes, no_cache=no_cache,
             device="cuda" if gpus else None,
         )  # fmt: skip
+        if resume is None and not dry_run and (resume := run_to_go_on_with(loaded.config.run.folder)) is not None:
+            loaded = _loaded(None, model=None, data=None, out=None, preset=None, steps=None, resume=resume)
         status = None if dry_run else _launched(loaded, processes, gpus)
     if status is not None:
         raise typer.Exit(status)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -66,6 +66,8 @@ def settle(task: Task, sources: Mapping[str, str], world: World = ALONE) -> Basi
     """Device and precision, then the data. Cheap things first, so that a mistake costs seconds. Raises UsageError."""
     config = task.config
     hardware = detect(config.model.device)
+    if hardware.kind == "cpu":  # the processes of a machine share its memory
+        hardware = replace(hardware, memory=hardware.memory // world.local_size)
     device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
     check_settings(config.train, device_type=device.type)
     resolved = resolve_precision(config, sources, hardware)
