@@ -9,10 +9,10 @@ import json
 
 import pytest
 from safetensors.torch import load_file
-from tests.distributed.processes import run
-from tests.distributed.test_replicate import rows_of
 
 from isotype.tasks.choose import train
+from tests.distributed.processes import run
+from tests.distributed.test_replicate import rows_of
 
 pytestmark = pytest.mark.slow
 FULL = {"adapter": {"kind": "none"}}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -292,10 +293,35 @@ def join(device: str, *, timeout: float) -> World:
         raise UsageError(f"{seat.size} processes were started, and this torch has no torch.distributed", fix="install another build")
     on_gpu = _take_gpu(device, seat)
     wait = timedelta(seconds=timeout)
-    store = _store(seat, wait)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=wait)
-    return JoinedWorld(seat, _ours(store), timeout=timeout, owned=True, backend=backend)
+    try:
+        store = _store(seat, wait)
+        ours = dist.PrefixStore("isotype", store)
+        ours.set(f"here/{seat.rank}", socket.gethostname())
+        dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=wait)
+    except RuntimeError as error:
+        raise _not_all_came(seat, locals().get("ours"), timeout, error) from error
+    return JoinedWorld(seat, ours, timeout=timeout, owned=True, backend=backend)
+
+
+_SLOW = "see why they did not start; a higher parallel.timeout if they are only slow"
+
+
+def _not_all_came(seat: Seat, store: Any, timeout: float, error: Exception) -> RunError:
+    """The processes could not meet: who is missing, as far as it is known. `store`: None where it was not even made."""
+    if store is None and seat.rank == 0:  # it is made once all processes have come
+        came = "the other process did not come" if seat.size == 2 else f"not all of {seat.size - 1} other processes came"
+        return RunError(f"{came} within {timeout:g} s (parallel.timeout)", code="MP002", fix=_SLOW)
+    try:
+        missing = [rank for rank in range(seat.size) if not store.check([f"here/{rank}"])]
+    except Exception:
+        return RunError(f"rank 0, where all processes meet, does not answer at {os.environ.get('MASTER_ADDR')}:"
+                        f"{os.environ.get('MASTER_PORT')}", code="MP002", fix=_SLOW)  # fmt: skip
+    if missing:
+        named = ", ".join(f"rank {rank}" for rank in missing)
+        return RunError(f"{named} did not come within {timeout:g} s (parallel.timeout)", code="MP002", fix=_SLOW)
+    first = next(iter(str(error).splitlines()), type(error).__name__)
+    return RunError(f"the {seat.size} processes could not connect: {first}", code="MP002", fix="a network between all machines, free ports")
 
 
 def _store(seat: Seat, wait: timedelta) -> Any:
@@ -308,12 +334,6 @@ def _store(seat: Seat, wait: timedelta) -> Any:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listening = {"master_listen_fd": int(handle)} if seat.rank == 0 else {}
     return dist.TCPStore(address, port, seat.size, is_master=seat.rank == 0, timeout=wait, wait_for_workers=False, **listening)
-
-
-def _ours(store: Any) -> Any:
-    import torch.distributed as dist
-
-    return dist.PrefixStore("isotype", store)
 
 
 def _world_of_group(device: str, timeout: float) -> World:
