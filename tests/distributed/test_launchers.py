@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.processes import ROOT, ended, environment
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TORCHRUN = "torch.distributed.run"
 
 

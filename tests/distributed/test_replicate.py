@@ -20,6 +20,7 @@ from tests.distributed.processes import GUARD, children_of, ended, environment, 
 from tests.training.test_run import same_result
 from tests.training.toy_task import ToyTask
 
+pytestmark = pytest.mark.timeout(900)
 LORA = {"train": {"steps": 6, "batch_size": 2, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 3}}
 
 

@@ -9,6 +9,7 @@ a process group, whose own errors name nobody and are replaced.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -33,6 +34,7 @@ Made = TypeVar("Made")
 LOOK = 0.5  # seconds between two looks for failures while waiting
 MOST_PAUSE = 0.05  # seconds between two looks for what is waited for
 SUSPECT = 2.0  # seconds without a sign of life after which a process is looked at more closely
+_RUNS = itertools.count()  # runs one after the other in the same processes have keys of their own
 LEAVING = 10.0  # seconds that the first process waits for the others to leave: the store goes with it
 
 
@@ -294,13 +296,14 @@ def join(device: str, *, timeout: float) -> World:
     on_gpu = _take_gpu(device, seat)
     wait = timedelta(seconds=timeout)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    run, ours = next(_RUNS), None
     try:
-        store = _store(seat, wait)
-        ours = dist.PrefixStore("isotype", store)
+        meeting = _store(seat, wait)
+        store, ours = dist.PrefixStore(f"group {run}", meeting), dist.PrefixStore(f"isotype {run}", meeting)
         ours.set(f"here/{seat.rank}", socket.gethostname())
         dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=wait)
     except RuntimeError as error:
-        raise _not_all_came(seat, locals().get("ours"), timeout, error) from error
+        raise _not_all_came(seat, ours, timeout, error) from error
     return JoinedWorld(seat, ours, timeout=timeout, owned=True, backend=backend)
 
 
@@ -345,10 +348,7 @@ def _world_of_group(device: str, timeout: float) -> World:
     local_rank, local_size = (int(environ[name]) if environ.get(name, "").isdigit() else least
                               for name, least in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))  # fmt: skip
     seat = Seat(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=local_rank, local_size=local_size, launcher="another program")
-    # runs one after the other in one group: each has its own keys
-    runs = _world_of_group.__dict__.setdefault("runs", [0])
-    runs[0] += 1
-    store = dist.PrefixStore(f"isotype{runs[0]}", _get_default_store())
+    store = dist.PrefixStore(f"isotype {next(_RUNS)}", _get_default_store())
     return JoinedWorld(seat, store, timeout=timeout, owned=False, backend=str(dist.get_backend()))
 
 
