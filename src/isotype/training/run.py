@@ -204,8 +204,11 @@ def _run(
     loop = _loop(task, prepared, folder, console, world)
     loop.callbacks = own.callbacks
     world.at(0, "the preflight")
-    subject = Subject(config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=resuming)
-    checked = preflight(subject, skips, world)
+    subject = Subject(
+        config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=resuming,
+        micro_batch=prepared.passes.rows,
+    )  # fmt: skip
+    checked = preflight(subject, skips, world=world)
     world.first_does(lambda: _write_start(loaded, task, prepared, loop.plan, folder, world, resuming=resuming))
     shared = contention() if prepared.device.type == "cpu" and world.first else None
     said = [("cores", str(shared))] if shared else []

@@ -50,7 +50,7 @@ class Stepper:
         self.loss_sum, self.world = loss_sum, world
         self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
         self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for whoever observes
-        self._sampled = _sampled_elements(accumulator.parameters)
+        self._sampled = sampled_elements(accumulator.parameters)
 
     def accumulate(self, batches: Sequence[Batch], weight: int | None = None) -> Tensor:
         """Forward and backward of every micro-batch; returns their losses, summed, over `weight`: by default their own weights."""
@@ -113,8 +113,9 @@ class Stepper:
         """
         passes = [partial(self.loss_sum, self.model, batch) for batch in batches]
         error = non_finite_error(
-            self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, train=self.train, compute=self.precision.compute
-        )
+            self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, learning_rate=self.train.learning_rate,
+            clip=self.train.clip, compute=self.precision.compute,
+        )  # fmt: skip
         if self.world.size == 1 or step == 0:  # step 0 is the preflight's, which each process has for itself
             return error
         found = self.world.gather([own is not None and not math.isfinite(own), error.message, error.fix])
@@ -133,7 +134,7 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(list(norms)))
 
 
-def _sampled_elements(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+def sampled_elements(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
     """Fixed places, the same in every run: parameters spread evenly over the model, elements evenly over a parameter."""
     stride = max(1, math.ceil(len(parameters) / SAMPLED_PARAMETERS))
     return [

@@ -81,10 +81,13 @@ class Outcome:
         ]
 
 
-def preflight(subject: Subject[Any], skips: Mapping[str, str], world: World = ALONE) -> Outcome:
+def preflight(
+    subject: Subject[Any], skips: Mapping[str, str], *, checks: Mapping[str, tuple[Check, ...]] = CHECKS, world: World = ALONE
+) -> Outcome:
     """Runs what is due, writes preflight.json, and raises PreflightError with every error found. A resumed run: static checks only.
 
-    Each process of `world` checks its own machine and step; what one refuses, all refuse. The record is the first one's.
+    checks  by phase, beside the task's own
+    world   each process checks its own machine and step; what one refuses, all refuse. The record is the first one's.
     """
     record = subject.folder / RECORD
     before = _read(record) if subject.resuming else {}
@@ -95,7 +98,7 @@ def preflight(subject: Subject[Any], skips: Mapping[str, str], world: World = AL
         if outcome.refused or (subject.resuming and phase != "static"):
             break
         started = time.perf_counter()
-        for check in (*CHECKS.get(phase, ()), *own.get(phase, ())):
+        for check in (*checks.get(phase, ()), *own.get(phase, ())):
             if check.codes[0] not in skipped:
                 outcome.findings += [f for f in check.run(subject) if f.code not in skipped]
                 outcome.ran += [code for code in check.codes if code not in skipped]
