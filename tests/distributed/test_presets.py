@@ -16,7 +16,7 @@ from tests.distributed.test_replicate import rows_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FULL = {"adapter": {"kind": "none"}}
-STEPS = {"steps": 4, "batch_size": 2, "accumulate": 2, "learning_rate": 1e-3, "eval_every": 2}
+STEPS = {"steps": 4, "batch_size": 2, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 2}
 CASES = {
     "fp32 full": ({"precision": {"preset": "fp32"}, **FULL}, 2e-6, 2e-5),
     "bf16-lora": ({"precision": {"preset": "bf16-lora"}}, 2e-5, 2e-3),

@@ -20,7 +20,8 @@ AnyTask = TypeVar("AnyTask", bound=Task, covariant=True)
 class Subject(Generic[AnyTask]):
     """A prepared run. `resuming`: it goes on from a checkpoint, so that some of its files exist already.
 
-    micro_batch  rows of a forward pass; by default train.batch_size"""
+    micro_batch  rows of a forward pass; by default train.batch_size
+    """
 
     config: RunConfig
     task: AnyTask
