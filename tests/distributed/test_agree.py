@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from isotype.distributed.agree import fingerprint_of_weights, refuse_differences, refuse_other_precision, versions
+from isotype.config.schema import RunConfig
+from isotype.distributed.agree import fingerprint_of_weights, lines_of, refuse_differences, refuse_other_precision, versions
 from isotype.distributed.world import World
 from isotype.errors import UsageError
 from isotype.precision.presets import PRESETS
@@ -30,6 +31,12 @@ def test_a_process_that_differs_is_named():
         refuse_differences(Others({}, {"host": "node7", "data": "abd"}), versions="torch 2", data="abc")
     with pytest.raises(UsageError, match="different versions: torch 1 and torch 2"):
         refuse_differences(Others({"versions": "torch 1"}), versions="torch 2", data="abc")
+
+
+def test_the_setting_that_differs_is_named():
+    mine, its = (lines_of(RunConfig.model_validate({"train": {"seed": seed}, "parallel": {"timeout": 9 + seed}})) for seed in (0, 1))
+    with pytest.raises(UsageError, match=r"different configuration: train\.seed: 1 and train\.seed: 0"):
+        refuse_differences(Others({"configuration": its}), configuration=mine)
 
 
 def test_versions_name_what_decides_numbers():

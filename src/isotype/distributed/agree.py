@@ -10,12 +10,13 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
+from ..config.schema import RunConfig
 from ..errors import UsageError
 from ..precision.precision import Precision
 from .world import World
@@ -40,7 +41,7 @@ def refuse_differences(world: World, **facts: str) -> None:
         others = [rank for rank, one in enumerate(found) if one[name] != found[0][name]]
         if not others:
             continue
-        said = f": {found[others[0]][name]} and {found[0][name]}" if name == "versions" else ""
+        said = _shown(found[others[0]][name], found[0][name]) if name in ("versions", "configuration") else ""
         raise UsageError(
             f"rank {', '.join(map(str, others))} ({found[others[0]]['host']}) and rank 0 ({found[0]['host']}) have different {name}{said}",
             fix=_FIXES[name],
@@ -95,8 +96,20 @@ def versions() -> str:
     return ", ".join(known)
 
 
-def fingerprint_of(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()
+def lines_of(config: RunConfig) -> str:
+    """Every key of a configuration that must be the same, one a line."""
+    return "\n".join(
+        f"{section}.{key}: {value!r}"
+        for section, values in config.model_dump().items()
+        for key, value in values.items()
+        if (section, key) != ("parallel", "timeout")
+    )
+
+
+def _shown(its: str, first: str) -> str:
+    """The first line that is not the same: `: train.seed: 1 and train.seed: 0`."""
+    one, other = next((a, b) for a, b in zip_longest(its.splitlines(), first.splitlines(), fillvalue="") if a != b)
+    return f": {one} and {other}"
 
 
 def _written(file: Path, text: str) -> str:

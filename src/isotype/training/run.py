@@ -17,8 +17,8 @@ from ..config.load import LoadedConfig, load
 from ..config.schema import RunConfig
 from ..config.write import resolved_yaml
 from ..distributed.agree import (
-    fingerprint_of,
     fingerprint_of_weights,
+    lines_of,
     refuse_differences,
     refuse_folder_of_another_machine,
     refuse_other_precision,
@@ -195,7 +195,7 @@ def _run(
         refuse_differences(
             world,
             versions=versions(),
-            configuration=fingerprint_of(config.model_dump(exclude={"parallel": {"timeout"}})),
+            configuration=lines_of(config),
             data=task.fingerprint(),
             weights=fingerprint_of_weights(prepared.model),
         )
