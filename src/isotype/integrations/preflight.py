@@ -42,11 +42,7 @@ def run_preflight(attached: Attachment, folder: Path, skip: Mapping[str, str], *
     unplanned = "eval_strategy is no" if str(trainer.args.eval_strategy.value) == "no" else ""
     for phase, these, why in (
         ("data", _ROWS, "" if rows.tokens else rows.why_no_tokens),
-        (
-            "data",
-            _TOKENS,
-            rows.why_no_tokens if not rows.tokens else "" if tokenizer_of(trainer) else "the trainer has no processing_class",
-        ),
+        ("data", _TOKENS, without),
         ("real", _STEP, why_not),
         ("real", _EVALUATION, why_not or unplanned),
     ):
