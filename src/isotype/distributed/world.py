@@ -296,7 +296,8 @@ def join(device: str, *, timeout: float) -> World:
     on_gpu = _take_gpu(device, seat)
     wait = timedelta(seconds=timeout)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    run, ours = next(_RUNS), None
+    # torchrun keeps its store from one attempt to the next, with what the ended processes told
+    run, ours = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} {next(_RUNS)}", None
     try:
         meeting = _store(seat, wait)
         store, ours = dist.PrefixStore(f"group {run}", meeting), dist.PrefixStore(f"isotype {run}", meeting)
