@@ -81,6 +81,7 @@ def configured(workshop, tmp_path):
             "run": {"folder": str(tmp_path / folder), "sample_tokens": 4, "report": False, "samples": ["How much is 1 plus 1?"]},
         }
         for section, values in sections.items():
+            config.setdefault(section, {})
             config[section] |= values
         file = Path(tmp_path / f"{folder}.yaml")
         file.write_text(json.dumps(config))  # JSON is YAML

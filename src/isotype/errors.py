@@ -10,6 +10,8 @@ class IsotypeError(ValueError):
     """Base of every error Isotype raises on purpose. `code` names its page (`isotype explain CODE`)."""
 
     exit_status = 1
+    shown_elsewhere = False
+    """Another process of this run shows it: the command line only ends with its status."""
 
     def __init__(self, message: str, *, code: str | None = None, fix: str | None = None) -> None:
         self.code, self.message, self.fix = code, message, fix

@@ -24,6 +24,7 @@ from .hostile import TARGETS
 from .kills import kill_trials
 from .matrix import CELLS, SLICE, matrix_trials
 from .nonfinite import count_nans, nan_trials
+from .ranks import rank_trials
 from .trial import Deadline, Trial, as_lines, summarise
 from .workshop import Workshop
 
@@ -34,6 +35,7 @@ class Part(StrEnum):
     corruption = "corruption"
     nan = "nan"
     matrix = "matrix"
+    ranks = "ranks"
     fuzz = "fuzz"
 
 
@@ -43,7 +45,7 @@ ALL = (Part.kills, Part.disk, Part.corruption, Part.nan)
 def faults(
     parts: Annotated[
         list[Part] | None,
-        typer.Argument(metavar="[PART ...]", help="kills, disk, corruption, nan: the default. And matrix, fuzz."),
+        typer.Argument(metavar="[PART ...]", help="kills, disk, corruption, nan: the default. And matrix, ranks, fuzz."),
     ] = None,
     kills: Annotated[int, typer.Option("--kills", min=1, help="How many SIGKILLs.")] = 200,
     inputs: Annotated[int, typer.Option("--inputs", min=1, help="How many hostile inputs for fuzz.")] = 100_000,
@@ -72,6 +74,8 @@ def faults(
 
         python -m tests.faults matrix
 
+        python -m tests.faults ranks
+
         python -m tests.faults fuzz --inputs 100000
 
         python -m tests.faults fuzz --only "data rows:17"
@@ -99,6 +103,7 @@ def faults(
             ),
             Part.fuzz: (inputs, lambda: fuzz.fuzz_trials(workshop, inputs=inputs, seed=seed, deadline=deadline, only=only)),
             Part.matrix: (len(c := SLICE if quick else CELLS), lambda: matrix_trials(workshop, cells=c, deadline=deadline)),
+            Part.ranks: (r := 2 if quick else 20, lambda: rank_trials(workshop, kills=r, seed=seed, deadline=deadline)),
             Part.nan: (count_nans(t := 0 if quick else 3), lambda: nan_trials(workshop, times=t, seed=seed, deadline=deadline)),
         }
         trials = list(_watched({part: planned[part] for part in wanted}))

@@ -44,5 +44,6 @@ def _state(checkpoint: Path) -> dict[str, Any] | None:
     if not (checkpoint / "state.json").is_file():
         return None
     state = json.loads((checkpoint / "state.json").read_text())
-    state.get("progress", {}).pop("trained_seconds", None)
+    for name in ("trained_seconds", "sampled_seconds"):
+        state.get("progress", {}).pop(name, None)
     return state

@@ -14,12 +14,12 @@ from tests.faults.trial import Trial, as_lines, summarise
 
 @pytest.mark.slow
 def test_a_slice_of_the_campaign():
-    command = [sys.executable, "-m", "tests.faults", "kills", "disk", "corruption", "nan", "matrix", "fuzz", "--quick", "--json"]
+    command = [sys.executable, "-m", "tests.faults", "kills", "disk", "corruption", "nan", "matrix", "ranks", "fuzz", "--quick", "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     answer = json.loads(ended.stdout)
     assert ended.returncode == 0, answer
     assert answer["failed"] == 0
-    assert {row["part"] for row in answer["rows"]} == {"kills", "disk", "corruption", "nan", "matrix", "fuzz"}
+    assert {row["part"] for row in answer["rows"]} == {"kills", "disk", "corruption", "nan", "matrix", "ranks", "fuzz"}
     assert sum(row["trials"] for row in answer["rows"] if row["part"] == "kills") == 3
     cells = {row["what"]: row for row in answer["rows"] if row["part"] == "matrix"}
     assert sum(row["identical"] for row in cells.values()) == 3

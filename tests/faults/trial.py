@@ -12,7 +12,7 @@ from typing import Any
 class Trial:
     """A fault done to a run.
 
-    part       kills, disk, corruption, nan, matrix
+    part       kills, disk, corruption, nan, matrix, ranks
     what       the fault, as a row of the table
     survived   the command ended as it should, said what happened in one message, and the run could go on to its end
     identical  the run that went on ended bit for bit as the undisturbed one; None where there is no such run

@@ -82,6 +82,13 @@ def test_fp32_weights_keep_their_own_gradient():
     assert all(accumulator.gradient(p) is p.grad for p in model.parameters())
 
 
+class TwoProcesses:
+    size = 2
+
+    def add_up(self, tensor):
+        dist.all_reduce(tensor)
+
+
 def _rank(rank: int, port: int, errors: "mp.SimpleQueue[tuple[int, float, float]]") -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
@@ -100,7 +107,7 @@ def _rank(rank: int, port: int, errors: "mp.SimpleQueue[tuple[int, float, float]
         else:
             with plain.no_sync():
                 backward(plain, x, y)
-    accumulator.reduce()
+    accumulator.reduce(TwoProcesses(), accumulator.reached())
     # DDP averages; its sum is what is compared
     bf16 = relative_error([p.grad * 2 for p in plain.parameters()], true)
     errors.put((rank, bf16, relative_error(accumulator.gradients(), true)))
@@ -118,3 +125,33 @@ def test_under_two_process_ddp():
         _rank_number, in_bf16, in_fp32 = errors.get()
         assert in_bf16 > 5e-3, in_bf16
         assert in_fp32 < 1e-5, in_fp32
+
+
+class Doubled:
+    """Two processes with the same gradients."""
+
+    size = 2
+
+    def __init__(self):
+        self.sums = []
+
+    def add_up(self, tensor):
+        self.sums.append((tensor.numel(), tensor.dtype))
+        tensor *= 2
+
+
+@pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+def test_gradients_are_summed_in_buckets_of_the_declared_dtype(reduce, monkeypatch):
+    monkeypatch.setattr("isotype.precision.accumulate.BUCKET", 40)
+    weights = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in ((4, torch.bfloat16), (3, torch.float32), (30, torch.bfloat16))]
+    unused, elsewhere = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(2))
+    accumulator = GradientAccumulator([*weights, unused, elsewhere], dtype="fp32", reduce=reduce)
+    sum(w.float().sum() * 3 for w in weights).backward()
+    assert accumulator.reached() == [True, True, True, False, False]
+    both = Doubled()
+    accumulator.reduce(both, [True, True, True, False, True])  # the last one has a gradient in the other process
+    assert [accumulator.gradient(w).unique().tolist() for w in weights] == [[6.0]] * 3
+    assert accumulator.gradient(unused) is None  # none anywhere: the optimizer must not touch it
+    assert accumulator.gradient(elsewhere).tolist() == [0.0, 0.0]
+    assert [n for n, _ in both.sums] == [7, 30, 2]
+    assert {dtype for _, dtype in both.sums} == {torch.float32 if reduce == "fp32" else torch.bfloat16} == set(accumulator.sent)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from isotype.config.schema import RunConfig
+from isotype.distributed.world import ALONE, World
 from isotype.dtypes import to_torch
 from isotype.optimize import Manifest
 from isotype.precision.apply import apply_precision
@@ -68,6 +69,9 @@ class ToyTask:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
 
+    def fingerprint(self) -> str:
+        return str(DATA)
+
     def check(self, precision: Precision) -> None: ...
     def load_data(self) -> None: ...
 
@@ -113,7 +117,7 @@ class ToyTask:
     def flops(self, model: nn.Module) -> Callable[[Any], float]:
         return lambda batch: 6.0 * batch.rows * sum(p.numel() for p in model.parameters())
 
-    def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None) -> Evaluation:
+    def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
         batch = self.collate(DATA[self.rows :][:most]).to(device)
         with evaluation_mode(model):
             return Evaluation(float(self.loss_sum(model, batch, dtype=dtype)) / batch.rows, batch.rows, {"last": 0.0})

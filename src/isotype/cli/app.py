@@ -78,7 +78,8 @@ def main() -> None:
     except IsotypeError as error:
         if os.environ.get("ISOTYPE_TRACEBACK"):
             raise
-        print(f"isotype: {error}", file=sys.stderr)
+        if not error.shown_elsewhere:
+            print(f"isotype: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
     except ModuleNotFoundError as error:
         extra = _EXTRA_OF.get((error.name or "").partition(".")[0])

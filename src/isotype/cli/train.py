@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +33,8 @@ Examples:
     isotype train --resume runs/qwen                      # goes on bit for bit
 
     isotype train --resume runs/qwen train.steps=2000     # for longer
+
+    isotype train run.yaml --gpus 4                       # the same run on 4 GPUs; --processes 4 on a CPU
 
     isotype train run.yaml --skip PF004="a shared disk that grows"
 
@@ -59,6 +66,10 @@ Preset = Annotated[
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Tokenise anew and keep nothing of it (data.cache=none).")]
 Steps = Annotated[int | None, typer.Option("--steps", help="Optimizer steps (train.steps).", show_default=False)]
+Processes = Annotated[
+    int | None, typer.Option("--processes", min=1, help="Processes on this machine that share each step's rows.", show_default=False)
+]
+Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="As --processes, with a GPU for each.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, progress on stderr.")]
 
 
@@ -78,13 +89,27 @@ def train(
     ] = None,
     no_cache: NoCache = False,
     why: Annotated[str | None, typer.Option("--why", help="The reason of every --skip without one.", show_default=False)] = None,
+    processes: Processes = None,
+    gpus: Gpus = None,
     json_output: Json = False,
 ) -> None:
+    from ..distributed.restart import run_to_go_on_with
     from ..training.preflight.codes import parse_skips
 
-    skips = parse_skips(skip or [], why)
-    loaded = _loaded(settings, model=model, data=data, out=out, preset=preset, steps=steps, resume=resume, consent=yes, no_cache=no_cache)
+    with _said_once():
+        skips = parse_skips(skip or [], why)
+        loaded = _loaded(
+            settings, model=model, data=data, out=out, preset=preset, steps=steps, resume=resume, consent=yes, no_cache=no_cache,
+            device="cuda" if gpus else None,
+        )  # fmt: skip
+        if resume is None and not dry_run and (resume := run_to_go_on_with(loaded.config.run.folder)) is not None:
+            loaded = _loaded(None, model=None, data=None, out=None, preset=None, steps=None, resume=resume)
+        status = None if dry_run else _launched(loaded, processes, gpus)
+    if status is not None:
+        raise typer.Exit(status)
     if dry_run:
+        if processes or gpus:
+            raise UsageError("--processes and --gpus have no effect with --dry-run")
         if skips:
             raise UsageError("--skip has no effect with --dry-run: a plan runs no preflight")
         _print_plan(loaded, json_output)
@@ -114,6 +139,44 @@ def plan(
     _print_plan(loaded, json_output, device=device, ledger=ledger)
 
 
+@contextmanager
+def _said_once() -> Iterator[None]:
+    """For mistakes in the command, which every process of a launcher finds: the others let the first one say it.
+
+    The launcher ends them as soon as the first one ends; a mistake of one machine only is said after a moment.
+    """
+    try:
+        yield
+    except UsageError:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(5.0)
+        raise
+
+
+def _launched(loaded: LoadedConfig, processes: int | None, gpus: int | None) -> int | None:
+    """Starts the processes that were asked for; the run's exit status, or None where this process is to run it.
+
+    Raises  UsageError, before anything is started, for a number that cannot share a step, or not the number that a launcher started
+    """
+    from ..distributed.passes import Passes
+    from ..distributed.seat import find_seat
+
+    if processes and gpus:
+        raise UsageError("--processes and --gpus say the same thing", fix="give one of them")
+    asked, option = (gpus, "--gpus") if gpus else (processes, "--processes")
+    seat = find_seat()
+    if asked and seat.size not in (1, asked):
+        raise UsageError(f"{option} {asked}, and {seat.launcher} has started {seat.size} processes", fix=f"leave {option} away")
+    size = max(seat.size, asked or 1)
+    if size > 1:
+        Passes.of(loaded.config.train, size=size)
+    if size == seat.size:
+        return None
+    from ..distributed.launch import launch
+
+    return launch([sys.executable, "-m", "isotype", *sys.argv[1:]], size)
+
+
 def _loaded(
     settings: list[str] | None,
     *,
@@ -125,6 +188,7 @@ def _loaded(
     resume: Path | None = None,
     consent: bool = False,
     no_cache: bool = False,
+    device: str | None = None,
 ) -> LoadedConfig:
     from ..config.load import load
     from ..entry.complete import refuse_incomplete
@@ -138,6 +202,7 @@ def _loaded(
         "run.folder": out,
         "train.steps": steps,
         "data.cache": "none" if no_cache else None,
+        "model.device": device,
     }
     if consent and resume is None:
         raise UsageError("--yes has no effect without --resume")

@@ -39,6 +39,8 @@ MAY_CHANGE = {
     "run.observe_every": "when to look",
     "run.report": "what is written",
     "run.trackers": "what is written",
+    "parallel.kind": "the same steps on other machines; not bit for bit",
+    "parallel.timeout": "how long to wait for another process",
 }
 
 

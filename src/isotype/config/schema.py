@@ -1,4 +1,4 @@
-"""The schema of a run: six sections, every key with a default, a unit and a sentence; unknown keys are forbidden. Imports no torch.
+"""The schema of a run: seven sections, every key with a default, a unit and a sentence; unknown keys are forbidden. Imports no torch.
 
 The sentences become `isotype schema`, the comments that `isotype init` writes, and the reference in the documentation.
 """
@@ -214,6 +214,14 @@ class RunSection(Section):
     """Where the metrics go besides metrics.jsonl; each needs its extra (`pip install 'isotype[wandb]'`). wandb is offline without a key."""
 
 
+class ParallelSection(Section):
+    kind: Literal["auto", "replicate"] = "auto"
+    """What several processes share. `replicate`: each holds the whole model and computes its share of a step's rows; gradients are summed
+    once a step. `auto` takes it."""
+    timeout: PositiveFloat = 1800.0
+    """Seconds to wait for another process before it is named and the run ends: longer than samples of the whole run's prompts take."""
+
+
 class RunConfig(Section):
     """One run: what `isotype train FILE.yaml` reads."""
 
@@ -223,3 +231,4 @@ class RunConfig(Section):
     precision: PrecisionSection = PrecisionSection()
     train: TrainSection = TrainSection()
     run: RunSection = RunSection()
+    parallel: ParallelSection = ParallelSection()

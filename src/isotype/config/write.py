@@ -32,6 +32,7 @@ _ABOUT = {
     "precision": "The dtype of every role of the run. A preset fills all of them; the keys below override single roles.",
     "train": "How it is trained.",
     "run": "What the run writes, and when.",
+    "parallel": "Of a run on several processes: isotype train --gpus N, or torchrun.",
 }
 
 

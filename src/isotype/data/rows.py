@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +66,17 @@ class LoadedData:
     """Rows that were left out: those of bad_rows.jsonl."""
     stream: Any = None
     """With `data.stream`: a `RowFeed` of the training rows."""
+
+    def fingerprint(self) -> str:
+        """A hash of the rows before packing, and of the evaluation rows: of their tokens and of which are learnt."""
+        summed = hashlib.blake2b(digest_size=16)
+        for rows in (self.documents, self.eval):
+            column = getattr(rows, "column", None)
+            parts = [hash(row) for row in rows] if column is None else [column(name) for name in ("digest", "supervised")]
+            for part in parts:
+                summed.update(part.tobytes() if hasattr(part, "tobytes") else str(part).encode())
+            summed.update(b"|")
+        return summed.hexdigest()
 
     @property
     def documents(self) -> Sequence[Row]:

@@ -26,6 +26,7 @@ NAMED = {
     "precision": "precision.preset",
     "train": None,
     "run": "run.folder",
+    "parallel": "parallel.kind",
 }
 
 
@@ -38,6 +39,7 @@ def train(
     precision: Given = None,
     train: Given = None,
     run: Given = None,
+    parallel: Given = None,
     preset: str | None = None,
     resume: str | Path | None = None,
     skip: Mapping[str, str] | None = None,
@@ -50,7 +52,8 @@ def train(
         run.metrics, run.adapter, run.chat("What is a bf16?")
 
     config     a RunConfig, or a YAML file; sections given beside it win
-    model ...  each section as a name (model.name, data.train, adapter.kind, precision.preset, run.folder), a mapping, or its class
+    model ...  each section as a name (model.name, data.train, adapter.kind, precision.preset, run.folder, parallel.kind), a mapping,
+               or its class
     preset     lora, qlora, full, full-bf16, or a precision
     resume     a run's folder to go on with; sections are what is to change
     skip       checks of the preflight to leave out, code to reason
@@ -59,7 +62,7 @@ def train(
                cross-entropy; the batch has `inputs` for the model and `labels`. Evaluation keeps the cross-entropy.
     Raises     UsageError, PreflightError, RunError, DtypeError, each with its fix
     """
-    given = {"model": model, "data": data, "adapter": adapter, "precision": precision, "train": train, "run": run}
+    given = {"model": model, "data": data, "adapter": adapter, "precision": precision, "train": train, "run": run, "parallel": parallel}
     flags: dict[str, Any] = {}
     if isinstance(config, RunConfig):
         flags |= {f"{name}.{key}": value for name in NAMED for key, value in _set_keys(getattr(config, name)).items()}

@@ -1,18 +1,30 @@
 """Accumulates gradients in buffers that are wider than the weights.
 
 DDP, FSDP2, deepcopy and torch's own AdamW lose `param.grad_dtype`, so the sum is stored outside `.grad`: a hook adds each gradient to
-its buffer and then frees it. Under DDP run every micro-batch in `no_sync()` and call `reduce()` once per step.
+its buffer and then frees it. Processes that train together sum theirs with `reduce()`,
+once per step, without a wrapper around the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..dtypes import to_torch
+
+BUCKET = 25 << 20  # bytes of gradients that are sent at a time; torch's DDP has the same
+
+
+class Processes(Protocol):
+    """What `reduce` needs of the processes that train together."""
+
+    size: int
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Sums a tensor over all of them, in place."""
 
 
 class GradientAccumulator:
@@ -27,6 +39,7 @@ class GradientAccumulator:
     def __init__(self, parameters: Iterable[nn.Parameter], *, dtype: str = "fp32", reduce: str = "fp32") -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.dtype, self.reduce_dtype = to_torch(dtype), to_torch(reduce)
+        self.sent: list[torch.dtype] = []  # of each bucket that the last `reduce` summed across processes, for whoever observes
         self._buffers: dict[int, Tensor] = {}
         self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in self.parameters if p.dtype != self.dtype]
 
@@ -46,19 +59,46 @@ class GradientAccumulator:
     def gradients(self) -> list[Tensor]:
         return [g for p in self.parameters if (g := self.gradient(p)) is not None]
 
-    def reduce(self, group: dist.ProcessGroup | None = None) -> None:
-        """Sums every gradient across ranks in the declared reduce dtype; call it once per step. A rank without a gradient adds zeros."""
-        if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    def reached(self) -> list[bool]:
+        """Whether each parameter has a gradient."""
+        return [self.gradient(p) is not None for p in self.parameters]
+
+    def reduce(self, processes: Processes, reached: Sequence[bool]) -> None:
+        """Sums the gradients over all processes, in buckets, in the declared reduce dtype.
+
+        reached  of each parameter, whether it has a gradient in any process: one that has none there adds zeros
+        """
+        self.sent = []
+        if processes.size == 1:
             return
-        for parameter in self.parameters:
-            gradient = self.gradient(parameter)
-            if gradient is None:
-                gradient = torch.zeros_like(parameter, dtype=self.dtype)
-                self._store(parameter, gradient)
-            sent = gradient.to(self.reduce_dtype)
-            dist.all_reduce(sent, group=group)
-            if sent is not gradient:
-                gradient.copy_(sent)
+        for bucket in self._neighbours([p for p, any_has in zip(self.parameters, reached) if any_has]):
+            gradients = [self._gradient_or_zeros(p) for p in bucket]
+            flat = torch.cat([g.flatten().to(self.reduce_dtype) for g in gradients])
+            processes.add_up(flat)
+            self.sent.append(flat.dtype)
+            for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients])):
+                gradient.copy_(summed.view_as(gradient))
+
+    def _neighbours(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Neighbours of one device, together at most BUCKET bytes, or a single one."""
+        bucket: list[nn.Parameter] = []
+        size = 0
+        for p in parameters:
+            bytes_ = p.numel() * self.reduce_dtype.itemsize
+            if bucket and (size + bytes_ > BUCKET or p.device != bucket[0].device):
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(p)
+            size += bytes_
+        if bucket:
+            yield bucket
+
+    def _gradient_or_zeros(self, parameter: nn.Parameter) -> Tensor:
+        gradient = self.gradient(parameter)
+        if gradient is None:
+            gradient = torch.zeros_like(parameter, dtype=self.dtype)
+            self._store(parameter, gradient)
+        return gradient
 
     def _store(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         if parameter.dtype == self.dtype:

@@ -53,8 +53,10 @@ def progress_line(step: int, total: int, row: dict[str, Any], eta: float | None,
 class RunConsole:
     """Prints to stdout, or to stderr when stdout belongs to `--json`."""
 
-    def __init__(self, *, json_output: bool) -> None:
-        self.console = Console(file=sys.stderr if json_output else sys.stdout, highlight=False, soft_wrap=True)
+    def __init__(self, *, json_output: bool, silent: bool = False) -> None:
+        """silent  another process of the run has the terminal"""
+        self.console = Console(file=sys.stderr if json_output else sys.stdout, highlight=False, soft_wrap=True, quiet=silent)
+        self._silent = silent
         self._live: Live | None = None
         self._last_plain = 0
 
@@ -75,6 +77,8 @@ class RunConsole:
                 self.say(f"{'':<10}{line}")
 
     def progress(self, step: int, total: int, row: dict[str, Any], eta: float | None, words: Words) -> None:
+        if self._silent:
+            return
         line = progress_line(step, total, row, eta, words)
         if self.console.is_terminal or self.console.is_jupyter:
             if self._live is None:

@@ -18,7 +18,17 @@ from .verify import ROWS, verify_result
 
 
 def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
-    """Returns the content of result.json. Raises RunError SV001 when the saved result is not the trained one."""
+    """Returns the content of result.json. Raises RunError SV001 when the saved result is not the trained one.
+
+    The first process saves and checks; the others wait, for as long as it lives.
+    """
+    loop.world.at(loop.progress.step, "the result")
+    if not loop.world.first:
+        _free(loop, prepared)
+    return loop.world.first_does(lambda: _finish(loop, prepared), patiently=True)
+
+
+def _finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     config, progress, precision, task = loop.config, loop.progress, prepared.resolved.precision, loop.task
     taken = _take_best(loop) if config.train.patience else progress.step
     adapter = config.adapter.kind != "none"

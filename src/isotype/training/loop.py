@@ -7,7 +7,7 @@ resumed run goes on bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,16 +17,17 @@ import torch
 from torch import nn
 
 from ..config.schema import RunConfig
+from ..distributed.passes import Passes
+from ..distributed.random_states import gathered_random_state, restore_own_random_state
+from ..distributed.world import ALONE, World
 from ..errors import IsotypeError, RunError, UsageError
 from ..precision.observe import Observation, Observer, is_observed
 from ..precision.observe.record import as_read, as_written, noted
 from ..precision.resolve import Resolved
 from ..runs.checkpoint.snapshot import (
     optimizer_tensors,
-    random_state,
     restore_model,
     restore_optimizer,
-    restore_random_state,
     trainable_tensors,
 )
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
@@ -98,6 +99,7 @@ class Loop:
     peak_flops: float | None
     trackers: Trackers = field(default_factory=Trackers)
     callbacks: Sequence[Callback] = ()
+    world: World = ALONE
     stop_asked: bool = False
     """A callback asked to end the run."""
     progress: Progress = field(default_factory=Progress)
@@ -107,6 +109,7 @@ class Loop:
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.folder.metrics)
         self.pace = Pace()
+        self.passes = Passes.of(self.config.train, rank=self.world.rank, size=self.world.size)
         self._said_no_samples = False
 
     def run(self, interrupt: Interrupt) -> bool:
@@ -125,11 +128,11 @@ class Loop:
                 )
             except (RunError, UsageError) as error:  # a stream meets its broken rows here
                 raise self.with_last_good(error) from error
-            if interrupt.asked and step < self.plan.total:
+            if self.world.any(interrupt.asked) and step < self.plan.total:
                 self.console.settle()
                 self.save()
                 return False
-            if stopping or self.stop_asked:
+            if stopping or (self.callbacks and self.world.any(self.stop_asked)):
                 if self.saved_step != step:
                     self.save()
                 break
@@ -138,9 +141,10 @@ class Loop:
 
     def _step(self, step: int) -> None:
         train, run = self.config.train, self.config.run
+        self.world.at(step, "a step")
         self.pace.start()
         self.model.train()
-        batches = [self.task.collate(self.stream.take(train.batch_size)).to(self.device) for _ in range(train.accumulate)]
+        batches = [self.task.collate(rows).to(self.device) for rows in self._own_rows()]
         logging = step % run.log_every == 0 or step in (1, self.plan.total)
         rate = learning_rate(train, step, self.plan.total)
         drawn = is_observed(step, every=run.observe_every, seed=train.seed, total=self.plan.total)
@@ -150,7 +154,7 @@ class Loop:
             result, promotions = self.stepper(batches, step=step, learning_rate=rate, watch_changes=logging), None
         seconds = self.pace.lap()
         self.progress.step = step
-        self.progress.position += sum(batch.rows for batch in batches)
+        self.progress.position += self.passes.rows * self.passes.total
         self.progress.trained_seconds += seconds
         self.progress.units += result.units
         if not logging:
@@ -182,6 +186,13 @@ class Loop:
         self.console.progress(step, self.plan.total, row | {"grad_norm": result.gradient_norm}, eta, words)
         self._tell("step", row)
 
+    def _own_rows(self) -> Iterator[Sequence[Any]]:
+        """The rows of each pass of this process; those of other processes are gone over."""
+        for number in range(self.passes.total):
+            rows = self.stream.take(self.passes.rows)
+            if number in self.passes.own:
+                yield rows
+
     def _observed_step(self, batches: Sequence[Batch], step: int, rate: float) -> tuple[Any, int]:
         """A step with every module hooked; raises DtypeError when something is not as declared."""
         accumulator, optimizer = self.stepper.accumulator, self.stepper.optimizer
@@ -189,6 +200,7 @@ class Loop:
             result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=True)
         if self.stepper.loss_dtype is not None:
             self.observer.look_at_loss(seen, self.stepper.loss_dtype)
+        self.observer.look_at_sums(seen, accumulator.sent)
         self.note(seen)
         return result, sum(seen.promotions.values())
 
@@ -205,6 +217,8 @@ class Loop:
         seen.raise_if_violated()
 
     def write_precision(self) -> None:
+        if not self.world.first:
+            return
         self.folder.write_json(
             "precision.json",
             {
@@ -223,11 +237,13 @@ class Loop:
             self.observed = {}
 
     def _tell(self, name: str, row: Mapping[str, Any]) -> None:
-        if self.callbacks:
+        if self.callbacks and self.world.first:
             moment = Moment(self.progress.step, self.plan.total, row, self.model, self.folder.path)
             self.stop_asked |= tell(self.callbacks, name, moment)
 
     def _write(self, row: dict[str, Any]) -> None:
+        if not self.world.first:
+            return
         self.metrics.write(**row)
         self.trackers.row(row)
 
@@ -235,9 +251,11 @@ class Loop:
         """Evaluates, samples and saves after a step; returns True when the run should stop early."""
         best = stop = False
         if evaluating and self.task.eval_rows:
+            self.world.at(self.progress.step, "an evaluation")
             with self.pace.pause("evaluation"):
                 best, stop = self._evaluate()
-        if sampling and self.task.samples and self._samples_allowed():
+        if sampling and self.task.samples and self.world.first and self._samples_allowed():
+            self.world.at(self.progress.step, "samples")
             with self.pace.pause("samples"):
                 self._sample()
             self.progress.sampled_seconds += self.pace.last("samples")
@@ -248,7 +266,7 @@ class Loop:
 
     def _evaluate(self) -> tuple[bool, bool]:
         train = self.config.train
-        result = self.task.evaluate(self.model, self.device, dtype=self.resolved.precision.loss)
+        result = self.task.evaluate(self.model, self.device, dtype=self.resolved.precision.loss, world=self.world)
         progress = self.progress
         if not math.isfinite(result.loss):
             raise RunError(
@@ -315,28 +333,34 @@ class Loop:
                 f"step {self.progress.step}: parameter {bad} is not finite after the update: not saved", code="NF001",
                 fix=f"{calmer_steps(self.config.train.learning_rate, self.config.train.clip)}, and resume",
             )  # fmt: skip
-        self.metrics.sync()
-        random_tensors, random_json = random_state()
+        self.world.at(self.progress.step, "a checkpoint")
+        random_tensors, random_json = gathered_random_state(self.world)
         optimizer, plain = optimizer_tensors(self.model, self.stepper.optimizer)
         state = {
             "progress": asdict(self.progress),
             "stream": self.stream.state(),
-            "random": random_json,
+            **random_json,
             "optimizer": plain,
             "loss_scale": asdict(self.stepper.loss_scale) if self.stepper.loss_scale else None,
             "precision": str(self.resolved.precision),
         }
-        self.store.save(Checkpoint(self.progress.step, {**trainable_tensors(self.model), **optimizer, **random_tensors}, state), best=best)
+
+        def write() -> None:
+            self.metrics.sync()
+            tensors = {**trainable_tensors(self.model), **optimizer, **random_tensors}
+            self.store.save(Checkpoint(self.progress.step, tensors, state), best=best)
+
+        self.world.first_does(write)
         self.saved_step = self.progress.step
         self._tell("save", {"folder": str(self.store.path(self.progress.step))})
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Restores the state after `checkpoint.step`."""
+    def restore(self, checkpoint: Checkpoint) -> int:
+        """Restores the state after `checkpoint.step`; returns how many processes wrote it."""
         state = checkpoint.state
         restore_model(self.model, checkpoint.tensors)
         try:
             restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
-            restore_random_state(checkpoint.tensors, state["random"])
+            processes = restore_own_random_state(checkpoint.tensors, state, self.world, seed=(self.config.train.seed, checkpoint.step))
             self.progress = Progress.from_file(state["progress"])
             self.stream.restore(state.get("stream") or {"position": self.progress.position})
             if self.stepper.loss_scale and state["loss_scale"]:
@@ -349,7 +373,9 @@ class Loop:
             ) from error  # fmt: skip
         self._observed_before()
         self.saved_step = checkpoint.step
-        self.metrics.cut_after(checkpoint.step)
+        if self.world.first:
+            self.metrics.cut_after(checkpoint.step)
+        return processes
 
     def with_last_good(self, error: IsotypeError) -> RunError:
         """Adds to the error the checkpoint from which the run can be resumed."""

@@ -16,6 +16,16 @@ from ..config.compare import compare
 from ..config.load import LoadedConfig, load
 from ..config.schema import RunConfig
 from ..config.write import resolved_yaml
+from ..distributed.agree import (
+    fingerprint_of_weights,
+    lines_of,
+    refuse_differences,
+    refuse_folder_of_another_machine,
+    refuse_other_precision,
+    versions,
+)
+from ..distributed.seat import asked_but_not_started
+from ..distributed.world import ALONE, World, join
 from ..environment.hardware import detect, measured_matmul_peak
 from ..environment.versions import environment
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
@@ -65,14 +75,36 @@ def train(
     skips      checks of the preflight to leave out, code to reason
     callbacks  called after steps, evaluations, saves and samples
     objective  computes the summed losses of a micro-batch instead of the task's function; evaluation still uses the task's
+
+    Every process of a run calls it. All return the same status or raise the same error; one of them shows it (`shown_elsewhere`).
     """
+    world = join(loaded.config.model.device, timeout=loaded.config.parallel.timeout)
+    try:
+        return _train(loaded, task, world, resume=resume, json_output=json_output, skips=skips or {}, own=Own(callbacks, objective))
+    except BaseException as error:
+        world.failed(error)
+        if isinstance(error, IsotypeError):
+            error.shown_elsewhere = not world.speaks
+        raise
+    finally:
+        world.close()
+
+
+def _train(
+    loaded: LoadedConfig, task: Task, world: World, *, resume: Path | None, json_output: bool, skips: Mapping[str, str], own: Own
+) -> int:
     refuse_missing(loaded.config.run.trackers)
-    folder = run_folder(loaded, resume)
+    folder = RunFolder(Path(world.first_does(lambda: str(run_folder(loaded, resume).path))))
     if resume is not None and not folder.is_run:
         raise UsageError(f"--resume {resume}: no {RESOLVED} there: not a run folder")
     if resume is not None:
         refuse_code_of(loaded, resume)
-    with folder.held(), Interrupt() as interrupt, RunConsole(json_output=json_output) as console:
+    with (
+        folder.held() if world.first else contextlib.nullcontext(),
+        Interrupt() as interrupt,
+        RunConsole(json_output=json_output, silent=not world.first) as console,
+    ):
+        refuse_folder_of_another_machine(world, folder.path)
         if resume is None and folder.is_run:
             raise UsageError(
                 f"run.folder: {folder.path} has a run already", fix=f"isotype train --resume {folder.path}, or give another folder"
@@ -80,8 +112,7 @@ def train(
         if resume is not None:
             _compare_with_before(loaded, folder, console)
         try:
-            status, result = _run(loaded, task, folder, console, interrupt, resuming=resume is not None, skips=skips or {},
-                                  own=Own(callbacks, objective))  # fmt: skip
+            status, result = _run(loaded, task, folder, console, interrupt, world, resuming=resume is not None, skips=skips, own=own)
         except torch.OutOfMemoryError as error:
             raise RunError(
                 f"out of memory: {str(error).splitlines()[0]}",
@@ -89,23 +120,24 @@ def train(
             ) from error
         except KeyboardInterrupt:
             console.settle()
+            world.failed(KeyboardInterrupt())
             status, result = INTERRUPTED, _stopped_at_once(folder, console, trained=interrupt.training)
         except PreflightError:
             # nothing was started: the folder holds only the record, and the same command may be given again
-            if json_output:
+            if json_output and world.first:
                 print(json.dumps({"status": "refused", "folder": str(folder.path), "preflight": folder.read_json(RECORD)}))
             raise
         except Exception as error:
             console.settle()
             told = refused_by_disk(error, folder)
-            if folder.is_run:
+            if folder.is_run and world.first:
                 with contextlib.suppress(RunError):  # on a full disk the error itself matters more than its record
                     folder.write_json("result.json", {"status": "failed", "error": str(told), "folder": str(folder.path)})
                 _report_of_unfinished(loaded.config, folder, console)
             if told is error:
                 raise
             raise told from error
-    if json_output:
+    if json_output and world.first:
         print(json.dumps(result))
     return status
 
@@ -150,6 +182,7 @@ def _run(
     folder: RunFolder,
     console: RunConsole,
     interrupt: Interrupt,
+    world: World,
     *,
     resuming: bool,
     skips: Mapping[str, str],
@@ -157,19 +190,35 @@ def _run(
 ) -> tuple[int, dict[str, Any]]:
     config = loaded.config
     quiet_libraries()
-    prepared = prepare(task, loaded.sources, folder.base)
+    prepared = prepare(task, loaded.sources, folder.base, world)
+    refuse_other_precision(prepared.resolved.precision)
+    if world.size > 1:
+        refuse_differences(
+            world,
+            versions=versions(),
+            configuration=lines_of(config),
+            data=task.fingerprint(),
+            weights=fingerprint_of_weights(prepared.model),
+        )
     if own.objective is not None:
         prepared.stepper.loss_sum = own.objective
-    loop = _loop(task, prepared, folder, console)
+    loop = _loop(task, prepared, folder, console, world)
     loop.callbacks = own.callbacks
-    checked = preflight(Subject(config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=resuming), skips)
-    _write_start(loaded, task, prepared, loop.plan, folder, resuming=resuming)
-    shared = contention() if prepared.device.type == "cpu" else None
+    world.at(0, "the preflight")
+    subject = Subject(
+        config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=resuming,
+        micro_batch=prepared.passes.rows,
+    )  # fmt: skip
+    checked = preflight(subject, skips, world=world)
+    world.first_does(lambda: _write_start(loaded, task, prepared, loop.plan, folder, world, resuming=resuming))
+    shared = contention() if prepared.device.type == "cpu" and world.first else None
     said = [("cores", str(shared))] if shared else []
-    console.header([*header_rows(task, prepared, loop.plan, folder), *said, *checked.header_rows()])
+    console.header([*header_rows(task, prepared, loop.plan, folder, world), *said, *checked.header_rows()])
+    if world.size == 1 and (note := asked_but_not_started()):
+        console.say(f"warning   {note}")
     if resuming:
         _restore(loop, console)
-    loop.trackers = trackers = start(config.run.trackers, folder.path, config.model_dump(), console.say)
+    loop.trackers = trackers = start(config.run.trackers if world.first else [], folder.path, config.model_dump(), console.say)
     status = 1
     try:
         status, result = _to_the_end(loop, prepared, config, folder, console, interrupt)
@@ -186,6 +235,8 @@ def _to_the_end(
     if not finished:
         step = loop.progress.step
         result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
+        if not loop.world.first:
+            return INTERRUPTED, result
         folder.write_json("result.json", result)
         console.say(f"interrupted: saved at step {step}. Go on with: isotype train --resume {folder.path}")
         _report_of_unfinished(config, folder, console)
@@ -194,6 +245,8 @@ def _to_the_end(
         result = finish(loop, prepared)
     except RunError as error:
         raise loop.with_last_good(error) from error
+    if not loop.world.first:
+        return 0, result
     folder.write_json("result.json", result)
     if config.run.report:
         from ..report import write_report
@@ -218,7 +271,7 @@ def _report_of_unfinished(config: RunConfig, folder: RunFolder, console: RunCons
         console.say(f"report    not written: {error}")
 
 
-def _loop(task: Task, prepared: Prepared, folder: RunFolder, console: RunConsole) -> Loop:
+def _loop(task: Task, prepared: Prepared, folder: RunFolder, console: RunConsole, world: World) -> Loop:
     config, precision = task.config, prepared.resolved.precision
     return Loop(
         config=config,
@@ -235,10 +288,13 @@ def _loop(task: Task, prepared: Prepared, folder: RunFolder, console: RunConsole
         device=prepared.device,
         flops=task.flops(prepared.model),
         peak_flops=measured_matmul_peak(prepared.device.type, precision.compute),
+        world=world,
     )
 
 
-def _write_start(loaded: LoadedConfig, task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder, *, resuming: bool) -> None:
+def _write_start(
+    loaded: LoadedConfig, task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder, world: World, *, resuming: bool
+) -> None:
     """Writes the files that describe the run before its first step; `resolved.yaml` last, since it marks the folder as a run."""
     (folder.path / "result.json").unlink(missing_ok=True)  # of the part that a resumed run goes on from
     if not resuming:
@@ -250,7 +306,8 @@ def _write_start(loaded: LoadedConfig, task: Task, prepared: Prepared, plan: Mil
     for name, content in task.records().items():
         folder.write_json(name, content)
     trainable, total = trainable_share(prepared.model)
-    folder.write_json("plan.json", {**asdict(plan), "task": task.kind, "parameters": total, "trained": trainable})
+    shared = {"processes": world.size, "machines": world.nodes}
+    folder.write_json("plan.json", {**asdict(plan), "task": task.kind, "parameters": total, "trained": trainable, **shared})
     reasons = {f"precision.{role}": reason for role, reason in prepared.resolved.reasons.items()}
     reasons["precision.preset"] = prepared.resolved.why_preset
     values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
@@ -280,17 +337,22 @@ def _compare_with_before(loaded: LoadedConfig, folder: RunFolder, console: RunCo
 
 
 def _restore(loop: Loop, console: RunConsole) -> None:
-    step, passed = loop.store.newest_whole()
+    world = loop.world
+    step, passed = world.first_does(loop.store.newest_whole)
     for reason in passed:
         console.say(f"resume    {reason}: passed over")
     if step is None:
-        loop.store.tidy(None)
-        loop.metrics.cut_after(-1)
+        if world.first:
+            loop.store.tidy(None)
+            loop.metrics.cut_after(-1)
         console.say("resume    no whole checkpoint: starting from the beginning")
         return
-    loop.restore(loop.store.load(step))
-    loop.folder.write_json(RESUMES, {"steps": [*resumed_at(loop.folder.path), step]})
-    loop.store.tidy(loop.progress.best_step)
+    wrote = loop.restore(loop.store.load(step))
+    if world.first:
+        loop.folder.write_json(RESUMES, {"steps": [*resumed_at(loop.folder.path), step]})
+        loop.store.tidy(loop.progress.best_step)
+    if wrote != world.size:
+        console.say(f"resume    saved by {_processes(wrote)}, goes on with {_processes(world.size)}: the same rows, other draws of dropout")
     done = f", which was the last: train.steps={2 * step} or train.epochs=N goes on" if step >= loop.plan.total else ""
     console.say(f"resume    from step {step}{done}")
 
@@ -304,7 +366,20 @@ def resumed_at(folder: Path) -> list[int]:
     return [step for step in steps if type(step) is int] if isinstance(steps, list) else []
 
 
-def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder) -> list[tuple[str, str]]:
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+def _processes_row(world: World, prepared: Prepared) -> list[tuple[str, str]]:
+    if world.size == 1:
+        return []
+    passes = prepared.passes
+    where = "on one machine" if world.nodes == 1 else f"on {world.nodes} machines"
+    each = f"{len(passes.own)} x {passes.rows} rows of each step"
+    return [("processes", f"{world.size} {where}, started by {world.launcher}, {world.backend}: replicate, each computes {each}")]
+
+
+def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder, world: World = ALONE) -> list[tuple[str, str]]:
     """Environment, model, precision, data, memory and schedule: what will happen, on one screen."""
     config = task.config
     hardware, resolved, train = prepared.hardware, prepared.resolved, config.train
@@ -315,6 +390,7 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
     rows = [
         ("run", str(folder.path)),
         ("device", f"{hardware.name}, torch {torch.__version__}"),
+        *_processes_row(world, prepared),
         ("model", f"{task.base_name}  {total:,} parameters, {trainable:,} trained ({trainable / total:.2%}, {how})"),
         ("precision", f"{p}  ({resolved.why_preset})"),
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from ..config.schema import RunConfig
 from ..config.sizes import bytes_of
+from ..distributed.passes import Passes
+from ..distributed.random_states import seed_of_rank
+from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
 from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
@@ -46,6 +49,7 @@ class Prepared(Basis):
     manifest: Manifest
     stepper: Stepper
     checkpointing: Checkpointing
+    passes: Passes
 
 
 def resolve_precision(config: RunConfig, sources: Mapping[str, str], hardware: Hardware) -> Resolved:
@@ -59,39 +63,51 @@ def resolve_precision(config: RunConfig, sources: Mapping[str, str], hardware: H
     )
 
 
-def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = None) -> Basis:
+def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = None, *, world: World = ALONE) -> Basis:
     """Prepares device and precision, then the data. Cheap checks come first, so that a mistake is found in seconds. Raises UsageError.
 
     hardware  prepares for this device instead of the one in this machine
     """
     config = task.config
     hardware = hardware or detect(config.model.device)
+    if hardware.kind == "cpu":  # the processes of a machine share its memory
+        hardware = replace(hardware, memory=hardware.memory // world.local_size)
     device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
     check_settings(config.train, device_type=device.type)
     resolved = resolve_precision(config, sources, hardware)
     task.check(resolved.precision)
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
-    task.load_data()
+    world.at(0, "reading the data")
+    world.first_before_others(task.load_data)  # what it tokenised, the others find in the cache
     return Basis(hardware, device, resolved)
 
 
-def prepare(task: Task, sources: Mapping[str, str], folder: Path) -> Prepared:
+def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World = ALONE) -> Prepared:
     """folder  where the task keeps a base model that it makes itself. Raises UsageError."""
-    config, basis = task.config, settle(task, sources)
+    config = task.config
+    passes = Passes.of(config.train, rank=world.rank, size=world.size)
+    basis = settle(task, sources, world=world)
     precision = basis.resolved.precision
-    model, manifest = task.build_model(precision, basis.device, folder)
+    world.at(0, "building the model")
+
+    def build() -> tuple[nn.Module, Manifest]:
+        return task.build_model(precision, basis.device, folder)
+
+    model, manifest = world.first_before_others(build) if config.model.init == "random" else build()
     checkpointing = choose_checkpointing(task, basis, model)
     apply_checkpointing(model, checkpointing)
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
     optimizer = build_optimizer(model, config.train, precision, accumulator.gradient)
     # building drew from the generators by a path that a resumed run may not take again
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
+    if not world.first:
+        seed_of_rank(config.train.seed, 0, world.rank)
 
     def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
         return task.loss_sum(model, batch, dtype=precision.loss)
 
-    stepper = Stepper(model, optimizer, accumulator, precision, config.train, loss_sum)
-    return Prepared(basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing)
+    stepper = Stepper(model, optimizer, accumulator, precision, config.train, loss_sum, world)
+    return Prepared(basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing, passes)
 
 
 def choose_checkpointing(task: Task, basis: Basis, model: nn.Module) -> Checkpointing:

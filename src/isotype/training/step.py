@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.schema import TrainSection
+from ..distributed.world import ALONE, World
 from ..errors import RunError
 from ..precision.accumulate import GradientAccumulator
 from ..precision.observe import share_changed
@@ -40,17 +41,21 @@ class Stepper:
     """Runs optimizer steps. Only it changes the trainable weights, the optimizer, the gradients and the loss scale."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, accumulator: GradientAccumulator,
-                 precision: Precision, train: TrainSection, loss_sum: Callable[[nn.Module, Any], Tensor]) -> None:  # fmt: skip
-        """loss_sum  the losses of a micro-batch, summed, in the dtype of `precision.loss`: a task's own"""
+                 precision: Precision, train: TrainSection, loss_sum: Callable[[nn.Module, Any], Tensor],
+                 world: World = ALONE) -> None:  # fmt: skip
+        """
+        loss_sum  the losses of a micro-batch, summed, in the dtype of `precision.loss`: a task's own
+        world     the processes that share a step: each computes its own micro-batches, and all make the same update
+        """
         self.model, self.optimizer, self.accumulator, self.precision, self.train = model, optimizer, accumulator, precision, train
-        self.loss_sum = loss_sum
+        self.loss_sum, self.world = loss_sum, world
         self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
         self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for whoever observes
         self._sampled = sampled_elements(accumulator.parameters)
 
-    def accumulate(self, batches: Sequence[Batch]) -> Tensor:
-        """Forward and backward of every micro-batch; returns the mean loss over all their weights."""
-        weight = max(1, sum(b.weight for b in batches))
+    def accumulate(self, batches: Sequence[Batch], weight: int | None = None) -> Tensor:
+        """Forward and backward of every micro-batch; returns their losses, summed, over `weight`: by default their own weights."""
+        weight = max(1, sum(b.weight for b in batches) if weight is None else weight)
         total: Tensor | None = None
         for batch in batches:
             loss_sum = self.loss_sum(self.model, batch)
@@ -64,12 +69,13 @@ class Stepper:
 
     def __call__(self, batches: Sequence[Batch], *, step: int, learning_rate: float, watch_changes: bool) -> StepResult:
         """Runs one step. Raises  RunError NF001, before any weight changes, for a non-finite loss or (without loss scaling) gradient."""
-        loss_tensor = self.accumulate(batches)
-        self.accumulator.reduce()
+        weight, units = (int(n) for n in self.world.sum([sum(b.weight for b in batches), sum(b.units for b in batches)]))
+        loss_tensor = self.accumulate(batches, weight)
+        own_loss = self._add_up(loss_tensor) if self.world.size > 1 else None
         norm_tensor = gradient_norm(self.accumulator.gradients())
         loss, norm = torch.stack([loss_tensor, norm_tensor.to(loss_tensor)]).tolist()  # the one wait for the device in a step
         if not math.isfinite(loss):
-            raise self.non_finite(batches, step=step, what="the loss")
+            raise self.non_finite(batches, step=step, what="the loss", own=own_loss)
         scale = self.loss_scale.scale if self.loss_scale else 1.0
         overflow = not math.isfinite(norm)
         if overflow and self.loss_scale is None:
@@ -88,18 +94,34 @@ class Stepper:
         self.accumulator.zero()
         if self.loss_scale:
             self.loss_scale.update(overflow=overflow, step=step)
-        return StepResult(loss, norm, sum(b.units for b in batches), sum(b.weight for b in batches), changed, overflow)
+        return StepResult(loss, norm, units, weight, changed, overflow)
+
+    def _add_up(self, loss: Tensor) -> float:
+        """Makes loss and gradients those of all processes; returns this process's own loss."""
+        own = float(loss)
+        total, *reached = self.world.sum([own, *self.accumulator.reached()])
+        loss.fill_(total)
+        self.accumulator.reduce(self.world, [count > 0 for count in reached])
+        return own
 
     def _look(self) -> list[Tensor]:
         return [p.detach().flatten()[index] for p, index in self._sampled]
 
-    def non_finite(self, batches: Sequence[Batch], *, step: int, what: str) -> RunError:
-        """NF001 with the module where a non-finite number appears first."""
+    def non_finite(self, batches: Sequence[Batch], *, step: int, what: str, own: float | None = None) -> RunError:
+        """NF001 with the module where a non-finite number appears first.
+
+        own  with several processes, this one's loss: the message is that of the first process whose loss is not finite
+        """
         passes = [partial(self.loss_sum, self.model, batch) for batch in batches]
-        return non_finite_error(
+        error = non_finite_error(
             self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, learning_rate=self.train.learning_rate,
             clip=self.train.clip, compute=self.precision.compute,
         )  # fmt: skip
+        if self.world.size == 1 or step == 0:  # step 0 is the preflight's, which each process has for itself
+            return error
+        found = self.world.gather([own is not None and not math.isfinite(own), error.message, error.fix])
+        rank, (_, message, fix) = next(((rank, told) for rank, told in enumerate(found) if told[0]), (0, found[0]))
+        return RunError(message + (f" (rank {rank})" if found[rank][0] else ""), code="NF001", fix=fix)
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.schema import RunConfig, TrainSection
+from ..distributed.world import ALONE, World
 from ..finding import Finding
 from ..optimize import Manifest
 from ..precision.precision import Precision
@@ -152,6 +153,9 @@ class Task(Protocol):
     def rows(self) -> int:
         """Rows of an epoch."""
 
+    def fingerprint(self) -> str:
+        """A hash of the rows, by which processes see that they read the same data."""
+
     @property
     def eval_rows(self) -> int: ...
 
@@ -182,8 +186,11 @@ class Task(Protocol):
     def flops(self, model: nn.Module) -> Callable[[Batch], float]:
         """FLOPs of forward and backward of one micro-batch; matrix products only."""
 
-    def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None) -> Evaluation:
-        """The loss on the evaluation rows, or on the first `most` of them, or of the training rows where there are none."""
+    def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
+        """The loss on the evaluation rows, or on the first `most` of them, or of the training rows where there are none.
+
+        world  the processes that call this together; each may compute a share (`world.sum`), and all return the same
+        """
 
     def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
         """One pass over the largest evaluation rows; None where nothing is evaluated."""

@@ -6,7 +6,7 @@ observed (`UNSEEN`, `Observation.unobserved`) is reported with the reason and ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,11 @@ class Observer:
 
     def look_at_loss(self, observation: Observation, dtype: torch.dtype) -> None:
         observation.note("loss", "the loss", name(dtype), self.precision.loss)
+
+    def look_at_sums(self, observation: Observation, sent: Sequence[torch.dtype]) -> None:
+        """What was summed across processes, by bucket."""
+        for number, dtype in enumerate(sent):
+            observation.note("reduce", f"bucket {number} of the gradients summed across processes", name(dtype), self.precision.reduce)
 
     def look_at_files(self, observation: Observation, folder: Path, declared: str) -> None:
         """The floating tensors of a saved result, as its files have them; integers are packed 4-bit weights or ids."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ...data.rows import Row, row_lengths
+from ...distributed.world import ALONE, World
 from ...training.task import Evaluation
 from ...training.undisturbed import evaluation_mode
 from .batches import collate
@@ -15,16 +16,21 @@ from .loss import batch_loss_sum
 
 
 def evaluate(
-    model: nn.Module, rows: Sequence[Row], *, batch_size: int, pad_id: int, device: torch.device, loss_dtype: str = "fp32"
-) -> Evaluation:
-    """Rows are taken by length, so that little is padding; sums are kept in fp64; `weight` of the result is their supervised tokens."""
+    model: nn.Module, rows: Sequence[Row], *, batch_size: int, pad_id: int, device: torch.device, loss_dtype: str = "fp32",
+    world: World = ALONE,
+) -> Evaluation:  # fmt: skip
+    """Rows are taken by length, so that little is padding; sums are kept in fp64; `weight` of the result is their supervised tokens.
+
+    The processes of `world` take the batches in turn.
+    """
     lengths = row_lengths(rows)
     by_length = sorted(range(len(rows)), key=lambda i: lengths[i])
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     with evaluation_mode(model):
-        for start in range(0, len(by_length), batch_size):
+        for start in range(world.rank * batch_size, len(by_length), world.size * batch_size):
             chosen = [rows[i] for i in by_length[start : start + batch_size]]
             batch = collate(chosen, pad_id=pad_id, device_type=device.type).to(device)
             total += batch_loss_sum(model, batch, dtype=loss_dtype).double().cpu()
             tokens += batch.supervised
-    return Evaluation(float(total) / max(1, tokens), tokens)
+    loss, counted = world.sum([float(total), tokens])
+    return Evaluation(loss / max(1, counted), int(counted))

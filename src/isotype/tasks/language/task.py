@@ -18,6 +18,7 @@ from ...data.facts import source_lines
 from ...data.load import load_data
 from ...data.prompts import prompts_of_run
 from ...data.rows import LoadedData, Row, SamplePrompt, row_lengths
+from ...distributed.world import ALONE, World
 from ...model.adapter import check_branch, save_adapter
 from ...model.build import build_model
 from ...model.load import Source, base_source, check_vocabulary, load_architecture, load_tokenizer
@@ -84,6 +85,9 @@ class LanguageTask:
     def rows(self) -> int:
         return len(self.data.train)
 
+    def fingerprint(self) -> str:
+        return self.data.fingerprint()
+
     @property
     def eval_rows(self) -> int:
         return len(self.data.eval)
@@ -123,16 +127,16 @@ class LanguageTask:
         counted = step_flops(model, model.config)
         return lambda batch: counted.of(*batch.input_ids.shape)
 
-    def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None) -> Evaluation:
-        return self._evaluate(model, (self.data.eval or self.data.train)[:most], device, dtype)
+    def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
+        return self._evaluate(model, (self.data.eval or self.data.train)[:most], device, dtype, world)
 
     def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
         longest = sorted(self.data.eval, key=lambda row: len(row.input_ids), reverse=True)[: micro_batch(self.config.train)]
         return self._evaluate(model, longest, device, dtype) if longest else None
 
-    def _evaluate(self, model: nn.Module, rows: Sequence[Row], device: torch.device, dtype: str) -> Evaluation:
+    def _evaluate(self, model: nn.Module, rows: Sequence[Row], device: torch.device, dtype: str, world: World = ALONE) -> Evaluation:
         size, pad_id = micro_batch(self.config.train), self.tokenizer.pad_token_id
-        return evaluate(model, rows, batch_size=size, pad_id=pad_id, device=device, loss_dtype=dtype)
+        return evaluate(model, rows, batch_size=size, pad_id=pad_id, device=device, loss_dtype=dtype, world=world)
 
     @property
     def samples(self) -> int:

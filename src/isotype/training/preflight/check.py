@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...distributed.world import ALONE, World
 from ...errors import PreflightError
 from ...finding import Finding, Severity, worst_first
 from ...runs.checkpoint.atomic_folder import write_text
@@ -81,10 +82,13 @@ class Outcome:
         ]
 
 
-def preflight(subject: Subject[Any], skips: Mapping[str, str], *, checks: Mapping[str, tuple[Check, ...]] = CHECKS) -> Outcome:
+def preflight(
+    subject: Subject[Any], skips: Mapping[str, str], *, checks: Mapping[str, tuple[Check, ...]] = CHECKS, world: World = ALONE
+) -> Outcome:
     """Runs the checks, writes preflight.json, and raises PreflightError with every error found. A resumed run gets static checks only.
 
     checks  by phase, beside the task's own
+    world   each process checks its own machine and step; what one refuses, all refuse. The record is the first one's.
     """
     record = subject.folder / RECORD
     before = _read(record) if subject.resuming else {}
@@ -104,9 +108,16 @@ def preflight(subject: Subject[Any], skips: Mapping[str, str], *, checks: Mappin
     earlier = before.get("resumed")
     again = [*(earlier if isinstance(earlier, list) else []), now]
     content = before | {"skipped": now["skipped"], "resumed": again} if before else now
-    write_text(record, json.dumps(content, indent=1) + "\n")
-    if outcome.refused:
-        raise refusal(outcome)
+    if world.first:
+        write_text(record, json.dumps(content, indent=1) + "\n")
+    error = refusal(outcome) if outcome.refused else None
+    if world.size > 1:
+        told = world.gather([error.message, error.fix] if error else None)
+        rank = next((rank for rank, one in enumerate(told) if one), None)
+        if rank is not None:
+            error = PreflightError(f"rank {rank}: {told[rank][0]}" if rank else told[0][0], fix=told[rank][1])
+    if error is not None:
+        raise error
     return outcome
 
 

@@ -18,7 +18,10 @@ AnyTask = TypeVar("AnyTask", bound=Task, covariant=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Subject(Generic[AnyTask]):
-    """A prepared run. `resuming`: it continues from a checkpoint, so that some of its files already exist."""
+    """A prepared run. `resuming`: it continues from a checkpoint, so that some of its files already exist.
+
+    micro_batch  rows of a forward pass; by default train.batch_size
+    """
 
     config: RunConfig
     task: AnyTask
@@ -26,11 +29,12 @@ class Subject(Generic[AnyTask]):
     plan: Milestones
     folder: Path
     resuming: bool = False
+    micro_batch: int | None = None
 
     @cached_property
     def longest_rows(self) -> Sequence[Any]:
         """The rows of the largest batch that the feed could return."""
-        return self.task.largest(self.config.train.batch_size)
+        return self.task.largest(self.micro_batch or self.config.train.batch_size)
 
     def batch_of(self, rows: Sequence[Any]) -> Batch:
         return self.task.collate(rows).to(self.prepared.device)

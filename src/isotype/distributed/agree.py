@@ -1,0 +1,130 @@
+"""What must be the same in every process before the first step: versions, configuration, data, weights, and the run's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..config.schema import RunConfig
+from ..errors import UsageError
+from ..precision.precision import Precision
+from .world import World
+
+LOOKED_AT = 64  # elements of each tensor
+SEEN_WITHIN = 10.0  # seconds in which a file of the first process must be seen by the others: network folders are late
+
+_FIXES = {
+    "versions": "install the same versions on every machine: isotype env shows them",
+    "configuration": "give every process the same file and settings",
+    "data": "the same files on every machine: compare their checksums",
+    "weights": "the same model folder on every machine, or model.revision: COMMIT",
+}
+
+
+def refuse_differences(world: World, **facts: str) -> None:
+    """facts  a text for each of `versions`, `configuration`, `data`, `weights`. Raises UsageError naming the ranks that differ."""
+    if world.size == 1:
+        return
+    found = world.gather({"host": socket.gethostname(), **facts})
+    for name in facts:
+        others = [rank for rank, one in enumerate(found) if one[name] != found[0][name]]
+        if not others:
+            continue
+        said = _shown(found[others[0]][name], found[0][name]) if name in ("versions", "configuration") else ""
+        raise UsageError(
+            f"rank {', '.join(map(str, others))} ({found[others[0]]['host']}) and rank 0 ({found[0]['host']}) have different {name}{said}",
+            fix=_FIXES[name],
+        )
+
+
+def refuse_folder_of_another_machine(world: World, folder: Path) -> None:
+    """Every process must see what the first one writes. Raises UsageError where one does not."""
+    if world.size == 1:
+        return
+    file = folder / ".seen_by_all"
+    token = world.first_does(lambda: _written(file, secrets.token_hex(8)))
+    sees = _appears(file, token)
+    everyone = world.gather([sees, socket.gethostname()])
+    if world.first:
+        file.unlink(missing_ok=True)
+    blind = [f"rank {rank} on {host}" for rank, (seen, host) in enumerate(everyone) if not seen]
+    if blind:
+        raise UsageError(
+            f"run.folder: {folder} is not the same folder for {blind[0]} as for rank 0 on {everyone[0][1]}",
+            fix="give a folder that all machines share: --out FOLDER",
+        )
+
+
+def refuse_other_precision(precision: Precision, environ: Mapping[str, str] = os.environ) -> None:
+    """`accelerate launch --mixed_precision X` against the contract; `no` is its default and says nothing. Raises UsageError."""
+    asked = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if asked not in ("no", "", precision.compute):
+        raise UsageError(
+            f"accelerate was started with mixed precision {asked}, and this run computes in {precision.compute}",
+            fix="accelerate launch --mixed_precision no: the run's precision section decides, or another precision.preset",
+        )
+
+
+def fingerprint_of_weights(model: nn.Module) -> str:
+    """A hash of some elements of every parameter: another file or another seed changes them."""
+    summed = hashlib.sha256()
+    for name, p in model.named_parameters():
+        flat = p.detach().flatten()
+        some = flat[:: max(1, flat.numel() // LOOKED_AT)][:LOOKED_AT].cpu().contiguous()
+        summed.update(f"{name} {p.dtype} {list(p.shape)}".encode())
+        summed.update(some.view(torch.uint8).numpy().tobytes())
+    return summed.hexdigest()
+
+
+def versions() -> str:
+    """Those that decide a run's numbers: `isotype 0.1, torch 2.13.0, ...`."""
+    known = []
+    for name in ("isotype", "torch", "transformers", "peft", "bitsandbytes", "numpy"):
+        with suppress(metadata.PackageNotFoundError):
+            known.append(f"{name} {metadata.version(name)}")
+    return ", ".join(known)
+
+
+def lines_of(config: RunConfig) -> str:
+    """Every key of a configuration that must be the same, one a line."""
+    return "\n".join(
+        f"{section}.{key}: {value!r}"
+        for section, values in config.model_dump().items()
+        for key, value in values.items()
+        if (section, key) != ("parallel", "timeout")
+    )
+
+
+def _shown(its: str, first: str) -> str:
+    """The first line that is not the same: `: train.seed: 1 and train.seed: 0`."""
+    one, other = next((a, b) for a, b in zip_longest(its.splitlines(), first.splitlines(), fillvalue="") if a != b)
+    return f": {one} and {other}"
+
+
+def _written(file: Path, text: str) -> str:
+    file.write_text(text)
+    return text
+
+
+def _appears(file: Path, text: str) -> bool:
+    until = time.monotonic() + SEEN_WITHIN
+    while True:
+        try:
+            if file.read_text() == text:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)

@@ -1,0 +1,144 @@
+"""`isotype train --processes N`: starts the processes of a run on this machine, and ends as they end. Imports no torch.
+
+The first process has the terminal. What the others say is kept aside and shown only when one of them ends without having told the first
+why. Signals are handed on once; when the launcher itself is killed, a pipe that it held open closes and the processes end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import IO
+
+from .seat import LAUNCHED_BY
+
+LIFELINE, LISTENS_AT = "ISOTYPE_LIFELINE", "ISOTYPE_LISTENS_AT"
+FAREWELL = 20.0  # seconds that the others have to end by themselves after one has failed: longer than the search for a lost one
+_SHOWN = 15  # lines of what a process said that ended without a word to the others
+
+
+def launch(command: Sequence[str], processes: int) -> int:
+    """Runs `command` as so many processes; the exit status of the run.
+
+    0 done, 130 interrupted and saved; otherwise the first process's own, and 1 where it was killed
+    """
+    listening = socket.create_server(("127.0.0.1", 0), backlog=4 * processes)
+    alive, lifeline = os.pipe()
+    said: list[IO[bytes]] = []
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        with _signals_handed_on(started):
+            for rank in range(processes):
+                said.append(tempfile.TemporaryFile())  # noqa: SIM115  # closed below
+                started.append(_start(command, rank, processes, listening, alive, said[-1]))
+            os.close(alive)
+            listening.close()
+            failed = _wait(started)
+        _tell(started, said, failed)
+    finally:
+        os.close(lifeline)
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for file in said:
+            file.close()
+    return _status(started)
+
+
+def watch_lifeline() -> None:
+    """Ends this process when its launcher is gone. For the processes that `launch` starts; elsewhere does nothing."""
+    handle = os.environ.pop(LIFELINE, None)
+    if handle is None:
+        return
+
+    def wait() -> None:
+        os.read(int(handle), 1)  # nothing is ever written: it returns when the other end closes
+        os._exit(1)
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+def _start(command: Sequence[str], rank: int, size: int, listening: socket.socket, alive: int, said: IO[bytes]) -> subprocess.Popen[bytes]:
+    environ = os.environ | {
+        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1]),
+        LAUNCHED_BY: "isotype", LIFELINE: str(alive), LISTENS_AT: str(listening.fileno() if rank == 0 else -1),
+    }  # fmt: skip
+    # each would take every core
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))
+    kept = (alive, listening.fileno()) if rank == 0 else (alive,)
+    streams = {} if rank == 0 else {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
+    # a session of its own: Ctrl-C reaches it once, from here
+    return subprocess.Popen(list(command), env=environ, pass_fds=kept, start_new_session=True, **streams)  # type: ignore[call-overload]
+
+
+def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Until all have ended; after a failure the others have FAREWELL seconds. Returns the first that failed."""
+    failed, until = None, 0.0
+    while any(process.poll() is None for process in started):
+        if failed is None:
+            failed = next((rank for rank, process in enumerate(started) if process.poll() not in (None, 0)), None)
+            until = time.monotonic() + FAREWELL
+        elif time.monotonic() > until:
+            for process in started:
+                if process.poll() is None:
+                    process.kill()  # it may be stopped, and would not see a softer signal
+        time.sleep(0.05)
+    return failed if failed is not None else next((rank for rank, process in enumerate(started) if process.returncode), None)
+
+
+def _status(started: Sequence[subprocess.Popen[bytes]]) -> int:
+    first = started[0].returncode
+    if first > 0:
+        return int(first)
+    return 1 if any(process.returncode for process in started) else 0
+
+
+def _tell(started: Sequence[subprocess.Popen[bytes]], said: Sequence[IO[bytes]], failed: int | None) -> None:
+    """What the first process could not tell: that it was killed itself, or why another one ended after it was done."""
+    if failed is None or started[0].returncode > 0:
+        return
+    how = -started[failed].returncode
+    ended = f"was killed by {signal.Signals(how).name}" if how > 0 else f"ended with status {started[failed].returncode}"
+    print(f"isotype: rank {failed} on {socket.gethostname()} {ended}; the last good checkpoint is in the run's folder", file=sys.stderr)
+    said[failed].seek(0)
+    for line in said[failed].read().decode(errors="replace").splitlines()[-_SHOWN:]:
+        print(f"  {line}", file=sys.stderr)
+    print("  fix       isotype train --resume FOLDER goes on from there", file=sys.stderr)
+
+
+class _signals_handed_on:
+    """SIGINT, SIGTERM and SIGHUP go to every process, once each time they arrive."""
+
+    def __init__(self, started: Sequence[subprocess.Popen[bytes]]) -> None:
+        self._started = started
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is signal.SIG_DFL:  # nohup has it ignored
+                self._before[number] = signal.signal(number, self._hand_on)
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _hand_on(self, number: int, frame: object) -> None:
+        for process in self._started:
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

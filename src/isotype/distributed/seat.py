@@ -1,0 +1,87 @@
+"""Which process of a run this one is, from what its launcher put into the environment. Imports no torch.
+
+`torchrun`, `accelerate launch` and `isotype train --processes N` set the same variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UsageError
+
+LAUNCHED_BY = "ISOTYPE_LAUNCHED_BY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """rank of size processes, local_rank of local_size on this machine; `launcher`: its name for people."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: str = ""
+
+
+def find_seat(environ: Mapping[str, str] = os.environ) -> Seat:
+    """Raises UsageError for variables that contradict each other, and for tasks that a scheduler started without a launcher."""
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        _refuse_tasks_without_launcher(environ)
+        return Seat()
+    for one, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if one in environ and other not in environ:
+            raise UsageError(f"{one}={environ[one]} is set and {other} is not", fix=f"unset {one}, or start with torchrun, which sets both")
+    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    if not 0 <= rank < size:
+        raise UsageError(f"RANK={rank} is not one of WORLD_SIZE={size} processes, counted from 0", fix="start with torchrun")
+    if size == 1:
+        return Seat()
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environ.get(name):
+            raise UsageError(f"WORLD_SIZE={size} processes, and {name} does not say where they meet", fix="start with torchrun")
+    local_rank = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else 0
+    local_size = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else 1
+    launcher = environ.get(LAUNCHED_BY) or ("accelerate" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun")
+    return Seat(rank=rank, size=size, local_rank=local_rank, local_size=local_size, launcher=launcher)
+
+
+def asked_but_not_started(environ: Mapping[str, str] = os.environ, command: str | None = None) -> str | None:
+    """What to tell where `accelerate launch` was asked for several processes and started one, as it does with --cpu; else None.
+
+    command  of the launcher; by default the parent process's
+    """
+    if "ACCELERATE_MIXED_PRECISION" not in environ or "RANK" in environ:
+        return None
+    asked = re.search(r"--num[_-]processes[ =](\d+)", command if command is not None else _parent_command())
+    if asked is None or int(asked[1]) < 2:
+        return None
+    return f"accelerate was asked for {asked[1]} processes and started one; isotype train --processes {asked[1]} starts them"
+
+
+def _refuse_tasks_without_launcher(environ: Mapping[str, str]) -> None:
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks.isdigit() and int(tasks) > 1:
+        raise UsageError(
+            f"SLURM started {tasks} tasks, and each would be a run of its own",
+            fix="one task a node, and in it: torchrun --nnodes $SLURM_NNODES --nproc-per-node GPUS --rdzv-backend c10d "
+            "--rdzv-endpoint FIRST_NODE:29500 -m isotype train ...",
+        )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise UsageError(f"{name}={environ[name]!r} is not a number", fix="start with torchrun, which sets it") from None
+
+
+def _parent_command() -> str:
+    try:
+        return Path(f"/proc/{os.getppid()}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""

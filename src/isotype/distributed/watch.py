@@ -1,0 +1,124 @@
+"""Signs of life: each process writes where it is into the shared store, so that the others can name one that is dead or does not come.
+
+Gloo says that a connection was closed or that it waited for too long, and not for whom. Here a thread of each process writes, every BEAT
+seconds, a count that grows, the step, what it is doing, and how many meetings it came to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+BEAT = 0.5  # seconds between signs of life
+SILENT = 8.0  # seconds without a sign of life after which a process counts as dead; a busy machine delays them
+
+
+class Store(Protocol):
+    """What is used of torch.distributed's Store."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+@dataclass
+class Sign:
+    """Where a process is. `met`: meetings of all processes that it came to; `beats`: signs of life given."""
+
+    rank: int
+    host: str
+    pid: int
+    beats: int = 0
+    met: int = 0
+    step: int = 0
+    doing: str = "starting"
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+
+class Watch(threading.Thread):
+    """Gives the signs of life of this process until `stop`. The store must be a connection of its own: a wait would block it."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        super().__init__(name="signs of life", daemon=True)
+        self.sign = Sign(rank, socket.gethostname(), os.getpid())
+        self._store, self._ended = store, threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(BEAT):
+            self.sign.beats += 1
+            try:
+                self.tell()
+            except Exception:  # the store is gone with the process that had it: whoever waits next will see it
+                return
+
+    def tell(self) -> None:
+        self._store.set(f"sign/{self.sign.rank}", json.dumps(asdict(self.sign)))
+
+    def stop(self) -> None:
+        self._ended.set()
+        if self.is_alive():
+            self.join(timeout=2 * BEAT)
+
+
+def read_sign(store: Store, rank: int) -> Sign | None:
+    """The newest sign of a process; None where it never gave one."""
+    key = f"sign/{rank}"
+    return Sign(**json.loads(store.get(key))) if store.check([key]) else None
+
+
+def read_failure(store: Store, ranks: Iterable[int]) -> tuple[int, dict[str, Any]] | None:
+    """The first of these processes that told why it failed, and what it told."""
+    for rank in ranks:
+        if store.check([f"failed/{rank}"]):
+            return rank, json.loads(store.get(f"failed/{rank}"))
+    return None
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A process that is gone (`dead`) or does not come, and where it was last."""
+
+    sign: Sign
+    dead: bool
+    how: str
+
+
+def find_lost(store: Store, own: Sign, size: int, *, silent: float = SILENT) -> list[Lost]:
+    """The dead processes; if there are none, those that came to fewer meetings than this one. Takes up to `silent` seconds."""
+    first = {rank: read_sign(store, rank) or Sign(rank, "an unknown machine", 0) for rank in range(size) if rank != own.rank}
+    waiting = dict(first)
+    until = time.monotonic() + silent
+    dead: list[Lost] = []
+    while waiting and time.monotonic() < until:
+        for rank, before in list(waiting.items()):
+            if state := _ended(before, own.host):
+                dead.append(Lost(before, True, state))
+                del waiting[rank]
+            elif ((now := read_sign(store, rank)) is not None and now.beats > before.beats) or store.check([f"failed/{rank}"]):
+                del waiting[rank]
+        time.sleep(0.1)
+    dead += [Lost(sign, True, f"gave no sign of life for {silent:g} s") for sign in waiting.values()]
+    if dead:
+        return dead
+    newest = [read_sign(store, rank) or sign for rank, sign in first.items()]
+    return [Lost(sign, False, "does not come") for sign in newest if sign.met < own.met]
+
+
+def _ended(sign: Sign, host: str) -> str | None:
+    """How a process of this machine ended; None where it runs, or runs elsewhere, or nothing is known."""
+    if sign.host != host or not sign.pid or not Path("/proc/self/stat").exists():
+        return None
+    with suppress(OSError, IndexError):
+        state = Path(f"/proc/{sign.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return {"Z": "died", "X": "died", "T": "was stopped by a signal"}.get(state)
+    return "died"

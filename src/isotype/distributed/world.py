@@ -1,0 +1,366 @@
+"""The processes of a run: how many there are, which one this is, and everything they tell each other.
+
+Only this file speaks to torch.distributed. `World()` is a single process: its methods return at once what they were given.
+
+Whoever waits is told why nobody comes: an error of another process is raised by all of them, and a process that is dead or does not come is
+named with its rank, machine and step. Waits through the store look for failures as they wait; gradients and the sums of a step go through
+a process group, whose own errors name nobody and are replaced.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..errors import IsotypeError, RunError, UsageError
+from . import told
+from .launch import LISTENS_AT, watch_lifeline
+from .seat import Seat, find_seat
+from .watch import Lost, Watch, find_lost, read_failure
+
+Made = TypeVar("Made")
+LOOK = 0.5  # seconds between two looks for failures while waiting
+MOST_PAUSE = 0.05  # seconds between two looks for what is waited for
+SUSPECT = 2.0  # seconds without a sign of life after which a process is looked at more closely
+_RUNS = itertools.count()  # runs one after the other in the same processes have keys of their own
+LEAVING = 10.0  # seconds that the first process waits for the others to leave: the store goes with it
+
+
+class World:
+    """One process: nothing is exchanged."""
+
+    rank = local_rank = 0
+    size = local_size = nodes = 1
+    launcher = backend = ""
+
+    @property
+    def first(self) -> bool:
+        """Whether this process has the folder, the console and the report."""
+        return self.rank == 0
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process tells a person what went wrong."""
+        return True
+
+    def at(self, step: int, doing: str) -> None:
+        """Where this process is, for the others to name."""
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over all processes, in fp64."""
+        return list(values)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on one of them."""
+        return flag
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Sums a tensor over all processes, in place and in its dtype."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each process gave, JSON, by rank."""
+        return [value]
+
+    def first_does(self, work: Callable[[], Made], *, patiently: bool = False) -> Made:
+        """The first process works; all get what it returns, JSON. `patiently`: for as long as it lives, else up to the timeout."""
+        return work()
+
+    def first_before_others(self, work: Callable[[], Made]) -> Made:
+        """Every process works, the first before the others: they find what it left on the disk."""
+        return work()
+
+    def failed(self, error: BaseException) -> None:
+        """Tells the others why this process ends."""
+
+    def close(self) -> None:
+        """Leaves."""
+
+
+ALONE = World()
+
+
+class JoinedWorld(World):
+    """Several processes around a store and a process group.
+
+    Raises  RunError MP001 for a process that died, MP002 for one that did not come in time, or what another process raised
+    """
+
+    def __init__(self, seat: Seat, store: Any, *, timeout: float, owned: bool, backend: str) -> None:
+        """owned  the process group was made here and ends with the run, else it belongs to who made it"""
+        self.rank, self.size, self.local_rank, self.local_size = seat.rank, seat.size, seat.local_rank, seat.local_size
+        self.nodes, self.launcher, self.backend = max(1, seat.size // max(1, seat.local_size)), seat.launcher, backend
+        self._store, self._timeout, self._owned = store, timeout, owned
+        self._turn = 0
+        self._speaks = seat.rank == 0
+        self._lost: RunError | None = None
+        self._failed = False
+        self._watch = Watch(store.clone(), seat.rank)
+        self._watch.tell()
+        self._watch.start()
+        self._small = self._small_group()
+
+    def _small_group(self) -> Any:
+        """A group for tensors on the CPU, where the sums of a step are exchanged without the GPU."""
+        import torch.distributed as dist
+
+        if "gloo" in str(dist.get_backend_config()):
+            return None
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
+
+    @property
+    def speaks(self) -> bool:
+        return self._speaks
+
+    def at(self, step: int, doing: str) -> None:
+        self._watch.sign.step, self._watch.sign.doing = step, doing
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        import torch.distributed as dist
+
+        with self._meeting(), _disable_current_modes():  # fp64 that whoever observes a step's arithmetic must not take for the model's
+            summed = torch.tensor(values, dtype=torch.float64)
+            dist.all_reduce(summed, group=self._small)
+            return summed.tolist()
+
+    def any(self, flag: bool) -> bool:
+        return self.sum([float(flag)])[0] > 0
+
+    def add_up(self, tensor: Tensor) -> None:
+        import torch.distributed as dist
+
+        with self._meeting(), _disable_current_modes():
+            dist.all_reduce(tensor)
+
+    def gather(self, value: Any) -> list[Any]:
+        turn = self._next_turn()
+        self._store.set(f"{turn}/{self.rank}", json.dumps(value))
+        return [json.loads(self._wait(f"{turn}/{rank}", of=rank)) for rank in range(self.size)]
+
+    def first_does(self, work: Callable[[], Made], *, patiently: bool = False) -> Made:
+        turn = self._next_turn()
+        if not self.first:
+            made: Made = json.loads(self._wait(turn, of=0, patiently=patiently))
+            return made
+        result = work()
+        self._store.set(turn, json.dumps(result, default=str))
+        return result
+
+    def first_before_others(self, work: Callable[[], Made]) -> Made:
+        turn = self._next_turn()
+        if not self.first:
+            self._wait(turn, of=0, patiently=True)
+            return work()
+        result = work()
+        self._store.set(turn, "null")
+        return result
+
+    def failed(self, error: BaseException) -> None:
+        if self._failed or error is self._lost:
+            return  # it is another one's failure
+        self._failed = True
+        with suppress(Exception):  # the store may be gone, and the error itself matters more
+            self._store.set(f"failed/{self.rank}", json.dumps(told.as_json(error)))
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        with suppress(Exception):
+            self._store.set(f"left/{self.rank}", "")
+            if self.first:  # the store may be this process's own: the others are let go first
+                self._see_off(LEAVING if self._lost is None else 1.0)
+        self._watch.stop()
+        if self._owned and dist.is_initialized():
+            with suppress(Exception):
+                dist.destroy_process_group()
+
+    def _see_off(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        keys = [f"left/{rank}" for rank in range(self.size)]
+        while time.monotonic() < until and not self._store.check(keys):
+            time.sleep(0.05)
+
+    def _next_turn(self) -> str:
+        self._turn += 1
+        self._watch.sign.met += 1
+        return f"turn/{self._turn}"
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Around a collective: its error is replaced by what happened to the others."""
+        self._watch.sign.met += 1
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._what_happened(error) from error
+
+    def _wait(self, key: str, *, of: int, patiently: bool = False) -> bytes:
+        """The value of a key of the store, once `of` has set it. Asks again and again: torch writes a warning for a wait that ends."""
+        begin = looked = signed = time.monotonic()
+        sign, pause = b"", 0.001
+        while True:
+            try:
+                if self._store.check([key]):
+                    value: bytes = self._store.get(key)
+                    return value
+                time.sleep(pause)
+                pause = min(MOST_PAUSE, pause * 1.5)
+                now = time.monotonic()
+                if now - looked < LOOK:
+                    continue
+                looked = now
+                failed = read_failure(self._store, range(self.size)) is not None
+                newest = self._store.get(f"sign/{of}") if self._store.check([f"sign/{of}"]) else b""
+                if newest != sign:
+                    sign, signed = newest, now
+                # a process that gives signs of life may work for hours, one that gives none is looked at more closely
+                gone = now - signed > SUSPECT and self._is_dead(of)
+            except RuntimeError as error:
+                raise self._what_happened(error) from error
+            if failed or gone or (not patiently and now - begin > self._timeout):
+                raise self._what_happened(TimeoutError(f"waited {now - begin:.0f} s"))
+
+    def _is_dead(self, rank: int) -> bool:
+        return any(one.dead and one.sign.rank == rank for one in find_lost(self._store, self._watch.sign, self.size))
+
+    def _what_happened(self, error: BaseException) -> BaseException:
+        """What the others told or show, in place of an error that names nobody."""
+        self._watch.sign.doing = "ending"
+        try:
+            self._watch.tell()
+            lost: list[Lost] = []
+            failure = read_failure(self._store, range(self.size))
+            if failure is None:
+                lost = find_lost(self._store, self._watch.sign, self.size)
+                failure = read_failure(self._store, range(self.size))  # told meanwhile
+        except Exception:
+            self._speaks = self.rank == 1
+            return self._remember(RunError("rank 0, where all processes meet, is gone", code="MP001", fix=_RESUME))
+        if failure is not None:
+            rank, what = failure
+            made = told.from_json(what, of=None if rank == 0 or what["kind"] == "PreflightError" else f"rank {rank}")
+            if isinstance(made, IsotypeError):
+                self._remember(made)
+            return made
+        gone = {one.sign.rank for one in lost if one.dead}
+        self._speaks = self.rank == min(rank for rank in range(self.size) if rank not in gone)
+        if not lost:
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            return self._remember(RunError(f"the connection between processes broke: {first}", code="MP001", fix=_RESUME))
+        step = self._watch.sign.step  # processes are never more than one meeting apart, and a dead one's last sign may be older
+        if gone:
+            named = "; ".join(f"{one.sign} {one.how}" for one in lost)
+            return self._remember(RunError(f"step {step}: {named}", code="MP001", fix=_RESUME))
+        named = "; ".join(f"{one.sign} does not come (it is at step {one.sign.step}: {one.sign.doing})" for one in lost)
+        return self._remember(RunError(f"step {step}: {named}; waited {self._timeout:g} s (parallel.timeout)", code="MP002", fix=_RESUME))
+
+    def _remember(self, error: Any) -> Any:
+        self._lost = error
+        return error
+
+
+_RESUME = "see what ended it, then isotype train --resume FOLDER goes on, on any number of processes that share a step's rows"
+
+
+def join(device: str, *, timeout: float) -> World:
+    """The processes that a launcher started, or those of a process group that is there already (Ray Train); else one.
+
+    device   `cpu`, `cuda` or `auto`, as model.device
+    timeout  seconds to wait for another process
+    Raises   UsageError where the environment contradicts itself or there are fewer GPUs than processes
+    """
+    watch_lifeline()
+    if "torch.distributed" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return _world_of_group(device, timeout)
+    seat = find_seat()
+    if seat.size == 1:
+        return ALONE
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        raise UsageError(f"{seat.size} processes were started, and this torch has no torch.distributed", fix="install another build")
+    on_gpu = _take_gpu(device, seat)
+    wait = timedelta(seconds=timeout)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    # torchrun keeps its store from one attempt to the next, with what the ended processes told
+    run, ours = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} {next(_RUNS)}", None
+    try:
+        meeting = _store(seat, wait)
+        store, ours = dist.PrefixStore(f"group {run}", meeting), dist.PrefixStore(f"isotype {run}", meeting)
+        ours.set(f"here/{seat.rank}", socket.gethostname())
+        dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=wait)
+    except RuntimeError as error:
+        raise _not_all_came(seat, ours, timeout, error) from error
+    return JoinedWorld(seat, ours, timeout=timeout, owned=True, backend=backend)
+
+
+_SLOW = "see why they did not start; a higher parallel.timeout if they are only slow"
+
+
+def _not_all_came(seat: Seat, store: Any, timeout: float, error: Exception) -> RunError:
+    """The processes could not meet: who is missing, as far as it is known. `store`: None where it was not even made."""
+    if store is None and seat.rank == 0:  # it is made once all processes have come
+        came = "the other process did not come" if seat.size == 2 else f"not all of {seat.size - 1} other processes came"
+        return RunError(f"{came} within {timeout:g} s (parallel.timeout)", code="MP002", fix=_SLOW)
+    try:
+        missing = [rank for rank in range(seat.size) if not store.check([f"here/{rank}"])]
+    except Exception:
+        return RunError(f"rank 0, where all processes meet, does not answer at {os.environ.get('MASTER_ADDR')}:"
+                        f"{os.environ.get('MASTER_PORT')}", code="MP002", fix=_SLOW)  # fmt: skip
+    if missing:
+        named = ", ".join(f"rank {rank}" for rank in missing)
+        return RunError(f"{named} did not come within {timeout:g} s (parallel.timeout)", code="MP002", fix=_SLOW)
+    first = next(iter(str(error).splitlines()), type(error).__name__)
+    return RunError(f"the {seat.size} processes could not connect: {first}", code="MP002", fix="a network between all machines, free ports")
+
+
+def _store(seat: Seat, wait: timedelta) -> Any:
+    """Where the processes meet. `isotype train --processes` hands the first one a socket that listens already: nobody can take its port."""
+    import torch.distributed as dist
+
+    handle = os.environ.get(LISTENS_AT)
+    if handle is None:
+        return next(iter(dist.rendezvous("env://", seat.rank, seat.size, timeout=wait)))[0]
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listening = {"master_listen_fd": int(handle)} if seat.rank == 0 else {}
+    return dist.TCPStore(address, port, seat.size, is_master=seat.rank == 0, timeout=wait, wait_for_workers=False, **listening)
+
+
+def _world_of_group(device: str, timeout: float) -> World:
+    """Around a process group that somebody else made and will end. Its variables are read only for the place on the machine."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    environ = os.environ
+    local_rank, local_size = (int(environ[name]) if environ.get(name, "").isdigit() else least
+                              for name, least in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))  # fmt: skip
+    seat = Seat(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=local_rank, local_size=local_size, launcher="another program")
+    store = dist.PrefixStore(f"isotype {next(_RUNS)}", _get_default_store())
+    return JoinedWorld(seat, store, timeout=timeout, owned=False, backend=str(dist.get_backend()))
+
+
+def _take_gpu(device: str, seat: Seat) -> bool:
+    """Whether this run is on GPUs; each process takes the one with its number."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return False
+    if seat.local_size > torch.cuda.device_count():
+        raise UsageError(
+            f"{seat.local_size} processes on a machine with {torch.cuda.device_count()} GPUs",
+            fix=f"start {torch.cuda.device_count()}, or model.device: cpu",
+        )
+    torch.cuda.set_device(seat.local_rank)
+    return True

@@ -1,0 +1,71 @@
+"""What is compared between processes before the first step."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from isotype.config.schema import RunConfig
+from isotype.distributed.agree import fingerprint_of_weights, lines_of, refuse_differences, refuse_other_precision, versions
+from isotype.distributed.world import World
+from isotype.errors import UsageError
+from isotype.precision.presets import PRESETS
+
+
+class Others(World):
+    """The first of several processes, of which the others say what is given."""
+
+    def __init__(self, *others):
+        self.size, self.others = 1 + len(others), others
+
+    def gather(self, value):
+        return [value, *({**value, **other} for other in self.others)]
+
+
+def test_a_process_that_differs_is_named():
+    refuse_differences(Others({}, {}), versions="torch 2", data="abc")
+    with pytest.raises(UsageError, match=r"rank 2 \(node7\) and rank 0 .* have different data"):
+        refuse_differences(Others({}, {"host": "node7", "data": "abd"}), versions="torch 2", data="abc")
+    with pytest.raises(UsageError, match="different versions: torch 1 and torch 2"):
+        refuse_differences(Others({"versions": "torch 1"}), versions="torch 2", data="abc")
+
+
+def test_the_setting_that_differs_is_named():
+    mine, its = (lines_of(RunConfig.model_validate({"train": {"seed": seed}, "parallel": {"timeout": 9 + seed}})) for seed in (0, 1))
+    with pytest.raises(UsageError, match=r"different configuration: train\.seed: 1 and train\.seed: 0"):
+        refuse_differences(Others({"configuration": its}), configuration=mine)
+
+
+def test_versions_name_what_decides_numbers():
+    assert f"torch {torch.__version__}" in versions()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_another_seed_has_another_fingerprint(dtype):
+    def made(seed):
+        torch.manual_seed(seed)
+        return nn.ParameterList([nn.Parameter((torch.rand(7, 5) * 100).to(dtype), requires_grad=False), nn.Parameter(torch.ones(()))])
+
+    assert fingerprint_of_weights(made(0)) == fingerprint_of_weights(made(0))
+    assert fingerprint_of_weights(made(0)) != fingerprint_of_weights(made(1))
+
+
+def test_accelerates_precision_against_the_contract():
+    contract = PRESETS["bf16-lora"]
+    for said in ({}, {"ACCELERATE_MIXED_PRECISION": "no"}, {"ACCELERATE_MIXED_PRECISION": "bf16"}):
+        refuse_other_precision(contract, said)
+    with pytest.raises(UsageError, match="mixed precision fp16, and this run computes in bf16"):
+        refuse_other_precision(contract, {"ACCELERATE_MIXED_PRECISION": "fp16"})
+
+
+def test_errors_travel_as_json():
+    from isotype.distributed.told import as_json, from_json
+
+    again = from_json(json.loads(json.dumps(as_json(UsageError("no", code="X1", fix="yes")))), of="rank 3")
+    assert isinstance(again, UsageError)
+    assert (again.message, again.code, again.fix) == ("rank 3: no", "X1", "yes")
+    assert from_json(as_json(ZeroDivisionError("by 0"))).message == "ZeroDivisionError: by 0"
+    assert isinstance(from_json(as_json(KeyboardInterrupt())), KeyboardInterrupt)

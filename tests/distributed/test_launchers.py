@@ -1,0 +1,69 @@
+"""Runs that other launchers start: torchrun, two of them as two machines, accelerate, and a process group that is there before."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.distributed.processes import ROOT, ended, environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+TORCHRUN = "torch.distributed.run"
+
+
+@pytest.fixture
+def given(configured, tmp_path):
+    """What the worker is given for a run of the toy task."""
+    configured("run", adapter={"kind": "none"})
+    return {"config": str(tmp_path / "run.yaml"), "toy": True}
+
+
+def launched(module, *options, given):
+    command = [sys.executable, "-m", module, *options, "-m", "tests.distributed.worker", json.dumps(given)]
+    return subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_torchrun(given):
+    status, said = ended(launched(TORCHRUN, "--nproc-per-node", "2", given=given))
+    assert status == 0, said
+    assert said.count("step 6/6  loss") == 1
+    assert "2 on one machine, started by torchrun" in said
+
+
+def test_torchrun_restarts_and_the_run_goes_on(configured, tmp_path):
+    configured("run")
+    given = {"command": ["train", str(tmp_path / "run.yaml")], "fault": [1, 4, "die"]}
+    status, said = ended(launched(TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", given=given))
+    assert status == 0, said
+    assert "MP001 step 4: rank 1 on " in said
+    assert "resume    from step 2" in said
+    assert said.count("step 6/6  loss") == 1
+
+
+def test_two_torchruns_are_two_machines(given):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    where = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    both = [launched(TORCHRUN, *where, given=given) for _ in range(2)]
+    (one, first), (other, second) = (ended(process) for process in both)
+    assert (one, other) == (0, 0), first + second
+    assert (first + second).count("2 on 2 machines, started by torchrun") == 1
+    assert (first + second).count("step 6/6  loss") == 1
+
+
+def test_a_process_group_that_is_there_stays(given):
+    status, said = ended(launched(TORCHRUN, "--nproc-per-node", "2", given=given | {"group": True}))
+    assert status == 0, said
+    assert "2 on one machine, started by another program" in said
+    assert said.count("step 6/6  loss") == 1
+
+
+def test_accelerate_that_starts_one_process_of_two(given):
+    status, said = ended(launched("accelerate.commands.launch", "--cpu", "--num_processes", "2", given=given))
+    assert status == 0, said
+    assert "accelerate was asked for 2 processes and started one; isotype train --processes 2 starts them" in said

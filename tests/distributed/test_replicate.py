@@ -1,0 +1,169 @@
+"""One run on several real processes (gloo): the same rows, losses and result; interrupted, killed and gone on with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from isotype.config.load import load
+from isotype.tasks.choose import train as train_language
+from isotype.training.run import train
+from tests.distributed.processes import GUARD, children_of, ended, environment, run, start
+from tests.training.test_run import same_result
+from tests.training.toy_task import ToyTask
+
+pytestmark = pytest.mark.timeout(900)
+LORA = {"train": {"steps": 6, "batch_size": 2, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 3}}
+
+
+def rows_of(folder, key="loss"):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row[key] for row in rows if key in row]
+
+
+def close_runs(one, other, *, loss, weight):
+    """Losses and trained weights of two runs, absolutely."""
+    for key in ("loss", "eval_loss"):
+        mine, its = rows_of(one, key), rows_of(other, key)
+        assert len(mine) == len(its)
+        assert max(abs(a - b) for a, b in zip(mine, its)) <= loss
+    assert rows_of(one, "tokens") == rows_of(other, "tokens")
+    assert rows_of(one, "supervised") == rows_of(other, "supervised")
+    mine, its = (load_file(folder / "adapter/adapter_model.safetensors") for folder in (one, other))
+    assert max(float((mine[name] - its[name]).abs().max()) for name in mine) <= weight
+
+
+@pytest.fixture
+def toy(configured, tmp_path):
+    def make(folder, **sections):
+        configured(folder, adapter={"kind": "none"}, **sections)
+        return tmp_path / f"{folder}.yaml"
+
+    return make
+
+
+def test_the_command_on_two_processes_is_the_run_of_one(configured, tmp_path):
+    assert train_language(configured("one", **LORA)) == 0
+    configured("two", **LORA)
+    command = [sys.executable, "-m", "isotype", "train", str(tmp_path / "two.yaml"), "--processes", "2"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=GUARD, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("step 6/6  loss") == 1  # one console
+    assert "2 on one machine, started by isotype, gloo: replicate, each computes 2 x 2 rows of each step" in done.stdout
+    assert done.stderr == ""
+    close_runs(tmp_path / "one", tmp_path / "two", loss=2e-6, weight=2e-5)
+    manifests = [json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("one", "two")]
+    assert manifests[0] == manifests[1]
+    assert json.loads((tmp_path / "two/plan.json").read_text())["processes"] == 2
+    precision = json.loads((tmp_path / "two/precision.json").read_text())
+    assert precision["violations"] == []
+    assert precision["observed"]["reduce"] == {"fp32": 1}
+    assert "reduce" not in precision["unobserved"]
+
+
+def test_a_killed_process_is_named_and_the_run_goes_on_bit_for_bit(toy, tmp_path):
+    status, said = run(2, toy("whole"), toy=True)
+    assert status == 0, said
+    whole = tmp_path / "whole"
+    status, said = run(2, toy("killed"), toy=True, fault=[1, 4, "die"])
+    assert status == 1
+    assert "MP001 step 4: rank 1 on " in said
+    assert f"last good checkpoint: {tmp_path / 'killed/checkpoints/step_2'}" in said
+    assert said.count("isotype: ") == 1  # one message
+    status, said = run(2, toy=True, resume=tmp_path / "killed")
+    assert status == 0, said
+    same_result(whole, tmp_path / "killed")
+    # gone on with by one process: the same rows, told that dropout draws differently
+    shutil.rmtree(tmp_path / "killed/checkpoints/step_6")
+    (loaded, folder) = load(tmp_path / "killed/resolved.yaml", [], {}, resolved=True), tmp_path / "killed"
+    assert train(loaded, ToyTask(loaded.config), resume=folder) == 0
+    assert rows_of(folder, "points") == rows_of(whole, "points")
+
+
+def test_an_error_of_one_process_is_the_error_of_all(toy, tmp_path):
+    status, said = run(2, toy("run"), toy=True, fault=[1, 3, "raise"])
+    assert status == 1
+    assert "rank 1: ValueError: a row that nobody expected" in said
+    assert f"last good checkpoint: {tmp_path / 'run/checkpoints/step_2'}" in said
+    assert said.count("isotype: ") == 1
+
+
+def test_a_refusal_before_anything_is_started(toy, tmp_path):
+    toy("run")
+    command = [sys.executable, "-m", "isotype", "train", str(tmp_path / "run.yaml"), "--processes", "3"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=GUARD, check=False)
+    assert done.returncode == 2
+    assert "3 processes cannot share 4 rows a step evenly" in done.stderr
+    assert "2 or 4 processes can" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_from_two_to_four_to_one(configured, tmp_path):
+    whole = configured("whole", **LORA)
+    assert train_language(whole) == 0
+    configured("moved", **(LORA | {"run": {"save_every": 2, "keep": 9}}))
+    folder = tmp_path / "moved"
+    assert run(2, tmp_path / "moved.yaml")[0] == 0
+    for step in (4, 6):
+        shutil.rmtree(folder / f"checkpoints/step_{step}")
+    status, said = run(4, resume=folder)
+    assert status == 0, said
+    assert "saved by 2 processes, goes on with 4 processes" in said
+    shutil.rmtree(folder / "checkpoints/step_6")
+    assert train_language(load(folder / "resolved.yaml", [], {}, resolved=True), resume=folder) == 0
+    close_runs(tmp_path / "whole", folder, loss=2e-6, weight=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "said_of_it"), [("hang", "does not come (it is at step 4: a step); waited 12 s"), ("stop", "was stopped")]
+)
+def test_a_process_that_does_not_come_is_named(toy, what, said_of_it):
+    process = start(2, "-m", "tests.distributed.worker",
+                    json.dumps({"config": str(toy("run", parallel={"timeout": 12})), "toy": True, "fault": [1, 4, what]}))  # fmt: skip
+    status, said = ended(process)
+    assert status == 1
+    assert said_of_it in said
+    assert "step 4: rank 1 on " in said
+
+
+@pytest.mark.slow
+def test_one_interrupt_of_the_launcher_saves_and_ends_all(toy, tmp_path):
+    file = toy("run", train={"steps": 100_000, "eval_every": 50_000})
+    process = start(2, "-m", "tests.distributed.worker", json.dumps({"config": str(file), "toy": True}))
+    metrics = tmp_path / "run/metrics.jsonl"
+    until = time.monotonic() + GUARD
+    while time.monotonic() < until and not (metrics.is_file() and metrics.read_text().count("loss") > 3):
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    status, said = ended(process)
+    assert status == 130, said
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert result["status"] == "interrupted"
+    assert (tmp_path / f"run/checkpoints/step_{result['steps']}/DONE").is_file()
+
+
+@pytest.mark.slow
+def test_processes_end_with_a_launcher_that_is_killed(toy, tmp_path):
+    file = toy("run", train={"steps": 100_000, "eval_every": 50_000})
+    process = start(2, "-m", "tests.distributed.worker", json.dumps({"config": str(file), "toy": True}))
+    until = time.monotonic() + GUARD
+    while time.monotonic() < until and not (tmp_path / "run/metrics.jsonl").is_file():
+        time.sleep(0.2)
+    children = children_of(process.pid)
+    assert len(children) == 2
+    process.kill()
+    process.wait()
+    while time.monotonic() < until and any(Path(f"/proc/{child}").exists() for child in children):
+        time.sleep(0.2)
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    process.communicate()

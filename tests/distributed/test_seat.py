@@ -1,0 +1,53 @@
+"""Which process of a run this is, and what a launcher's variables may not say."""
+
+from __future__ import annotations
+
+import pytest
+
+from isotype.distributed.seat import asked_but_not_started, find_seat
+from isotype.errors import UsageError
+
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+def test_without_a_launcher_there_is_one_process():
+    assert find_seat({}).size == 1
+    assert find_seat({"RANK": "0", "WORLD_SIZE": "1"}).size == 1
+
+
+def test_torchrun_and_accelerate():
+    seat = find_seat(TORCHRUN)
+    assert (seat.rank, seat.size, seat.local_rank, seat.local_size, seat.launcher) == (3, 4, 1, 2, "torchrun")
+    assert find_seat(TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}).launcher == "accelerate"
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"RANK": "0"}, "RANK=0 is set and WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set and RANK is not"),
+        (TORCHRUN | {"RANK": "4"}, "RANK=4 is not one of WORLD_SIZE=4"),
+        (TORCHRUN | {"RANK": "first"}, "RANK='first' is not a number"),
+        ({k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"}, "MASTER_ADDR does not say where they meet"),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}, "SLURM started 8 tasks"),
+    ],
+)
+def test_refusals(environ, said):
+    with pytest.raises(UsageError, match=said):
+        find_seat(environ)
+
+
+def test_a_batch_script_of_slurm_is_one_process():
+    assert find_seat({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).size == 1
+
+
+def test_accelerate_that_started_one_process_of_two():
+    accelerated = {"ACCELERATE_MIXED_PRECISION": "no"}
+    said = asked_but_not_started(accelerated, "python accelerate launch --cpu --num_processes 2 -m isotype train run.yaml")
+    assert said is not None
+    assert "asked for 2 processes and started one" in said
+    assert asked_but_not_started(accelerated, "python accelerate launch --num_processes=1 -m isotype") is None
+    assert asked_but_not_started(accelerated | TORCHRUN, "accelerate launch --num_processes 4") is None
+    assert asked_but_not_started({}, "accelerate launch --num_processes 4") is None
