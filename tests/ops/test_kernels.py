@@ -226,3 +226,27 @@ def test_a_row_of_nan_poison_is_overwritten(monkeypatch):
     with interpreted():
         for op, shapes in CASES.values():
             assert all(t.isfinite().all() for t in results(op, [torch.randn(s) for s in shapes], "triton"))
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("kind", ["first half of a wider table", "every second value", "turned over"])
+def test_rope_reads_its_tables_where_they_lie_and_launches_once(monkeypatch, kind, batches):
+    """transformers' tables are twice as wide as what is used of them; a copy of a part of them costs a launch a table, layer and pass."""
+    from isotype.ops.rope import kernels as rope_kernels
+
+    def table():
+        return {
+            "first half of a wider table": lambda: torch.randn(batches, 5, 8)[..., :4],
+            "every second value": lambda: torch.randn(batches, 5, 8)[..., ::2],
+            "turned over": lambda: torch.randn(batches, 4, 5).transpose(1, 2),
+        }[kind]()
+
+    q, k, cos, sin = torch.randn(2, 5, 6, 8).transpose(1, 2), torch.randn(2, 2, 5, 8), table(), table()
+    want = rope(q, k, cos, sin)
+    launches, original = [], rope_kernels.rotate_pair
+    monkeypatch.setattr(rope_kernels, "rotate_pair", lambda *a, **o: (launches.append(a[2:4]), original(*a, **o))[1])
+    with interpreted(), using("triton"):
+        got = rope(q, k, cos, sin)
+    torch.testing.assert_close(got, want)
+    assert len(launches) == 1
+    assert [t.data_ptr() for t in launches[0]] == [cos.data_ptr(), sin.data_ptr()]

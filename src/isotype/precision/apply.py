@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..dtypes import to_torch
+from ..environment import planned
 from ..instance_method import MadeMethod
 from .precision import Precision
 
@@ -27,10 +28,9 @@ class _State:
     def __init__(self, precision: Precision, device_type: str, forward: Any) -> None:
         self.precision, self.device_type, self.dtype, self.forward = precision, device_type, precision.compute, forward
 
-    def autocast(self) -> torch.autocast:
+    def autocast(self) -> AbstractContextManager[Any]:
         # fp32 switches autocast off, so that a caller's own autocast cannot narrow a declared fp32 run
-        enabled = self.dtype != "fp32"
-        return torch.autocast(self.device_type, dtype=to_torch(self.dtype) if enabled else None, enabled=enabled)
+        return planned.autocast(self.device_type, to_torch(self.dtype) if self.dtype != "fp32" else None)
 
 
 def inner_model(model: nn.Module) -> nn.Module:
