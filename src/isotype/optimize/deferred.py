@@ -30,6 +30,8 @@ from .weight_changes import change_count
 
 # Where a training step turned deferred logits into real ones: place -> times
 materialised: Counter[str] = Counter()
+# What answered for deferred logits: op -> times
+answered: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Recipe:
         # post tanh(pre x) is the op's softcap tanh(scale x / softcap)
         scale, cap = (self.pre, None) if self.post is None else (self.pre * self.post, self.post)
         with _as_then(self):
+            answered["linear_cross_entropy"] += 1
             return linear_cross_entropy(self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap, **options)
 
 

@@ -1,7 +1,8 @@
-"""Puts a `Precision` on a model: weights in their declared dtype, products in `compute`, every norm's and embedding's output in `compute`.
+"""Applies a `Precision` to a model: casts weights to their declared dtype, and computes products and the outputs of norms and embeddings
+in `compute`.
 
-The inner model's own forward is wrapped, not the wrapper a trainer holds, so that generation, evaluation and callbacks see what
-training sees. Instances only: no class is patched, and a deepcopy of the model keeps the behaviour.
+It wraps the forward of the inner model, not that of a trainer's wrapper, so that generation, evaluation and callbacks compute as training
+does. It changes instances only and patches no class. A deepcopy of the model behaves the same.
 """
 
 from __future__ import annotations
@@ -23,14 +24,39 @@ _STATE = "_isotype_precision"
 
 
 class _State:
-    """What a wrapped forward needs to know; lives on the model, is copied with it."""
+    """The settings of a wrapped forward; stored on the model, so that deepcopy copies them too.
+
+    forward   the instance's own forward before, or None for its class's
+    methods   the forwards that were put in the place of others
+    settings  (module, attribute, value before) of each attribute that was changed
+    """
 
     def __init__(self, precision: Precision, device_type: str, forward: Any) -> None:
         self.precision, self.device_type, self.dtype, self.forward = precision, device_type, precision.compute, forward
+        self.methods: list[MadeMethod] = []
+        self.settings: list[tuple[nn.Module, str, Any]] = []
+
+    def put(self, method: MadeMethod) -> None:
+        self.methods.append(method)
+        method.put()
+
+    def change(self, module: nn.Module, attribute: str, value: Any) -> None:
+        self.settings.append((module, attribute, getattr(module, attribute)))
+        setattr(module, attribute, value)
 
     def autocast(self) -> AbstractContextManager[Any]:
         # fp32 switches autocast off, so that a caller's own autocast cannot narrow a declared fp32 run
         return planned.autocast(self.device_type, to_torch(self.dtype) if self.dtype != "fp32" else None)
+
+
+class _BackboneState:
+    """The same for the model without its head, which some losses call past the whole model's forward: its autocast is the whole model's."""
+
+    def __init__(self, whole: _State, forward: Any) -> None:
+        self.whole, self.forward = whole, forward
+
+    def autocast(self) -> torch.autocast:
+        return self.whole.autocast()
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -50,7 +76,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def cast_parameters(model: nn.Module, precision: Precision) -> None:
-    """Frozen floating parameters become `base`, trainable ones `trainable`; quantised ones and buffers stay as they are."""
+    """Casts frozen floating parameters to `base` and trainable ones to `trainable`. Quantised parameters and buffers do not change."""
     frozen, trainable = to_torch(precision.unquantised), to_torch(precision.trainable)
     for parameter in model.parameters():
         if parameter.is_floating_point() and not is_quantised(parameter):
@@ -59,43 +85,75 @@ def cast_parameters(model: nn.Module, precision: Precision) -> None:
                 parameter.data = parameter.data.to(dtype)
 
 
-def apply_precision(model: nn.Module, precision: Precision, *, device_type: str) -> None:
-    """Makes `model` keep `precision` in training, evaluation and generation.
+def apply_precision(model: nn.Module, precision: Precision, *, device_type: str, cast: bool = True) -> None:
+    """Makes `model` follow `precision` in training, evaluation and generation.
 
-    Casts parameters by `requires_grad`, so adapters are attached and frozen weights are frozen before. PEFT's own widening of
-    activations to the adapter's dtype is switched off: A and B are cast down instead, which is tiny.
+    Parameters are cast according to `requires_grad`, so attach adapters and freeze weights first. PEFT widens activations to the adapter's
+    dtype; this is switched off, and the small matrices A and B are narrowed instead.
+
+    cast  False if the caller has already cast the parameters
     """
-    cast_parameters(model, precision)
+    if cast:
+        cast_parameters(model, precision)
     inner = inner_model(model)
     if hasattr(inner, _STATE):
         raise ValueError("this model has a precision already")
     state = _State(precision, device_type, inner.__dict__.get("forward"))
     setattr(inner, _STATE, state)
 
-    MadeMethod(_in_its_precision, (), inner).put()
+    state.put(MadeMethod(_in_its_precision, (), inner))
+    backbone = _backbone(inner)
+    if backbone is not None:
+        setattr(backbone, _STATE, _BackboneState(state, backbone.__dict__.get("forward")))
+        state.put(MadeMethod(_in_its_precision, (), backbone))
     for block in _blocks_of_transformers(inner):
         block.register_forward_hook(_NarrowFirst(to_torch(precision.compute)))
     for module in inner.modules():
         if precision.compute != "fp32" and _has_stacked_weights(module, to_torch(precision.compute)):
-            MadeMethod(_multiplying_in, (to_torch(precision.compute),), module).put()
+            state.put(MadeMethod(_multiplying_in, (to_torch(precision.compute),), module))
         if is_norm(module) or isinstance(module, nn.Embedding):
             module.register_forward_hook(_Narrow(to_torch(precision.compute)))
         if hasattr(module, "cast_input_dtype_enabled"):
-            module.cast_input_dtype_enabled = False
+            state.change(module, "cast_input_dtype_enabled", False)
         if hasattr(module, "compute_type_is_set"):
             # a 4-bit layer has a dtype of its own for products: the library's default, the file's, or the first input's
-            module.compute_dtype, module.compute_type_is_set = to_torch(precision.compute), True
+            state.change(module, "compute_dtype", to_torch(precision.compute))
+            state.change(module, "compute_type_is_set", True)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # bitsandbytes repacks the weight in place on the first forward without gradients, and later gradients are wrong
-            module.support_avx512bf16_for_cpu = False
+            state.change(module, "support_avx512bf16_for_cpu", False)
+
+
+def remove_precision(model: nn.Module) -> None:
+    """Undoes `apply_precision`, but for the dtypes of the parameters. A model without a precision stays as it is."""
+    inner = inner_model(model)
+    state: _State | None = inner.__dict__.pop(_STATE, None)
+    if state is None:
+        return
+    for method in reversed(state.methods):
+        method.take_back()
+    backbone = _backbone(inner)
+    if backbone is not None:
+        backbone.__dict__.pop(_STATE, None)
+    for module, attribute, value in reversed(state.settings):
+        setattr(module, attribute, value)
+    for module in inner.modules():
+        for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _Narrow | _NarrowFirst)]:
+            del module._forward_hooks[key]
+
+
+def _backbone(inner: nn.Module) -> nn.Module | None:
+    """The model without its head, where transformers has one inside."""
+    found = getattr(inner, "base_model", None)
+    return found if isinstance(found, nn.Module) and found is not inner else None
 
 
 def _in_its_precision(own: Callable[..., Any]) -> Callable[..., Any]:
-    """`own`, a model's forward, under the autocast of the precision that was put on the model."""
+    """Wraps `own`, a model's forward, in the autocast of the model's precision."""
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: _State = getattr(self, _STATE)
+        state: _State | _BackboneState = getattr(self, _STATE)
         run = state.forward if state.forward is not None else functools.partial(type(self).forward, self)
         with state.autocast():
             return run(*args, **kwargs)
@@ -104,7 +162,7 @@ def _in_its_precision(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Narrow:
-    """Forward hook: a floating output leaves in the declared compute dtype. An object, so that deepcopy and pickling keep it."""
+    """Forward hook that casts a floating output to the declared compute dtype. It is an object, so that deepcopy and pickle copy it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -116,7 +174,7 @@ class _Narrow:
 
 
 class _NarrowFirst(_Narrow):
-    """The same for a block, which may return its hidden states as the first of several."""
+    """The same hook for a block, which may return a tuple with its hidden states first."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple) and output:
@@ -134,13 +192,13 @@ def _blocks_of_transformers(inner: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether a module of a list is a layer that hands on the residual stream: transformers' own, with weights that multiply."""
+    """Whether a module of a list is a decoder layer, which passes on the residual stream: transformers' own, with weight matrices."""
     return type(module).__module__.startswith("transformers.") and any(p.dim() > 1 for p in module.parameters())
 
 
 def _has_stacked_weights(module: nn.Module, compute: torch.dtype) -> bool:
-    """Whether a module of transformers holds the weights of several experts in one tensor of another dtype: autocast does not know
-    their product."""
+    """Whether a module of transformers holds the weights of several experts in one tensor of another dtype. Autocast does not cast the
+    product of such a tensor."""
     if not type(module).__module__.startswith("transformers.") or "forward" in module.__dict__:
         return False
     stacked = [p for p in module._parameters.values() if p is not None and p.dim() == 3 and p.is_floating_point()]
@@ -148,7 +206,7 @@ def _has_stacked_weights(module: nn.Module, compute: torch.dtype) -> bool:
 
 
 def _multiplying_in(own: Callable[..., Any], compute: torch.dtype) -> Callable[..., Any]:
-    """`own`, a module's forward, with the module's own floating weights cast to `compute`; gradients flow through the cast."""
+    """Wraps `own`, a module's forward, so that it uses the module's floating weights cast to `compute`; gradients flow through the cast."""
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -164,14 +222,14 @@ def _multiplying_in(own: Callable[..., Any], compute: torch.dtype) -> Callable[.
 
 
 def precision_of(model: nn.Module) -> Precision | None:
-    """The precision that was put on a model, or None."""
+    """The precision that was applied to a model, or None."""
     state = getattr(inner_model(model), _STATE, None)
     return state.precision if state is not None else None
 
 
 @contextmanager
 def generating(model: nn.Module) -> Iterator[None]:
-    """Within this block products are in `precision.generate`."""
+    """Computes products in `precision.generate` within this block."""
     state: _State = getattr(inner_model(model), _STATE)
     before, state.dtype = state.dtype, state.precision.generate
     try:

@@ -1,4 +1,4 @@
-"""Where a non-finite number came from: the first module whose output has one, or the parameters that do."""
+"""Finds the origin of a non-finite number: the first module whose output contains one, or the parameters that do."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..config.schema import TrainSection
 from ..errors import RunError
 from ..precision.apply import inner_model
 from ..precision.observe import floating_tensors
 
 
 def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
-    """Runs the forward pass again, with its loss, and names the innermost module where a non-finite output first appears."""
+    """Runs forward pass and loss again, and names the innermost module whose output is the first non-finite one."""
     found: list[str] = []
     inner = inner_model(model)
 
@@ -41,7 +40,7 @@ def non_finite_parameters(model: nn.Module) -> list[str]:
 
 
 def first_non_finite_trained(model: nn.Module) -> str | None:
-    """The first trained parameter that is not finite; waits for the device once."""
+    """The first trained parameter that is not finite; synchronises with the device once."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not trained:
         return None
@@ -50,14 +49,14 @@ def first_non_finite_trained(model: nn.Module) -> str | None:
 
 
 def non_finite_gradients(model: nn.Module, gradient: Callable[[nn.Parameter], Tensor | None]) -> list[str]:
-    """Parameters with a non-finite gradient, deepest first: backward met that one first."""
+    """Parameters with a non-finite gradient, last layer first, in the order of backward."""
     bad = [n for n, p in model.named_parameters() if (g := gradient(p)) is not None and not bool(g.isfinite().all())]
     return bad[::-1]
 
 
-def calmer_steps(train: TrainSection) -> str:
-    """What keeps updates smaller, beyond what is set already."""
-    return f"lower train.learning_rate (it is {train.learning_rate:g})" + ("" if train.clip else ", or set train.clip")
+def calmer_steps(learning_rate: float, clip: float | None) -> str:
+    """Advice for smaller updates that the settings do not follow yet."""
+    return f"lower train.learning_rate (it is {learning_rate:g})" + ("" if clip else ", or set train.clip")
 
 
 def non_finite_error(
@@ -67,10 +66,11 @@ def non_finite_error(
     step: int,
     what: str,
     gradient: Callable[[nn.Parameter], Tensor | None],
-    train: TrainSection,
+    learning_rate: float,
+    clip: float | None,
     compute: str,
 ) -> RunError:
-    """NF001 with the step, the module, and what to look at; advice only beyond what `train` and `compute` have already.
+    """NF001 with the step, the module, and advice that the settings do not follow yet.
 
     passes  the forward pass of each micro-batch, to be run again
     """
@@ -80,15 +80,16 @@ def non_finite_error(
     if weights:
         where, fix = (
             f"parameter {weights[0]} is not finite",
-            f"it was so before this step: resume from an earlier checkpoint, and {calmer_steps(train)}",
+            f"it was so before this step: resume from an earlier checkpoint, and {calmer_steps(learning_rate, clip)}",
         )
     elif module:
         where, fix = (
             f"first in the output of {module}",
-            f"activations overflow: {calmer_steps(train)}" + (", or precision.compute: bf16, whose range is fp32's" * (compute == "fp16")),
+            f"activations overflow: {calmer_steps(learning_rate, clip)}"
+            + (", or precision.compute: bf16, whose range is fp32's" * (compute == "fp16")),
         )
     elif gradients:
-        where, fix = f"first in the gradient of {gradients[0]}", f"{calmer_steps(train)}, or look at this step's rows"
+        where, fix = f"first in the gradient of {gradients[0]}", f"{calmer_steps(learning_rate, clip)}, or look at this step's rows"
     else:
         where, fix = "in the loss itself", "look at this step's rows"
     return RunError(f"step {step}: {what} is not finite, {where}", code="NF001", fix=fix)

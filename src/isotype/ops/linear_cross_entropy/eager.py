@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -116,7 +117,7 @@ def forward_with_gradients(
 
     out = like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk)
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
-    kept_N = _rows_to_compute(targets_T, rule)
+    kept_N = rows_to_compute(targets_T, rule)
     count = targets_T.numel() if kept_N is None else kept_N.numel()
     if not count:
         out.dweight_VH.zero_()
@@ -162,7 +163,7 @@ def forward_with_gradients(
     return out
 
 
-def _rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | None:
+def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | None:
     """int[N], the rows that are not ignored, or None for all of them: where counting them would make the host wait for the device, ignored
     rows are computed and masked. A caller that knows its labels on the host selects the rows before the op."""
     if not rows_can_be_counted(targets_T):
@@ -185,16 +186,47 @@ def backward_by_vocabulary(
     """Gradients of hidden, weight and bias for any upstream gradient a row, in fp32 or the product's dtype; empty where not wanted."""
     from ..cross_entropy.function import paths
 
+    kept_N = rows_to_compute(targets_T, rule)
+    rows: slice | Tensor = slice(None) if kept_N is None else kept_N
+    targets_N, lse_N = targets_T[rows], lse_T[rows]
+    dloss_N = dloss_T[rows].to(wide(hidden_TH.dtype)).masked_fill(targets_N == rule.ignore_index, 0)
+
+    def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
+        given = dloss_N if factor is None else dloss_N * factor
+        paths(z).cross_entropy_backward(z, targets_N, lse_N, given, rule, out, weight_VH.shape[0], first)
+
+    return by_vocabulary(hidden_TH, weight_VH, bias_V, kept_N, largest(dloss_N), gradient, want_dhidden, want_dweight)
+
+
+def largest(*upstream_N: Tensor) -> Tensor:
+    """The largest upstream gradient of any row: what a narrow gradient of the logits must be kept in range of."""
+    tiny = torch.finfo(upstream_N[0].dtype).tiny
+    return torch.stack([u.abs().amax() if u.numel() else u.new_ones(()) for u in upstream_N]).amax().clamp_min(tiny)
+
+
+def by_vocabulary(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    kept_N: Tensor | None,
+    unit: Tensor,
+    gradient: Callable[[Tensor, Tensor, int, Tensor | None], None],
+    want_dhidden: bool,
+    want_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden, weight and bias from those of the logits, which are computed again, a block of the vocabulary at a time.
+
+    kept_N    the rows that are not ignored, or None for all of them
+    unit      the size of their upstream gradients
+    gradient  (z, out, first, factor): writes the gradient of the block's logits `z` to `out`; `first` is the class of column 0, and every
+              upstream gradient is multiplied by `factor` where there is one
+    """
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
     result, fp32 = result_dtype(operand, device), wide(hidden_TH.dtype)
-    kept_N = _rows_to_compute(targets_T, rule)
     rows: slice | Tensor = slice(None) if kept_N is None else kept_N
-    x_NH, targets_N, lse_N = hidden_TH[rows].to(operand), targets_T[rows], lse_T[rows]
-    dloss_N = dloss_T[rows].to(fp32).masked_fill(targets_N == rule.ignore_index, 0)
-    # the largest row's upstream gradient is what a narrow dlogits must be kept in range of
-    unit = dloss_N.abs().amax().clamp_min(torch.finfo(fp32).tiny) if dloss_N.numel() else dloss_N.new_ones(())
+    x_NH = hidden_TH[rows].to(operand)
     into, back = gradient_factors(operand, unit)
-    dloss_N = dloss_N if back is None else dloss_N / unit * into
+    factor = None if back is None else into / unit
     classes, size = weight_VH.shape[0], extent(weight_VH.shape[0], x_NH.shape[0], result.itemsize, device, head=True)
     dx_NH = torch.zeros(x_NH.shape, dtype=fp32, device=device)
     dweight_VH = torch.empty(weight_VH.shape if want_dweight else (0,), dtype=kept_dtype(hidden_TH.dtype, device), device=device)
@@ -206,7 +238,7 @@ def backward_by_vocabulary(
         if bias_V is not None:
             z.add_(bias_V[block].to(z.dtype))
         g = z if result == operand else torch.empty(z.shape, dtype=operand, device=device)
-        paths(z).cross_entropy_backward(z, targets_N, lse_N, dloss_N, rule, g, classes, start)
+        gradient(z, g, start, factor)
         if want_dweight:
             HeadGradient(dweight_VH[block], back).add(g, x_NH)
         if bias_V is not None:
