@@ -111,3 +111,12 @@ def test_an_objective_replaces_the_cross_entropy(workshop, tmp_path):
     first, other = (r.metrics.dropna(subset=["loss"])["loss"].iloc[0] for r in (plain, run))
     assert first != pytest.approx(other)
     assert plain.record.curve("eval_loss")[0] == run.record.curve("eval_loss")[0]
+
+
+def test_a_callback_class_in_place_of_an_object_is_refused_before_anything_is_loaded():
+    class Mine(isotype.Callback):
+        pass
+
+    with pytest.raises(UsageError, match="Mine is a class") as refused:
+        isotype.train(model="nowhere", data="nothing.jsonl", callbacks=[Mine])
+    assert "Mine()" in str(refused.value)

@@ -11,7 +11,8 @@ from isotype.environment.hardware import detect
 from isotype.errors import UsageError
 from isotype.lora.call import call_of
 from isotype.lora.plain import lora_layers
-from isotype.model.adapter import attach_adapter, check_branch
+from isotype.model.adapter import attach_adapter, check_branch, load_adapter, save_adapter
+from isotype.model.saved_form import trained_tensors
 from isotype.tasks.language.outline import outline
 from isotype.training.setup import resolve_precision
 from tests.models import tiny
@@ -60,3 +61,27 @@ def test_a_wrong_target_is_answered_with_layers_that_take_an_adapter():
     with pytest.raises(UsageError, match="out_proj") as caught:
         attach_adapter(tiny("mamba", state_size=4), AdapterSection(targets=["out_proj"]), seed=0)
     assert caught.value.fix == "adapter.targets: all-linear, or some of: in_proj"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_modules_trained_in_full_are_loaded_as_they_were_saved_on_a_narrower_base(tmp_path, tied):
+    section = AdapterSection(r=2, modules_to_save=["embed_tokens", "lm_head"])
+    precision = resolved()[1]
+    model = attach_adapter(tiny(tie_word_embeddings=tied).bfloat16(), section, seed=0).float()
+    with torch.no_grad():  # as a step does: fp32 values that bf16 lacks
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.rand_like(parameter) * 0.01)
+    save_adapter(model, tmp_path, precision)
+    loaded = load_adapter(tiny(tie_word_embeddings=tied).bfloat16(), tmp_path)
+    found = dict(loaded.named_parameters(remove_duplicate=False))
+    trained = trained_tensors(model)
+    assert sum(".modules_to_save." in name for name in trained) == 2
+    for name, parameter in trained.items():
+        assert torch.equal(found[name].float(), parameter), name
+    assert full_head_is_embedding(found) == full_head_is_embedding(trained)
+
+
+def full_head_is_embedding(parameters):
+    head, embedding = (p for name, p in sorted(parameters.items()) if ".modules_to_save." in name)
+    return head is embedding

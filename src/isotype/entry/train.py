@@ -62,6 +62,9 @@ def train(
                cross-entropy; the batch has `inputs` for the model and `labels`. Evaluation keeps the cross-entropy.
     Raises     UsageError, PreflightError, RunError, DtypeError, each with its fix
     """
+    for callback in callbacks:
+        if isinstance(callback, type):
+            raise UsageError(f"callbacks: {callback.__name__} is a class", fix=f"give an object of it: callbacks=[{callback.__name__}()]")
     given = {"model": model, "data": data, "adapter": adapter, "precision": precision, "train": train, "run": run, "parallel": parallel}
     flags: dict[str, Any] = {}
     if isinstance(config, RunConfig):

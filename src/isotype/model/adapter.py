@@ -128,7 +128,27 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter")
         name = sorted(saved ^ own)[0]
         how = f"{name} is only in the {'adapter' if name in saved else 'model'}"
         raise UsageError(f"{where} does not fit this model: {how} ({len(saved ^ own)} such)", fix=fix)
+    _take_wider_values(loaded, weights)
     return loaded
+
+
+def _take_wider_values(model: PeftModel, weights: Path) -> None:
+    """Modules trained in full, in the file's dtype where that is wider.
+
+    PEFT makes their copies in the base's dtype and rounds the file's values into it: fp32 weights trained on a bf16 base would come back
+    as bf16. Two names of one weight stay one.
+    """
+    from safetensors import safe_open
+
+    with safe_open(weights, framework="pt") as file:
+        stored = set(file.keys())
+        for name, parameter in model.named_parameters():
+            key = name.replace(".modules_to_save.default.", ".")
+            if key == name or key not in stored:
+                continue
+            value = file.get_tensor(key)
+            if value.is_floating_point() and torch.promote_types(value.dtype, parameter.dtype) != parameter.dtype:
+                parameter.data = value.to(parameter.device)
 
 
 def _first_line(error: BaseException) -> str:
