@@ -51,7 +51,7 @@ class Functions:
         self.made: dict[Any, Callable[..., Any]] = {}
 
     def get_interface(self, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        original = self.table.get_interface(implementation, default)
+        original: Callable[..., Any] = self.table.get_interface(implementation, default)
         # a user may have registered another function under that name
         transformers_own = getattr(original, "__module__", None) == "transformers.integrations.sdpa_attention"
         if implementation != "sdpa" or not transformers_own or torch.compiler.is_compiling():
@@ -78,7 +78,8 @@ def on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, None]:
         beyond = dropout or query.shape[2] < FEW or any(others.get(name) is not None and others[name] is not False for name in BEYOND)
         if beyond or not kernels_take(autocast_dtype(query) or query.dtype, query, key, value, attention_mask):
-            return original(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
+            theirs: tuple[Tensor, None] = original(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
+            return theirs
         causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
         return attention(query, key, value, mask=attention_mask, causal=causal, scale=scaling).transpose(1, 2).contiguous(), None
 

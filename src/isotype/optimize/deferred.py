@@ -74,7 +74,10 @@ class Recipe:
         # post tanh(pre x) is the op's softcap tanh(scale x / softcap)
         scale, cap = (self.pre, None) if self.post is None else (self.pre * self.post, self.post)
         with _as_then(self):
-            return linear_cross_entropy(self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap, **options)
+            loss: Tensor = linear_cross_entropy(
+                self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap, **options
+            )
+            return loss
 
 
 def _as_then(recipe: Recipe) -> torch.autocast:
@@ -94,7 +97,7 @@ class DeferredLogits(Tensor):
     @staticmethod
     def __new__(cls, recipe: Recipe) -> DeferredLogits:
         shape = (*recipe.hidden.shape[:-1], recipe.weight.shape[0])
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=recipe.dtype, device=recipe.hidden.device)  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=recipe.dtype, device=recipe.hidden.device)
         made.recipe, made.computed = recipe, None
         made.made_from, made.in_place, made.views = None, False, Views()
         made.views.add(made)
@@ -138,7 +141,9 @@ class DeferredLogits(Tensor):
         return func(*tree_map(real, args), **tree_map(real, kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as the C function that stands in its place, without cls
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # C++ callers that never met __torch_function__ (an autograd.Function's inputs, for one)
         def real(x: Any) -> Any:
             return x.materialise(str(func)) if isinstance(x, DeferredLogits) else x
@@ -262,7 +267,8 @@ def _cross_entropy(
             dtype,
             recipe.hidden.device,
         )
-    return recipe.loss(target, reduction=reduction, **options).to(dtype)
+    loss: Tensor | None = recipe.loss(target, reduction=reduction, **options).to(dtype)
+    return loss
 
 
 def _own_cross_entropy(

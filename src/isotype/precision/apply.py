@@ -75,6 +75,7 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str)
     MadeMethod(_in_its_precision, (), inner).put()
     for block in _blocks_of_transformers(inner):
         block.register_forward_hook(_NarrowFirst(to_torch(precision.compute)))
+    module: Any  # attributes of PEFT's and bitsandbytes' layers are set, which nn.Module does not declare
     for module in inner.modules():
         if precision.compute != "fp32" and _has_stacked_weights(module, to_torch(precision.compute)):
             MadeMethod(_multiplying_in, (to_torch(precision.compute),), module).put()

@@ -79,7 +79,8 @@ class Failures:
         chain = _causes(error)
         for link in reversed(chain):
             if (found := getattr(link, _MARK, None)) is not None:
-                return found
+                explained: Finding | None = found
+                return explained
         for link in reversed(chain):
             finding = explain_refusal(self._tracer, link) if MENTIONS_DTYPE.search(f"{type(link).__name__}: {link}") else None
             if finding is not None:

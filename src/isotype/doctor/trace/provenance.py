@@ -57,11 +57,11 @@ class Provenance:
 
     def get(self, tensor: torch.Tensor) -> Origin:
         """The tensor's origin; for one that nothing recorded, what can be said of it."""
-        mark = tensor.__dict__.get(MARK)
+        mark: tuple[Origin, Any] | None = tensor.__dict__.get(MARK)
         if mark is not None and mark[0].dtype == tensor.dtype:
             return mark[0]
         try:
-            found = tensor.untyped_storage().__dict__.get(MARK)
+            found: Origin | None = tensor.untyped_storage().__dict__.get(MARK)
         except (RuntimeError, NotImplementedError):
             found = None
         if found is not None and found.dtype == tensor.dtype:

@@ -80,7 +80,8 @@ def attention(
     if reference_runs():
         return attention_reference(query, key, value, mask=mask, causal=causal, scale=scale)
     if kernels_take(query.dtype, query, key, value, mask):
-        return Attention.apply(query, key, value, mask, causal, query.shape[-1] ** -0.5 if scale is None else scale)
+        out: Tensor = Attention.apply(query, key, value, mask, causal, query.shape[-1] ** -0.5 if scale is None else scale)
+        return out
     if mask is not None and causal:
         mask, causal = mask & torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril(), False
     return F.scaled_dot_product_attention(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,27 @@ from .rule import LossRule, Reduction, reduce
 RULE = "int ignore_index, float smoothing, float scale, float softcap, float z_loss"
 
 
-def paths(x: Tensor) -> Any:
+class Paths(Protocol):
+    """What each of the op's modules offers: `kernels`, `cpp` and `eager`."""
+
+    def cross_entropy_forward(self, logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]: ...
+    def cross_entropy_backward(
+        self,
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        lse_T: Tensor,
+        dloss_T: Tensor,
+        rule: LossRule,
+        out_TV: Tensor,
+        classes: int,
+        first: int = 0,
+    ) -> Tensor: ...
+    def loss_and_gradient(
+        self, logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def paths(x: Tensor) -> Paths:
     """The module that computes: Triton kernels on a GPU, C++ ones on a CPU, blocks of plain PyTorch elsewhere."""
     if triton_runs(x):
         from . import kernels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,15 @@ from . import cpp, eager
 from .reference import gelu_mul_reference
 
 
-def paths(x: Tensor) -> Any:
+class Paths(Protocol):
+    """What each of the op's modules offers: `kernels`, `cpp` and `eager`."""
+
+    def gelu_mul_forward(self, gate: Tensor, up: Tensor, *, tanh: bool) -> Tensor: ...
+    def gelu_mul_backward(self, gate: Tensor, up: Tensor, dy: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor]: ...
+    def gelu_mul_gradients(self, gate: Tensor, up: Tensor, dy: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def paths(x: Tensor) -> Paths:
     """The module whose functions run on `x`."""
     if triton_runs(x):
         from . import kernels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,13 @@ from . import cpp, eager
 from .reference import rope_reference
 
 
-def _paths(x: Tensor) -> Any:
+class Paths(Protocol):
+    """What each of the op's modules offers: `kernels`, `cpp` and `eager`."""
+
+    def rotate(self, x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, interleaved: bool, back: bool) -> Tensor: ...
+
+
+def _paths(x: Tensor) -> Paths:
     if triton_runs(x):
         from . import kernels
 

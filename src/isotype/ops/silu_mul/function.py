@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,15 @@ from . import cpp, eager
 from .reference import silu_mul_reference
 
 
-def paths(x: Tensor) -> Any:
+class Paths(Protocol):
+    """What each of the op's modules offers: `kernels`, `cpp` and `eager`."""
+
+    def silu_mul_forward(self, gate: Tensor, up: Tensor) -> Tensor: ...
+    def silu_mul_backward(self, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]: ...
+    def silu_mul_gradients(self, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def paths(x: Tensor) -> Paths:
     """The module whose functions run on `x`."""
     if triton_runs(x):
         from . import kernels

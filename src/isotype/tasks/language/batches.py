@@ -97,5 +97,6 @@ def collate(rows: Sequence[Row], *, pad_id: int) -> Batch:
 def row_feed(data: LoadedData, *, seed: int, shuffle: bool) -> Feed[Row]:
     """The training rows of a run in the order it sees them."""
     if data.stream is not None:
-        return data.stream
+        stream: Feed[Row] = data.stream
+        return stream
     return RowStream(data.train, seed=seed, shuffle=shuffle, shares=data.shares)

@@ -120,7 +120,8 @@ class Parameters:
             finally:
                 watch._depth -= 1
 
-        torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+        # a wrapper of a method of torch's, until `stop`
+        torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
 
     def stop(self) -> None:
         torch.nn.Module._apply = self._apply  # type: ignore[method-assign]

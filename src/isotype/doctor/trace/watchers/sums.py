@@ -123,7 +123,7 @@ class Sums:
 
     def compensates(self, tensor: torch.Tensor) -> None:
         """A tensor that was seen to keep the rests of additions to a weight: its own rounding harms nobody."""
-        known = self._sums.get((tensor.untyped_storage()._cdata, tensor.storage_offset()))
+        known = self._sums.get((tensor.untyped_storage()._cdata, int(tensor.storage_offset())))
         if known is not None:
             known.rest = True
 
