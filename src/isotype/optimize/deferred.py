@@ -91,7 +91,7 @@ class DeferredLogits(Tensor):
     recipe: Recipe
     computed: Tensor | None
     views: Views
-    made_from: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None  # what it is a view of, and how
+    made_from: tuple[Any, Callable[[Tensor], Tensor]] | None  # what it is a view of, and how
     in_place: bool  # whether `computed` is that view
 
     @staticmethod
@@ -102,6 +102,10 @@ class DeferredLogits(Tensor):
         made.made_from, made.in_place, made.views = None, False, Views()
         made.views.add(made)
         return made
+
+    @property
+    def grad_was_on(self) -> bool:
+        return self.recipe.grad
 
     def viewed(self, made: DeferredLogits, how: Callable[[Tensor], Tensor]) -> DeferredLogits:
         """`made` as what `how` makes of this: both may share memory."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ... import __version__
 from ...dtypes import name as dtype_name
 from ...errors import UsageError
 from ...finding import Finding
+from ...version import __version__
 from .naming import clean
 from .ops import FLOATS
 from .origin import Origin
