@@ -1,4 +1,4 @@
-"""The arrows between modules: no circles, and no room that imports one above it. Imports inside functions and for type checkers count too."""
+"""The arrows between modules: no circles, and no room imports one above it. Imports in functions and for type checkers count too."""
 
 from __future__ import annotations
 
