@@ -51,3 +51,9 @@ def test_roles_that_were_not_observed_are_named(tmp_path: Path) -> None:
         read_run(run_folder(tmp_path / "run", metrics=evaluations(4.0, 3.0), precision=KEPT | {"observed": {"base": {"bf16": 1}}}))
     )
     assert found.kept == "The declared precision was kept in 1 of 2 roles; not observed: grads."
+
+
+def test_what_was_observed_beside_the_roles_is_not_counted_as_a_role(tmp_path: Path) -> None:
+    beside = KEPT | {"observed": {**KEPT["observed"], "outputs": {"bf16": 43}, "buffers": {"fp32": 2}}}
+    found = verdict(read_run(run_folder(tmp_path / "run", metrics=evaluations(4.0, 3.0), precision=beside)))
+    assert found.kept == "The declared precision was kept in 2 of 2 roles."

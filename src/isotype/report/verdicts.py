@@ -55,7 +55,7 @@ def _kept(record: RunRecord) -> tuple[str, str]:
     broken = len(table["violations"])
     if broken:
         return f"The declared precision was broken: {broken} {'violation' if broken == 1 else 'violations'}.", "bad"
-    roles = [row for row in table["rows"] if row["role"] not in _NOT_A_DTYPE]
+    roles = [row for row in table["rows"] if row["role"] not in _NOT_A_DTYPE and row["declared"] is not None]
     seen = [row for row in roles if row["mood"] == "good"]
     if not seen:
         return "The precision was not observed.", "warn"
