@@ -79,7 +79,10 @@ class Recipe:
         scale, cap = (self.pre, None) if self.post is None else (self.pre * self.post, self.post)
         with _as_then(self):
             answered["linear_cross_entropy"] += 1
-            return linear_cross_entropy(self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap, **options)
+            loss: Tensor = linear_cross_entropy(
+                self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap, **options
+            )
+            return loss
 
 
 def _as_then(recipe: Recipe) -> AbstractContextManager[Any]:

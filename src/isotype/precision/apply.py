@@ -54,7 +54,7 @@ class _BackboneState:
     def __init__(self, whole: _State, forward: Any) -> None:
         self.whole, self.forward = whole, forward
 
-    def autocast(self) -> torch.autocast:
+    def autocast(self) -> AbstractContextManager[Any]:
         return self.whole.autocast()
 
 

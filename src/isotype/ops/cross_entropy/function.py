@@ -11,9 +11,11 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from ...environment.planned import is_planned, stands_for
 from ..autocast import autocast_off, wide
 from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
+from ..debug import checked_in_debug
 from ..library import library_op
 from . import cpp, eager
 from .arguments import checked_rule
+from .contract import CROSS_ENTROPY
 from .reference import cross_entropy_reference, row_losses
 from .rule import LossRule, Reduction, reduce
 
@@ -113,6 +115,7 @@ class CrossEntropy(torch.autograd.Function):
             return _backward(logits_TV, targets_T, lse_T, dloss_T, *ctx.rule), None, None
 
 
+@checked_in_debug(CROSS_ENTROPY)
 def cross_entropy(
     logits: Tensor,
     targets: Tensor,

@@ -11,8 +11,10 @@ from torch import Tensor
 from ...errors import UsageError
 from ..autocast import autocast_off
 from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
+from ..debug import checked_in_debug
 from ..pair import check_pair
 from . import cpp, eager
+from .contract import GELU_MUL
 from .reference import gelu_mul_reference
 
 
@@ -53,6 +55,7 @@ class GeluMul(torch.autograd.Function):
             return *paths(gate).gelu_mul_backward(gate, up, dy, tanh=ctx.tanh), None
 
 
+@checked_in_debug(GELU_MUL)
 def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
     """gelu(gate) * up in one pass, exact (approximate="none") or "tanh"; saves only its inputs.
 

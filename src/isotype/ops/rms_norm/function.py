@@ -11,7 +11,9 @@ from torch import Tensor
 from ...errors import ShapeError
 from ..autocast import autocast_off
 from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
+from ..debug import checked_in_debug
 from . import cpp, eager
+from .contract import ADD_RMS_NORM, RMS_NORM
 from .reference import rms_norm_reference
 
 
@@ -61,6 +63,7 @@ class RmsNorm(torch.autograd.Function):
         return dx_TH, dweight_H, None, None, None
 
 
+@checked_in_debug(RMS_NORM)
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool = False, out_dtype: torch.dtype | None = None) -> Tensor:
     """x / rms(x) * weight, in one pass; Gemma's form, x / rms(x) * (1 + weight), with unit_offset.
 
@@ -79,6 +82,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool 
     return y.reshape(x.shape)
 
 
+@checked_in_debug(ADD_RMS_NORM)
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool = False, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:

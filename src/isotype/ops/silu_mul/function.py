@@ -9,8 +9,10 @@ from torch import Tensor
 
 from ..autocast import autocast_off
 from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
+from ..debug import checked_in_debug
 from ..pair import check_pair
 from . import cpp, eager
+from .contract import SILU_MUL
 from .reference import silu_mul_reference
 
 
@@ -49,6 +51,7 @@ class SiluMul(torch.autograd.Function):
             return paths(gate).silu_mul_backward(gate, up, dy)
 
 
+@checked_in_debug(SILU_MUL)
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up in one pass; saves only its inputs.
 
