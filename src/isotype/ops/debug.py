@@ -107,7 +107,7 @@ def _watch_gradients(op: str, contract: OpContract, tensors: dict[str, Tensor], 
 
     if declared:
         # the engine looks `apply` up on the instance; a hook of the node sees the gradients after PyTorch has cast them
-        node.apply = compared
+        node.apply = compared  # type: ignore[method-assign]  # on the instance, for this call alone
 
 
 def _is_of(node: Any, number: int, tensor: Tensor) -> bool:
