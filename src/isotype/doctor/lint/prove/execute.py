@@ -298,7 +298,11 @@ def _everything_on_the_cpu() -> Iterator[None]:
             return enabled("cpu")
 
         torch.is_autocast_enabled = enabled_on_the_cpu
-        torch.get_autocast_dtype = lambda device_type=None: dtype("cpu")
+
+        def dtype_on_the_cpu(device_type: str | None = None) -> torch.dtype:
+            return dtype("cpu")
+
+        torch.get_autocast_dtype = dtype_on_the_cpu
         torch.get_autocast_gpu_dtype = lambda: dtype("cpu")
     with _OnTheCpu():
         yield
