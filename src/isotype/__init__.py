@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from isotype.version import __version__ as __version__
+
 TYPE_CHECKING = False  # typing is 10 ms in which Ctrl-C is a traceback
 if TYPE_CHECKING:
     from typing import Any
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from isotype.precision import Precision as Precision
     from isotype.testing.expect import expect as expect
     from isotype.training.callbacks import Callback as Callback
-
-__version__ = "0.1.0"
 
 _LAZY = {
     "Precision": "isotype.precision",

@@ -73,7 +73,8 @@ def to_torch(dtype: str) -> torch.dtype:
     attribute = _TABLE[parse(dtype)][0]
     if attribute is None:
         raise ValueError(f"{dtype} is a storage format, not a tensor dtype")
-    return getattr(torch, attribute)
+    found: torch.dtype = getattr(torch, attribute)
+    return found
 
 
 def torch_word(dtype: str) -> str:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 
-class IsotypeError(ValueError):
+class IsotypeError(Exception):
     """Base of every error Isotype raises on purpose. `code` names its page (`isotype explain CODE`)."""
 
     exit_status = 1
@@ -19,27 +19,27 @@ class IsotypeError(ValueError):
         super().__init__(text if fix is None else f"{text}\n  fix       {fix}")
 
 
-class UsageError(IsotypeError):
+class UsageError(IsotypeError, ValueError):
     """Bad configuration or usage: nothing was started."""
 
     exit_status = 2
 
 
-class PreflightError(IsotypeError):
+class PreflightError(IsotypeError, ValueError):
     """Refused before step 1."""
 
     exit_status = 3
 
 
-class RunError(IsotypeError):
-    """The run failed after it started."""
+class RunError(IsotypeError, RuntimeError):
+    """The run failed after it started. No ValueError: what the caller gave was right."""
 
     exit_status = 1
 
 
-class DtypeError(IsotypeError):
+class DtypeError(IsotypeError, ValueError):
     """A tensor's dtype is not the declared one."""
 
 
-class ShapeError(IsotypeError):
+class ShapeError(IsotypeError, ValueError):
     """A tensor's shape is not the declared one."""

@@ -84,5 +84,5 @@ class MadeMethod(InstanceMethod):
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         *made, before = state
-        MadeMethod.__init__(self, *made)  # type: ignore[misc]
+        MadeMethod.__init__(self, *made)
         self.before = before

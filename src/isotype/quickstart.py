@@ -204,7 +204,8 @@ def _stage(run: Path, file: Path, *, json_output: bool) -> int:
 
 def _finished(run: Path) -> bool:
     try:
-        return json.loads((run / "result.json").read_text(encoding="utf-8")).get("status") == "done"
+        done: bool = json.loads((run / "result.json").read_text(encoding="utf-8")).get("status") == "done"
+        return done
     except (OSError, ValueError, AttributeError):
         return False
 

@@ -15,7 +15,8 @@ from isotype.config.schema import DataSection
 from isotype.config.sources import source_specs
 from isotype.data.bad_rows import BadRow
 from isotype.data.formats import Example
-from isotype.data.sources import Source, source
+from isotype.data.source import Source
+from isotype.data.sources import source
 from isotype.errors import UsageError
 
 ROWS = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(12)]

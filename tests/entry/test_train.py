@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -120,3 +122,16 @@ def test_a_callback_class_in_place_of_an_object_is_refused_before_anything_is_lo
     with pytest.raises(UsageError, match="Mine is a class") as refused:
         isotype.train(model="nowhere", data="nothing.jsonl", callbacks=[Mine])
     assert "Mine()" in str(refused.value)
+
+
+def test_a_callback_that_rounds_the_optimizers_states_stops_the_run(workshop, tmp_path):
+    class Rounds(isotype.Callback):
+        def on_step(self, moment):
+            for optimizer in [o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer)]:
+                for states in optimizer.state.values():
+                    for state in states.values():
+                        if isinstance(state, torch.Tensor) and state.ndim:
+                            state.copy_(state.to(torch.bfloat16))
+
+    with pytest.raises(RunError, match=r"Rounds.on_step changed the optimizer's exp_avg.* of .*lora_"):
+        isotype.train(**settings(workshop, tmp_path / "run"), callbacks=[Rounds()])

@@ -14,8 +14,8 @@ from importlib import import_module
 
 import typer
 
-from .. import __version__
 from ..errors import IsotypeError, UsageError
+from ..version import __version__
 
 ENGINE, RUNS, DOCTOR, ABOUT = "Train", "With a run", "Doctor", "About"  # the panels of --help
 # what a command may miss in an installation without extras -> the extra that brings it

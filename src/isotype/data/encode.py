@@ -115,7 +115,8 @@ class Encoder:
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a text, nothing added."""
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return tokens
 
     def rows(self, examples: Iterable[Example], tally: Tally) -> Iterator[tuple[Example, Row, bool]]:
         """Examples with their rows, in order, and whether they were cut; those that teach nothing are dropped and counted.

@@ -15,7 +15,7 @@ from .bad_rows import BadRow
 from .formats import Example
 from .progress import Meter
 from .read import Record
-from .sources import Source
+from .source import Source
 from .tables import without_nulls_inside
 
 

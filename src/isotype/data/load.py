@@ -27,7 +27,8 @@ from .pack import pack
 from .progress import Meter, watched
 from .prompts import SAMPLES, prompt_of_text, prompts_of
 from .rows import LoadedData, Row, SamplePrompt, Share
-from .sources import Source, source
+from .source import Source
+from .sources import source
 from .split import held_out
 from .tokens import TokenBlock, TokenRows, TokenWriter
 

@@ -107,7 +107,8 @@ def tokens_used(rows: Sequence[Row], *, learnt: bool = False) -> set[int]:
     """Every token of the rows, or every one that is learnt; rows in flat arrays know it without being made."""
     known = getattr(rows, "tokens_used", None)
     if known is not None:
-        return known(learnt=learnt)
+        tokens: set[int] = known(learnt=learnt)
+        return tokens
     return {i for row in rows for i in (row.labels if learnt else row.input_ids)} - {IGNORED}
 
 

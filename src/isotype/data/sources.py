@@ -8,28 +8,25 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ..config.sources import HUB, STDLIB, SourceSpec
 from ..errors import UsageError
-from .bad_rows import BadRow, RowError
-from .formats import Example, FormatName, detect, example, ignored_keys
+from .bad_rows import BadRow
+from .formats import Example
 from .json_rows import read_json
 from .progress import Meter
 from .read import DATA_ENDINGS, ENDINGS, JSON_ENDINGS, TEXT_ENDINGS, Record, ending, existing_file, sha256, text_lines
+from .source import Source
 from .tables import read_csv, read_parquet
 
 PIECE = 1 << 16  # characters of a plain text handed on at once, cut at line ends
 # what `datasets` writes beside its data
 _SAVED, _BESIDE_SAVED = ("state.json", "dataset_dict.json"), {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
-_NO_ROWS = "the file holds no rows"
-_LOOKED_AT = 64  # rows from whose first sound one the format is taken
 
 
 @dataclass
@@ -67,79 +64,6 @@ class File:
             raise UsageError(f"{self.name}: the file holds only white space")
         if held:
             yield "".join(held)
-
-
-@dataclass
-class Source:
-    """One entry of data.train or data.eval, found and looked at, not yet read.
-
-    forms     format and reason of each part, in order
-    ignored   keys that nothing reads, counted while reading
-    """
-
-    spec: SourceSpec
-    needs_answer: bool
-    forms: list[tuple[FormatName, str]] = field(default_factory=list)
-    ignored: Counter[str] = field(default_factory=Counter)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def formats(self) -> set[FormatName]:
-        return {form for form, _ in self.forms}
-
-    @property
-    def bytes(self) -> int:
-        """Of the files; 0 where that is not known."""
-        return 0
-
-    def identity(self) -> dict[str, Any]:
-        """What the content is, for the cache's key and for data.json: `sha256`, or whatever else names it."""
-        raise NotImplementedError
-
-    def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example | BadRow]:
-        """The checked rows, at most `limit` of them, those that cannot be used among them. `skip`: so many are passed over."""
-        raise NotImplementedError
-
-    def texts(self, meter: Meter | None = None) -> Iterator[tuple[str, Iterator[str]]]:
-        """Plain text files, each a name with its pieces."""
-        return iter(())
-
-    def facts(self) -> dict[str, Any]:
-        """What data.json says of a source before it is read."""
-        forms = sorted(self.formats)
-        return {
-            "path": self.name,
-            **({"weight": self.spec.weight} if self.spec.weight is not None else {}),
-            **self.identity(),
-            "format": forms[0] if len(forms) == 1 else ", ".join(forms),
-            "why": self.forms[0][1],
-        }
-
-    def checked(self, records: Iterator[Record], form: FormatName) -> Iterator[Example | BadRow]:
-        columns = self.spec.columns
-        for record in records:
-            try:
-                found = example(record, form, needs_answer=self.needs_answer, columns=columns)
-            except RowError as error:
-                yield BadRow.of(error, record.place)
-                continue
-            self.ignored.update(ignored_keys(record.value, form, columns))
-            yield found
-
-    def looked_at(self, records: Iterator[Record], name: str) -> None:
-        """Takes the format of the first row that has one. Raises UsageError where none of the first rows has."""
-        first_error: RowError | None = None
-        for record in islice(records, _LOOKED_AT):
-            try:
-                self.forms.append(detect(record, self.spec.format, self.spec.columns))  # type: ignore[arg-type]  # config.sources checked it
-                return
-            except RowError as error:  # another row may be sound; if none is, the first says why
-                first_error = first_error or error
-        raise first_error or UsageError(f"{name}: {_NO_ROWS}")
 
 
 @dataclass

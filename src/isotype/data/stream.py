@@ -24,7 +24,7 @@ from .formats import Example
 from .pack import pack
 from .prompts import SAMPLES, prompt_of_text, prompts_of
 from .rows import LoadedData, Row, SamplePrompt
-from .sources import Source
+from .source import Source
 from .split import is_held_out
 from .tokens import TokenRows, TokenWriter, digest_of
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import IO
+from typing import IO, Any
 
 from .seat import LAUNCHED_BY
 
@@ -76,9 +76,10 @@ def _start(command: Sequence[str], rank: int, size: int, listening: socket.socke
     # each would take every core
     environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))
     kept = (alive, listening.fileno()) if rank == 0 else (alive,)
-    streams = {} if rank == 0 else {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
+    streams: dict[str, Any] = {} if rank == 0 else {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
     # a session of its own: Ctrl-C reaches it once, from here
-    return subprocess.Popen(list(command), env=environ, pass_fds=kept, start_new_session=True, **streams)  # type: ignore[call-overload]
+    started: subprocess.Popen[bytes] = subprocess.Popen(list(command), env=environ, pass_fds=kept, start_new_session=True, **streams)
+    return started
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int | None:

@@ -31,6 +31,7 @@ from .seat import Seat, find_seat
 from .watch import Lost, Watch, find_lost, read_failure
 
 Made = TypeVar("Made")
+AnyError = TypeVar("AnyError", bound=IsotypeError)
 LOOK = 0.5  # seconds between two looks for failures while waiting
 MOST_PAUSE = 0.05  # seconds between two looks for what is waited for
 SUSPECT = 2.0  # seconds without a sign of life after which a process is looked at more closely
@@ -104,7 +105,7 @@ class JoinedWorld(World):
         self._store, self._timeout, self._owned = store, timeout, owned
         self._turn = 0
         self._speaks = seat.rank == 0
-        self._lost: RunError | None = None
+        self._lost: IsotypeError | None = None
         self._failed = False
         self._watch = Watch(store.clone(), seat.rank)
         self._watch.tell()
@@ -265,7 +266,7 @@ class JoinedWorld(World):
         named = "; ".join(f"{one.sign} does not come (it is at step {one.sign.step}: {one.sign.doing})" for one in lost)
         return self._remember(RunError(f"step {step}: {named}; waited {self._timeout:g} s (parallel.timeout)", code="MP002", fix=_RESUME))
 
-    def _remember(self, error: Any) -> Any:
+    def _remember(self, error: AnyError) -> AnyError:
         self._lost = error
         return error
 
@@ -336,7 +337,7 @@ def _store(seat: Seat, wait: timedelta) -> Any:
     if handle is None:
         return next(iter(dist.rendezvous("env://", seat.rank, seat.size, timeout=wait)))[0]
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    listening = {"master_listen_fd": int(handle)} if seat.rank == 0 else {}
+    listening: dict[str, Any] = {"master_listen_fd": int(handle)} if seat.rank == 0 else {}
     return dist.TCPStore(address, port, seat.size, is_master=seat.rank == 0, timeout=wait, wait_for_workers=False, **listening)
 
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from .. import __version__
 from ..finding import Finding, Severity, exit_code, worst_first
+from ..version import __version__
 
 SCREEN = 12  # findings printed in full before the rest becomes one line each
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from .. import __version__
 from ..finding import Finding, Severity
 from ..pages import page
+from ..version import __version__
 
 _LEVEL = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "note"}
 

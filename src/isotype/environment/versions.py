@@ -13,8 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
 from ..errors import IsotypeError, UsageError
+from ..version import __version__
 from .hardware import detect
 
 KEY_PACKAGES = (

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from transformers import TextStreamer
 
 from ..data.chat import chat_template
 from ..precision.apply import generating
 from ..printable import printable
-from ..tasks.language.sample import generation_config
+from ..tasks.language.sample import Generates, generation_config
 from .loaded import LoadedRun
 
 
-class _Stream(TextStreamer):  # type: ignore[misc]
+class _Stream(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         super().on_finalized_text(printable(text), stream_end)
 
@@ -37,8 +39,10 @@ class Conversation:
         ids = torch.tensor([tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]], device=self.run.device)
         streamer = _Stream(tokenizer, skip_prompt=True, skip_special_tokens=True) if self.stream else None
         with torch.no_grad(), generating(model):
-            out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=self.config, streamer=streamer)
-        answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
+            out = cast(Generates, model).generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=self.config, streamer=streamer
+            )
+        answer = str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
         if tokenizer.chat_template:
             self.messages = [*asked, {"role": "assistant", "content": answer}]
         return answer

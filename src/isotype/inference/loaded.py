@@ -153,7 +153,8 @@ def _precision_of(source: Source) -> Precision:
     found = of_config(architecture)
     if found is not None:
         return Precision.preset("nf4-lora")
-    word = name_of(architecture.dtype) if getattr(architecture, "dtype", None) is not None else "fp32"
+    dtype = getattr(architecture, "dtype", None)
+    word = name_of(dtype) if dtype is not None else "fp32"
     return Precision(base=word, compute=word, generate=word, save=word)
 
 

@@ -162,7 +162,8 @@ def dequantised(parameter: Tensor) -> Tensor:
     if is_quantised(parameter):
         from bitsandbytes.functional import dequantize_4bit
 
-        return dequantize_4bit(parameter.data, parameter.quant_state).float()
+        state: Any = getattr(parameter, "quant_state", None)
+        return dequantize_4bit(parameter.data, state).float()
     return parameter.detach().float()
 
 

@@ -66,7 +66,8 @@ class TrainerStepper:
     def _loss(self, batch: TrainerBatch) -> Tensor:
         trainer = self.trainer
         with trainer.compute_loss_context_manager():
-            return trainer.compute_loss(self.model, trainer._prepare_inputs(dict(batch.inputs)))
+            loss: Tensor = trainer.compute_loss(self.model, trainer._prepare_inputs(dict(batch.inputs)))
+            return loss
 
     def non_finite(self, batches: Sequence[TrainerBatch], *, step: int, what: str) -> RunError:
         passes: list[Callable[[], object]] = [lambda batch=batch: self._loss(batch) for batch in batches]  # type: ignore[misc]

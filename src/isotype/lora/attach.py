@@ -7,6 +7,7 @@ deepcopy binds anew.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,11 +134,12 @@ def projections(x: Tensor, calls: list[Call]) -> list[Projection]:
 def _peft_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """PEFT's code. bitsandbytes must not repack the weight in place on the way: it never unpacks it, and later gradients are wrong."""
     base = layer.base_layer
+    own: Callable[..., Tensor] = type(layer).forward
     repacks = getattr(base, "support_avx512bf16_for_cpu", False)
     if not repacks:
-        return type(layer).forward(layer, x, *args, **kwargs)
+        return own(layer, x, *args, **kwargs)
     base.support_avx512bf16_for_cpu = False
     try:
-        return type(layer).forward(layer, x, *args, **kwargs)
+        return own(layer, x, *args, **kwargs)
     finally:
         base.support_avx512bf16_for_cpu = repacks

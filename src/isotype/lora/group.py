@@ -248,4 +248,7 @@ def lora_group(x: Tensor, projections: Sequence[Projection], dtypes: LoraDtypes)
     """What `lora_linear` gives for each projection, for one decision of dtypes (no wide branch)."""
     assert not dtypes.wide
     flat = [t for p in projections for t in p.tensors]
-    return LoraGroup.apply(x, tuple(p.scale for p in projections), tuple(p.quant_state for p in projections), dtypes, *flat)
+    outs: tuple[Tensor, ...] = LoraGroup.apply(
+        x, tuple(p.scale for p in projections), tuple(p.quant_state for p in projections), dtypes, *flat
+    )
+    return outs

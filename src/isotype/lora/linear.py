@@ -107,7 +107,8 @@ class LoraLinear(torch.autograd.Function):
                     dx_TK = (narrow_TO @ base_weight(weight, ctx.quant_state, compute)).to(ctx.x_dtype)
                 da, db = wide_branch.gradients(dy_TO, x_TK, xa_TR, keep_TK, a, b, scale, dx_TK, needs_a=needs_a, needs_b=needs_b)
             else:
-                dxa_TR = scaled_product(narrow_TO, b) if needs_x or needs_a else None
+                if needs_x or needs_a:
+                    dxa_TR = scaled_product(narrow_TO, b)
                 if needs_b:
                     db = gradient_product(narrow_TO, xa_TR, scale, b_dtype)
                 if needs_a:
@@ -160,4 +161,5 @@ def lora_linear(
         # drawn as PEFT's dropout draws it, so that on a CPU a seed gives the same mask
         keep = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1.0 - dropout)
         scale = scale / (1.0 - dropout) if dropout < 1.0 else 0.0
-    return LoraLinear.apply(x, weight, bias, a, b, keep, scale, quant_state, dtypes)
+    out: Tensor = LoraLinear.apply(x, weight, bias, a, b, keep, scale, quant_state, dtypes)
+    return out

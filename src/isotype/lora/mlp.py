@@ -294,4 +294,5 @@ def lora_mlp(x: Tensor, inner: Sequence[Projection], down: Projection, kind: Gat
     assert dtypes.out == dtypes.compute
     every = [*inner, down]
     flat = [t for p in every for t in p.tensors]
-    return LoraMlp.apply(x, kind, tuple(p.scale for p in every), tuple(p.quant_state for p in every), dtypes, *flat)
+    out: Tensor = LoraMlp.apply(x, kind, tuple(p.scale for p in every), tuple(p.quant_state for p in every), dtypes, *flat)
+    return out

@@ -48,7 +48,8 @@ def product_4bit(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None) 
         return F.linear(x_TK, widened(packed, state, x_TK.dtype), bias)
     import bitsandbytes
 
-    return bitsandbytes.matmul_4bit(x_TK, packed, quant_state=state, bias=bias)
+    product: Tensor = bitsandbytes.matmul_4bit(x_TK, packed, quant_state=state, bias=bias)
+    return product
 
 
 def dequantised(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
@@ -91,7 +92,7 @@ def _kept_copy(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
             if left() is not None and getattr(state, _KEPT, None) is left():
                 delattr(state, _KEPT)
 
-        torch.autograd.Variable._execution_engine.queue_callback(drop)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(drop)
     kept.uses += 1
     return kept.wide
 
@@ -125,12 +126,14 @@ def forward_4bit(self: Any, x: Tensor) -> Tensor:
     gradients and never unpacks it, rewrites a bias to the compute dtype, and widens the weight once more in backward."""
     state = getattr(self.weight, "quant_state", None)
     if state_reason(self) is not None:
-        return type(self).forward(self, x)
+        own: Tensor = type(self).forward(self, x)
+        return own
     if not self.compute_type_is_set:
         # bitsandbytes' layer takes the first input's dtype for good where none was given
         self.set_compute_type(x)
         self.compute_type_is_set = True
-    return Linear4bit.apply(x.to(self.compute_dtype or x.dtype), self.weight, self.bias, state).to(x.dtype)
+    product: Tensor = Linear4bit.apply(x.to(self.compute_dtype or x.dtype), self.weight, self.bias, state)
+    return product.to(x.dtype)
 
 
 def is_4bit(module: nn.Module) -> bool:

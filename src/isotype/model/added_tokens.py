@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from ..errors import UsageError
 
@@ -36,15 +37,23 @@ def grown_config(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -
     return config
 
 
+def weight_of(layer: nn.Module) -> Tensor:
+    """The matrix of an embedding or a head. Raises AttributeError for a layer that has none."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
 @torch.no_grad()
 def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, added: int) -> None:
     """Rows for the last `added` tokens of the tokenizer, in embedding and head: the mean of the rows before them, in fp32."""
     first = len(tokenizer) - added
     embedding = model.get_input_embeddings()
-    if len(tokenizer) > embedding.weight.shape[0]:  # type: ignore[union-attr]
+    if len(tokenizer) > weight_of(embedding).shape[0]:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     for layer in {id(one): one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None}.values():
-        for values in (layer.weight, getattr(layer, "bias", None)):
+        bias: Tensor | None = getattr(layer, "bias", None)
+        for values in (weight_of(layer), bias):
             if values is not None:
                 values[first : len(tokenizer)] = values[:first].float().mean(0).to(values.dtype)
 
@@ -52,7 +61,7 @@ def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 def token_modules(model: PreTrainedModel) -> tuple[list[str], bool]:
     """Names of the embedding and, where it has weights of its own, of the head; and whether the head shares the embedding's."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding.weight  # type: ignore[union-attr]
+    tied = head is not None and weight_of(head) is weight_of(embedding)
     wanted = [embedding] if tied or head is None else [embedding, head]
     names = {id(module): name.rpartition(".")[2] for name, module in model.named_modules()}
     return [names[id(module)] for module in wanted], tied

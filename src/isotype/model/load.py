@@ -23,7 +23,7 @@ from ..precision.precision import Precision
 from ..precision.quantised_base import check_base, of_config
 from ..runs.checkpoint.atomic_folder import fault, write_folder
 from . import attention as attention_choice
-from .added_tokens import add_tokens, grow_embeddings, grown_config
+from .added_tokens import add_tokens, grow_embeddings, grown_config, weight_of
 from .trainable_architecture import refuse_other_objectives
 
 if TYPE_CHECKING:
@@ -124,16 +124,18 @@ def load_base(source: Source, precision: Precision, *, attention: str, device: t
             options["quantization_config"] = _nf4(precision)
         options["device_map"] = {"": device}
     with _explained(source.name, "model", source.revision, attention):
-        model, loaded = AutoModelForCausalLM.from_pretrained(
+        made: Any = AutoModelForCausalLM.from_pretrained(  # a pair with output_loading_info, which its type does not say
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, output_loading_info=True, **options
         )
+    model: PreTrainedModel
+    model, loaded = made
     absent = sorted({*loaded["missing_keys"], *(str(k[0] if isinstance(k, tuple) else k) for k in loaded["mismatched_keys"])})
     if absent:
         # transformers fills these with random numbers and a warning
         what = f"{len(absent)} weights are missing or have another shape, {absent[0]} first"
         raise UsageError(f"model {source.name}: {what}: not a whole causal language model")
     if "device_map" not in options:
-        model.to(device)
+        model.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to in a way that hides its first argument from mypy
     # a rotary table in half precision is wrong from position 256 on; it is a buffer, and buffers stay as transformers made them
     return model
 
@@ -151,7 +153,7 @@ def base_notes(source: Source, precision: Precision) -> list[str]:
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises  UsageError when the tokenizer knows more tokens than the model has embeddings for."""
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = weight_of(model.get_input_embeddings()).shape[0]
     if len(tokenizer) > rows:
         raise UsageError(
             f"the tokenizer has {len(tokenizer)} tokens and the model embeds {rows}: they do not belong together",
@@ -194,7 +196,8 @@ def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) ->
         with _explained(section.name, "model", section.revision):
             found = AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
         refuse_other_objectives(found, section.name)
-        return found
+        architecture: PretrainedConfig = found
+        return architecture
     given = dict(given)
     kind = given.pop("model_type", None)
     if kind is None:

@@ -109,7 +109,7 @@ def refuse_difference(folder: Path, expected: Digests, loaded: nn.Module, dtype:
 
 def _digest(tensor: Tensor, dtype: torch.dtype) -> str:
     value = tensor.detach().to(dtype).contiguous().cpu()
-    return hashlib.sha256(value.view(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(value.view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _different(folder: Path, what: str) -> RunError:

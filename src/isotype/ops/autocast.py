@@ -52,7 +52,8 @@ def no_view(x: Tensor, shape: Sequence[int]) -> Tensor:
 
     A view made there cannot be written to in place, as models do (OLMo clamps its queries); this is what `F.linear` itself returns.
     """
-    return torch.ops.aten._unsafe_view.default(x, list(shape))
+    reshaped: Tensor = torch.ops.aten._unsafe_view.default(x, list(shape))
+    return reshaped
 
 
 def product_dtype(x: Tensor, *others: Tensor) -> torch.dtype:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 _OPS = torch.library.Library("isotype", "FRAGMENT")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def library_op(schema: str, *, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def library_op(schema: str, *, fake: Callable[..., Any]) -> Callable[[F], F]:
     """The decorated function as `torch.ops.isotype.NAME`, for any device; `fake` gives its outputs without values.
 
     It has no autograd of its own: an op's autograd.Function calls it. `torch.library.custom_op` does the same, and imports torch._dynamo at
@@ -20,8 +21,9 @@ def library_op(schema: str, *, fake: Callable[..., Any]) -> Callable[[Callable[.
     _OPS.define(schema)
     torch.library.register_fake(f"isotype::{name}", fake, lib=_OPS)
 
-    def register(f: Callable[..., Any]) -> Callable[..., Any]:
+    def register(f: F) -> F:
         _OPS.impl(name, f, "CompositeExplicitAutograd")
-        return getattr(torch.ops.isotype, name).default
+        # the op takes the function's arguments by its schema
+        return cast(F, getattr(torch.ops.isotype, name).default)
 
     return register

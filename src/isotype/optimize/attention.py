@@ -89,7 +89,7 @@ class Functions:
         self.made: dict[Any, Callable[..., Any]] = {}
 
     def get_interface(self, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        original = self.table.get_interface(implementation, default)
+        original: Callable[..., Any] = self.table.get_interface(implementation, default)
         # a user may have registered another function under that name
         own = "transformers.integrations.sdpa_attention" if implementation == "sdpa" else getattr(default, "__module__", None)
         known = implementation in ("sdpa", "eager") and getattr(original, "__module__", None) == own
@@ -103,7 +103,7 @@ class Functions:
         return getattr(self.table, name)
 
 
-def by_the_op(original: Callable[..., Any], *, eager: bool) -> Callable[..., Any]:
+def by_the_op(original: Callable[..., tuple[Tensor, None]], *, eager: bool) -> Callable[..., Any]:
     """transformers' attention function (module, query, key, value, mask) -> ([B S N D], None), by `attention` where it serves.
 
     eager  the original is the model's own, which is asked for by name where nobody wants anything else, or because it alone knows softcaps

@@ -79,7 +79,10 @@ class Recipe:
         scale, cap = (self.pre, None) if self.post is None else (self.pre * self.post, self.post)
         with _as_then(self):
             answered["linear_cross_entropy"] += 1
-            return linear_cross_entropy(self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap, **options)
+            loss: Tensor = linear_cross_entropy(
+                self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap, **options
+            )
+            return loss
 
 
 def _as_then(recipe: Recipe) -> AbstractContextManager[Any]:
@@ -93,17 +96,21 @@ class DeferredLogits(Tensor):
     recipe: Recipe
     computed: Tensor | None
     views: Views
-    made_from: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None  # what it is a view of, and how
+    made_from: tuple[Any, Callable[[Tensor], Tensor]] | None  # what it is a view of, and how
     in_place: bool  # whether `computed` is that view
 
     @staticmethod
     def __new__(cls, recipe: Recipe) -> DeferredLogits:
         shape = (*recipe.hidden.shape[:-1], recipe.weight.shape[0])
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=recipe.dtype, device=recipe.hidden.device)  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=recipe.dtype, device=recipe.hidden.device)
         made.recipe, made.computed = recipe, None
         made.made_from, made.in_place, made.views = None, False, Views()
         made.views.add(made)
         return made
+
+    @property
+    def grad_was_on(self) -> bool:
+        return self.recipe.grad
 
     def viewed(self, made: DeferredLogits, how: Callable[[Tensor], Tensor]) -> DeferredLogits:
         """`made` as what `how` makes of this: both may share memory."""
@@ -143,7 +150,9 @@ class DeferredLogits(Tensor):
         return func(*tree_map(real, args), **tree_map(real, kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as the C function that stands in its place, without cls
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # C++ callers that never met __torch_function__ (an autograd.Function's inputs, for one)
         def real(x: Any) -> Any:
             return x.materialise(str(func)) if isinstance(x, DeferredLogits) else x
@@ -272,7 +281,8 @@ def _cross_entropy(
             dtype,
             recipe.hidden.device,
         )
-    return recipe.loss(target, reduction=reduction, **options).to(dtype)
+    loss: Tensor | None = recipe.loss(target, reduction=reduction, **options).to(dtype)
+    return loss
 
 
 def _own_cross_entropy(

@@ -26,7 +26,7 @@ class DeferredLoss(Tensor):
 
     @staticmethod
     def __new__(cls, compute: Callable[[Divisor | None], Tensor], dtype: torch.dtype, device: torch.device) -> DeferredLoss:
-        made = Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=device)  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=device)
         made.compute, made.computed = compute, None
         return made
 
@@ -60,7 +60,9 @@ class DeferredLoss(Tensor):
         return func(*tree_map(_real, args), **tree_map(_real, kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as the C function that stands in its place, without cls
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # C++ callers that never met __torch_function__
         return func(*tree_map(_real, args), **tree_map(_real, kwargs or {}))
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .deferred import DeferredLogits
 
 # besides names that end in one underscore: what needs the memory or the graph of the tensor itself
 _IN_PLACE = {"__setitem__", *(f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"))}
@@ -31,6 +28,22 @@ def needs_the_memory(func: Any, kwargs: dict[str, Any]) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or name in _HOOKS or kwargs.get("out") is not None
 
 
+class Member(Protocol):
+    """What a view knows of deferred logits.
+
+    made_from  the logits that it is a view of, and the call that makes it; None for the first of a memory
+    in_place   whether it lies in the memory of those
+    """
+
+    made_from: tuple[Any, Callable[[Tensor], Tensor]] | None
+    in_place: bool
+    computed: Tensor | None
+
+    @property
+    def grad_was_on(self) -> bool: ...
+    def materialise(self, asked_by: str = ...) -> Tensor: ...
+
+
 class Views:
     """The members of one memory, in the order in which they were made; they hold this, and their parents, and it holds none of them.
 
@@ -38,13 +51,13 @@ class Views:
     """
 
     def __init__(self) -> None:
-        self.members: list[weakref.ref[DeferredLogits]] = []
+        self.members: list[weakref.ref[Member]] = []
         self.real = self.in_a_loss = False
 
-    def __iter__(self) -> Iterator[DeferredLogits]:
+    def __iter__(self) -> Iterator[Member]:
         return (member for ref in self.members if (member := ref()) is not None)
 
-    def add(self, member: DeferredLogits) -> None:
+    def add(self, member: Member) -> None:
         self.members.append(weakref.ref(member))
 
     def make_real(self) -> None:
@@ -55,13 +68,13 @@ class Views:
             _place(member)
 
 
-def _place(member: DeferredLogits) -> Tensor:
+def _place(member: Member) -> Tensor:
     """The member's real tensor, in its parent's memory where it is a view."""
     if member.made_from is None:
         return member.materialise("a write in place")
     if not member.in_place:
         parent, again = member.made_from
-        with torch.set_grad_enabled(member.recipe.grad):
+        with torch.set_grad_enabled(member.grad_was_on):
             member.computed, member.in_place = again(_place(parent)), True
     assert member.computed is not None
     return member.computed

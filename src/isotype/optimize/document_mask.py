@@ -21,7 +21,7 @@ class DocumentMask(Tensor):
 
     @staticmethod
     def __new__(cls, documents: Documents) -> DocumentMask:
-        made = torch.Tensor._make_subclass(cls, documents.bounds.view(1, 1, 1, -1))  # type: ignore[attr-defined]
+        made = torch.Tensor._make_subclass(cls, documents.bounds.view(1, 1, 1, -1))
         made.documents = documents
         return made
 

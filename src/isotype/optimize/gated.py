@@ -107,15 +107,17 @@ def compute(module: nn.Module, x: Tensor, s: GatedSettings) -> Tensor:
         gate, up = getattr(module, s.gate)(x).chunk(2, dim=-1)
     else:
         gate, up = getattr(module, s.gate)(x), getattr(module, s.up)(x)
+    down: Callable[[Tensor], Tensor] = getattr(module, s.down)
     if gate.dtype != up.dtype:
         # an adapter on one of the two may widen it: the module's own product promotes
-        return getattr(module, s.down)(getattr(module, s.activation)(gate) * up)
-    return getattr(module, s.down)(ACTIVATIONS[s.op][1](gate, up))
+        return down(getattr(module, s.activation)(gate) * up)
+    return down(ACTIVATIONS[s.op][1](gate, up))
 
 
 def gated_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if args or kwargs:
-        return type(self).forward(self, hidden_states, *args, **kwargs)
+        own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
+        return own
     settings = settings_of(self)
     together = run_gated(layers_of(self, settings), hidden_states, settings.op)
     return compute(self, hidden_states, settings) if together is None else together

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,8 @@ def head_forward(self: nn.Module, hidden: Tensor) -> Tensor:
         or torch._C._are_functorch_transforms_active()
         or has_backward_hooks(self)
     ):
-        return type(self).forward(self, hidden)
+        own: Tensor = type(self).forward(self, hidden)
+        return own
     return defer(hidden, self.weight, self.bias)  # type: ignore[arg-type]
 
 
@@ -88,7 +89,8 @@ def deferring() -> Iterator[None]:
 
 def place(model: nn.Module, manifest: Manifest) -> tuple[nn.Module | None, str | None, str]:
     """(head, op, why) for one causal LM."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    get_head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
     if head is None:
         return None, None, "the model has no output embeddings"
     if type(head) is not nn.Linear:

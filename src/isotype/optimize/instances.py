@@ -72,7 +72,8 @@ def take_back(module: nn.Module) -> int:
         return 0
     _, places, method = module.__dict__.pop(_MARK)
     method.take_back()
-    return places
+    count: int = places
+    return count
 
 
 def stand_in(module: nn.Module, modules: dict[str, nn.Module], parameters: dict[str, nn.Parameter]) -> nn.Module:

@@ -49,7 +49,8 @@ def recognise(module: nn.Module) -> NormSettings | str:
 def norm_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     s: NormSettings = settings_of(self)
     if args or kwargs:
-        return type(self).forward(self, hidden_states, *args, **kwargs)
+        own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
+        return own
     return rms_norm(hidden_states, self.weight, s.eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype)  # type: ignore[arg-type]
 
 

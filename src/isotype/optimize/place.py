@@ -23,11 +23,13 @@ from .private import Replacement, put_rebuilt
 
 def causal_lms(model: nn.Module) -> list[nn.Module]:
     """The modules that own a head and a loss: the model itself, or what an adapter library has wrapped."""
-    models = [m for m in model.modules() if hasattr(m, "loss_function") and hasattr(m, "get_output_embeddings") and hasattr(m, "config")]
+    models: list[Any] = [
+        m for m in model.modules() if hasattr(m, "loss_function") and hasattr(m, "get_output_embeddings") and hasattr(m, "config")
+    ]
     # the inner model (LlamaModel in LlamaForCausalLM) has the same methods and no head; an adapter library's wrappers have the same head
     by_head: dict[int, nn.Module] = {}
     for m in models:
-        found = m.get_output_embeddings()
+        found: nn.Module | None = m.get_output_embeddings()
         if found is not None:
             by_head.setdefault(id(found), m)
     return list(by_head.values()) or models[:1]

@@ -35,5 +35,6 @@ def page(code: str) -> str | None:
         return file.read_text(encoding="utf-8")
     module = FAMILIES.get(code[:2])
     if module and find_spec(module.rpartition(".")[0]) and find_spec(module):
-        return import_module(module).page(code)
+        text: str | None = import_module(module).page(code)
+        return text
     return None

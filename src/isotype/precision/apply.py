@@ -55,7 +55,7 @@ class _BackboneState:
     def __init__(self, whole: _State, forward: Any) -> None:
         self.whole, self.forward = whole, forward
 
-    def autocast(self) -> torch.autocast:
+    def autocast(self) -> AbstractContextManager[Any]:
         return self.whole.autocast()
 
 
@@ -108,6 +108,7 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str,
         state.put(MadeMethod(_in_its_precision, (), backbone))
     for block in _blocks_of_transformers(inner):
         block.register_forward_hook(_NarrowFirst(to_torch(precision.compute)))
+    module: Any  # attributes of PEFT's and bitsandbytes' layers are set, which nn.Module does not declare
     for module in inner.modules():
         if precision.compute != "fp32" and _has_stacked_weights(module, to_torch(precision.compute)):
             state.put(MadeMethod(_multiplying_in, (to_torch(precision.compute),), module))

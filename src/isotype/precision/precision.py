@@ -10,6 +10,7 @@ from typing import Any
 
 from ..dtypes import parse
 from ..errors import UsageError
+from .named_roles import NAMED_ROLES
 
 # role -> words it may have
 _HALVES = ("fp32", "bf16", "fp16")
@@ -85,11 +86,9 @@ class Precision:
     @classmethod
     def preset(cls, name: str, **overrides: str) -> Precision:
         """A named precision, roles replaced by `overrides`."""
-        from .presets import PRESETS
-
-        if name not in PRESETS:
-            raise UsageError(f"unknown preset {name!r}: expected one of {' '.join(PRESETS)}", code="PR000")
-        return PRESETS[name].but(**overrides)
+        if name not in NAMED_ROLES:
+            raise UsageError(f"unknown preset {name!r}: expected one of {' '.join(NAMED_ROLES)}", code="PR000")
+        return cls(**NAMED_ROLES[name]).but(**overrides)
 
     def but(self, **overrides: str) -> Precision:
         """The same with some roles replaced."""
@@ -105,12 +104,12 @@ class Precision:
 
     def __str__(self) -> str:
         """The short text form: the nearest preset and what differs, `bf16-pure grads=bf16`. `parse` reads it back."""
-        from .presets import PRESETS
 
         def differences(name: str) -> dict[str, str]:
-            return {role: value for role, value in self.items() if value != getattr(PRESETS[name], role)}
+            preset = Precision(**NAMED_ROLES[name])
+            return {role: value for role, value in self.items() if value != getattr(preset, role)}
 
-        nearest = min(PRESETS, key=lambda name: len(differences(name)))
+        nearest = min(NAMED_ROLES, key=lambda name: len(differences(name)))
         return " ".join(
             [nearest, *(f"{role}={value.replace(', ', '/').replace(' ', ':')}" for role, value in differences(nearest).items())]
         )

@@ -6,7 +6,7 @@ The facts come from the configuration of a saved model before it is loaded, or f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +103,8 @@ def unquantised_share(model: nn.Module) -> tuple[float, str]:
     """(share of the frozen matrices' elements that are not quantised, the largest one's name). Embeddings and the head count as neither:
     no QLoRA quantises them. Stacked experts, which bitsandbytes leaves as they are, are what this finds."""
     apart = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    get_head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
     apart |= {id(p) for p in head.parameters()} if head is not None else set()
     whole = packed = most = 0
     largest = ""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import RunError
@@ -54,14 +55,16 @@ class Callback:
     def on_samples(self, moment: Moment) -> None: ...
 
 
-def tell(callbacks: Sequence[Callback], name: str, moment: Moment) -> bool:
-    """Calls `on_NAME` of each callback; returns whether one asked to stop. Raises RunError CB001 when one changed a weight."""
-    parameters = dict(moment.model.named_parameters())
+def tell(callbacks: Sequence[Callback], name: str, moment: Moment, optimizer: torch.optim.Optimizer) -> bool:
+    """Calls `on_NAME` of each callback; returns whether one asked to stop.
+
+    Raises RunError CB001 when one changed a weight or a state of the optimizer.
+    """
     for callback in callbacks:
-        before = {key: (id(p), p._version) for key, p in parameters.items()}
+        before = _versions(moment.model, optimizer)
         with random_state_restored(), modes_restored(moment.model):
             getattr(callback, f"on_{name}")(moment)
-        now = {key: (id(p), p._version) for key, p in moment.model.named_parameters()}
+        now = _versions(moment.model, optimizer)
         changed = next((key for key in before.keys() | now.keys() if before.get(key) != now.get(key)), None)
         if changed is not None:
             raise RunError(
@@ -69,3 +72,14 @@ def tell(callbacks: Sequence[Callback], name: str, moment: Moment) -> bool:
                 fix="a callback may read weights, not change them: work on a copy (copy.deepcopy), or make it part of the objective",
             )  # fmt: skip
     return bool(moment._asked)
+
+
+def _versions(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, int]]:
+    """(identity, PyTorch's count of writes in place) of every parameter and of every tensor among the optimizer's states."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {name: (id(p), p._version) for name, p in model.named_parameters()}
+    for p, states in optimizer.state.items():
+        for key, state in states.items():
+            if isinstance(state, torch.Tensor):
+                found[f"the optimizer's {key} of {names.get(id(p), 'a parameter')}"] = (id(state), state._version)
+    return found

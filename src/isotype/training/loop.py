@@ -239,7 +239,7 @@ class Loop:
     def _tell(self, name: str, row: Mapping[str, Any]) -> None:
         if self.callbacks and self.world.first:
             moment = Moment(self.progress.step, self.plan.total, row, self.model, self.folder.path)
-            self.stop_asked |= tell(self.callbacks, name, moment)
+            self.stop_asked |= tell(self.callbacks, name, moment, self.stepper.optimizer)
 
     def _write(self, row: dict[str, Any]) -> None:
         if not self.world.first:

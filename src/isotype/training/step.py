@@ -132,7 +132,8 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
         norms = torch._foreach_norm(list(gradients))
     else:
         norms = tuple(torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients)
-    return torch.linalg.vector_norm(torch.stack(list(norms)))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    return norm
 
 
 def sampled_elements(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:

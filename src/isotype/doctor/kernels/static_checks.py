@@ -178,7 +178,7 @@ def _low_precision_dots(kernel: str, frame: Frame) -> Iterator[Fault]:
                 cause=cause,
                 fix="leave out_dtype at fp32 (the default) and cast the result",
                 dtypes=(dtype, "fp32"),
-            )  # type: ignore[attr-defined]
+            )
 
 
 def _fp64_arithmetic(kernel: str, frame: Frame) -> Iterator[Fault]:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...finding import Finding, Severity
 from .advice import cause_of, fix_of
+from .context import Context
 from .operands import Operand, dtypes_of, odd_one
 from .ops import Op, floating
 from .origin import Origin
 from .refusals import explain_refusal
 from .source import Site, callers, own_line, place_of, statement
-
-if TYPE_CHECKING:
-    from .tracer import Tracer
 
 MENTIONS_DTYPE = re.compile(
     r"dtype|scalar ?type|\bdata type|BFloat16|\bHalf\b|\bFloat\b|float(16|32|64)|\b(fp|bf)(16|32)\b|not implemented for '|without "
@@ -36,8 +34,8 @@ _CAUGHT = 32  # findings kept for errors that the program catches
 class Failures:
     """Explains each failing op once, where it fails first; which of them escaped the program is known only at the end."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._seen: list[Finding] = []
         self.told: set[Any] = set()  # places and names in the chains that a failure shows: a silent finding need not repeat them
 
@@ -58,8 +56,8 @@ class Failures:
         """A forward failed that nobody watched: the same forward once more says with what operands."""
         if hasattr(error, _MARK) or not MENTIONS_DTYPE.search(f"{type(error).__name__}: {error}"):
             return
-        tracer = self._tracer
-        outer, tracer.stack = tracer.stack, [module]
+        context = self._context
+        outer, context.stack = context.stack, [module]
         try:
             with torch.random.fork_rng():
                 module.forward(*args, **kwargs)
@@ -68,7 +66,7 @@ class Failures:
                 error.add_note(finding.render())
                 setattr(error, _MARK, finding)
         finally:
-            tracer.stack = outer
+            context.stack = outer
 
     def launch_failed(self, error: Exception, kernel: str, arguments: list[tuple[str, Any]]) -> None:
         """A Triton kernel that did not compile or launch for what it got."""
@@ -79,9 +77,10 @@ class Failures:
         chain = _causes(error)
         for link in reversed(chain):
             if (found := getattr(link, _MARK, None)) is not None:
-                return found
+                explained: Finding | None = found
+                return explained
         for link in reversed(chain):
-            finding = explain_refusal(self._tracer, link) if MENTIONS_DTYPE.search(f"{type(link).__name__}: {link}") else None
+            finding = explain_refusal(self._context, link) if MENTIONS_DTYPE.search(f"{type(link).__name__}: {link}") else None
             if finding is not None:
                 self._attach(link, finding)
                 return finding
@@ -106,8 +105,8 @@ class Failures:
             return
         if not MENTIONS_DTYPE.search(str(error)) and "same" not in str(error):
             return  # mixed operands, but the complaint is about something else (a shape, an index)
-        self._tracer.before_explaining()
-        operands = [Operand.of(self._tracer, label, tensor) for label, tensor in tensors]
+        self._context.before_explaining()
+        operands = [Operand.of(self._context, label, tensor) for label, tensor in tensors]
         for operand in operands:
             for origin in operand.origin.chain():
                 self.told |= {origin.site, origin.what} - {None}
@@ -115,7 +114,7 @@ class Failures:
 
     def _stale_origins(self, operands: Sequence[Operand]) -> list[tuple[Origin, torch.dtype]]:
         """Parameters in the chains, each with the dtype that it has now."""
-        now = {name: tensor.dtype for _, name, tensor in self._tracer.names.tensors()}
+        now = {name: tensor.dtype for _, name, tensor in self._context.names.tensors()}
         return [
             (step, now[step.what])
             for operand in operands
@@ -124,17 +123,17 @@ class Failures:
         ]
 
     def _finding(self, error: Exception, name: str, operands: Sequence[Operand]) -> Finding:
-        tracer = self._tracer
+        context = self._context
         stack = callers(3)
-        site, module, node = tracer.here()
+        site, module, node = context.here()
         mixed = len({operand.dtype for operand in operands}) > 1
         value = re.match(r"value cannot be converted to type", str(error)) is not None
-        odd = odd_one(operands, tracer.names.census(), name)
-        on = torch.is_autocast_enabled(tracer.device)
-        state, before = tracer.autocast_state()
+        odd = odd_one(operands, context.names.census(), name)
+        on = torch.is_autocast_enabled(context.device)
+        state, before = context.autocast_state()
         generate = next((s for s in stack if s.function.rpartition(".")[2] in ("generate", "_sample")), None) is not None
-        leak = tracer.default_leak()
-        called = tracer.calling_name()
+        leak = context.default_leak()
+        called = context.calling_name()
         title = f"{called} ({name})" if called and called.strip("_") != name.strip("_") else name
         others = [operand for operand in operands if operand is not odd]
         line = statement(site) if site is not None else ""
@@ -147,20 +146,20 @@ class Failures:
             )
             fix = "use the limit of the tensor's own dtype: torch.finfo(x.dtype).min"
         elif not mixed and "not implemented for" in str(error):
-            cause = f"{name} has no {odd.word} kernel on {tracer.device}. {cause_of(odd, name, tracer.names.census(), '')}"
-            fix = f"run this part in fp32 or bf16 on {tracer.device}: `.to(torch.float32)`, or torch.autocast"
+            cause = f"{name} has no {odd.word} kernel on {context.device}. {cause_of(odd, name, context.names.census(), '')}"
+            fix = f"run this part in fp32 or bf16 on {context.device}: `.to(torch.float32)`, or torch.autocast"
         else:
             outside = ""
             if before and not on:
                 outside = "Autocast was on when this module ran before and is off here" + (
                     ": generate() runs outside the autocast that the trainer puts around its own forward" if generate else ""
                 )
-            cause = cause_of(odd, name, tracer.names.census(), outside)
+            cause = cause_of(odd, name, context.names.census(), outside)
             fix = fix_of(
-                odd, others, name, autocast_on=on, autocast_before=before and not on, device=tracer.device, generate=generate and not on
+                odd, others, name, autocast_on=on, autocast_before=before and not on, device=context.device, generate=generate and not on
             )
             named = {step.what for operand in operands for step in operand.origin.chain() if step.kind in ("parameter", "buffer")}
-            changed = tracer.parameters.of_names(named)
+            changed = context.parameters.of_names(named)
             # only where it bears on the failure: the model was cast after something (an optimizer state, a cache) was made from it
             if changed and any(step.dtype != known for step, known in self._stale_origins(operands)):
                 cause += f". {changed}; what was made from it before kept the old dtype"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -37,7 +37,7 @@ class Names:
         self._roots = [ref for ref in self._roots if id(ref()) not in inside]
         self._roots.append(weakref.ref(root))
 
-    def _forget(self, key: int):
+    def _forget(self, key: int) -> Callable[[object], None]:
         def gone(_: object) -> None:
             self.modules.pop(key, None)
             self._watched.pop(key, None)

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from ...dtypes import name as dtype_name
+from .context import Context
 from .origin import Origin
-
-if TYPE_CHECKING:
-    from .tracer import Tracer
 
 # ops that write one operand into another: the first is the destination, and its dtype rules
 WRITES = {"index_put", "_index_put_impl", "scatter", "scatter_add", "index_copy", "index_add", "masked_scatter", "copy", "index_fill"}
@@ -30,10 +27,10 @@ class Operand:
     parameter: str = ""
 
     @classmethod
-    def of(cls, tracer: Tracer, label: str, tensor: torch.Tensor) -> Operand:
-        origin = tracer.provenance.get(tensor)
+    def of(cls, context: Context, label: str, tensor: torch.Tensor) -> Operand:
+        origin = context.provenance.get(tensor)
         named = origin.what if origin.kind in ("parameter", "buffer") and not origin.via else ""
-        return cls(label, tensor.dtype, tuple(tensor.shape), origin, tracer.provenance.writer(tensor), named)
+        return cls(label, tensor.dtype, tuple(tensor.shape), origin, context.provenance.writer(tensor), named)
 
     @property
     def word(self) -> str:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from .tracer import Tracer
+from .context import Context
 
 FIRST = 8  # forwards of a kind, and steps of an optimizer, that are watched; then those whose number is a power of two,
 EVERY = 64  # and every so-manieth, for what comes up late
@@ -27,8 +26,8 @@ _NESTED, _LONG = 3, 16  # of containers among the inputs: how deep, and how many
 class Pace:
     """Counts forwards and steps by kind, and puts the tracer to rest for those that repeat."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._count: Counter[Any] = Counter()
         self._number = 0  # of the running forward among those of its kind
         self._rested = False  # whether a forward rested since the last backward
@@ -62,9 +61,9 @@ class Pace:
         self._number = self._count[kind]
         watched = self._number <= FIRST or _sampled(self._number) or self._count[kind, sizes] <= _NEW_SIZES
         self.unwatched = False
-        if watched or torch._C._current_autograd_node() is not None or self._tracer.sums.grows():
+        if watched or torch._C._current_autograd_node() is not None or self._context.sums.grows():
             return False
-        if isinstance(module, torch.jit.ScriptModule) or not self._tracer.rest(hooks=True):
+        if isinstance(module, torch.jit.ScriptModule) or not self._context.rest(hooks=True):
             return False
         self._rested = self.unwatched = True
         self._end = module.register_forward_hook(self._ends, with_kwargs=True, always_call=True)
@@ -77,10 +76,10 @@ class Pace:
         if error is not None:
             self._over.append(self._end)
             self._end = None
-        self._tracer.wake()
+        self._context.wake()
         if isinstance(error, Exception):
             self.changed()
-            self._tracer.failures.again(error, module, args, kwargs)
+            self._context.failures.again(error, module, args, kwargs)
 
     def woken(self) -> None:
         if self._end is not None:
@@ -93,7 +92,7 @@ class Pace:
 
     def _kind(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[Any, Any]:
         """What makes one forward like another, and the sizes of its inputs."""
-        device, sizes = self._tracer.device, []
+        device, sizes = self._context.device, []
 
         def of(value: Any, nested: int = 0) -> Any:
             if isinstance(value, torch.Tensor):

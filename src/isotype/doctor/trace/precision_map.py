@@ -6,20 +6,18 @@ import json
 from collections import Counter
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ... import __version__
 from ...dtypes import name as dtype_name
 from ...errors import UsageError
 from ...finding import Finding
+from ...version import __version__
+from .context import Context
 from .naming import clean
 from .ops import FLOATS
 from .origin import Origin
-
-if TYPE_CHECKING:
-    from .tracer import Tracer
 
 _CHANGES = 64  # conversions listed for one module
 
@@ -27,8 +25,8 @@ _CHANGES = 64  # conversions listed for one module
 class PrecisionMap:
     """Collects while the program runs; strings and numbers only, so that no tensor is kept."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._outputs: dict[str, dict[str, Any]] = {}
         self._gradients: dict[str, Counter[str]] = {}
         self._changes: dict[str, dict[tuple[str, str, str, str], list[int]]] = {}
@@ -36,20 +34,20 @@ class PrecisionMap:
 
     @property
     def looking(self) -> bool:
-        return self._tracer.pace.looking
+        return self._context.pace.looking
 
     def left(self, module: torch.nn.Module, args: Any, output: Any, *, root: bool) -> None:
         """A module's forward has ended."""
         if not self.looking:
             return
-        names = self._tracer.names
+        names = self._context.names
         if root:
             self._trees[type(module).__name__] = self._tree(module)
         given = _dtypes(args)
         made = [t for t in _tensors(output) if t.dtype in FLOATS]
         if not made:
             return
-        origin = self._tracer.provenance.get(made[0])
+        origin = self._context.provenance.get(made[0])
         self._outputs[names.of(module)] = {
             "in": " ".join(given),
             "out": " ".join(dict.fromkeys(dtype_name(t.dtype) for t in made)),
@@ -60,7 +58,7 @@ class PrecisionMap:
     def gradient(self, module: torch.nn.Module | None, out: torch.Tensor) -> None:
         """An op in backward made a tensor; it belongs to the module whose forward it undoes."""
         if module is not None and self.looking:
-            self._gradients.setdefault(self._tracer.names.of(module), Counter())[dtype_name(out.dtype)] += out.nbytes
+            self._gradients.setdefault(self._context.names.of(module), Counter())[dtype_name(out.dtype)] += out.nbytes
 
     def changed(self, origin: Origin, before: torch.dtype, out: torch.Tensor) -> None:
         """A cast or a promotion, in forward or backward."""
@@ -87,7 +85,7 @@ class PrecisionMap:
                 for leaf, t in group.items()
                 if t is not None
             ]
-            nodes.append({"path": clean(path), "name": self._tracer.names.of(module), "class": type(module).__name__, "tensors": own})
+            nodes.append({"path": clean(path), "name": self._context.names.of(module), "class": type(module).__name__, "tensors": own})
         return nodes
 
     def _worth_drawing(self, node: dict[str, Any], nodes: list[dict[str, Any]]) -> bool:

@@ -124,8 +124,8 @@ def _function(target: Target) -> Callable[[], object]:
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(name, module)
     spec.loader.exec_module(module)
-    function = getattr(module, target.function, None)
-    if not callable(function):
+    function: Callable[[], object] | None = getattr(module, target.function, None)
+    if function is None or not callable(function):
         defined = [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == name]
         raise UsageError(
             f"{target.path.name} has no function {target.function!r}", fix=f"one of: {', '.join(defined)}" if defined else None

@@ -8,15 +8,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from .context import Context
 from .ops import Op
 from .origin import Origin
-
-if TYPE_CHECKING:
-    from .tracer import Tracer
 
 MARK = "_isotype_origin"
 
@@ -24,8 +22,8 @@ MARK = "_isotype_origin"
 class Provenance:
     """Looks origins up and hands them on. They live and die with their tensors: nothing is kept here, memory does not grow."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._state: Callable[[Any], Any] = torch._utils._get_obj_state
 
     def start(self) -> None:
@@ -57,16 +55,16 @@ class Provenance:
 
     def get(self, tensor: torch.Tensor) -> Origin:
         """The tensor's origin; for one that nothing recorded, what can be said of it."""
-        mark = tensor.__dict__.get(MARK)
+        mark: tuple[Origin, Any] | None = tensor.__dict__.get(MARK)
         if mark is not None and mark[0].dtype == tensor.dtype:
             return mark[0]
         try:
-            found = tensor.untyped_storage().__dict__.get(MARK)
+            found: Origin | None = tensor.untyped_storage().__dict__.get(MARK)
         except (RuntimeError, NotImplementedError):
             found = None
         if found is not None and found.dtype == tensor.dtype:
             return found
-        return self._tracer.unrecorded(tensor)
+        return self._context.unrecorded(tensor)
 
     def known(self, tensor: torch.Tensor) -> Origin | None:
         """The recorded origin, or None."""
@@ -83,7 +81,7 @@ class Provenance:
 
     def record(self, op: Op, inputs: list[torch.Tensor], out: torch.Tensor) -> None:
         """Gives an op's floating result its origin: handed on when the dtype is kept, new when it changed."""
-        tracer = self._tracer
+        context = self._context
         if op.view and inputs:
             mark = inputs[0].__dict__.get(MARK)
             if mark is not None and mark[0].dtype == out.dtype:
@@ -91,7 +89,7 @@ class Provenance:
             else:
                 out.__dict__[MARK] = (self.get(inputs[0]) if inputs[0].dtype == out.dtype else self._made(op, inputs, out), None)
             return
-        module = tracer.names.of(tracer.stack[-1]) if tracer.stack else ""
+        module = context.names.of(context.stack[-1]) if context.stack else ""
         dtype = out.dtype
         same = None
         narrower = False  # whether an operand was widened to the result's dtype
@@ -101,7 +99,7 @@ class Provenance:
             elif tensor.dtype.itemsize < dtype.itemsize:
                 narrower = True
         if op.lift:
-            if tracer.provenance.known(out) is None:
+            if context.provenance.known(out) is None:
                 self.set(out, self._made(op, [], out))
             return
         if same is not None and not narrower:
@@ -113,33 +111,33 @@ class Provenance:
         self.set(out, self._made(op, inputs, out), (op.name, module))
 
     def _made(self, op: Op, inputs: list[torch.Tensor], out: torch.Tensor) -> Origin:
-        tracer = self._tracer
-        site, module, node = tracer.here()
-        called = tracer.calling_name()
+        context = self._context
+        site, module, node = context.here()
+        called = context.calling_name()
         wide = next((t for t in inputs if t.dtype == out.dtype), None)
         made: dict[str, Any] = {"module": module, "site": site, "backward": node}
         if not inputs:
             what = f"torch.{called}" if called else op.name
             if op.cast or not op.factory:
                 what = f"{f'.{called}()' if called else op.name} of whole numbers"
-            elif tracer.default_dtype_decides(site, out.dtype, op):
-                what += f" without dtype= (the default dtype is {tracer.default_word()})"
+            elif context.default_dtype_decides(site, out.dtype, op):
+                what += f" without dtype= (the default dtype is {context.default_word()})"
             return Origin(out.dtype, "created", what, **made)
         if wide is not None and len(inputs) > 1:
             made["via"], made["writer"] = self.get(wide), self.writer(wide)
             origin = Origin(out.dtype, "promotion", called or op.name, **made)
-            tracer.promoted(op, origin, wide, next(t for t in inputs if t.dtype != out.dtype), out)
+            context.promoted(op, origin, wide, next(t for t in inputs if t.dtype != out.dtype), out)
             return origin
         made["via"], made["writer"] = self.get(inputs[0]), self.writer(inputs[0])
         if not op.cast:
             return Origin(out.dtype, "op", called or op.name, **made)
-        if tracer.cast_by_engine():
+        if context.cast_by_engine():
             origin = Origin(
                 out.dtype, "engine", f"{node} returned {inputs[0].dtype} for a {out.dtype} tensor".replace("torch.", ""), **made
             )
-        elif tracer.cast_by_autocast():
+        elif context.cast_by_autocast():
             origin = Origin(out.dtype, "autocast", called or op.name, **made)
         else:
             origin = Origin(out.dtype, "cast", f".{called}()" if called else op.name, **made)
-        tracer.cast(op, origin, inputs[0], out)
+        context.cast(op, origin, inputs[0], out)
         return origin

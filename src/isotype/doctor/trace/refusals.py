@@ -7,18 +7,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...dtypes import name as dtype_name
 from ...finding import Finding, Severity, listed
+from .context import Context
 from .operands import Operand, share_of
 from .ops import FLOATS, LOW
 from .source import Site, in_library, own_line, place_of, short, statement
-
-if TYPE_CHECKING:
-    from .tracer import Tracer
 
 
 @dataclass(slots=True)
@@ -60,11 +58,11 @@ def _tensors_in(value: Any, label: str, depth: int = 2) -> Iterator[tuple[str, t
             yield from _tensors_in(group["params"], label, 1)
 
 
-def gather(tracer: Tracer, error: BaseException) -> Evidence:
+def gather(context: Context, error: BaseException) -> Evidence:
     """The tensors that the failing frames held, innermost first, until a frame has some."""
     frames = _frames(error)
     evidence = Evidence([Site(frame.f_code, line) for frame, line in frames])
-    named = {id(tensor): name for kind, name, tensor in tracer.names.tensors() if kind == "parameter"}
+    named = {id(tensor): name for kind, name, tensor in context.names.tensors() if kind == "parameter"}
     for frame, _ in frames:
         for label, value in frame.f_locals.items():
             for spot, tensor in _tensors_in(value, label):
@@ -80,24 +78,24 @@ def gather(tracer: Tracer, error: BaseException) -> Evidence:
     return evidence
 
 
-def explain_refusal(tracer: Tracer, error: BaseException) -> Finding | None:
+def explain_refusal(context: Context, error: BaseException) -> Finding | None:
     """A finding for a Python-level refusal, or None when the frames hold nothing to explain it by."""
-    tracer.before_explaining()
-    evidence = gather(tracer, error)
+    context.before_explaining()
+    evidence = gather(context, error)
     text = str(error)
     own = evidence.stack and not in_library(evidence.stack[0].file)
     if own and isinstance(error, AssertionError) and "dtype" not in statement(evidence.stack[0]):
         return None  # the program's own complaint, about something else than the dtype of a tensor at hand
     for pattern, explain in _KNOWN:
         if re.search(pattern, f"{type(error).__name__}: {text}"):
-            finding = explain(tracer, error, evidence)
+            finding = explain(context, error, evidence)
             if finding is not None:
                 return finding
-    return _from_tensors(tracer, error, evidence)
+    return _from_tensors(context, error, evidence)
 
 
 def _finding(
-    tracer: Tracer, error: BaseException, evidence: Evidence, *, message: str, cause: str, fix: str, code: str = "TR002", symbol: str = ""
+    context: Context, error: BaseException, evidence: Evidence, *, message: str, cause: str, fix: str, code: str = "TR002", symbol: str = ""
 ) -> Finding:
     raised = evidence.stack[0] if evidence.stack else None
     own = own_line(evidence.stack)
@@ -106,7 +104,7 @@ def _finding(
     details = [("raised by", f"{raised.function}, {short(raised.file)}:{raised.line}")] if raised is not None and raised != own else []
     if own is not None:
         details.append(("called at", f"{own}: {own.text}"))
-    state, _ = tracer.autocast_state()
+    state, _ = context.autocast_state()
     details += [("autocast", state), *groups]
     return Finding(
         code=code,
@@ -120,16 +118,16 @@ def _finding(
     )
 
 
-def _unscale(tracer: Tracer, error: BaseException, evidence: Evidence) -> Finding | None:
+def _unscale(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
     """GradScaler.unscale_: the gradients, hence the trainable parameters, are fp16."""
     low = [n for d, names in (evidence.trainable or evidence.parameters).items() if d == torch.float16 for n in names]
-    trainable = [(n, p) for kind, n, p in tracer.names.tensors() if kind == "parameter" and p.requires_grad and p.dtype == torch.float16]
+    trainable = [(n, p) for kind, n, p in context.names.tensors() if kind == "parameter" and p.requires_grad and p.dtype == torch.float16]
     low = [n for n, _ in trainable] or low
     if not low:
         return None
-    changed = next((line for _, p in trainable if (line := tracer.parameter_history(p))), "")
+    changed = next((line for _, p in trainable if (line := context.parameter_history(p))), "")
     return _finding(
-        tracer,
+        context,
         error,
         evidence,
         symbol=low[0],
@@ -143,24 +141,24 @@ def _unscale(tracer: Tracer, error: BaseException, evidence: Evidence) -> Findin
     )
 
 
-def _uniform(tracer: Tracer, error: BaseException, evidence: Evidence) -> Finding | None:
+def _uniform(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
     """FSDP: one unit flattens its parameters into one tensor (FSDP1) or one group (FSDP2)."""
     groups = dict(evidence.parameters)
     if len(groups) < 2:
         groups = defaultdict(list)
-        for kind, name, tensor in tracer.names.tensors():
+        for kind, name, tensor in context.names.tensors():
             if kind == "parameter" and tensor.dtype in FLOATS:
                 groups[tensor.dtype].append(name)
         evidence.parameters = groups
     if len(groups) < 2:
         return None
-    sizes = {name: tensor.numel() for _, name, tensor in tracer.names.tensors()}
+    sizes = {name: tensor.numel() for _, name, tensor in context.names.tensors()}
     odd = min(groups, key=lambda dtype: sum(sizes.get(name, 1) for name in groups[dtype]))
     usual = max(groups, key=lambda dtype: sum(sizes.get(name, 1) for name in groups[dtype]))
     adapters = any("lora" in name.lower() or "adapter" in name.lower() for name in groups[odd])
     kind = "LoRA adapters are" if adapters else "parameters are"
     return _finding(
-        tracer,
+        context,
         error,
         evidence,
         symbol=groups[odd][0],
@@ -173,10 +171,10 @@ def _uniform(tracer: Tracer, error: BaseException, evidence: Evidence) -> Findin
     )
 
 
-def _gradient(tracer: Tracer, error: BaseException, evidence: Evidence) -> Finding | None:
+def _gradient(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
     """Autograd or DDP met a gradient in another dtype than its parameter's bucket or buffer has."""
     wrong = []
-    for kind, name, tensor in tracer.names.tensors():
+    for kind, name, tensor in context.names.tensors():
         if kind == "parameter" and tensor.requires_grad:
             kept = tensor.grad.dtype if tensor.grad is not None else getattr(tensor, "grad_dtype", None)
             if kept is not None and kept != tensor.dtype:
@@ -185,7 +183,7 @@ def _gradient(tracer: Tracer, error: BaseException, evidence: Evidence) -> Findi
         return None
     name, own, kept = wrong[0]
     return _finding(
-        tracer,
+        context,
         error,
         evidence,
         symbol=name,
@@ -198,7 +196,7 @@ def _gradient(tracer: Tracer, error: BaseException, evidence: Evidence) -> Findi
     )
 
 
-def _checkpoint(tracer: Tracer, error: BaseException, evidence: Evidence) -> Finding | None:
+def _checkpoint(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
     """torch.utils.checkpoint: the recomputed tensors have another dtype than the saved ones."""
     differing = [
         (a, b)
@@ -207,14 +205,14 @@ def _checkpoint(tracer: Tracer, error: BaseException, evidence: Evidence) -> Fin
         )
         if a != b
     ]
-    recompute = tracer.recomputation()
+    recompute = context.recomputation()
     if not differing and recompute is None:
         return None
     if recompute is not None:
         return recompute_finding(recompute, error)
     saved, recomputed = (dtype_name(word) for word in differing[0])
     return _finding(
-        tracer,
+        context,
         error,
         evidence,
         code="TR003",
@@ -248,7 +246,7 @@ def recompute_finding(recompute: Any, error: BaseException | None) -> Finding:
     )
 
 
-_KNOWN: tuple[tuple[str, Callable[[Tracer, BaseException, Evidence], Finding | None]], ...] = (
+_KNOWN: tuple[tuple[str, Callable[[Context, BaseException, Evidence], Finding | None]], ...] = (
     (r"unscale FP16|unscale .*fp16", _unscale),
     (r"uniform (original parameter )?dtype|same dtype.*FSDP|FSDP.*same dtype", _uniform),
     (r"Expected \w+, got \w+|grad.*different dtype|gradient.*dtype", _gradient),
@@ -256,29 +254,29 @@ _KNOWN: tuple[tuple[str, Callable[[Tracer, BaseException, Evidence], Finding | N
 )
 
 
-def _from_tensors(tracer: Tracer, error: BaseException, evidence: Evidence) -> Finding | None:
+def _from_tensors(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
     """Any other check: the tensors of the failing frame with their chains."""
     from .advice import cause_of, fix_of
 
-    operands = [Operand.of(tracer, label, tensor) for label, tensor in evidence.tensors[:12]]
+    operands = [Operand.of(context, label, tensor) for label, tensor in evidence.tensors[:12]]
     if not operands:
         return None
-    census = tracer.names.census()
+    census = context.names.census()
     usual = census.most_common(1)[0][0] if census else None
     only_low = re.search(r"(only|must).*(fp16|bf16|half|bfloat16|float16)", str(error), re.IGNORECASE) is not None
     strays = [o for o in operands if (o.dtype not in LOW if only_low else usual is not None and o.dtype != usual)]
     odd = (strays or operands)[0]
     name = evidence.stack[0].function
-    state, _ = tracer.autocast_state()
+    state, _ = context.autocast_state()
     others = [o for o in operands if o is not odd]
     cause = cause_of(odd, name, census, "" if usual is None else share_of(census) and "")
     finding = _finding(
-        tracer,
+        context,
         error,
         evidence,
         message=f"{name} refused {odd.word} ({odd.label})",
         cause=cause,
-        fix=fix_of(odd, others, name, autocast_on=state.startswith("on"), autocast_before=False, device=tracer.device, generate=False),
+        fix=fix_of(odd, others, name, autocast_on=state.startswith("on"), autocast_before=False, device=context.device, generate=False),
     )
     chains = tuple((o.label, "\n".join([o.describe(), *o.origin.explain()])) for o in [odd, *others][:4])
     return Finding(**{f: getattr(finding, f) for f in finding.__dataclass_fields__ if f != "details"}, details=finding.details + chains)

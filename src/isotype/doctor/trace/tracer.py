@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from ...dtypes import name as dtype_name
 from ...finding import Finding
 from .calls import Calls
+from .context import Recompute
 from .failures import Failures
 from .naming import Names
 from .ops import FLOATS, LOW, Op, dtype_of_tensors
@@ -27,7 +28,7 @@ from .pace import UNWATCHED, Pace
 from .precision_map import PrecisionMap
 from .provenance import MARK, Provenance
 from .source import Locator, Site, statement
-from .watchers.autocast import Autocast, Recompute
+from .watchers.autocast import Autocast
 from .watchers.autocast_dtype import AutocastDtype
 from .watchers.broken_steps import BrokenSteps
 from .watchers.cancellation import Cancellation

@@ -49,6 +49,8 @@ def adamw_(
     """
     tensors = (weight, gradient, mean, square)
     if fused_runs(weight) and all(t.is_contiguous() for t in tensors) and all(t.dtype != torch.float64 for t in tensors):
-        _update(*tensors, *numbers, seed if generator is not None else None)
+        n = numbers
+        drawn = seed if generator is not None else None
+        _update(*tensors, n.lr, n.beta1, n.beta2, n.eps, n.weight_decay, n.step, drawn)
     else:
         adamw_reference_(*tensors, numbers, generator)

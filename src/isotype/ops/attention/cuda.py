@@ -75,6 +75,7 @@ def cudnn_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse, seed, offset = kept
     # neither a bias nor bounds: PyTorch's own backward passes tensors that are not defined
-    return aten._scaled_dot_product_cudnn_attention_backward(
+    gradients: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
         dy, q, k, v, out, lse, seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
     )
+    return gradients

@@ -52,10 +52,12 @@ def attention(
     heads = query.shape[1] if mask is not None and mask.shape[1] > 1 else None
     blocks = create_block_mask(allowed, batch, heads, query.shape[2], key.shape[2], device=query.device.type, _compile=query.is_cuda)
     run = _compiled() if query.is_cuda else _eager
-    return run(query, key, value, score_mod=capped, block_mask=blocks, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    out: Tensor = run(query, key, value, score_mod=capped, block_mask=blocks, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    return out
 
 
 def _eager(*args: Any, **kwargs: Any) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention(*args, **kwargs)
+    out: Tensor = flex_attention(*args, **kwargs)
+    return out

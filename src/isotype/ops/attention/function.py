@@ -14,9 +14,11 @@ from ...environment.planned import is_planned, stands_for
 from ...errors import DtypeError, ShapeError, UsageError
 from ..autocast import autocast_dtype, autocast_off
 from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs
+from ..debug import checked_in_debug
 from ..recompute import attention_results
 from . import cpp, cuda, flex
 from .choice import Backend, on_a_gpu
+from .contract import ATTENTION
 from .documents import Documents
 from .reference import attention_reference, in_window
 
@@ -104,6 +106,7 @@ def kernels_take(dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, 
     )
 
 
+@checked_in_debug(ATTENTION)
 def attention(
     query: Tensor,
     key: Tensor,
@@ -155,7 +158,8 @@ def attention(
         # a plan runs no compiler: FlashAttention has the operands and results of flex_attention's kernel
         backend = "flash"
     if backend in ("cpp", "flash", "cudnn"):
-        return Attention.apply(query, key, value, mask, causal, scale, backend, documents, window)
+        out: Tensor = Attention.apply(query, key, value, mask, causal, scale, backend, documents, window)
+        return out
     if backend == "flex":
         assert softcap is not None
         return flex.attention(query, key, value, mask, causal, scale, window, softcap, documents)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,9 +11,11 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from ...environment.planned import is_planned, stands_for
 from ..autocast import autocast_off, wide
 from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
+from ..debug import checked_in_debug
 from ..library import library_op
 from . import cpp, eager
 from .arguments import checked_rule
+from .contract import CROSS_ENTROPY
 from .reference import cross_entropy_reference, row_losses
 from .rule import LossRule, Reduction, reduce
 
@@ -21,7 +23,27 @@ from .rule import LossRule, Reduction, reduce
 RULE = "int ignore_index, float smoothing, float scale, float softcap, float z_loss"
 
 
-def paths(x: Tensor) -> Any:
+class Paths(Protocol):
+    """What each of the op's modules offers: `kernels`, `cpp` and `eager`."""
+
+    def cross_entropy_forward(self, logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> tuple[Tensor, Tensor]: ...
+    def cross_entropy_backward(
+        self,
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        lse_T: Tensor,
+        dloss_T: Tensor,
+        rule: LossRule,
+        out_TV: Tensor,
+        classes: int,
+        first: int = 0,
+    ) -> Tensor: ...
+    def loss_and_gradient(
+        self, logits_TV: Tensor, targets_T: Tensor, rule: LossRule, out_TV: Tensor, dloss: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def paths(x: Tensor) -> Paths:
     """The module that computes: Triton kernels on a GPU, C++ ones on a CPU, blocks of plain PyTorch elsewhere."""
     if triton_runs(x):
         from . import kernels
@@ -93,6 +115,7 @@ class CrossEntropy(torch.autograd.Function):
             return _backward(logits_TV, targets_T, lse_T, dloss_T, *ctx.rule), None, None
 
 
+@checked_in_debug(CROSS_ENTROPY)
 def cross_entropy(
     logits: Tensor,
     targets: Tensor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,12 +11,22 @@ from torch import Tensor
 from ...errors import UsageError
 from ..autocast import autocast_off
 from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
+from ..debug import checked_in_debug
 from ..pair import check_pair
 from . import cpp, eager
+from .contract import GELU_MUL
 from .reference import gelu_mul_reference
 
 
-def paths(x: Tensor) -> Any:
+class Paths(Protocol):
+    """What each of the op's modules offers: `kernels`, `cpp` and `eager`."""
+
+    def gelu_mul_forward(self, gate: Tensor, up: Tensor, *, tanh: bool) -> Tensor: ...
+    def gelu_mul_backward(self, gate: Tensor, up: Tensor, dy: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor]: ...
+    def gelu_mul_gradients(self, gate: Tensor, up: Tensor, dy: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def paths(x: Tensor) -> Paths:
     """The module whose functions run on `x`."""
     if triton_runs(x):
         from . import kernels
@@ -45,6 +55,7 @@ class GeluMul(torch.autograd.Function):
             return *paths(gate).gelu_mul_backward(gate, up, dy, tanh=ctx.tanh), None
 
 
+@checked_in_debug(GELU_MUL)
 def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
     """gelu(gate) * up in one pass, exact (approximate="none") or "tanh"; saves only its inputs.
 

@@ -13,9 +13,11 @@ from ..backend import differentiated_again, reference_runs
 from ..cross_entropy.arguments import checked_rule
 from ..cross_entropy.function import RULE
 from ..cross_entropy.rule import LossRule, Reduction
+from ..debug import checked_in_debug
 from ..library import library_op
 from . import eager
 from .chunks import extent
+from .contract import LINEAR_CROSS_ENTROPY
 from .products import operand_dtype, result_dtype
 from .reference import linear_cross_entropy_reference
 from .weighted import check_weights, weighted_losses, weights_of_tokens
@@ -182,6 +184,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return *grads, None, None, None, None, None, None, None, None
 
 
+@checked_in_debug(LINEAR_CROSS_ENTROPY)
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

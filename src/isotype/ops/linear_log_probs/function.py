@@ -12,11 +12,13 @@ from ..autocast import autocast_off, product_dtype, wide
 from ..backend import differentiated_again, reference_runs
 from ..cross_entropy.arguments import checked_rule
 from ..cross_entropy.rule import LossRule
+from ..debug import checked_in_debug
 from ..library import library_op
 from ..linear_cross_entropy.chunks import extent
 from ..linear_cross_entropy.eager import kept_dtype, scaled
 from ..linear_cross_entropy.products import operand_dtype, result_dtype
 from . import eager
+from .contract import LINEAR_LOG_PROBS
 from .reference import linear_log_probs_reference
 from .rows import Wanted
 
@@ -161,14 +163,14 @@ class LinearLogProbs(torch.autograd.Function):
                 grads[0] = scaled(made_TH, dlog_probs_T.unsqueeze(-1), ctx.dtypes[0])
             else:
                 bias = None if bias_V is None else bias_V.to(ctx.dtype)
-                upstream = [None if u is None else u.contiguous() for u in (dlog_probs_T, dlse_T, dentropy_T)]
-                made = _backward(
-                    hidden_TH.to(ctx.dtype), weight_VH.to(ctx.dtype), bias, targets_T, lse_T, entropy_T, *upstream, *ctx.rule, *ctx.want[:2]
-                )
+                dlog, dlse, dentropy = (None if u is None else u.contiguous() for u in (dlog_probs_T, dlse_T, dentropy_T))
+                given = hidden_TH.to(ctx.dtype), weight_VH.to(ctx.dtype), bias, targets_T, lse_T, entropy_T
+                made = _backward(*given, dlog, dlse, dentropy, *ctx.rule, *ctx.want[:2])
                 grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
         return (*grads, None, None, None, None, None, None)
 
 
+@checked_in_debug(LINEAR_LOG_PROBS)
 def linear_log_probs(
     hidden: Tensor,
     weight: Tensor,

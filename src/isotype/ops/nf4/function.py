@@ -47,12 +47,15 @@ def widen_4bit(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     ->      dtype[O K]
     """
     if fused_runs(packed) and dtype != torch.float64 and packed.is_contiguous() and state.code is not None:
-        inner = (state.state2.absmax, state.state2.code, state.offset, state.state2.blocksize) if state.nested else (None, None, None, 1)
-        return _widen(packed.view(torch.uint8), state.absmax, state.code, *inner[:3], state.blocksize, inner[3], list(state.shape), dtype)
+        nested = (state.state2.absmax, state.state2.code, state.offset, state.state2.blocksize) if state.nested else (None, None, None, 1)
+        scales, scale_code, offset, block = nested
+        bytes_ = packed.view(torch.uint8)
+        return _widen(bytes_, state.absmax, state.code, scales, scale_code, offset, state.blocksize, block, list(state.shape), dtype)
     ops = torch.ops.bitsandbytes
     absmax = state.absmax
     if state.nested:
         quantised = state.state2
         absmax = ops.dequantize_blockwise.default(absmax, quantised.absmax, quantised.code, quantised.blocksize, torch.float32)
         absmax = absmax + state.offset
-    return ops.dequantize_4bit.default(packed.view(-1, 1), absmax, state.blocksize, state.quant_type, list(state.shape), dtype)
+    weight: Tensor = ops.dequantize_4bit.default(packed.view(-1, 1), absmax, state.blocksize, state.quant_type, list(state.shape), dtype)
+    return weight

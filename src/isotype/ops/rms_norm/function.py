@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,11 +11,24 @@ from torch import Tensor
 from ...errors import ShapeError
 from ..autocast import autocast_off
 from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
+from ..debug import checked_in_debug
 from . import cpp, eager
+from .contract import ADD_RMS_NORM, RMS_NORM
 from .reference import rms_norm_reference
 
 
-def _paths(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Any:
+class Paths(Protocol):
+    """What each of the op's modules offers: `kernels`, `cpp` and `eager`."""
+
+    def rms_norm_forward(
+        self, x_TH: Tensor, weight_H: Tensor, *, eps: float, unit_offset: bool, out_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]: ...
+    def rms_norm_backward(
+        self, x_TH: Tensor, weight_H: Tensor, scale_T1: Tensor, dy_TH: Tensor, *, unit_offset: bool, want_dweight: bool
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+
+def _paths(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Paths:
     if triton_runs(x) and weight.dtype != torch.float64:
         from . import kernels
 
@@ -50,6 +63,7 @@ class RmsNorm(torch.autograd.Function):
         return dx_TH, dweight_H, None, None, None
 
 
+@checked_in_debug(RMS_NORM)
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool = False, out_dtype: torch.dtype | None = None) -> Tensor:
     """x / rms(x) * weight, in one pass; Gemma's form, x / rms(x) * (1 + weight), with unit_offset.
 
@@ -64,10 +78,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool 
         raise ShapeError(f"weight is {list(weight.shape)} where x {list(x.shape)} needs {list(x.shape[-1:])}", code="SH001")
     if reference_runs():
         return rms_norm_reference(x, weight, eps, unit_offset=unit_offset, out_dtype=out_dtype)
-    y = RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps, unit_offset, out_dtype or x.dtype)
+    y: Tensor = RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps, unit_offset, out_dtype or x.dtype)
     return y.reshape(x.shape)
 
 
+@checked_in_debug(ADD_RMS_NORM)
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool = False, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:

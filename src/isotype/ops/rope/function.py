@@ -10,8 +10,10 @@ from torch import Tensor
 from ...errors import ShapeError
 from ..autocast import autocast_off
 from ..backend import cpp_runs, differentiated_again, fused_runs, reference_runs
+from ..debug import checked_in_debug
 from ..library import library_op
 from . import cpp, eager
+from .contract import ROPE
 from .reference import rope_reference
 
 
@@ -55,10 +57,11 @@ def _one(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, ba
     if fused_runs(x_BNSD):
         # q and k of two dtypes: each in a launch of its own, beside no heads at all
         return _rotate_pair(x_BNSD, x_BNSD[:, :0], cos_BSR, sin_BSR, interleaved, back)[0]
-    path: Any = cpp if cpp_runs(cpp.KERNELS, x_BNSD) else eager
-    return path.rotate(x_BNSD, cos_BSR, sin_BSR, interleaved=interleaved, back=back)
+    rotate = cpp.rotate if cpp_runs(cpp.KERNELS, x_BNSD) else eager.rotate
+    return rotate(x_BNSD, cos_BSR, sin_BSR, interleaved=interleaved, back=back)
 
 
+@checked_in_debug(ROPE)
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, position_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

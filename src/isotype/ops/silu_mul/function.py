@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..autocast import autocast_off
 from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
+from ..debug import checked_in_debug
 from ..pair import check_pair
 from . import cpp, eager
+from .contract import SILU_MUL
 from .reference import silu_mul_reference
 
 
-def paths(x: Tensor) -> Any:
+class Paths(Protocol):
+    """What each of the op's modules offers: `kernels`, `cpp` and `eager`."""
+
+    def silu_mul_forward(self, gate: Tensor, up: Tensor) -> Tensor: ...
+    def silu_mul_backward(self, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]: ...
+    def silu_mul_gradients(self, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def paths(x: Tensor) -> Paths:
     """The module whose functions run on `x`."""
     if triton_runs(x):
         from . import kernels
@@ -41,6 +51,7 @@ class SiluMul(torch.autograd.Function):
             return paths(gate).silu_mul_backward(gate, up, dy)
 
 
+@checked_in_debug(SILU_MUL)
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up in one pass; saves only its inputs.
 

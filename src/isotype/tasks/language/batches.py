@@ -65,14 +65,18 @@ class Batch:
         return f"{self.rows} rows of {self.input_ids.shape[1]} tokens"
 
     def to(self, device: torch.device) -> Batch:
-        ids, mask, labels, positions, counted = (
-            None if t is None else t.to(device, non_blocking=True)
-            for t in (self.input_ids, self.attention_mask, self.labels, self.position_ids, self.counted)
-        )
-        documents = None if self.documents is None else self.documents.to(device)
+        def sent(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t.to(device, non_blocking=True)
+
         return replace(
-            self, input_ids=ids, attention_mask=mask, labels=labels, position_ids=positions, counted=counted, documents=documents
-        )  # fmt: skip
+            self,
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            attention_mask=sent(self.attention_mask),
+            labels=self.labels.to(device, non_blocking=True),
+            position_ids=sent(self.position_ids),
+            counted=sent(self.counted),
+            documents=None if self.documents is None else self.documents.to(device),
+        )
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -118,5 +122,6 @@ def collate(rows: Sequence[Row], *, pad_id: int, device_type: str = "cpu") -> Ba
 def row_feed(data: LoadedData, *, seed: int, shuffle: bool) -> Feed[Row]:
     """The training rows of a run in the order it sees them."""
     if data.stream is not None:
-        return data.stream
+        stream: Feed[Row] = data.stream
+        return stream
     return RowStream(data.train, seed=seed, shuffle=shuffle, shares=data.shares)

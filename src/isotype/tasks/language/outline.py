@@ -143,7 +143,8 @@ def _with_adapter(base: Any, config: RunConfig) -> nn.Module:
     try:
         settings = PeftConfig.from_pretrained(config.adapter.start_from)
         settings.inference_mode = False  # a saved adapter says that it is not trained; a run goes on with it
-        return get_peft_model(base, settings)
+        wrapped: nn.Module = get_peft_model(base, settings)
+        return wrapped
     except (OSError, ValueError) as error:
         raise UsageError(f"adapter.start_from: {config.adapter.start_from}: {str(error).splitlines()[0]}") from None
 

@@ -6,10 +6,10 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...data.rows import SamplePrompt
 from ...precision.apply import generating
@@ -17,6 +17,12 @@ from ...training.undisturbed import evaluation_mode, random_state_restored
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+
+class Generates(Protocol):
+    """A language model of transformers, or PEFT's wrapper of one."""
+
+    def generate(self, **options: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -67,8 +73,8 @@ def sample(
             if samples and time.perf_counter() - begin > seconds:
                 break
             ids = torch.tensor([list(prompt.input_ids)], device=device)
-            out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
-            answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+            out = cast(Generates, model).generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
+            answer = str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
             samples.append(Sample(prompt.text, answer.strip(), prompt.reference))
     return samples
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from .result import load_result, save_model
 from .sample import Sample, sample
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 REHEARSED_TOKENS = 8  # of a shortened sample: the cache is used from the second on
 
@@ -179,7 +179,8 @@ class LanguageTask:
     def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
         architecture: Any = self.architecture()
         notes = check_base(of_config(architecture), precision, self.config.model.name or "model.config")
-        inner: Any = made.model.get_base_model() if hasattr(made.model, "get_base_model") else made.model
+        base_of: Callable[[], PreTrainedModel] | None = getattr(made.model, "get_base_model", None)
+        inner = base_of() if base_of is not None else cast("PreTrainedModel", made.model)
         check_vocabulary(inner, self.tokenizer)
         if precision.base == "nf4":
             notes += check_share(inner, consent=self.config.model.allow_unquantised, kept_in=precision.unquantised)

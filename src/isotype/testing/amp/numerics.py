@@ -241,7 +241,8 @@ def _worst_row(given: Tensor, exactly: Tensor, plain: Tensor, rounding: float) -
     """The row (of the last dimension) furthest beyond what is excused: its number, its error, what is excused; None when none is."""
 
     def rows(t: Tensor) -> Tensor:
-        return torch.nan_to_num(t.reshape(-1, t.shape[-1])).norm(dim=1)
+        norms: Tensor = torch.nan_to_num(t.reshape(-1, t.shape[-1])).norm(dim=1)
+        return norms
 
     size = rows(exactly)
     base = torch.maximum(rows(plain - exactly), rounding * size)

@@ -55,7 +55,8 @@ class Sample:
         return tuple(dict.fromkeys(slot.group for slot in self.slots if slot.group != FIXED))
 
     def tensor(self, slot: Slot) -> Tensor:
-        return self.leaves[slot.index]
+        leaf: Tensor = self.leaves[slot.index]
+        return leaf
 
     def as_built(self) -> dict[str, torch.dtype]:
         """Group -> the dtype its first tensor was given in."""
@@ -97,7 +98,8 @@ class Sample:
         return leaves, named
 
     def call_arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return pytree.tree_unflatten(list(leaves), self.tree)
+        call: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(list(leaves), self.tree)
+        return call
 
     def with_tensors(self, tensors: Mapping[int, Tensor]) -> Sample:
         """The same sample with some leaves exchanged, by index."""
@@ -133,11 +135,12 @@ def _read(item: Any, params: tuple[Any, ...], contract: OpContract | None, names
     declared = list(contract.inputs.items()) if contract else []
     slots, guess = [], _Guess([leaf for _, _, leaf in tensors])
     for i, path, leaf in tensors:
-        position = path[1].idx if path[0].idx == 0 and len(path) == 2 else None
+        indices = [key.idx if isinstance(key, pytree.SequenceKey) else -1 for key in path]  # -1 for a name
+        position = indices[1] if indices[0] == 0 and len(path) == 2 else None
         label = _label(path, names if not declared else [n for n, _ in declared])
         group = guess.group(leaf)
-        if first_param is not None and path[0].idx == 0:
-            group = PARAM if path[1].idx >= first_param else INPUT
+        if first_param is not None and indices[0] == 0:
+            group = PARAM if indices[1] >= first_param else INPUT
         if leaf.dtype not in TRAINED and leaf.dtype != torch.float64:
             group = FIXED  # fp8 and other storage formats
         if declared and position is not None and position < len(declared):

@@ -93,10 +93,10 @@ class Subject:
         if exact is not None:
             module = module.to(exact)
         module.zero_grad(set_to_none=True)
-        named = {n: p for n, p in module.named_parameters() if p.is_floating_point()}
+        named: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.is_floating_point()}
         if frozen in named:
             named[frozen].requires_grad_(False)
-        run = module if isinstance(self.target, nn.Module) else MethodType(self.target.__func__, module)
+        run: Callable[..., Any] = module if isinstance(self.target, nn.Module) else MethodType(self.target.__func__, module)
         return run, named
 
     def holds_parameters_of(self, module: nn.Module) -> bool:

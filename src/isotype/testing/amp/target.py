@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -103,7 +103,7 @@ def _import(where: str) -> ModuleType:
     return _guarded(where, lambda: loader.exec_module(module) or module)  # type: ignore[func-returns-value]
 
 
-def _guarded(where: str, load: Any) -> ModuleType:
+def _guarded(where: str, load: Callable[[], ModuleType]) -> ModuleType:
     try:
         return load()
     except SyntaxError as error:

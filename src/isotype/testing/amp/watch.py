@@ -90,6 +90,6 @@ def function_classes(outputs: list[Tensor]) -> list[type]:
             continue
         seen.add(node)
         if isinstance(node, BackwardCFunction):
-            found.setdefault(node._forward_cls)  # type: ignore[attr-defined]
+            found.setdefault(node._forward_cls)
         todo += [above for above, _ in node.next_functions if above is not None]
     return list(found)

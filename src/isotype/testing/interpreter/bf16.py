@@ -42,4 +42,5 @@ def _to_odd(values: Array) -> Array:
     single = np.where(beyond, np.nextafter(single, np.float32(0)), single).astype(np.float32)
     inexact = (single.astype(np.float64) != values) & np.isfinite(values)
     bits = np.ascontiguousarray(single).view(np.uint32) | inexact.astype(np.uint32).reshape(single.shape)
-    return bits.view(np.float32)
+    odd: Array = bits.view(np.float32)
+    return odd

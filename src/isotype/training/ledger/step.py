@@ -157,7 +157,8 @@ def recorded(made: Outline, train: TrainSection, precision: Precision, largest: 
             optimizer.step()
         accumulator.zero()
         accumulator.close()
-    return launches.rows
+    rows: list[Row] = launches.rows
+    return rows
 
 
 def shapes_of(config: Any, *, rows: int, length: int, rank: int, nf4: bool) -> unsloth.Shapes:

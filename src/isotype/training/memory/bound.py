@@ -34,6 +34,7 @@ def _widths(module: nn.Module) -> tuple[int, ...]:
     weight = module._parameters.get("weight")
     if weight is None or (weight.ndim < 2 and not is_quantised(weight)):
         return ()
-    if hasattr(module, "in_features"):
-        return int(module.in_features), int(module.out_features)
+    features = tuple(int(n) for name in ("in_features", "out_features") if (n := getattr(module, name, None)) is not None)
+    if features:
+        return features
     return int(weight.shape[-1]), int(weight.shape[-2])

@@ -151,7 +151,8 @@ def _calls_by_name(file: SourceFile) -> dict[str, list[ast.Call]]:
         for call in file.nodes(ast.Call):
             calls.setdefault(last_name(call.func), []).append(call)
         file.memo["calls_by_name"] = calls
-    return file.memo["calls_by_name"]
+    by_name: dict[str, list[ast.Call]] = file.memo["calls_by_name"]
+    return by_name
 
 
 def _constant_behind(file: SourceFile, default: ast.expr | None) -> ast.expr | None:
@@ -178,7 +179,8 @@ def tensor_uses(file: SourceFile, function: Function) -> set[str]:
     known = file.memo.setdefault("tensor_uses", {})
     if function not in known:
         known[function] = _find_tensor_uses(function)
-    return known[function]
+    uses: set[str] = known[function]
+    return uses
 
 
 def _find_tensor_uses(function: Function) -> set[str]:

@@ -65,7 +65,8 @@ def function_classes(file: SourceFile) -> list[FunctionClass]:
         for function in found:
             _follow(file, function)
         file.memo["function_classes"] = found
-    return file.memo["function_classes"]
+    classes: list[FunctionClass] = file.memo["function_classes"]
+    return classes
 
 
 def _is_function(file: SourceFile, cls: ast.ClassDef) -> bool:

@@ -24,7 +24,8 @@ def module_functions(file: SourceFile) -> dict[str, ast.FunctionDef]:
             if at_module_level and not special:
                 found[node.name] = node
         file.memo["functions"] = found
-    return file.memo["functions"]
+    functions: dict[str, ast.FunctionDef] = file.memo["functions"]
+    return functions
 
 
 def module_constants(file: SourceFile) -> dict[str, ast.expr]:
@@ -38,7 +39,8 @@ def module_constants(file: SourceFile) -> dict[str, ast.expr]:
                 if isinstance(target, ast.Name):
                     found.setdefault(target.id, []).append(node.value)
         file.memo["constants"] = {name: values[0] for name, values in found.items() if len(values) == 1 and _is_plain(file, values[0])}
-    return file.memo["constants"]
+    constants: dict[str, ast.expr] = file.memo["constants"]
+    return constants
 
 
 def _is_plain(file: SourceFile, node: ast.expr) -> bool:

@@ -41,7 +41,8 @@ def plain_events(file: SourceFile) -> list[Event]:
         for function, scenarios in _worth_running(file).items():
             runs += [_explored(file, function, scenario) for scenario in SCENARIOS if scenario in scenarios]
         file.memo["plain"] = [event for one in runs for event in one.events if not _disproved(event, one, runs, file)]
-    return file.memo["plain"]
+    events: list[Event] = file.memo["plain"]
+    return events
 
 
 @dataclass(slots=True)
@@ -98,7 +99,8 @@ def _explored(file: SourceFile, function: Function, scenario: Scenario, *, defau
     if key not in known:
         known[key] = _Runs(function, scenario, defaults=defaults)
         each_path(partial(_run, file, known[key]), MAX_PATHS)
-    return known[key]
+    runs: _Runs = known[key]
+    return runs
 
 
 def refused_in_bf16(file: SourceFile) -> str:
@@ -112,7 +114,8 @@ def refused_in_bf16(file: SourceFile) -> str:
                 _run(file, one, Path())
                 found = found or (cls.name if one.impossible else "")
         file.memo["refused_in_bf16"] = found
-    return file.memo["refused_in_bf16"]
+    refusing: str = file.memo["refused_in_bf16"]
+    return refusing
 
 
 def _is_spectrum(node: ast.AST) -> bool:

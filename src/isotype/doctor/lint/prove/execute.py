@@ -293,8 +293,16 @@ def _everything_on_the_cpu() -> Iterator[None]:
             for name, value in (("autocast", OnTheCpu), ("custom_fwd", for_the_cpu(forward)), ("custom_bwd", for_the_cpu(backward))):
                 if hasattr(module, name):
                     setattr(module, name, value)
-        torch.is_autocast_enabled = lambda device_type=None: enabled("cpu")
-        torch.get_autocast_dtype = lambda device_type=None: dtype("cpu")
+
+        def enabled_on_the_cpu(device_type: str | None = None) -> bool:
+            return enabled("cpu")
+
+        torch.is_autocast_enabled = enabled_on_the_cpu
+
+        def dtype_on_the_cpu(device_type: str | None = None) -> torch.dtype:
+            return dtype("cpu")
+
+        torch.get_autocast_dtype = dtype_on_the_cpu
         torch.get_autocast_gpu_dtype = lambda: dtype("cpu")
     with _OnTheCpu():
         yield

@@ -58,7 +58,8 @@ def _low_names(file: SourceFile, function: Function | None) -> set[str]:
                     if isinstance(target, ast.Name) and any(file.dotted(v) in LOW for v in arms):
                         found.add(target.id)
         known[function] = found
-    return known[function]
+    names: set[str] = known[function]
+    return names
 
 
 def _low_attributes(file: SourceFile, node: ast.AST) -> set[str]:
@@ -76,4 +77,5 @@ def _low_attributes(file: SourceFile, node: ast.AST) -> set[str]:
                     if file.dotted(value) in LOW or (isinstance(value, ast.Name) and value.id in names):
                         found.add(last_name(target))
         known[cls] = found
-    return known.get(cls, set())
+    low: set[str] = known.get(cls, set())
+    return low

@@ -136,7 +136,8 @@ def _helpers(file: SourceFile) -> set[str]:
             if handed and not waits and sum(isinstance(n, ast.Call) for n in own_nodes(function)) <= 3:
                 found.add(function.name)
         file.memo["default_dtype_helpers"] = found
-    return file.memo["default_dtype_helpers"]
+    helpers: set[str] = file.memo["default_dtype_helpers"]
+    return helpers
 
 
 def _for_good(file: SourceFile, function: Function) -> Hit | None:

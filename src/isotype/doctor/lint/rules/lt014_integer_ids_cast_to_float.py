@@ -99,7 +99,8 @@ def _casts_of_arguments(file: SourceFile, function: ast.FunctionDef) -> list[tup
         own = file.own(function)
         asks = any(isinstance(n, (ast.If, ast.IfExp)) or last_name(n) == "is_floating_point" for n in own)
         known[function] = [] if asks else [(n.func.value.id, n) for n in own if _is_cast_of_a_name(n)]  # type: ignore[attr-defined]
-    return known[function]
+    casts: list[tuple[str, ast.Call]] = known[function]
+    return casts
 
 
 def _is_cast_of_a_name(node: ast.AST) -> bool:

@@ -82,7 +82,8 @@ def kernels(file: SourceFile) -> list[Kernel]:
         for kernel in found:
             _Run(file, kernel, told).block(kernel.node.body)
         file.memo["kernels"] = found
-    return file.memo["kernels"]
+    kernels: list[Kernel] = file.memo["kernels"]
+    return kernels
 
 
 def _is_jit(file: SourceFile, decorator: ast.expr) -> bool:

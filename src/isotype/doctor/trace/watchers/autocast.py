@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Severity
+from ..context import Context, Recompute
 from ..origin import Origin
 from ..refusals import recompute_finding
 from ..source import Site, place_of, short
-
-if TYPE_CHECKING:
-    from ..tracer import Tracer
-
-
-@dataclass(frozen=True, slots=True)
-class Recompute:
-    module: str
-    before: str
-    after: str
-    site: Site | None
 
 
 class Autocast:
     """Remembers, per module, the last state in forward and whether it ever ran with autocast on."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._last: dict[int, torch.dtype | None] = {}  # id of a module -> autocast dtype in its last forward, None when off
         self._ever_on: set[int] = set()
         self._recomputed: dict[str, Recompute] = {}
@@ -42,7 +30,7 @@ class Autocast:
         self._used: dict[str, tuple[Origin, Site | None, Site | None]] = {}
 
     def now(self) -> torch.dtype | None:
-        device = self._tracer.device
+        device = self._context.device
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def entered(self, module: torch.nn.Module) -> None:
@@ -54,10 +42,10 @@ class Autocast:
             if now is not None:
                 self._ever_on.add(key)
         elif self._last.get(key, now) != now:
-            name = self._tracer.names.of(module)
+            name = self._context.names.of(module)
             # the modules inside it differ for the same reason: the outermost one is enough
             if not any(name.startswith(f"{outer}.") for outer in self._recomputed):
-                site = self._tracer.locator.here()
+                site = self._context.locator.here()
                 self._recomputed.setdefault(name, Recompute(name, _word(self._last[key]), _word(now), site))
 
     def copied(self, parameter: torch.Tensor, copy: torch.Tensor, origin: Origin) -> None:
@@ -71,7 +59,7 @@ class Autocast:
             return
         for key, (storage, owner, origin) in self._copies.items():
             if owner() is parameter and not storage.expired():
-                self.stale[key] = (storage, origin, self._tracer.locator.here())
+                self.stale[key] = (storage, origin, self._context.locator.here())
 
     def consumed(self, inputs: list[torch.Tensor]) -> None:
         """Whether an op in forward reads a stale copy."""
@@ -84,7 +72,7 @@ class Autocast:
                 else:
                     _, origin, updated = entry
                     name = origin.via.what if origin.via is not None else origin.what
-                    self._used.setdefault(name, (origin, updated, self._tracer.locator.here()))
+                    self._used.setdefault(name, (origin, updated, self._context.locator.here()))
 
     def prune(self) -> None:
         self._copies = {key: entry for key, entry in self._copies.items() if not entry[0].expired()}
@@ -92,9 +80,9 @@ class Autocast:
 
     def state(self) -> tuple[str, bool]:
         """In words, and whether the running module ran with autocast on before."""
-        device = self._tracer.device
-        now = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) or self._tracer.autocast_around else None
-        before = bool(self._tracer.stack) and id(self._tracer.stack[-1]) in self._ever_on
+        device = self._context.device
+        now = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) or self._context.autocast_around else None
+        before = bool(self._context.stack) and id(self._context.stack[-1]) in self._ever_on
         if now is not None:
             return f"on, {dtype_name(now)}", before
         return "off here" + (", on when this module ran before" if before else ""), before

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Severity
+from ..context import Context
 from ..source import TORCH, Site, callers, in_library, own_line, place_of
-
-if TYPE_CHECKING:
-    from ..tracer import Tracer
 
 _SETTERS = ("set_autocast_dtype", "set_autocast_cpu_dtype", "set_autocast_gpu_dtype")
 
@@ -28,8 +26,8 @@ class Left:
 class AutocastDtype:
     """Follows `torch.set_autocast_dtype`, and which dtype a model's forwards had under autocast before."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._ran: dict[int, torch.dtype] = {}  # id of a root module -> dtype of its first training forward under autocast
         self._set: tuple[torch.dtype, Site] | None = None  # the dtype in force, when a function of the program set it
         self._left: dict[Site, Left] = {}
@@ -60,7 +58,7 @@ class AutocastDtype:
 
     def forward(self, module: torch.nn.Module) -> None:
         """Before a root module's forward."""
-        device = self._tracer.device
+        device = self._context.device
         if not torch.is_autocast_enabled(device) or not torch.is_grad_enabled():
             return
         dtype = torch.get_autocast_dtype(device)

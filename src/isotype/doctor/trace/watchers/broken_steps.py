@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Severity, listed
+from ..context import Context
 from ..pace import now_and_then
 from ..source import Site, place_of
-
-if TYPE_CHECKING:
-    from ..tracer import Tracer
 
 _LOOKS = 4  # steps that are looked at; then those whose number is a power of two
 
@@ -30,8 +28,8 @@ class Broken:
 class BrokenSteps:
     """Looks at the parameters before and after a step, until one is broken by it."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._steps: dict[int, int] = {}
         self._before: dict[int, str] | None = None  # id of a parameter that is finite -> what its gradient holds
         self._first: Broken | None = None
@@ -53,8 +51,8 @@ class BrokenSteps:
         first, group = broken[0]
         eps = group.get("eps")
         vanishes = isinstance(eps, float) and eps > 0 and float(torch.tensor(eps, dtype=first.dtype)) == 0
-        names = [self._tracer.names.parameter_name(p) or f"of shape {tuple(p.shape)}" for p, _ in broken]
-        self._first = Broken(names, first.dtype, self._before[id(first)], eps if vanishes else None, self._tracer.locator.here(3))
+        names = [self._context.names.parameter_name(p) or f"of shape {tuple(p.shape)}" for p, _ in broken]
+        self._first = Broken(names, first.dtype, self._before[id(first)], eps if vanishes else None, self._context.locator.here(3))
 
     def findings(self) -> list[Finding]:
         if self._first is None:

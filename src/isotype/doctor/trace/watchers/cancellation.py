@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from ....dtypes import eps
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Severity
+from ..context import Context
 from ..ops import LOW, Op
 from ..pace import now_and_then
 from ..source import Site, place_of
-
-if TYPE_CHECKING:
-    from ..tracer import Tracer
 
 _LOOKS = 8  # calls of a line whose values are looked at, then those whose number is a power of two
 _ROUNDINGS = 4.0  # a difference of so many roundings of its operands says nothing
@@ -35,8 +32,8 @@ class Cancelled:
 class Cancellation:
     """Looks at differences of a mean and a square, which autograd's nodes tell."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._found: dict[Site | None, Cancelled] = {}
         self._looked: Counter[Site | None] = Counter()
 
@@ -47,7 +44,7 @@ class Cancellation:
             return
         if squares.grad_fn is None or square.grad_fn.name() not in _SQUARES or squares.grad_fn.name() not in _MEANS:
             return
-        site = self._tracer.locator.here(3)
+        site = self._context.locator.here(3)
         self._looked[site] += 1
         if site in self._found or not now_and_then(self._looked[site], _LOOKS):
             return

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ....finding import Finding, Place, Severity
+from ..context import Context
 from ..source import Site, in_library
-
-if TYPE_CHECKING:
-    from ..tracer import Tracer
 
 
 class Compiled:
     """Holds torch.compile off while tracing, and says so; follows launches of Triton kernels."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._compile: Any = torch.compile
         self._stance: Any = None
         self._regions: dict[Site, None] = {}
@@ -52,7 +50,7 @@ class Compiled:
 
     def _compiling(self, *args: Any, **kwargs: Any) -> Any:
         self._hold_off()
-        site = self._tracer.locator.here()
+        site = self._context.locator.here()
         if site is not None and not in_library(site.file):
             self._regions[site] = None
         return self._compile(*args, **kwargs)
@@ -71,7 +69,7 @@ class Compiled:
                 return inner(kernel, *args, **kwargs)
             except Exception as error:
                 names = list(getattr(kernel, "arg_names", ()))
-                watch._tracer.failures.launch_failed(error, name, [*zip(names, args), *kwargs.items()])
+                watch._context.failures.launch_failed(error, name, [*zip(names, args), *kwargs.items()])
                 raise
 
         JITFunction.run = run

@@ -78,7 +78,7 @@ class DefaultDtype:
         if change is None or change.after not in LOW or len(change.outside) > 2:
             return
         code, frame = change.setter.code, sys._getframe(2)
-        while frame is not None and frame.f_code is not code:  # type: ignore[redundant-expr]
+        while frame is not None and frame.f_code is not code:
             frame = frame.f_back  # type: ignore[assignment]
         if frame is not None:
             change.built += 1

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Place, Severity
+from ..context import Context
 from ..origin import Origin
 from ..source import place_of
 from .promotions import size
-
-if TYPE_CHECKING:
-    from ..tracer import Tracer
 
 
 @dataclass(slots=True)
@@ -37,8 +35,8 @@ class FrozenCasts:
 class Casts:
     """Counts both kinds."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._engine: dict[tuple[str, torch.dtype, torch.dtype, Any], EngineCast] = {}
         self._frozen = FrozenCasts()
 
@@ -58,7 +56,7 @@ class Casts:
     def findings(self) -> list[Finding]:
         found = [self._of_engine(cast) for cast in self._engine.values()]
         frozen = self._frozen
-        forwards = max(1, self._tracer.forwards)
+        forwards = max(1, self._context.forwards)
         if frozen.count > len(frozen.names):
             found.append(
                 Finding(

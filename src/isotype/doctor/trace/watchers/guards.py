@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Severity
+from ..context import Context
 from ..ops import LOW, Op
 from ..pace import now_and_then
 from ..source import Site, place_of
-
-if TYPE_CHECKING:
-    from ..tracer import Tracer
 
 _LOOKS = 16  # calls of a line whose values are looked at, then those whose number is a power of two
 _SMALL = 1e-3  # what is added to keep from zero, and how far from 1 a bound may lie, at most
@@ -33,15 +30,15 @@ class Guard:
 class Guards:
     """Looks at small numbers that are added, and at the bounds of clamps, where they change their meaning."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._found: dict[Site | None, Guard] = {}
         self._looked: Counter[Site | None] = Counter()
 
     def added(self, op: Op, args: tuple, kwargs: dict | None) -> None:
         """Before `tensor + 1e-8` on a low-precision tensor: where the tensor is zero, the sum stays zero."""
         tensor, eps = args[0], args[1]
-        if not 0 < eps < _SMALL or _held(eps, tensor.dtype) != 0 or self._tracer.updates.in_step:
+        if not 0 < eps < _SMALL or _held(eps, tensor.dtype) != 0 or self._context.updates.in_step:
             return
         site = self._due()
         if site is not None and bool((tensor.detach() == 0).any()):
@@ -65,7 +62,7 @@ class Guards:
                 self._found[site] = Guard(bound, held, tensor.dtype, True, site)
 
     def _due(self) -> Site | None:
-        site = self._tracer.locator.here(4)
+        site = self._context.locator.here(4)
         self._looked[site] += 1
         return site if site not in self._found and now_and_then(self._looked[site], _LOOKS) else None
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Severity, listed
+from ..context import Context
 from ..source import Site, place_of
-
-if TYPE_CHECKING:
-    from ..tracer import Tracer
 
 
 @dataclass(slots=True)
@@ -26,8 +23,8 @@ class Orphan:
 class Orphans:
     """Looks at an optimizer's first step: does a module own each parameter that has no gradient, or another one in its stead?"""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._looked: set[int] = set()
         self._found: dict[str, Orphan] = {}
 
@@ -36,14 +33,14 @@ class Orphans:
             return
         self._looked.add(id(optimizer))
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        owned = {id(tensor) for kind, _, tensor in self._tracer.names.tensors() if kind == "parameter"}
+        owned = {id(tensor) for kind, _, tensor in self._context.names.tensors() if kind == "parameter"}
         # master weights are in no module either, and have gradients
         gone = [p for p in held if p.grad is None and id(p) not in owned]
         if not gone:
             return
         ours = {id(p) for p in held}
-        site = self._tracer.locator.here(3)
-        for kind, name, tensor in self._tracer.names.tensors():
+        site = self._context.locator.here(3)
+        for kind, name, tensor in self._context.names.tensors():
             if kind != "parameter" or id(tensor) in ours or tensor.grad is None:
                 continue
             match = next((p for p in gone if p.shape == tensor.shape), None)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ....finding import Finding, Place, Severity
+from ..context import Context
 from ..ops import Op
 from ..pace import now_and_then
 from ..source import Site, place_of
-
-if TYPE_CHECKING:
-    from ..tracer import Tracer
 
 _GRADIENTS = 64  # gradients whose cast to fp16 is looked at
 _SAMPLE = 4_096
@@ -43,8 +41,8 @@ class Beyond:
 class Overflows:
     """Looks at the fp16 outputs of modules, until one is not finite."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._first: Overflow | None = None
         self._gradients = 0  # gradients cast down to fp16 that were looked at, and those that mostly became zero
         self._flushed = 0
@@ -58,7 +56,7 @@ class Overflows:
 
     def left(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """A module's forward has ended."""
-        if self._first is not None or not self._tracer.pace.looking:
+        if self._first is not None or not self._context.pace.looking:
             return
         out = output[0] if isinstance(output, (tuple, list)) and output else output
         if type(out) is not torch.Tensor or out.dtype != torch.float16 or not out.numel() or bool(torch.isfinite(out).all()):
@@ -67,7 +65,7 @@ class Overflows:
         inside = all(bool(torch.isfinite(t).all()) for t in inputs)
         largest = max((float(t.detach().abs().max()) for t in inputs if inside and t.numel()), default=0.0)
         word = "NaN" if bool(torch.isnan(out).any()) else "inf"
-        self._first = Overflow(self._tracer.names.of(module), inside, largest, word, self._tracer.locator.here())
+        self._first = Overflow(self._context.names.of(module), inside, largest, word, self._context.locator.here())
 
     def flushed(self, source: torch.Tensor, out: torch.Tensor) -> None:
         """A gradient was cast to fp16: how much of it is below fp16's smallest value."""
@@ -78,11 +76,11 @@ class Overflows:
         there = int((wide != 0).sum())
         if there and int(((low == 0) & (wide != 0)).sum()) > there / 2:
             self._flushed += 1
-            self._site = self._site or self._tracer.here()[0]
+            self._site = self._site or self._context.here()[0]
 
     def made(self, op: Op, args: tuple, kwargs: dict | None, out: torch.Tensor) -> None:
         """A product of a backward without a loss scale came out in fp16: if it is mostly zero, whether it is so in fp32."""
-        if self._products > _PRODUCTS or self._tracer.scaling.scaled or not out.numel():
+        if self._products > _PRODUCTS or self._context.scaling.scaled or not out.numel():
             return
         self._products += 1
         if int((out == 0).sum()) * 2 < out.numel():
@@ -96,7 +94,7 @@ class Overflows:
             wide = wide[0] if isinstance(wide, (tuple, list)) else wide
             there = int((wide != 0).sum())
             if there and int(((out == 0) & (wide != 0)).sum()) * 2 > there:
-                site, module, _ = self._tracer.here()
+                site, module, _ = self._context.here()
                 self._lost.append((module, site))
 
     def scaled(self, tensor: torch.Tensor, factor: Any, power: float) -> None:
@@ -110,15 +108,15 @@ class Overflows:
         low = tensor.detach().reshape(-1)[:_SAMPLE]
         there = int((low != 0).sum())
         if there and int(((low * by == 0) & (low != 0)).sum()) > _SHARE * there:
-            self._divided.append((by, self._tracer.locator.here(4)))
+            self._divided.append((by, self._context.locator.here(4)))
 
     def computed(self, op: Op, args: tuple, out: torch.Tensor) -> None:
         """An fp16 op that can leave the range of what it is given: whether it did."""
-        tracer = self._tracer
+        context = self._context
         if self._beyond is not None or not out.numel():
             return
-        if tracer.stack:
-            if not tracer.pace.looking:
+        if context.stack:
+            if not context.pace.looking:
                 return
         else:
             self._looked[op.name] += 1
@@ -127,11 +125,11 @@ class Overflows:
         given = [t for t in args if isinstance(t, torch.Tensor) and t.is_floating_point()]
         if bool(torch.isfinite(out).all()) or not all(bool(torch.isfinite(t).all()) for t in given):
             return
-        module = tracer.names.of(tracer.stack[-1]) if tracer.stack else ""
+        module = context.names.of(context.stack[-1]) if context.stack else ""
         largest = max((float(t.detach().abs().max()) for t in given if t.numel()), default=0.0)
         if largest >= torch.finfo(torch.float16).max or (op.name == "mul" and not out.dim()):
             return  # a mask of the smallest number, to which another is added; a loss times its scale, which the scaler lowers
-        self._beyond = Beyond(op.name, module, largest, tracer.locator.here(3))
+        self._beyond = Beyond(op.name, module, largest, context.locator.here(3))
 
     @property
     def beyond(self) -> Site | None:

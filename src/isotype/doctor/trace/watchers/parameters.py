@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Place, Severity, listed
+from ..context import Context
 from ..ops import FLOATS, LOW
 from ..source import TORCH, Site, callers, in_library, own_line, place_of, short
-
-if TYPE_CHECKING:
-    from ..tracer import Tracer
 
 SAMPLE = 4096  # elements of a tensor that are compared before and after a cast
 _BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
@@ -89,8 +87,8 @@ class Fault:
 class Parameters:
     """Follows `module.to(dtype)` and `parameter.data = ...`."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._history: dict[tuple[int, str], list[Change]] = {}
         self._calls: dict[int, int] = {}  # id of a module -> its forward calls
         self._evaluated: dict[int, int] = {}  # the same, of its last call without gradients
@@ -120,7 +118,8 @@ class Parameters:
             finally:
                 watch._depth -= 1
 
-        torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+        # a wrapper of a method of torch's, until `stop`
+        torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
 
     def stop(self) -> None:
         torch.nn.Module._apply = self._apply  # type: ignore[method-assign]
@@ -173,7 +172,7 @@ class Parameters:
         if value.dtype not in LOW:
             self._written.pop(id(parameter), None)
             return
-        name = self._tracer.names.parameter_name(parameter) or f"parameter of shape {tuple(parameter.shape)}"
+        name = self._context.names.parameter_name(parameter) or f"parameter of shape {tuple(parameter.shape)}"
         old = parameter.detach().reshape(-1)[:SAMPLE]
         rounded = float((old.to(value.dtype).to(old.dtype) != old).float().mean()) if old.numel() else 0.0
         if rounded:
@@ -188,8 +187,8 @@ class Parameters:
         cast = self._narrowed
         if cast is None or cast[0] != StorageWeakRef(value.untyped_storage()):
             return
-        site = self._tracer.locator.here(4)
-        name = self._tracer.names.parameter_name(parameter) or f"of shape {tuple(parameter.shape)}"
+        site = self._context.locator.here(4)
+        name = self._context.names.parameter_name(parameter) or f"of shape {tuple(parameter.shape)}"
         with torch.no_grad():
             old, new = parameter.detach().reshape(-1)[:SAMPLE], value.detach().reshape(-1)[:SAMPLE]
             same = float((old == new).float().mean()) if old.shape == new.shape and old.numel() else 0.0
@@ -210,13 +209,13 @@ class Parameters:
             return
         owner = next(
             (key for key, known in self._tensors_of_roots() if known is parameter),
-            (id(parameter), self._tracer.names.parameter_name(parameter) or "?"),
+            (id(parameter), self._context.names.parameter_name(parameter) or "?"),
         )
         with torch.no_grad():
             old = parameter.detach().reshape(-1)[:SAMPLE].clone()
         self._record(
             owner,
-            self._tracer.names.parameter_name(parameter) or f"parameter of shape {tuple(parameter.shape)}",
+            self._context.names.parameter_name(parameter) or f"parameter of shape {tuple(parameter.shape)}",
             parameter.dtype,
             value.dtype,
             old,
@@ -237,7 +236,7 @@ class Parameters:
                     )
 
     def _tensors_of_roots(self) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
-        for root in self._tracer.names.roots():
+        for root in self._context.names.roots():
             for owner in root.modules():
                 for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
                     if tensor is not None:
@@ -250,14 +249,14 @@ class Parameters:
                 known = before.get((id(owner), leaf))
                 if tensor is None or known is None or known[0] == tensor.dtype:
                     continue
-                path = self._tracer.names.modules.get(id(owner)) or paths[id(owner)]
+                path = self._context.names.modules.get(id(owner)) or paths[id(owner)]
                 self._record((id(owner), leaf), f"{path}.{leaf}".strip("."), known[0], tensor.dtype, known[1], tensor)
 
     def _record(
         self, key: tuple[int, str], name: str, before: torch.dtype, after: torch.dtype, old: torch.Tensor, tensor: torch.Tensor
     ) -> None:
         self._dirty = True
-        self._tracer.dtypes_changed()
+        self._context.dtypes_changed()
         rounded = float((old.to(after).to(before) != old).float().mean()) if old.device.type != "meta" and old.numel() else 0.0
         change = Change(name, before, after, callers(3), rounded, self._calls.get(key[0], 0), self._steps.get(id(tensor), 0))
         history = self._history.setdefault(key, [])
@@ -274,7 +273,7 @@ class Parameters:
 
     def _copied(self, module: int) -> bool:
         """Whether a module seems to be in a copy of another model seen: the rounding of a copy that is then left alone harms nobody."""
-        roots = self._tracer.names.roots()
+        roots = self._context.names.roots()
         own = next((root for root in roots if any(id(inner) == module for inner in root.modules())), None)
         if own is None:
             return True

@@ -6,20 +6,18 @@ Whole numbers above 256 are not exact in bf16, and the sine of a rounded angle i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ....dtypes import eps, significant_bits, to_torch
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Severity
+from ..context import Context
 from ..ops import LOW, Op
 from ..origin import Origin
 from ..pace import now_and_then
 from ..source import place_of
-
-if TYPE_CHECKING:
-    from ..tracer import Tracer
 
 WATCHED = frozenset({"cos", "sin", "arange", "_to_copy", "linspace", "cumsum"})
 _EXACT = {to_torch(word): 2 ** significant_bits(word) for word in ("bf16", "fp16")}  # whole numbers up to here are exact
@@ -41,8 +39,8 @@ class Rounded:
 
 
 class Positions:
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._found: dict[Any, Rounded] = {}
         self._looked: dict[Any, int] = {}
         self._cast: dict[Any, tuple[torch.dtype, float]] = {}  # where whole numbers beyond the exact ones were cast: to what, the largest
@@ -69,7 +67,7 @@ class Positions:
     def _count(self, source: torch.Tensor, dim: int, dtype: torch.dtype | None) -> None:
         """A running count (positions from a mask) in low precision."""
         low = dtype or source.dtype
-        if low not in _EXACT or source.requires_grad or source.shape[dim] <= _EXACT[low] or not self._due(self._tracer.locator.here(4)):
+        if low not in _EXACT or source.requires_grad or source.shape[dim] <= _EXACT[low] or not self._due(self._context.locator.here(4)):
             return
         with torch.no_grad():
             values = source.detach().float()
@@ -82,7 +80,7 @@ class Positions:
         return now_and_then(count, _LOOKS)
 
     def _whole_numbers(self, source: torch.Tensor, dtype: torch.dtype) -> None:
-        key = self._tracer.locator.here(4)
+        key = self._context.locator.here(4)
         if key in self._found or not self._due(key):
             return
         if source.is_floating_point() and source.numel() > 65_536:
@@ -112,7 +110,7 @@ class Positions:
             if self._cast and angle.dtype == torch.float32:
                 self._rounded_before(angle)
             return
-        key = self._tracer.locator.here(4)
+        key = self._context.locator.here(4)
         if key in self._found or not self._due(key):
             return
         largest = float(angle.detach().abs().max())
@@ -122,31 +120,31 @@ class Positions:
 
     def _rounded_before(self, angle: torch.Tensor) -> None:
         """Angles in fp32 that come from whole numbers once cast down (a timestep in the model's dtype)."""
-        origin = next((o for o in self._tracer.provenance.get(angle).chain() if o.site in self._cast and o.dtype in _EXACT), None)
-        if origin is None or self._tracer.locator.here(4) in self._found:
+        origin = next((o for o in self._context.provenance.get(angle).chain() if o.site in self._cast and o.dtype in _EXACT), None)
+        if origin is None or self._context.locator.here(4) in self._found:
             return
         low, largest = self._cast[origin.site]
         self._note("timesteps or positions behind cos and sin", low, largest, eps(dtype_name(low)) / 2, angle, origin)
 
     def _low_table(self, angle: torch.Tensor) -> torch.dtype | None:
         """The low dtype of a float buffer of the running module (inv_freq), when the angles are multiples of it."""
-        if not self._tracer.stack or angle.ndim == 0:
+        if not self._context.stack or angle.ndim == 0:
             return None
-        buffers = [b for b in self._tracer.stack[-1]._buffers.values() if b is not None and b.dtype in LOW and b.dtype in _EXACT]
+        buffers = [b for b in self._context.stack[-1]._buffers.values() if b is not None and b.dtype in LOW and b.dtype in _EXACT]
         return next((b.dtype for b in buffers if b.ndim == 1 and _are_multiples(angle, b)), None)
 
     def _note(
         self, what: str, dtype: torch.dtype, largest: float, error: float, tensor: torch.Tensor | None, by: Origin | None = None
     ) -> None:
-        tracer = self._tracer
-        site, module, node = tracer.here()
+        context = self._context
+        site, module, node = context.here()
         if node:
             return
         if tensor is not None and tensor.is_floating_point():
-            origin = by or tracer.provenance.get(tensor)
+            origin = by or context.provenance.get(tensor)
         else:
-            origin = Origin(dtype, "created", tracer.calling_name() or what, module, site)
-        self._found[tracer.locator.here(5)] = Rounded(what, dtype, largest, error, origin, module, site)
+            origin = Origin(dtype, "created", context.calling_name() or what, module, site)
+        self._found[context.locator.here(5)] = Rounded(what, dtype, largest, error, origin, module, site)
 
     def findings(self) -> list[Finding]:
         places: dict[Any, Rounded] = {}

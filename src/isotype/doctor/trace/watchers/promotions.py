@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Place, Severity
+from ..context import Context
 from ..operands import share_of
 from ..ops import LOW, Op
 from ..origin import Origin
 from ..provenance import MARK
-
-if TYPE_CHECKING:
-    from ..tracer import Tracer
 
 
 @dataclass(slots=True)
@@ -41,15 +39,15 @@ class Promotion:
 class Promotions:
     """Counts promotions in forward, and keeps those whose result spreads: into another module, a product, or the model's output."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._seen: dict[tuple[str, str, Any], Promotion] = {}
 
     def happened(self, op: Op, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None:
-        tracer = self._tracer
-        if origin.backward or not tracer.stack or out.ndim == 0 or narrow.numel() < out.numel():
+        context = self._context
+        if origin.backward or not context.stack or out.ndim == 0 or narrow.numel() < out.numel():
             return
-        census = tracer.census()
+        census = context.census()
         usual = census.most_common(1)[0][0] if census else None
         if usual is None or (not (narrow.dtype in LOW and usual in LOW) and not (out.dtype == torch.float64 and usual != torch.float64)):
             return
@@ -60,7 +58,7 @@ class Promotions:
                 op.name,
                 origin,
                 narrow.dtype,
-                type(tracer.stack[-1]).__name__,
+                type(context.stack[-1]).__name__,
                 census,
                 vector=wide.ndim <= 1,
                 alike=wide.numel() == out.numel(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,12 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ....dtypes import eps
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Severity, listed
+from ..context import Context
 from ..ops import LOW, Op
 from ..pace import now_and_then
 from ..source import Site, place_of
-
-if TYPE_CHECKING:
-    from ..tracer import Tracer
 
 NORMS = frozenset({"native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm", "miopen_batch_norm"})
 _STATISTICS = ((3, "running mean"), (4, "running variance"))  # their places among the arguments
@@ -50,8 +47,8 @@ class _Running:
 
 
 class RunningStatistics:
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._running: dict[int, _Running] = {}
 
     def before(self, op: Op, args: tuple, kwargs: dict | None) -> list[tuple[_Running, torch.Tensor, torch.Tensor, torch.Tensor]] | None:
@@ -64,7 +61,7 @@ class RunningStatistics:
                 continue
             running = self._of(target, what, float(momentum))
             running.calls += 1
-            if now_and_then(running.calls, _LAST) or self._tracer.pace.sampled:
+            if now_and_then(running.calls, _LAST) or self._context.pace.sampled:
                 wide = x.detach().float().transpose(0, 1).flatten(1)
                 batch = wide.mean(1) if place == 3 else wide.var(1)
                 due.append((running, target, target.detach().float(), batch))
@@ -79,9 +76,9 @@ class RunningStatistics:
         storage = target.untyped_storage()
         known = self._running.get(storage._cdata)
         if known is None or known.storage.expired():
-            origin = self._tracer.provenance.get(target)
+            origin = self._context.provenance.get(target)
             name = origin.what if origin.kind == "buffer" else f"of shape {tuple(target.shape)}"
-            known = _Running(StorageWeakRef(storage), name, what, target.dtype, momentum, self._tracer.locator.here(4))
+            known = _Running(StorageWeakRef(storage), name, what, target.dtype, momentum, self._context.locator.here(4))
             self._running[storage._cdata] = known
         return known
 

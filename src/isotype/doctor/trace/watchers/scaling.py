@@ -6,16 +6,14 @@ Clipped like that, the norm compared with the limit is tens of thousands of time
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ....finding import Finding, Severity
+from ..context import Context
 from ..pace import now_and_then
 from ..source import Site, place_of
-
-if TYPE_CHECKING:
-    from ..tracer import Tracer
 
 _START = 10  # skipped steps from which on a run that has taken none counts as stuck: from 65536 down to 64
 _ROW = 16  # skipped steps in a row, later on
@@ -26,8 +24,8 @@ _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 class Scaling:
     """Follows GradScaler from `scale(loss)` to `unscale_(optimizer)`, and looks at what is clipped between the two."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._scale = 1.0  # that the gradients hold; 1 where none do
         self._unscaled: set[int] = set()  # parameters whose gradients hold it no more
         self._before: dict[int, tuple[int, int]] = {}  # id of a parameter -> its gradient as it was when the loss was scaled
@@ -74,23 +72,23 @@ class Scaling:
         self._undo.clear()
 
     def _around(self, owner: Any, name: str, told: Callable[..., None], *, rests: bool = False) -> None:
-        function, tracer = getattr(owner, name), self._tracer
+        function, context = getattr(owner, name), self._context
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             told(name, *args, **kwargs)
-            if not (rests and tracer.pace.call_rests(name) and tracer.rest(hooks=False)):
+            if not (rests and context.pace.call_rests(name) and context.rest(hooks=False)):
                 return function(*args, **kwargs)
             try:
                 return function(*args, **kwargs)
             finally:
-                tracer.wake()
+                context.wake()
 
         watched.__name__, watched.__doc__ = name, function.__doc__
         self._undo.append((owner, name, function))
         setattr(owner, name, watched)
 
     def _made(self, *args: Any, **kwargs: Any) -> None:
-        self._made_at = self._tracer.locator.here(3)
+        self._made_at = self._context.locator.here(3)
 
     def _scaled(self, _: str, scaler: Any, *args: Any, **kwargs: Any) -> None:
         self._scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
@@ -107,7 +105,7 @@ class Scaling:
         """Memory and version of every parameter's gradient."""
         return {
             id(p): (p.grad.untyped_storage()._cdata, p.grad._version)
-            for root in self._tracer.names.roots()
+            for root in self._context.names.roots()
             for p in root.parameters()
             if p.grad is not None and p.grad.layout == torch.strided
         }
@@ -132,7 +130,7 @@ class Scaling:
             return
         memory = tensor.untyped_storage()._cdata
         if memory in self._memory and abs(float(factor) ** power * self._scale - 1.0) < 1e-3:
-            self._by_hand.setdefault(memory, self._tracer.locator.here(4))
+            self._by_hand.setdefault(memory, self._context.locator.here(4))
             self._rids_itself = True
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
@@ -147,7 +145,7 @@ class Scaling:
         }
         holding = [key for key, state in now.items() if self._held.get(key) == state and key not in self._unscaled]
         if holding and 2 * len(holding) > len(now):
-            self._stepped = self._stepped or (self._scale, self._tracer.locator.here(3))
+            self._stepped = self._stepped or (self._scale, self._context.locator.here(3))
 
     def _unscale(self, _: str, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         self._unscaled |= {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -162,7 +160,7 @@ class Scaling:
         self._skipped = self._skipped + 1 if skipped else 0
         self._taken = self._taken or not skipped
         self._worst = max(self._worst, self._skipped)
-        self._stepped_at = self._stepped_at or self._tracer.locator.here(3)
+        self._stepped_at = self._stepped_at or self._context.locator.here(3)
         if skipped and len(self._scalers) < _ROW:
             self._scalers.add(scaler)
 
@@ -175,7 +173,7 @@ class Scaling:
         twice = [p for p in parameters if id(p) in self._held and id(p) not in self._unscaled and self._off_by_hand(p)]
         if twice and 2 * len(twice) > len(parameters):
             memory = self._held[id(twice[0])][0]
-            self._twice = self._twice or (self._scale, self._by_hand[memory], self._tracer.locator.here(3))
+            self._twice = self._twice or (self._scale, self._by_hand[memory], self._context.locator.here(3))
         self._scale = 1.0
         self._within = True
 
@@ -191,7 +189,7 @@ class Scaling:
         if self._scale == 1.0 or (self._unscaled if known is None else any(id(p) in self._unscaled for p in known)):
             return
         self._count += 1
-        self._first = self._first or (name, self._scale, self._tracer.locator.here(3))
+        self._first = self._first or (name, self._scale, self._context.locator.here(3))
 
     def findings(self) -> list[Finding]:
         return [*self._clip_finding(), *self._step_findings(), *self._skip_finding()]
@@ -232,7 +230,7 @@ class Scaling:
         if not self.stuck:
             return []
         site = self._stepped_at
-        beyond = self._tracer.overflows.beyond
+        beyond = self._context.overflows.beyond
         if not self._taken and len(self._scalers) >= _START:
             return [_made_anew(self._worst, self._made_at or site)]
         return [

@@ -8,7 +8,7 @@ buffers, totals of a metric; and what one line's `total = total + value` goes on
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,11 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ....dtypes import eps
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Severity, listed
+from ..context import Context
 from ..ops import LOW, Op
 from ..source import Site, place_of
-
-if TYPE_CHECKING:
-    from ..tracer import Tracer
 
 SAMPLE = 4_096  # elements of a sum that are followed in fp32
 _ENOUGH = 8  # forwards a sum must span: within one forward it may be a residual stream, which is bf16 by design
@@ -64,8 +62,8 @@ class _Decay:
 
 
 class Sums:
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._sums: dict[tuple[int, int], _Sum] = {}
         self._told: dict[tuple[bool, Any], list[_Sum]] = {}
         self._decays: dict[Site | None, _Decay] = {}
@@ -89,7 +87,7 @@ class Sums:
         known.fp32.add_(_sample(other.detach().expand_as(target)).float(), alpha=factor)
         known.additions += 1
         known.version += 1
-        known.last = self._tracer.forwards
+        known.last = self._context.forwards
         known.forwards.add(known.last)
 
     def summed(self, op: Op, args: tuple, kwargs: dict | None) -> None:
@@ -97,11 +95,11 @@ class Sums:
         one, other = args[0], args[1]
         if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)) or one.dtype not in LOW or other.dtype != one.dtype:
             return
-        if self._tracer.stack or one.requires_grad or other.requires_grad or one.shape != other.shape or kwargs:
+        if self._context.stack or one.requires_grad or other.requires_grad or one.shape != other.shape or kwargs:
             return
         if torch._C._current_autograd_node() is not None:
             return
-        key = (self._tracer.locator.here(3), one.shape)
+        key = (self._context.locator.here(3), one.shape)
         known = self._totals.get(key)
         low, step = _sample(one), _sample(other)
         if known is not None and torch.equal(step, known.low) and not torch.equal(low, known.low):
@@ -118,18 +116,18 @@ class Sums:
             self._compare(known.total, low)
         known.total.fp32.add_(step.float())
         known.total.additions += 1
-        known.total.forwards.add(self._tracer.forwards)
+        known.total.forwards.add(self._context.forwards)
         known.low = low + step
 
     def compensates(self, tensor: torch.Tensor) -> None:
         """A tensor that was seen to keep the rests of additions to a weight: its own rounding harms nobody."""
-        known = self._sums.get((tensor.untyped_storage()._cdata, tensor.storage_offset()))
+        known = self._sums.get((tensor.untyped_storage()._cdata, int(tensor.storage_offset())))
         if known is not None:
             known.rest = True
 
     def grows(self) -> bool:
         """Whether the last forward, or its backward, went on with a sum of earlier ones."""
-        before = self._tracer.forwards - 1
+        before = self._context.forwards - 1
         return any(known.inside and known.last == before and len(known.forwards) > 1 for known in self._sums.values())
 
     def multiplied(self, op: Op, args: tuple, kwargs: dict | None) -> None:
@@ -137,30 +135,30 @@ class Sums:
         tensor, factor = args[0], args[1]
         if type(factor) is not float or not 0.9 < factor < 1 or not isinstance(tensor, torch.Tensor) or tensor.dtype not in LOW:
             return
-        if self._tracer.stack or tensor.requires_grad or 1 - factor > eps(dtype_name(tensor.dtype)):
+        if self._context.stack or tensor.requires_grad or 1 - factor > eps(dtype_name(tensor.dtype)):
             return
         values = _sample(tensor)
         there = int((values != 0).sum())
         if not there:
             return  # an average starts at zero
         stands = int(((values * factor == values) & (values != 0)).sum()) / there
-        known = self._decays.setdefault(self._tracer.locator.here(3), _Decay(factor, tensor.dtype, stands))
+        known = self._decays.setdefault(self._context.locator.here(3), _Decay(factor, tensor.dtype, stands))
         known.stands = min(known.stands, stands)
-        known.forwards.add(self._tracer.forwards)
+        known.forwards.add(self._context.forwards)
 
     def _begin(self, target: torch.Tensor, storage: Any) -> _Sum:
         node = torch._C._current_autograd_node()
         variable = getattr(node, "variable", None) if node is not None else None
-        name = self._tracer.names.parameter_name(variable) if variable is not None else None
+        name = self._context.names.parameter_name(variable) if variable is not None else None
         return _Sum(
             StorageWeakRef(storage),
             target.dtype,
             name or f"of shape {tuple(target.shape)}",
-            self._tracer.locator.here(4),
+            self._context.locator.here(4),
             variable is not None,
             _sample(target).float(),
             target._version,
-            bool(self._tracer.stack) or node is not None,
+            bool(self._context.stack) or node is not None,
         )
 
     def _measure(self, known: _Sum, target: torch.Tensor) -> None:

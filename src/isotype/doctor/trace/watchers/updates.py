@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,12 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ....dtypes import eps, significant_bits
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Severity
+from ..context import Context
 from ..ops import LOW, Op
 from ..pace import now_and_then
 from ..source import Site, place_of
-
-if TYPE_CHECKING:
-    from ..tracer import Tracer
 
 SAMPLE = 16_384  # elements of a tensor that are compared
 LOST = 0.5  # below this share of the fp32 movement the update counts as rounded away
@@ -74,15 +72,15 @@ class _Sample:
 class Updates:
     """Watches the in-place ops, and knows which optimizer is stepping."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._watched: dict[tuple[int, str], Watched] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._rests: list[tuple[Watched, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._lost: dict[tuple[str, str, str], list[Watched]] = defaultdict(list)
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
-        self._tracer.sums.settled(optimizer)
+        self._context.sums.settled(optimizer)
         self._optimizer = optimizer
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -98,26 +96,26 @@ class Updates:
         """The fp32 movement of those of the op's destinations that are due for a comparison."""
         target = args[0]
         if isinstance(target, torch.Tensor):
-            if self._tracer.autocast_around:
-                self._tracer.autocast.updated(target)
-            if self._tracer.scaling.scaled and op.name in ("mul_", "div_"):
-                self._tracer.scaling.multiplied(target, args[1], 1.0 if op.name == "mul_" else -1.0)
+            if self._context.autocast_around:
+                self._context.autocast.updated(target)
+            if self._context.scaling.scaled and op.name in ("mul_", "div_"):
+                self._context.scaling.multiplied(target, args[1], 1.0 if op.name == "mul_" else -1.0)
             if target.dtype not in LOW:
                 if op.name == "copy_" and isinstance(target, torch.nn.Parameter):
-                    self._tracer.parameters.written(target, args[1])
+                    self._context.parameters.written(target, args[1])
                 return None
             if op.name in ("add_", "sub_") and self._optimizer is None:
-                self._tracer.sums.added(op, args, kwargs)
+                self._context.sums.added(op, args, kwargs)
             if op.name == "add_" and type(args[1]) is float:
-                self._tracer.guards.added(op, args, kwargs)
+                self._context.guards.added(op, args, kwargs)
             due = self._due(op, target, args)
             return [self._repeat(op, due, args, kwargs, None)] if due is not None else None
-        if self._tracer.autocast_around:
+        if self._context.autocast_around:
             for tensor in target:
-                self._tracer.autocast.updated(tensor)
-        if self._tracer.scaling.scaled and op.name in ("_foreach_mul_", "_foreach_div_"):
+                self._context.autocast.updated(tensor)
+        if self._context.scaling.scaled and op.name in ("_foreach_mul_", "_foreach_div_"):
             for tensor in target[:_PAIR]:
-                self._tracer.scaling.multiplied(tensor, args[1], 1.0 if op.name == "_foreach_mul_" else -1.0)
+                self._context.scaling.multiplied(tensor, args[1], 1.0 if op.name == "_foreach_mul_" else -1.0)
         picked = [i for i, t in enumerate(target) if t.dtype in LOW and t.numel() > 1][:_PAIR]
         samples = []
         for index in picked:
@@ -149,7 +147,7 @@ class Updates:
             now = _part(operand, tensor).float()
             if float(torch.isclose(now, rest, rtol=2 * eps(dtype_name(watched.dtype)), atol=1e-30).float().mean()) > _KEPT:
                 watched.kept += 1
-                self._tracer.sums.compensates(operand)
+                self._context.sums.compensates(operand)
         self._rests.clear()
 
     def _due(self, op: Op, target: torch.Tensor, args: tuple) -> Watched | None:
@@ -171,7 +169,7 @@ class Updates:
             watched.source = StorageWeakRef(args[1].untyped_storage())
         if watched.role == "tensor" and watched.calls == 1:
             return None  # not known yet to live longer than one step
-        due = now_and_then(watched.calls, 4) or (self._tracer.stack and self._tracer.pace.sampled)
+        due = now_and_then(watched.calls, 4) or (self._context.stack and self._context.pace.sampled)
         return watched if due else None
 
     def _count_alone(self, watched: Watched, key: tuple[int, str], args: tuple) -> None:
@@ -183,8 +181,8 @@ class Updates:
                 other.constant = False
 
     def _begin(self, op: Op, target: torch.Tensor, storage: Any) -> Watched:
-        tracer = self._tracer
-        origin = tracer.provenance.get(target)
+        context = self._context
+        origin = context.provenance.get(target)
         role, name = "tensor", f"of shape {tuple(target.shape)}"
         if isinstance(target, torch.nn.Parameter) and target.requires_grad:
             average = self._optimizer is None and target.grad is None and ("lerp_" in op.name or "mul_" in op.name)
@@ -192,12 +190,12 @@ class Updates:
                 decay = self._watched.get((storage._cdata, op.name.replace("add_", "mul_")))
                 average = decay is not None and decay.role == "tensor"
             role = "tensor" if average else "parameter"
-            name = origin.what if origin.kind == "parameter" else tracer.names.parameter_name(target) or name
+            name = origin.what if origin.kind == "parameter" else context.names.parameter_name(target) or name
         elif origin.kind in ("parameter", "buffer") and self._optimizer is None and torch._C._current_autograd_node() is None:
             role, name = "tensor", origin.what
         elif self._optimizer is not None:
             role, name = "state", f"of shape {tuple(target.shape)}"
-        site = tracer.locator.here(4)
+        site = context.locator.here(4)
         return Watched(StorageWeakRef(storage), name, target.dtype, role, op.name, site)
 
     def _repeat(self, op: Op, watched: Watched, args: tuple, kwargs: dict | None, index: int | None) -> _Sample:

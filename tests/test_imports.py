@@ -1,0 +1,140 @@
+"""The arrows between modules: no circles, and no room imports one above it. Imports in functions and for type checkers count too."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import isotype
+
+PACKAGE = Path(isotype.__file__).parent
+
+# the interpreter of the lint rules evaluates expressions inside statements inside functions inside expressions
+RECURSION = "isotype.doctor.lint.dataflow."
+
+# a room imports rooms before it in this list, and rooms of its own line
+LEVELS = [
+    {"version"},
+    {"errors", "printable", "pages", "instance_method"},
+    {"dtypes", "finding"},
+    {"environment"},
+    {"precision", "config"},
+    {"runs"},
+    {"ops", "data"},
+    {"lora", "doctor"},
+    {"optimize", "report", "translate", "testing"},
+    {"model"},
+    {"distributed"},
+    {"training"},
+    {"tasks"},
+    {"integrations"},
+    {"inference"},
+    {"entry", "quickstart"},
+    {"cli"},
+    {"isotype", "__main__"},
+]
+# arrows that design.md forbids whatever the levels say: the doctor uses no part of the engine, the loop no task, the engine no doctor
+FORBIDDEN = [
+    ("doctor", {"ops", "lora", "optimize", "training", "tasks", "model", "inference", "data", "runs", "testing"}),
+    ("training", {"tasks"}),
+    *((room, {"doctor", "testing"}) for room in ("precision", "ops", "lora", "optimize", "model", "training", "tasks", "distributed")),
+]
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """What the module's text imports, wherever it stands: `from .a import b` is a module `a.b` where there is one, else `a`."""
+    found = set()
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parent = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            base = ".".join(filter(None, (parent, node.module)))
+            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base for alias in node.names}
+    return {other for other in found if other in known and other != name}
+
+
+def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
+    """Strongly connected components of more than one module (Tarjan's algorithm)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    waiting: list[str] = []
+    found = []
+
+    def visit(name: str) -> None:
+        number[name] = lowest[name] = len(number)
+        waiting.append(name)
+        for other in arrows[name]:
+            if other not in number:
+                visit(other)
+            if other in waiting:
+                lowest[name] = min(lowest[name], lowest[other])
+        if lowest[name] == number[name]:
+            members = set(waiting[waiting.index(name) :])
+            del waiting[waiting.index(name) :]
+            if len(members) > 1:
+                found.append(members)
+
+    for name in arrows:
+        if name not in number:
+            visit(name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def arrows() -> dict[str, set[str]]:
+    known = modules()
+    return {name: imports(name, path, known) for name, path in known.items()}
+
+
+def room(name: str) -> str:
+    return (name.split(".") + ["isotype"])[1] if "." in name else "isotype"
+
+
+def test_a_circle_is_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == [{"a", "b", "c"}]
+
+
+def test_local_and_type_checking_imports_count(tmp_path):
+    path = tmp_path / "x.py"
+    path.write_text("def f():\n    from . import y\nif TYPE_CHECKING:\n    from .z import Z\nimport p.w\n")
+    assert imports("p.x", path, dict.fromkeys(["p", "p.x", "p.y", "p.z", "p.w"], path)) == {"p.y", "p.z", "p.w"}
+
+
+def test_the_interpreter_is_the_only_circle(arrows):
+    found = circles(arrows)
+    assert [sorted(one) for one in found if not all(name.startswith(RECURSION) for name in one)] == []
+    assert len(found) == 1
+
+
+def test_every_room_has_a_level(arrows):
+    assert {room(name) for name in arrows} <= set().union(*LEVELS), "give the new room its line in LEVELS"
+
+
+def test_arrows_between_rooms_point_downwards(arrows):
+    level = {name: i for i, names in enumerate(LEVELS) for name in names}
+    upwards = [
+        f"{name} imports {other}"
+        for name, others in arrows.items()
+        for other in others
+        if name != "isotype" and room(name) != room(other) and level[room(other)] >= level[room(name)]
+    ]
+    forbidden = [
+        f"{name} imports {other}"
+        for name, others in arrows.items()
+        for other in others
+        for above, below in FORBIDDEN
+        if room(name) == above and room(other) in below
+    ]
+    assert sorted(upwards + forbidden) == []
