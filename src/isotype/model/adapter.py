@@ -18,15 +18,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, seed: int) -> PeftModel:
-    """A PeftModel over `model` with one trainable adapter, new or continued from `start_from`."""
+def attach_adapter(
+    model: PreTrainedModel, section: AdapterSection, *, seed: int, task_type: str | None = "CAUSAL_LM", targets: list[str] | None = None
+) -> PeftModel:
+    """A PeftModel over `model` with one trainable adapter, new or continued from `start_from`.
+
+    task_type  PEFT's; None for a model that is called as it is
+    targets    in place of the section's, for models whose linear layers PEFT cannot choose by itself
+    """
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
     if section.start_from is not None:
         return load_adapter(model, Path(section.start_from), what="adapter.start_from")
     config = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task_type,
         r=section.r,
         lora_alpha=section.alpha,  # type: ignore[arg-type]  # PEFT takes a float, its annotation says int
         lora_dropout=section.dropout,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..dtypes import to_torch
 from ..instance_method import MadeMethod
+from .kept import is_kept, kept_modules, names_kept
 from .precision import Precision
 
 _STATE = "_isotype_precision"
@@ -50,13 +51,21 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def cast_parameters(model: nn.Module, precision: Precision) -> None:
-    """Frozen floating parameters become `base`, trainable ones `trainable`; quantised ones and buffers stay as they are."""
-    frozen, trainable = to_torch(precision.unquantised), to_torch(precision.trainable)
-    for parameter in model.parameters():
+    """Frozen floating parameters become `base`, trainable ones `trainable`; quantised ones and buffers stay as they are.
+
+    What the model's class keeps in fp32 (`precision.kept`) becomes or stays fp32.
+    """
+    for full, parameter in model.named_parameters():
         if parameter.is_floating_point() and not is_quantised(parameter):
-            dtype = trainable if parameter.requires_grad else frozen
+            dtype = to_torch(declared_dtype(model, full, parameter, precision))
             if parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
+
+
+def declared_dtype(model: nn.Module, full: str, parameter: Tensor, precision: Precision) -> str:
+    """The dtype that `precision` declares for one floating parameter of `model` that is not quantised."""
+    word = precision.trainable if parameter.requires_grad else precision.unquantised
+    return "fp32" if is_kept(full, names_kept(inner_model(model), to_torch(word))) else word
 
 
 def apply_precision(model: nn.Module, precision: Precision, *, device_type: str) -> None:
@@ -73,8 +82,9 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str)
     setattr(inner, _STATE, state)
 
     MadeMethod(_in_its_precision, (), inner).put()
+    kept = kept_modules(inner, to_torch(precision.compute))
     for module in inner.modules():
-        if is_norm(module) or isinstance(module, nn.Embedding):
+        if is_narrowed(module, kept):
             module.register_forward_hook(_Narrow(to_torch(precision.compute)))
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = False
@@ -84,6 +94,12 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # bitsandbytes repacks the weight in place on the first forward without gradients, and later gradients are wrong
             module.support_avx512bf16_for_cpu = False
+
+
+def is_narrowed(module: nn.Module, kept: set[nn.Module]) -> bool:
+    """Whether a module's output must leave in `compute`: norms and embeddings. A norm among those that the model keeps in fp32 answers in
+    its input's dtype, which the model chose: some modulate its fp32 output and narrow the result themselves."""
+    return (is_norm(module) and module not in kept) or isinstance(module, nn.Embedding)
 
 
 def _in_its_precision(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..dtypes import FLOATS, itemsize, name
+from ..dtypes import FLOATS, itemsize, name, to_torch
 from ..errors import DtypeError
 from ..finding import Finding, Place, Severity
-from .apply import inner_model, is_norm, is_quantised
+from .apply import declared_dtype, inner_model, is_narrowed, is_norm, is_quantised
+from .kept import kept_modules
 from .precision import Precision
 
 # role -> why no run of one process observes it
@@ -101,11 +102,17 @@ class Observer:
             kind = getattr(getattr(parameter, "quant_state", None), "quant_type", "int8")
             self._note(observation, "base", full, kind, p.base)
         elif parameter.is_floating_point():
-            role, declared = ("trainable", p.trainable) if parameter.requires_grad else ("base", p.unquantised)
+            role = "trainable" if parameter.requires_grad else "base"
+            declared = declared_dtype(self.model, full, parameter, p)
             self._note(observation, role, full, name(parameter.dtype), declared)
 
     def look_at_loss(self, observation: Observation, dtype: torch.dtype) -> None:
         self._note(observation, "loss", "the loss", name(dtype), self.precision.loss)
+
+    def look_at_task(self, observation: Observation, tensors: Iterable[tuple[str, str, str]]) -> None:
+        """(role, tensor, dtype) of the roles that only the run's task has."""
+        for role, tensor, dtype in tensors:
+            self._note(observation, role, tensor, dtype, getattr(self.precision, role))
 
     def look_at_files(self, observation: Observation, folder: Path, declared: str) -> None:
         """The floating tensors of a saved result, as its files have them; integers are packed 4-bit weights or ids."""
@@ -155,9 +162,12 @@ class Observer:
         compute = getattr(self.precision, role)
         generating = role == "generate"  # norms and embeddings leave in `compute` then too: only products are judged
         outermost = inner_model(self.model)
+        kept = kept_modules(outermost, to_torch(self.precision.compute))
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            declared = isinstance(module, nn.Linear) if generating else isinstance(module, nn.Linear | nn.Embedding) or is_norm(module)
+            declared = (
+                isinstance(module, nn.Linear) if generating else isinstance(module, nn.Linear | nn.Embedding) or is_narrowed(module, kept)
+            )
             for tensor in floating_tensors(output):
                 dtype = name(tensor.dtype)
                 if declared:

@@ -26,7 +26,7 @@ def name_of(config: RunConfig) -> str:
     model = config.model.name or str(
         (config.model.config or {}).get("model_type", "model") if isinstance(config.model.config, dict) else "model"
     )
-    parts = [Path(model).name, Path(first_name(config.data.train)).stem, time.strftime("%Y%m%d-%H%M%S")]
+    parts = [Path(model).name, Path(first_name(config.data.train or config.images.train)).stem, time.strftime("%Y%m%d-%H%M%S")]
     return "-".join("".join(c if c.isalnum() or c in "._" else "-" for c in part) for part in parts)
 
 

@@ -41,8 +41,10 @@ from .memory.device import peak_memory
 from .milestones import Milestones
 from .schedule import learning_rate
 from .step import Stepper
-from .task import Batch, Task
+from .task import Batch, Sample, Task
 from .trackers.trackers import Trackers
+
+UNSEEN_OF_TASK = "nothing of it ran in this process: what it makes was found in the cache"
 
 
 @dataclass
@@ -193,6 +195,7 @@ class Loop:
         self.observer.look(seen, states=lambda p: optimizer.state.get(p, {}), parameters=False)
         if self.stepper.loss_dtype is not None:
             self.observer.look_at_loss(seen, self.stepper.loss_dtype)
+        self.observer.look_at_task(seen, self.task.observed())
         self.note(seen)
         return result, sum(seen.promotions.values())
 
@@ -224,7 +227,9 @@ class Loop:
                 "preset": self.resolved.preset,
                 "declared": self.resolved.as_json(),
                 **self.observed,
-                "unobserved": {role: why for role, why in UNSEEN.items() if role not in seen},
+                "unobserved": {
+                    role: why for role, why in (UNSEEN | dict.fromkeys(self.task.roles, UNSEEN_OF_TASK)).items() if role not in seen
+                },
             },
         )
 
@@ -296,11 +301,21 @@ class Loop:
             self.note(seen)
         self.folder.samples.mkdir(exist_ok=True)
         step = self.progress.step
-        self.folder.write_json(f"samples/step_{step}.json", {"step": step, "samples": [s.as_json() for s in samples]})
+        made = [{**s.as_json(), **self._sample_file(step, i, s)} for i, s in enumerate(samples)]
+        self.folder.write_json(f"samples/step_{step}.json", {"step": step, "samples": made})
         self.trackers.samples(step, samples)
         self.console.settle()
         self.console.samples(step, samples)
-        self._tell("samples", {"samples": [s.as_json() for s in samples]})
+        self._tell("samples", {"samples": made})
+
+    def _sample_file(self, step: int, position: int, sample: Sample) -> dict[str, str]:
+        """Writes the file that a sample has, if it has one, and says where: relative to the run's folder."""
+        if sample.file is None:
+            return {}
+        suffix, content = sample.file
+        name = f"samples/step_{step}_{position}{suffix}"
+        (self.folder.path / name).write_bytes(content)
+        return {"file": name}
 
     def save(self, *, best: bool = False) -> None:
         """Raises  RunError NF001 rather than make a bad state the newest checkpoint; CK001 when the disk refuses."""

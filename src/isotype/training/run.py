@@ -76,7 +76,7 @@ def train(
                 f"run.folder: {folder.path} has a run already", fix=f"isotype train --resume {folder.path}, or give another folder"
             )
         if resume is not None:
-            _compare_with_before(loaded, folder, console)
+            _compare_with_before(loaded, task, folder, console)
         try:
             status, result = _run(loaded, task, folder, console, interrupt, resuming=resume is not None, skips=skips or {},
                                   own=Own(callbacks, objective))  # fmt: skip
@@ -259,9 +259,9 @@ def _write_start(loaded: LoadedConfig, task: Task, prepared: Prepared, plan: Mil
     folder.write_text(RESOLVED, resolved_yaml(loaded, reasons, values))
 
 
-def _compare_with_before(loaded: LoadedConfig, folder: RunFolder, console: RunConsole) -> None:
+def _compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole) -> None:
     """Says what differs from the configuration the run was started with; refuses what would make it another run."""
-    preset = resolve_precision(loaded.config, loaded.sources, detect(loaded.config.model.device)).preset
+    preset = resolve_precision(loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles).preset
     changes = compare(load(folder.path / RESOLVED, [], {}).config, loaded.config, auto=preset)
     forbidden = [c for c in changes if not c.allowed and not loaded.consent]
     if forbidden:

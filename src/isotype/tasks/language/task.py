@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ class LanguageTask:
 
     kind = "language"
     words = Words(units="tokens", unit="tok", weight="supervised")
+    roles: Mapping[str, str] = {}
 
     tokenizer: PreTrainedTokenizerBase
     data: LoadedData
@@ -52,6 +53,9 @@ class LanguageTask:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+
+    def observed(self) -> Iterable[tuple[str, str, str]]:
+        return ()
 
     @property
     def base_name(self) -> str:
