@@ -36,7 +36,7 @@ def attach_adapter(
         r=section.r,
         lora_alpha=section.alpha,  # type: ignore[arg-type]  # PEFT takes a float, its annotation says int
         lora_dropout=section.dropout,
-        target_modules=_targets(model, section),
+        target_modules=_targets(model, section) if targets is None else targets,
         use_rslora=section.rslora,
         modules_to_save=list(section.modules_to_save) or None,
     )
@@ -56,7 +56,7 @@ _MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
 
 def linear_names(model: PreTrainedModel) -> list[str]:
     """Last names of the linear layers that can have an adapter, without the head."""
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     names = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     return sorted(names.difference(_NEVER_CALLED) if getattr(model.config, "model_type", None) in _MAMBA else names)
 
