@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test test-fast lint format clean
+.PHONY: install quickstart test test-fast lint format docs wheel clean
 
 install: $(VENV)/.installed
 
@@ -19,8 +19,8 @@ quickstart: install
 	$(BIN)/isotype quickstart
 
 lint: install
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks docs examples
+	$(BIN)/ruff format --check src tests benchmarks docs examples
 	$(BIN)/mypy
 	$(BIN)/isotype lint src
 
@@ -31,8 +31,16 @@ test-fast: install
 	$(BIN)/pytest -n 2 -m "not slow"
 
 format: install
-	$(BIN)/ruff check --fix src tests benchmarks
-	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix src tests benchmarks docs examples
+	$(BIN)/ruff format src tests benchmarks docs examples
+
+# the site; a warning fails
+docs: install
+	$(BIN)/python docs/build.py build/site
+
+wheel: install
+	rm -rf build/lib dist
+	$(BIN)/pip wheel -q --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) quickstart
+	rm -rf $(VENV) quickstart build dist

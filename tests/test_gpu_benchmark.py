@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,7 +36,7 @@ def test_parts_end_alone_and_only_what_is_left_runs_again(gpu, monkeypatch, tmp_
     parts = [
         gpu.Part("good", ("-c", "import sys, json; json.dump([1], open(sys.argv[2], 'w')); print('made')"), 30, rows=True),
         gpu.Part("bad", ("-c", f"import sys, pathlib; sys.exit(0 if pathlib.Path({str(flag)!r}).exists() else 'no such kernel')"), 30),
-        gpu.Part("hanging", ("-c", "import time; print('begun'); time.sleep(60)"), 1),
+        gpu.Part("hanging", ("-S", "-c", "import time; print('begun'); time.sleep(900)"), 4),
     ]
     monkeypatch.setattr(gpu, "benchmarks", lambda a: parts)
     out = tmp_path / "out"
@@ -51,8 +52,17 @@ def test_parts_end_alone_and_only_what_is_left_runs_again(gpu, monkeypatch, tmp_
 
 
 def test_a_part_that_does_not_fit_is_left_for_the_next_time(gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "benchmarks", lambda a: [gpu.Part(name, ("-c", "import time; time.sleep(0.4)"), 60) for name in "ab"])
-    assert started(gpu, monkeypatch, "benchmarks", "--out", str(tmp_path), "--minutes", "0.01") == 3
+    monkeypatch.setattr(gpu, "benchmarks", lambda a: [gpu.Part(name, ("-S", "-c", "pass"), 900) for name in "ab"])
+    now = 0.0
+
+    def part_takes_a_minute(part, limit, run=gpu.run):
+        nonlocal now
+        now += 60.0
+        return run(part, 900)
+
+    monkeypatch.setattr(gpu, "run", part_takes_a_minute)
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: now))
+    assert started(gpu, monkeypatch, "benchmarks", "--out", str(tmp_path), "--minutes", "1.5") == 3
     assert [line["part"] for line in lines(tmp_path)] == ["a"]
 
 

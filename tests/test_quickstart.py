@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from isotype import quickstart as quickstart_module
 from isotype.data import stdlib
 from isotype.errors import UsageError
-from isotype.quickstart import Size, quickstart
+from isotype.quickstart import Size, quickstart, tuning_steps
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 SMALL = Size(vocabulary=400, hidden=64, layers=1, window=64, pretrain_steps=12, tune_steps=8)
 
 
@@ -64,6 +65,31 @@ def test_given_again_it_shows_the_result_and_trains_nothing(made: Path, capsys: 
     assert str(made / "tune" / "report.html") in shown
 
 
+@pytest.mark.parametrize(("seconds", "share"), [(0.0, 1.0), (0.07, 1.0), (0.2, 0.511), (30.0, 0.2)])
+def test_a_slow_machine_gets_fewer_steps(seconds: float, share: float) -> None:
+    full, size = Size(), Size().shortened(seconds)
+    assert size.pretrain_steps == pytest.approx(share * full.pretrain_steps, abs=1)
+    assert size.tune_steps == pytest.approx(share * full.tune_steps, abs=1)
+
+
+def test_tuning_takes_the_time_that_is_left() -> None:
+    assert tuning_steps(250.0, 0.07) == 400
+    assert tuning_steps(150.0, 0.37) == 193
+    assert tuning_steps(-20.0, 0.37) == 80
+
+
+def test_the_speed_is_measured_where_no_size_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, pairs = stdlib.stdlib_text()[:400], stdlib.stdlib_pairs()[:300]
+    monkeypatch.setattr(stdlib, "stdlib_text", lambda: texts)
+    monkeypatch.setattr(stdlib, "stdlib_pairs", lambda: pairs)
+    monkeypatch.setattr(quickstart_module, "step_seconds", lambda config, rows, length: 30.0)
+    said: list[str] = []
+    quickstart_module._prepare(tmp_path / "q", None, said.append)
+    assert "steps: 240" in (tmp_path / "q/pretrain.yaml").read_text()
+    assert "steps: 80" in (tmp_path / "q/tune.yaml").read_text()
+    assert any("shortened to 20% of their steps" in line for line in said)
+
+
 def test_other_peoples_folders_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UsageError, match="holds other files"):
@@ -86,5 +112,5 @@ def test_its_files_are_what_train_takes(made: Path) -> None:
         "data.limit=20",
         "train.eval_every=2",
     ]
-    subprocess.run(command, check=True, capture_output=True, timeout=240)
+    subprocess.run(command, check=True, capture_output=True, timeout=900)
     assert (out / "adapter" / "adapter_config.json").is_file()

@@ -40,6 +40,7 @@ def test_every_command_of_the_table_is_a_command():
 def test_the_commands_work_as_typed(tmp_path, workshop):
     chat = blocks("json")[0]
     (tmp_path / "chats.jsonl").write_text(workshop.chats.read_text() + chat)
+    (tmp_path / "axolotl.yml").write_text("base_model: a/b\nmicro_batch_size: 2\nsequence_len: 512\nadapter: lora\nbf16: true\n")
     (tmp_path / "Qwen").mkdir()
     (tmp_path / "Qwen/Qwen2.5-0.5B").symlink_to(workshop.base)
     commands = [line.partition("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
@@ -48,7 +49,7 @@ def test_the_commands_work_as_typed(tmp_path, workshop):
     for command in commands:
         assert command.startswith("isotype ")
         ours = command.replace("isotype", f"{sys.executable} -m isotype", 1)
-        done = subprocess.run(ours, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(ours, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     assert (tmp_path / "runs/qwen/adapter/adapter_model.safetensors").is_file()
     assert (tmp_path / "runs/second/report.html").is_file()
@@ -58,7 +59,7 @@ def test_the_code_of_the_ops_page_runs():
     code = "\n".join(
         re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/ops.md").read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "torch.float32 torch.bfloat16 torch.float32" in done.stdout
     assert "linear_cross_entropy" in done.stdout

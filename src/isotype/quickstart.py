@@ -10,20 +10,30 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
 from .printable import printable
 
+MOST_SECONDS = 300.0  # of the whole command
+TRAIN_SECONDS = (
+    180.0  # of the steps of both stages; imports, tokenizer, evaluations, samples and checks take up to two minutes on busy cores
+)
+AROUND_TUNING = 50.0  # seconds on busy cores for what the second stage does besides its steps
+TUNE_STEP = 1.4  # seconds of a tuning step for each of a pretraining step: 98 and 69 ms where both were measured (0058)
+_PROBED = 12  # steps that are timed before the training
+LEAST = 0.2  # of the steps: below it an untrained model's answers can hardly be told from a trained one's
 TEXT, PARTS, PRETRAIN, TUNE = "text.txt", "small", "pretrain.yaml", "tune.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large the model is and how long it trains. The default takes two and a half minutes on two idle cores with bf16."""
+    """How large the model is and how long it trains. The default takes two and a half minutes on two idle cores with bf16, and is
+    shortened to the speed that is met."""
 
     vocabulary: int = 2048
     hidden: int = 192
@@ -32,17 +42,29 @@ class Size:
     pretrain_steps: int = 1200
     tune_steps: int = 400
 
+    def shortened(self, step_seconds: float) -> Size:
+        """Fewer steps where a pretraining step takes so long that both stages would take more than TRAIN_SECONDS."""
+        if not step_seconds:
+            return self
+        needed = step_seconds * (self.pretrain_steps + TUNE_STEP * self.tune_steps)
+        share = max(LEAST, min(1.0, TRAIN_SECONDS / needed))
+        return replace(self, pretrain_steps=round(share * self.pretrain_steps), tune_steps=round(share * self.tune_steps))
+
 
 def quickstart(folder: Path, *, size: Size | None = None, json_output: bool = False) -> int:
     """Runs both stages and shows the result. Returns the exit status: 0, or 130 when interrupted and saved."""
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr if json_output else sys.stdout, flush=True)  # noqa: E731
-    _prepare(folder, size or Size(), say)
+    begun = time.monotonic()
+    _take_fewer_threads_where_faster(say)
+    _prepare(folder, size, say)
     results = {}
     for stage, file, what in (
         ("pretrain", PRETRAIN, "1/2  a small model from scratch, on the text of Python's own documentation"),
         ("tune", TUNE, "2/2  LoRA on question and answer pairs, as `isotype train` does it"),
     ):
         say(f"\n{what}  ({folder / file})")
+        if stage == "tune" and size is None:
+            _tune_in_what_is_left(folder, time.monotonic() - begun, say)
         if (status := _stage(folder / stage, folder / file, json_output=json_output)) != 0:
             say(f"go on with: isotype quickstart --folder {folder}")
             return status
@@ -72,8 +94,11 @@ def summarise(folder: Path) -> dict[str, Any]:
     }
 
 
-def _prepare(folder: Path, size: Size, say: Callable[[str], None]) -> None:
-    """Writes what both stages read; leaves a prepared folder as it is. `tune.yaml` comes last: with it the folder is complete."""
+def _prepare(folder: Path, asked: Size | None, say: Callable[[str], None]) -> None:
+    """Writes what both stages read; leaves a prepared folder as it is. `tune.yaml` comes last: with it the folder is complete.
+
+    asked  None for the default size, shortened to the speed of this machine
+    """
     if (folder / TUNE).is_file():
         return
     if folder.exists() and not folder.is_dir():
@@ -83,11 +108,18 @@ def _prepare(folder: Path, size: Size, say: Callable[[str], None]) -> None:
     from .data.small_model import END_OF_TURN, small_config, train_tokenizer
     from .data.stdlib import stdlib_pairs, stdlib_text
 
+    size = asked or Size()
     texts = stdlib_text()
     say(f"text      {len(texts):,} docstrings and topics of this Python, {sum(map(len, texts)) / 1e6:.1f} million characters")
     tokenizer = train_tokenizer(texts, vocabulary=size.vocabulary)
     config = small_config(tokenizer, hidden=size.hidden, layers=size.layers, positions=2 * size.window)
     say(f"tokenizer byte-level BPE, {len(tokenizer):,} tokens, trained on it")
+    if asked is None:
+        seconds = step_seconds(config, rows=4, length=size.window)
+        size = size.shortened(seconds)
+        if size != Size():
+            share = size.pretrain_steps / Size().pretrain_steps
+            say(f"speed     {1000 * seconds:.0f} ms a step: both stages are shortened to {share:.0%} of their steps, to take five minutes")
     say(f"pairs     {len(stdlib_pairs()):,} questions and answers from the same docstrings")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,6 +130,63 @@ def _prepare(folder: Path, size: Size, say: Callable[[str], None]) -> None:
         (folder / TUNE).write_text(_tune_yaml(folder, size), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{folder}: cannot be written: {error.strerror}", fix="isotype quickstart --folder OTHER") from None
+
+
+def _tune_in_what_is_left(folder: Path, spent: float, say: Callable[[str], None]) -> None:
+    """Sets the steps of the second stage by the speed of the first, where neither was run before."""
+    from .report.record import read_run
+
+    if (folder / "tune").exists():
+        return
+    seconds = sorted(v for _, v in read_run(folder / "pretrain").curve("seconds"))
+    if not seconds:
+        return
+    steps = tuning_steps(MOST_SECONDS - spent, seconds[len(seconds) // 2])
+    size = replace(Size(), tune_steps=steps)
+    (folder / TUNE).write_text(_tune_yaml(folder, size), encoding="utf-8")
+    if steps < Size().tune_steps:
+        say(f"speed     {steps} of {Size().tune_steps} steps, to end in time")
+
+
+def tuning_steps(left: float, pretraining_step: float) -> int:
+    """Steps of the second stage that fit into `left` seconds, at so many seconds for a step of the first."""
+    most = Size().tune_steps
+    return int(min(most, max(LEAST * most, (left - AROUND_TUNING) / (TUNE_STEP * pretraining_step))))
+
+
+def _take_fewer_threads_where_faster(say: Callable[[str], None]) -> None:
+    """On cores that other programs use. An ordinary run only advises it: the number of threads decides the order of sums."""
+    import torch
+
+    from .training.contention import contention
+
+    found = contention()
+    if found is not None and found.best < found.threads:
+        torch.set_num_threads(found.best)
+        say(f"cores     {found}; taken")
+
+
+def step_seconds(config: Any, *, rows: int, length: int) -> float:
+    """Seconds of one training step of this model, as far as this machine lets it be fast now; 0 with a GPU, which is always fast enough."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from .environment.hardware import detect
+
+    hardware = detect()
+    if hardware.kind != "cpu":
+        return 0.0
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(config)
+        ids = torch.randint(0, config.vocab_size, (rows, length))
+    seen = []
+    for _ in range(_PROBED):
+        begin = time.perf_counter()
+        with torch.autocast("cpu", torch.bfloat16, enabled=hardware.bf16 == "native"):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        seen.append(time.perf_counter() - begin)
+    return sorted(seen[1:])[_PROBED // 4]  # the first one starts the threads, and some meet other programs
 
 
 def _stage(run: Path, file: Path, *, json_output: bool) -> int:
@@ -163,6 +252,7 @@ train:
   eval_every: {max(1, size.pretrain_steps // 5)}
 run:
   folder: {_quoted(folder / "pretrain")}
+  sample_every: {max(1, size.pretrain_steps // 2)}
   keep: 1
   sample_tokens: 40
 """
@@ -188,6 +278,7 @@ train:
   eval_every: {max(1, size.tune_steps // 5)}
 run:
   folder: {_quoted(folder / "tune")}
+  sample_every: {max(1, size.tune_steps // 2)}
   keep: 1
   sample_tokens: 48
 """

@@ -11,7 +11,7 @@ import pytest
 
 
 def isotype(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "isotype", *arguments], capture_output=True, text=True, timeout=60, cwd=cwd)
+    return subprocess.run([sys.executable, "-m", "isotype", *arguments], capture_output=True, text=True, timeout=900, cwd=cwd)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ ERROR = "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and
 
 
 def isotype(*arguments: str, text: str | None = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "isotype", *arguments], input=text, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-m", "isotype", *arguments], input=text, capture_output=True, text=True, timeout=900)
 
 
 def test_standard_input_a_file_and_pasted_text_say_the_same(tmp_path: Path):

@@ -45,7 +45,7 @@ def test_a_home_that_cannot_be_written_is_no_news(tmp_path: Path) -> None:
     away = {name: str(home) for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME")}
     environment = {name: value for name, value in os.environ.items() if name != "MPLCONFIGDIR"} | away
     command = [sys.executable, "-m", "isotype", "report", str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "report.png").is_file()
 

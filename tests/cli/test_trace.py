@@ -42,7 +42,7 @@ def isotype(*arguments, cwd=None):
         capture_output=True,
         cwd=cwd,
         env=dict(os.environ),
-        timeout=120,
+        timeout=900,
     )
 
 

@@ -135,7 +135,7 @@ def test_runs_at_once_do_not_disturb_each_other(load: Any, families: SimpleNames
     for run in runs:
         run.start()
     start.set()
-    sums = {found.get(timeout=60) for _ in runs}
+    sums = {found.get(timeout=900) for _ in runs}
     for run in runs:
         run.join()
     assert len(sums) == 1
@@ -143,10 +143,18 @@ def test_runs_at_once_do_not_disturb_each_other(load: Any, families: SimpleNames
     assert len(read_entry(next((tmp_path / "kept").iterdir()))) == len(ROWS)
 
 
-def test_an_error_while_reading_leaves_no_entry(load: Any) -> None:
+def test_bad_rows_are_refused_again_from_the_cache(load: Any) -> None:
     Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS) + "{broken\n")
-    with pytest.raises(ValueError, match=r"chats\.jsonl:61"):
-        load()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"chats\.jsonl:61"):
+            load()
+    assert load(on_bad_row="skip").bad_rows[0].place == "chats.jsonl:61"
+
+
+def test_an_error_while_reading_leaves_no_entry(load: Any) -> None:
+    Path("chats.json").write_text("[" + ",\n".join(json.dumps(row) for row in ROWS) + ",\n{broken\n")
+    with pytest.raises(ValueError, match=r"chats\.json:61: broken JSON"):
+        load(train="chats.json")
     assert list(Path("kept").iterdir()) == []
 
 

@@ -31,7 +31,9 @@ END_AT_END = """\
 def learnt(families: SimpleNamespace, template: str, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, Tally]:
     tokenizer, tally = families.of("chatml"), Tally()
     encoder = Encoder(tokenizer, max_length=512, loss_on="assistant", template=ChatTemplate(tokenizer, template, "file"))
-    ((_, row, _),) = list(encoder.rows([Example("x:1", messages=tuple(messages), tools=tools)], tally))
+    found = list(encoder.rows([Example("x:1", messages=tuple(messages), tools=tools)], tally))
+    tally.bad.refuse()
+    ((_, row, _),) = found
     return tokenizer.decode([label for label in row.labels if label != IGNORED]), tally
 
 
@@ -109,7 +111,8 @@ HOSTILE = {
     ("surrogate", "half of a surrogate pair"), ("macro", "nested too deeply"),
 ])  # fmt: skip
 def test_a_template_gets_so_much_and_no_more(families: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kind: str, said: str) -> None:
-    for name, value in {"SECONDS": 0.3, "MEMORY": 256 << 20, "CHARACTERS": 1 << 20}.items():
+    # time is short only where it is what ends the template: the others may take longer on a slow machine
+    for name, value in {"SECONDS": 0.3 if kind == "loops" else 100.0, "MEMORY": 256 << 20, "CHARACTERS": 1 << 20}.items():
         monkeypatch.setattr(bounded, name, value)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     template = ChatTemplate(families.of("chatml"), HOSTILE[kind], "tokenizer")

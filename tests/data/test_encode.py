@@ -167,3 +167,31 @@ def test_a_tokenizer_in_python_alone_works() -> None:
     assert learnt(encoder, row) == "so, ünd so</s>thus</s>"
     assert tally.end_of_turn == {"</s>": 2}
     assert list(row.input_ids) == encoder.ids(encoder.template.render(chat("how?", "so, ünd so", "why?", "thus").messages))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_of_any_length_is_cut_before_it_is_tokenised(families: SimpleNamespace, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same row as from the whole text, and no call of the tokenizer gets the whole text."""
+    example = chat("what is ", "the answer " * 20_000)
+    plain = encoder_of(families, family, max_length=64)
+    monkeypatch.setattr("isotype.data.encode._CHARACTERS_A_TOKEN", 1 << 20)
+    whole = row_of(plain, example)
+    monkeypatch.undo()
+    cutting, longest = encoder_of(families, family, max_length=64), 0
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(families.of(family), name)
+
+        def __call__(self, text: Any, **how: Any) -> Any:
+            nonlocal longest
+            longest = max(longest, *map(len, [text] if isinstance(text, str) else text))
+            return families.of(family)(text, **how)
+
+    cutting.tokenizer = Watched()
+    tally = Tally()
+    ((_, row, cut),) = list(cutting.rows([example], tally))
+    assert row == whole
+    assert cut
+    assert longest < 40_000
+    assert "none" not in tally.end_of_turn

@@ -250,9 +250,7 @@ WRONG: dict[str, tuple[str, str | bytes | list[Any], dict[str, Any], str]] = {
     "asked format": ("x.jsonl", CHATS, {"format": "text"}, "x.jsonl:1: the row is messages, but the file is read as text"),
     "typo later": ("x.jsonl", [{"text": "a"}, {"txt": "a"}], {}, "x.jsonl:2: no key 'text', but 'txt': did you mean text?"),
     "no assistant": ("x.jsonl", chats_with(ASK), {}, "x.jsonl:2: messages has no assistant turn: the row has no target"),
-    "empty answer": ("x.jsonl", chats_with(ASK, {"role": "assistant", "content": ""}), {},
-        "x.jsonl:2: messages[1].content is empty: the row has no target"),
-    "empty completion": ("x.jsonl", [{"prompt": "a", "completion": " "}], {}, "x.jsonl:1: completion is empty: the row has no target"),
+    "only empty answers": ("x.jsonl", [{"prompt": "a", "completion": " "}], {}, "x.jsonl: no training row is left: the answer is empty"),
     "empty text": ("x.jsonl", [{"text": "a"}, {"text": ""}], {}, "x.jsonl:2: text is empty"),
     "null": ("x.jsonl", [{"text": None}], {}, "x.jsonl:1: text must be text, got null"),
     "role": ("x.jsonl", chats_with(ASK, {"role": "gpt", "content": "a"}), {},
@@ -285,3 +283,84 @@ def test_a_wrong_file_is_one_line_that_says_where(write: Any, load: Any, case: s
 def test_a_byte_order_mark_is_no_part_of_the_text(write: Any, load: Any) -> None:
     loaded = load(train=write("x.jsonl", b'\xef\xbb\xbf{"text": "words"}\n'))
     assert len(loaded.train) == 1
+
+
+MESSY = [
+    *CHATS[:12],
+    {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": 3}]},
+    {"messages": "text"},
+    {"messages": [{"role": "user", "content": "q"}]},
+    *[{"messages": [{"role": "user"}]}] * 60,
+    chat("q", ""),
+    {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]},
+    chat("the last", "one"),
+]
+
+
+def messy_file() -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in MESSY).encode() + b'{"messages": \n{"text": "caf\xe9"}\n'
+
+
+def test_all_kinds_of_bad_rows_are_told_at_once(write: Any, load: Any) -> None:
+    write("x.jsonl", messy_file())
+    with pytest.raises(UsageError) as caught:
+        load(train="x.jsonl")
+    said = caught.value.message
+    assert said.splitlines()[0] == "65 rows cannot be used"
+    for line in (
+        "  60 x messages[0] has no content",
+        "  1 x messages[1].content must be text, got a number",
+        "      x.jsonl:13",
+        "  1 x broken JSON: the line ends within a value",
+        "  1 x byte ",
+    ):
+        assert line in said, line
+    assert said.count("x.jsonl:") == 40
+    assert "and 25 more" in said
+    assert "data.on_bad_row: skip" in str(caught.value)
+
+
+def test_bad_rows_are_left_out_and_counted(write: Any, load: Any) -> None:
+    loaded = load(train=write("x.jsonl", messy_file()), on_bad_row="skip", eval_split=0.0)
+    assert len(loaded.train) == 13
+    assert sum(loaded.facts["train"]["bad_rows"].values()) == 65
+    assert loaded.facts["train"]["dropped"] == [{"why": "the answer is empty", "rows": 2, "first": "x.jsonl:76"}]
+    assert len(loaded.bad_rows) == 67
+    notes = " ".join(loaded.facts["notes"])
+    assert "65 bad training rows are left out (data.on_bad_row: skip): 60 x messages[N] has no content" in notes
+    assert "2 training rows dropped: the answer is empty (first: x.jsonl:76)" in notes
+
+
+def test_a_row_with_an_empty_answer_is_dropped_and_said(write: Any, load: Any) -> None:
+    rows = [{"instruction": f"say {i}", "input": "", "output": f"{i}"} for i in range(12)]
+    rows[3]["output"] = ""
+    loaded = load(train=write("alpaca.jsonl", rows), eval_split=0.0)
+    assert len(loaded.train) == 11
+    assert "1 training rows dropped: the answer is empty (first: alpaca.jsonl:4)" in loaded.facts["notes"]
+    assert loaded.prompts[3].reference == "4"
+
+
+def test_a_first_row_that_is_broken_does_not_hide_the_format(write: Any, load: Any) -> None:
+    name = write("x.jsonl", b"{broken\n" + b"".join(json.dumps(row).encode() + b"\n" for row in CHATS))
+    loaded = load(train=name, on_bad_row="skip", eval_split=0.0)
+    assert len(loaded.train) == 40
+    assert loaded.prompts[0].text == "question 0"
+    with pytest.raises(UsageError, match=r"x\.jsonl:1: broken JSON"):
+        load(train=name)
+
+
+def test_rows_that_the_template_refuses_are_bad_rows(write: Any, load: Any) -> None:
+    rows = [*CHATS, {"messages": [CHATS[0]["messages"][0]] * 2 + [CHATS[0]["messages"][1]]}]
+    loaded = load(family="gemma", train=write("x.jsonl", rows), on_bad_row="skip", eval_split=0.0)
+    assert len(loaded.train) == 40
+    assert [row.place for row in loaded.bad_rows] == ["x.jsonl:41"]
+    with pytest.raises(UsageError, match=r"x\.jsonl:41: the chat template refuses the row"):
+        load(family="gemma", train="x.jsonl")
+
+
+def test_reasoning_that_a_template_does_not_write_is_counted(write: Any, load: Any) -> None:
+    rows = [chat(f"q {i}", f"a {i}") for i in range(12)]
+    rows[2]["messages"][1]["reasoning_content"] = "because"
+    rows[3]["messages"][1]["reasoning_content"] = "a 3"
+    loaded = load(train=write("x.jsonl", rows))
+    assert "1 rows have reasoning that the chat template does not write: it is not learnt" in loaded.facts["notes"]

@@ -13,6 +13,8 @@ import pytest
 
 from isotype.config.schema import DataSection
 from isotype.config.sources import source_specs
+from isotype.data.bad_rows import BadRow
+from isotype.data.formats import Example
 from isotype.data.sources import Source, source
 from isotype.errors import UsageError
 
@@ -42,7 +44,7 @@ def found(train: Any, **section: Any) -> Source:
 
 
 def asked(one: Source, **how: Any) -> list[str]:
-    return [e.prompt for e in one.examples(**how)]
+    return [e.prompt for e in one.examples(**how) if isinstance(e, Example)]
 
 
 @pytest.mark.parametrize("name", ["set", "set/**/[abc].*"])
@@ -72,7 +74,7 @@ def test_the_content_is_what_identifies_a_source(folder: Path) -> None:
 def test_a_bad_row_of_a_folder_names_its_file(folder: Path) -> None:
     (folder / "set/b.jsonl.gz").write_bytes(gzip.compress(lines([*ROWS[4:6], {"prompt": "x"}])))
     with pytest.raises(UsageError, match=r"set/b\.jsonl\.gz:3: no key 'completion'"):
-        asked(found("set"))
+        raise next(row for row in found("set").examples() if isinstance(row, BadRow)).error()
 
 
 def test_datasets_are_read_by_their_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,11 +51,22 @@ def test_broken_csv_says_where(tmp_path: Path, content: str | bytes, said: str) 
     path = written(tmp_path, "x.csv", content)
     try:
         rows = list(read_csv(path, "x.csv"))
+        assert [f"{row.place}: {row.wrong}".startswith(said) for row in rows if row.wrong] == [True] * ("\0" not in str(content))
     except UsageError as error:
         assert str(error).startswith(said)
-    else:
-        assert rows
-        assert "\0" in str(content), "only a NUL byte may be read, as newer versions of csv do"
+
+
+def test_rows_after_a_broken_one_are_read(tmp_path: Path) -> None:
+    path = written(tmp_path, "x.csv", b'a,b\n1,2\n"1"x,2\n3,caf\xe9\n4\n5,6\n')
+    rows = list(read_csv(path, "x.csv"))
+    assert [(row.line, row.value) for row in rows] == [
+        (2, {"a": "1", "b": "2"}),
+        (3, None),
+        (4, None),
+        (5, None),
+        (6, {"a": "5", "b": "6"}),
+    ]
+    assert [row.line for row in read_csv(path, "x.csv", skip=2)] == [4, 5, 6]
 
 
 def test_parquet_rows_have_no_nulls_inside(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_a_run_on_what_was_downloaded_before_says_one_line(workshop, tmp_path, m
     monkeypatch.setenv("HF_ENDPOINT", refusing)
     command = [sys.executable, "-m", "isotype", "train", "--model", "org/tiny", "--data", str(workshop.chats), "--steps", "1",
                "--out", str(tmp_path / "run"), "run.report=false"]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stderr
     (said,) = ended.stderr.splitlines()
     assert "does not answer" in said
@@ -212,7 +212,7 @@ def test_downloads_show_their_progress_on_a_terminal_only(filled, tmp_path, term
         if terminal:
             status, shown = on_a_terminal(command, environment)
         else:
-            ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+            ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
             status, shown = ended.returncode, ended.stdout + ended.stderr
     assert status == 0, shown
     assert "org/tiny is fetched from the hub, once" in shown
@@ -229,8 +229,8 @@ def test_a_dataset_that_was_fetched_once_needs_no_hub(filled):
                "needs_answer=True).examples())))"]  # fmt: skip
     with hub(folder) as served:
         environment |= {"HF_ENDPOINT": served.url}
-        first = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+        first = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert first.stdout == again.stdout == "48\n", first.stderr + again.stderr
     assert "does not answer" in again.stderr
     assert "does not answer" not in first.stderr

@@ -228,6 +228,6 @@ def test_two_processes(tmp_path):
     path = os.pathsep.join([str(root), *filter(None, sys.path)])
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
     done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, timeout=120
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, timeout=900
     )
     assert done.stdout.count("same") == 2, done.stderr[-3000:]

@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from tests.models import lora, quantised, tiny
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig
 
 from isotype import optimize
@@ -16,6 +15,7 @@ from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.precision.quantised_base import Quantisation, check_base, of_config, of_model, unquantised_share
 from isotype.tasks.choose import train
+from tests.models import lora, quantised, tiny
 
 pytest.importorskip("bitsandbytes")
 

@@ -112,9 +112,38 @@ def test_sources_have_their_rows_and_weights(tmp_path: Path) -> None:
     assert found[1]["counts"].startswith("5 rows")
 
 
+def test_places_that_cannot_be_observed_are_listed(tmp_path: Path) -> None:
+    unobserved = {"reduce": "one process", "operator mine::op in layers.0": "its arithmetic is inside its own kernel"}
+    made = record(tmp_path, precision={"declared": {}, "observed": {"loss": {"fp32": 1}}, "unobserved": unobserved})
+    assert [p["place"] for p in precision(made)["places"]] == ["operator mine::op in layers.0"]
+
+
 def test_what_was_not_observed_says_why(tmp_path: Path) -> None:
     declared = {"reduce": {"value": "fp32"}, "loss": {"value": "fp32"}}
     made = record(tmp_path, precision={"declared": declared, "observed": {"loss": {"fp32": 1}}, "unobserved": {"reduce": "one process"}})
     rows = {row["role"]: row for row in page(made)["precision"]["rows"]}
     assert (rows["reduce"]["observed"], rows["reduce"]["unseen"], rows["reduce"]["mood"]) == ("not observed", "one process", "")
     assert rows["loss"]["mood"] == "good"
+
+
+def test_a_chart_that_never_changes_is_a_line_of_text(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", metrics=[step(n, tokens_per_second=1000.0 + n) for n in range(1, 9)])
+    made = page(read_run(folder))
+    constants = {title: value for title, value, _ in made["constants"]}
+    assert constants == {"Learning rate": "0.0001", "Share changed": "98%", "Peak memory": "1 GB"}
+    assert {plot.title for plot, _ in made["figures"]} == {"Gradient norm", "Tokens per second"}
+
+
+def test_resumes_are_marked_in_every_chart(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", metrics=[step(n) for n in range(1, 9)], resumes={"steps": [4, "x", 4, 99]})
+    made = page(read_run(folder))
+    assert str(made["loss"][1]).count('class="resumed"') == 1
+    assert ">resumed</text>" in str(made["loss"][1])
+    assert "resumed at step 4" in made["loss"][0].described()
+
+
+def test_an_axis_is_fitted_to_values_that_lie_close_together(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", metrics=[step(n, tokens_per_second=3000.0 + n, grad_norm=1.0 * n) for n in range(1, 9)])
+    low = {plot.key: plot.bounds[1][0] for plot, _ in page(read_run(folder))["figures"]}
+    assert low["tokens_per_second"] > 2900
+    assert low["grad_norm"] == 0

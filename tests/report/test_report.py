@@ -82,7 +82,7 @@ def test_everything_is_on_the_page(whole_run: Path) -> None:
         "PF011",
         "a smaller train.batch_size",
         "shared disk",
-        "Rows by length",
+        "How many rows have how many tokens",
         "3 of 9 tokens are learnt",
         "train.weight_decay",
         "run.yaml:12",

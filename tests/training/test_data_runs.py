@@ -69,3 +69,16 @@ def test_a_stream_needs_its_steps_said() -> None:
     loaded = load(None, ["data.shuffle_buffer=9"])
     with pytest.raises(UsageError, match=r"command line data\.shuffle_buffer: has no effect without data\.stream"):
         check_data(loaded.config, loaded.sources)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_run_lists_the_rows_that_it_left_out(configured: Any, workshop: Any, tmp_path: Path, stream: bool) -> None:
+    file = tmp_path / "messy.jsonl"
+    sound = workshop.chats.read_text().splitlines()
+    empty = json.dumps({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]})
+    file.write_text("\n".join([*sound[:20], "{broken", *sound[20:], empty, '{"messages": 3}']) + "\n")
+    data = {"train": str(file), "on_bad_row": "skip", "eval_split": 0.0} | ({"stream": True, "shuffle_buffer": 10} if stream else {})
+    assert train(configured(data=data, train={"steps": 14})) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run/bad_rows.jsonl").read_text().splitlines()]
+    assert [row["place"].removeprefix(f"{file}:") for row in rows] == ["21", "50", "51"]
+    assert [row["reason"] for row in rows][1] == "the answer is empty"

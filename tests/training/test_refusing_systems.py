@@ -128,7 +128,7 @@ def test_a_name_and_an_answer_that_the_terminal_cannot_write_end_no_run(workshop
     settings = ["--model", str(workshop.base), "--data", name, "--out", "run", "--steps", "1", "run.samples=[é]"]
     ended = subprocess.run(
         [sys.executable, "-m", "isotype", "train", *settings], cwd=tmp_path, env=os.environ | {"PYTHONIOENCODING": "ascii"},
-        capture_output=True, timeout=280, check=False,
+        capture_output=True, timeout=900, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert rb"> \xe9" in ended.stdout

@@ -78,9 +78,11 @@ def test_a_run_leaves_what_the_design_says(configured, tmp_path, workshop):
     assert precision["observed"]["save"] == {"fp32": 28}
     assert set(precision["observed"]["generate"]) == {"fp32"}
     assert {"norms", "reduce"} >= set(precision["unobserved"]) >= {"reduce"}
-    assert set(precision["declared"]) - {"rounding", "loss_scaling"} == set(precision["observed"]) - {"outputs"} | set(
-        precision["unobserved"]
-    )
+    assert set(precision["declared"]) - {"rounding", "loss_scaling"} <= set(precision["observed"]) | set(precision["unobserved"])
+    for role, total in precision["total"].items():
+        seen, unseen = precision["observed"].get(role, {}), precision["unseen"].get(role, {})
+        assert sum(seen.values()) + sum(unseen.values()) == total, role
+    assert len(precision["observed_at"]) > 1, "steps are drawn besides the first"
     assert precision["violations"] == []
     steps = [r for r in losses(run) if r[1] is not None]
     assert [s for s, *_ in steps] == [1, 2, 3, 4, 5, 6]
@@ -114,6 +116,8 @@ def test_an_interrupted_run_ends_bit_identical(configured, tmp_path, settings):
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert train(loaded, resume=tmp_path / "disturbed") == 0
     same_result(tmp_path / "whole", tmp_path / "disturbed")
+    assert json.loads((tmp_path / "disturbed/resumes.json").read_text()) == {"steps": [4]}
+    assert not (tmp_path / "whole/resumes.json").exists()
 
 
 def ctrl_c_before(monkeypatch, owner, name, *, call=1, times=1):
@@ -351,3 +355,23 @@ def test_a_row_that_cannot_be_read_in_mid_run_names_itself_and_the_last_good_che
         train(configured(**sections))
     file.write_text("".join([*good[:44], good[0], *good[44:]]))
     assert train(configured(**sections), resume=tmp_path / "run") == 0
+
+
+def test_samples_can_be_switched_off(configured, tmp_path):
+    assert train(configured(run={"sample_every": 0, "samples": []})) == 0
+    assert not (tmp_path / "run" / "samples").exists()
+    seen = json.loads((tmp_path / "run" / "precision.json").read_text())["observed"]
+    assert "generate" not in seen
+    with pytest.raises(UsageError, match=r"run.samples has no effect: run.sample_every is 0"):
+        train(configured("other", run={"sample_every": 0}))
+
+
+def test_samples_without_a_schedule_keep_to_a_tenth_of_the_training(configured, tmp_path, monkeypatch, capsys):
+    from isotype.training import loop
+
+    monkeypatch.setattr(loop, "sample_seconds", lambda trained: 0.0)
+    assert train(configured()) == 0
+    assert [path.name for path in (tmp_path / "run" / "samples").iterdir()] == ["step_0.json"]
+    assert capsys.readouterr().out.count("samples left out") == 1
+    assert train(configured("asked", run={"sample_every": 3})) == 0
+    assert len(list((tmp_path / "asked" / "samples").iterdir())) == 3

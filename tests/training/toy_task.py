@@ -126,7 +126,7 @@ class ToyTask:
     def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation:
         return self.evaluate(model, device, dtype=dtype)
 
-    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False) -> list[Guess]:
+    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = 0.0) -> list[Guess]:
         with evaluation_mode(model):
             return [Guess(1.0, float(model(torch.ones(1, 1, device=device))))]
 
@@ -144,6 +144,9 @@ class ToyTask:
 
     def records(self) -> Mapping[str, Any]:
         return {"data.json": {"points": len(DATA)}}
+
+    def begin(self, folder: Path, *, resuming: bool) -> None:
+        """It has no lists."""
 
     def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
         return "perceptron", []

@@ -15,7 +15,7 @@ from importlib import import_module
 import typer
 
 from .. import __version__
-from ..errors import IsotypeError
+from ..errors import IsotypeError, UsageError
 
 ENGINE, RUNS, DOCTOR, ABOUT = "Train", "With a run", "Doctor", "About"  # the panels of --help
 # what a command may miss in an installation without extras -> the extra that brings it
@@ -23,6 +23,9 @@ _EXTRA_OF = dict.fromkeys(
     ("torch", "transformers", "peft", "safetensors", "jinja2", "matplotlib", "tokenizers", "numpy", "huggingface_hub", "datasets"), "train"
 )
 _EXTRA_OF |= {"bitsandbytes": "quant", "triton": "kernels", "pytest": "testing", "hypothesis": "testing", "libcst": "fix"}
+# what needs torch, and was never run on another system (docs/platforms.md); the others run without torch on macOS and Windows too
+LINUX_ONLY = frozenset(("train", "plan", "quickstart", "chat", "sample", "eval", "merge", "report", "trace", "conform", "kernels"))
+_SYSTEMS = {"win32": "Windows", "darwin": "macOS"}
 _PANEL_ORDER = (ENGINE, RUNS, DOCTOR, ABOUT)
 
 
@@ -45,9 +48,16 @@ def build_app() -> typer.Typer:
 
     @app.callback()
     def root(
+        context: typer.Context,
         version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version and exit."),
     ) -> None:
-        pass
+        if context.invoked_subcommand in LINUX_ONLY and not sys.platform.startswith("linux"):
+            here = _SYSTEMS.get(sys.platform, sys.platform)
+            linux = "WSL 2, a container or a remote machine" if sys.platform == "win32" else "a container or a remote machine"
+            raise UsageError(
+                f"isotype {context.invoked_subcommand} runs on Linux only; this is {here}",
+                fix=f"{linux}; check, lint, explain, doctor, import, init, schema and env run here",
+            )
 
     package = import_module(__package__)
     for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):

@@ -31,6 +31,9 @@ class ModelSection(Section):
     """With `init: random`: a config.json, or its content (`model_type: llama`, `hidden_size: 128`, ...)."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer, when it is not the model's."""
+    add_tokens: list[str] = []
+    """Special tokens added to the vocabulary (`["<|im_start|>"]`). Their embeddings begin at the mean of the others; embedding and head are
+    trained in full and saved with the adapter, and the base with its new rows is kept in the run folder."""
     attention: Literal["auto", "sdpa", "eager", "flash", "flex"] = "auto"
     """Attention implementation. `auto` takes sdpa where the family has it, else eager. `flash` needs a GPU and flash-attn."""
     optimize: bool = True
@@ -64,11 +67,14 @@ class DataSection(Section):
     loss_on: Literal["assistant", "all"] = "assistant"
     """`assistant`: loss on answers and their end-of-turn token only. Plain text is always learnt whole."""
     chat_template: str | None = None
-    """A Jinja file that replaces the tokenizer's own chat template."""
+    """Replaces the tokenizer's own chat template: a Jinja file, or one of chatml, llama3, gemma, mistral, zephyr."""
     limit: PositiveInt | None = None
     """Use only the first rows: for a trial."""
     shuffle: bool = True
     """Shuffle the rows of every epoch, from `train.seed`."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A row that cannot be used (broken, wrong keys or types, refused by the template): `error` names all of them before training, `skip`
+    leaves them out, counts them and lists them in bad_rows.jsonl. Rows with an empty answer are always left out and counted."""
     stream: bool = False
     """Tokenise while training instead of before: for data that no disk holds. Needs `train.steps`."""
     shuffle_buffer: PositiveInt = 4096
@@ -144,8 +150,8 @@ class PrecisionSection(Section):
     """Gradients as accumulated. `fp32` with `trainable: bf16` accumulates in fp32 buffers."""
     reduce: Dtype | None = None
     """Gradient sums across ranks."""
-    optimizer: Dtype | None = None
-    """Optimizer states."""
+    optimizer: Literal["fp32", "bf16", "fp16", "int8"] | None = None
+    """Optimizer states; `int8` is what `train.optimizer: adamw8bit` keeps, and is resolved from it."""
     loss: Dtype | None = None
     """Log-probabilities and loss."""
     norms: Dtype | None = None
@@ -226,8 +232,9 @@ class RunSection(Section):
     """Checkpoints kept, besides the best."""
     log_every: PositiveInt = 1
     """Steps between lines of metrics.jsonl."""
-    sample_every: PositiveInt | None = None
-    """Steps between samples; by default at every evaluation."""
+    sample_every: Annotated[int, Field(ge=0)] | None = None
+    """Steps between samples, 0 for none; by default at every evaluation, and left out where they would take more than a tenth of the
+    training (10 seconds are always allowed)."""
     samples: list[str] = []
     """Prompts answered (or drawn) during training; by default the first evaluation rows, and for diffusion none."""
     sample_tokens: PositiveInt = 64

@@ -8,9 +8,11 @@ is found by rendering it once more with other words and comparing.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -18,6 +20,7 @@ import jinja2
 from ..errors import UsageError
 from .bounded import bounded, refuse_no_text
 from .formats import Example, Message
+from .named_templates import NAMED, named_template
 from .read import existing_file, read_text
 
 # For tokenizers that bring no template: `User:` and `Assistant:` lines, the end-of-text token after every answer.
@@ -107,8 +110,14 @@ class ChatTemplate:
 
 
 def chat_template(tokenizer: Any, file: str | None) -> ChatTemplate:
-    """The template of a run: the file of `data.chat_template`, else the tokenizer's own, else a plain default."""
+    """The template of a run: the file or name in `data.chat_template`, else the tokenizer's own, else a plain default."""
+    if file is not None and file in NAMED:
+        return ChatTemplate(tokenizer, named_template(file, tokenizer), file)
     if file is not None:
+        if not file.endswith(_ENDINGS) and not Path(file).exists():
+            near = difflib.get_close_matches(file.lower(), NAMED, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UsageError(f"data.chat_template: {file}: no such file, and no template of that name", fix=f"{hint}{', '.join(NAMED)}")
         return ChatTemplate(tokenizer, read_text(existing_file(file, _ENDINGS), file), file)
     own = tokenizer.chat_template
     if isinstance(own, dict):
@@ -118,7 +127,7 @@ def chat_template(tokenizer: Any, file: str | None) -> ChatTemplate:
     if tokenizer.eos_token is None:
         raise UsageError(
             "data: the rows are chats, but the tokenizer has no chat template, and no end-of-text token for a plain one: "
-            "set data.chat_template to a Jinja file"
+            "set data.chat_template to a Jinja file, or to chatml with model.add_tokens: ['<|im_start|>', '<|im_end|>']"
         )
     adds_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     return ChatTemplate(tokenizer, ("{{- bos_token }}" if adds_bos else "") + DEFAULT_TEMPLATE, "default")

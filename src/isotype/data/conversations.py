@@ -6,7 +6,7 @@ import difflib
 import json
 from typing import Any
 
-from ..errors import UsageError
+from .bad_rows import EmptyAnswer, RowError
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -26,7 +26,7 @@ def chat_messages(value: Any, key: str, place: str, *, may_be_empty: bool = Fals
     """
     messages = parsed_json(value)
     if not isinstance(messages, list) or not (messages or may_be_empty):
-        raise UsageError(f"{place}: {key} must be a list of {{role, content}}, got {kind(messages)}")
+        raise RowError(f"{place}: {key} must be a list of {{role, content}}, got {kind(messages)}")
     return tuple(_message(m, f"{key}[{i}]", place) for i, m in enumerate(messages))
 
 
@@ -34,7 +34,7 @@ def sharegpt_messages(value: Any, place: str, *, system: Any = None) -> tuple[Me
     """ShareGPT's `conversations`: turns of `from` and `value`. `function_call` holds the call as JSON, `observation` its result."""
     turns = parsed_json(value)
     if not isinstance(turns, list) or not turns:
-        raise UsageError(f"{place}: conversations must be a list of {{from, value}}, got {kind(turns)}")
+        raise RowError(f"{place}: conversations must be a list of {{from, value}}, got {kind(turns)}")
     if all(isinstance(turn, dict) and "role" in turn and "from" not in turn for turn in turns):
         found = chat_messages(turns, "conversations", place)
     else:
@@ -42,7 +42,7 @@ def sharegpt_messages(value: Any, place: str, *, system: Any = None) -> tuple[Me
     if system is None or system == "":
         return found
     if not isinstance(system, str):
-        raise UsageError(f"{place}: system must be text, got {kind(system)}")
+        raise RowError(f"{place}: system must be text, got {kind(system)}")
     return ({"role": "system", "content": system}, *found)
 
 
@@ -52,7 +52,7 @@ def tool_list(value: Any, place: str) -> list[Any] | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UsageError(f"{place}: tools must be a list of objects, got {kind(tools)}")
+        raise RowError(f"{place}: tools must be a list of objects, got {kind(tools)}")
     return tools
 
 
@@ -78,26 +78,26 @@ def kind(value: Any) -> str:
 def _message(message: Any, where: str, place: str) -> Message:
     at = f"{place}: {where}"
     if not isinstance(message, dict):
-        raise UsageError(f"{at} must be an object with role and content, got {kind(message)}")
+        raise RowError(f"{at} must be an object with role and content, got {kind(message)}")
     if "role" not in message:
         if "from" in message and "value" in message:
-            raise UsageError(
+            raise RowError(
                 f"{at} has from and value: that is ShareGPT, whose key is conversations: data.columns: {{conversations: messages}}"
             )
-        raise UsageError(f"{at} has no role{_suggestion('role', message)}")
+        raise RowError(f"{at} has no role{_suggestion('role', message)}")
     role = message["role"]
     if role not in ROLES:
         meant = _OTHER_NAMES.get(str(role).lower()) or next(iter(difflib.get_close_matches(str(role).lower(), ROLES, n=1)), None)
-        raise UsageError(f"{at}.role: unknown role {role!r}" + (f", did you mean {meant}?" if meant else f": use {', '.join(ROLES)}"))
+        raise RowError(f"{at}.role: unknown role {role!r}" + (f", did you mean {meant}?" if meant else f": use {', '.join(ROLES)}"))
     calls = parsed_json(message.get("tool_calls"))
     if calls:
         if role != "assistant":
-            raise UsageError(f"{at}: tool_calls belong to an assistant turn, not to {role}")
+            raise RowError(f"{at}: tool_calls belong to an assistant turn, not to {role}")
         calls = _calls(calls, at)
         content = message.get("content")
         return {**message, "content": "" if content is None else _content(content, at, may_be_empty=True), "tool_calls": calls}
     if "content" not in message:
-        raise UsageError(f"{at} has no content{_suggestion('content', message)}")
+        raise RowError(f"{at} has no content{_suggestion('content', message)}")
     content = _content(message["content"], at, may_be_empty=role != "assistant")
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**plain, "content": content}
@@ -109,27 +109,27 @@ def _content(content: Any, at: str, *, may_be_empty: bool) -> str:
         for i, part in enumerate(content):
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 what = f"a part of type {part['type']!r}" if isinstance(part, dict) and part.get("type", "text") != "text" else kind(part)
-                raise UsageError(f"{at}.content[{i}] must be {{type: text, text: ...}}, got {what}: a run learns text only")
+                raise RowError(f"{at}.content[{i}] must be {{type: text, text: ...}}, got {what}: a run learns text only")
         content = "".join(part["text"] for part in content)
+    if not may_be_empty and (content is None or (isinstance(content, str) and not content.strip())):
+        raise EmptyAnswer(f"{at}.content is empty: the row has no target")
     if not isinstance(content, str):
-        raise UsageError(f"{at}.content must be text, got {kind(content)}")
-    if not may_be_empty and not content.strip():
-        raise UsageError(f"{at}.content is empty: the row has no target")
+        raise RowError(f"{at}.content must be text, got {kind(content)}")
     return content
 
 
 def _calls(calls: Any, at: str) -> list[Any]:
     """Tool calls whose arguments are objects: as text, a template would write them out as JSON in JSON."""
     if not isinstance(calls, list):
-        raise UsageError(f"{at}.tool_calls must be a list, got {kind(calls)}")
+        raise RowError(f"{at}.tool_calls must be a list, got {kind(calls)}")
     checked = []
     for i, call in enumerate(calls):
         inner = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-            raise UsageError(f"{at}.tool_calls[{i}] must be {{type: function, function: {{name, arguments}}}}, got {kind(call)}")
+            raise RowError(f"{at}.tool_calls[{i}] must be {{type: function, function: {{name, arguments}}}}, got {kind(call)}")
         arguments = parsed_json(inner.get("arguments", {}))
         if isinstance(arguments, str) and arguments.strip():
-            raise UsageError(f"{at}.tool_calls[{i}].arguments must be an object, or one as JSON: {arguments[:40]!r}")
+            raise RowError(f"{at}.tool_calls[{i}].arguments must be an object, or one as JSON: {arguments[:40]!r}")
         function = {**inner, "arguments": arguments or {}}
         checked.append({**call, "function": function} if "function" in call else {"type": "function", "function": function})
     return checked
@@ -138,21 +138,21 @@ def _calls(calls: Any, at: str) -> list[Any]:
 def _sharegpt_turn(turn: Any, where: str, place: str) -> Message:
     at = f"{place}: {where}"
     if not isinstance(turn, dict):
-        raise UsageError(f"{at} must be an object with from and value, got {kind(turn)}")
+        raise RowError(f"{at} must be an object with from and value, got {kind(turn)}")
     for key in ("from", "value"):
         if key not in turn:
-            raise UsageError(f"{at} has no {key}{_suggestion(key, turn)}")
+            raise RowError(f"{at} has no {key}{_suggestion(key, turn)}")
     role = _SHAREGPT.get(str(turn["from"]).lower())
     if role is None:
-        raise UsageError(f"{at}.from: unknown role {turn['from']!r}: use human, gpt, system, function_call or observation")
+        raise RowError(f"{at}.from: unknown role {turn['from']!r}: use human, gpt, system, function_call or observation")
     value = turn["value"]
     if role == "function_call":
         call = parsed_json(value)
         return {"role": "assistant", "content": "", "tool_calls": _calls(call if isinstance(call, list) else [call], at)}
+    if role == "assistant" and (value is None or (isinstance(value, str) and not value.strip())):
+        raise EmptyAnswer(f"{at}.value is empty: the row has no target")
     if not isinstance(value, str):
-        raise UsageError(f"{at}.value must be text, got {kind(value)}")
-    if role == "assistant" and not value.strip():
-        raise UsageError(f"{at}.value is empty: the row has no target")
+        raise RowError(f"{at}.value must be text, got {kind(value)}")
     return {"role": role, "content": value}
 
 

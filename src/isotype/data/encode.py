@@ -15,11 +15,14 @@ from itertools import islice
 from typing import Any
 
 from ..errors import UsageError
+from .bad_rows import EMPTY, BadRow, BadRows
 from .chat import ChatTemplate, Span
 from .formats import Example, Message
 from .rows import IGNORED, Row
 
 BATCH = 256  # texts handed to the tokenizer at once
+_CHARACTERS_A_TOKEN = 16  # a text with more than so many for each token of a row is cut before it is tokenised
+_MARGIN = 64  # tokens beyond max_length that are kept then: the last ones before a cut are not those of the whole text
 Offsets = Sequence[tuple[int, int]]  # of each token, in characters
 
 
@@ -36,6 +39,9 @@ class Tally:
     calls_unseen: int = 0
     tools_unseen: int = 0
     """Rows with tool calls, or with tools, whose names are nowhere in the text that the template made."""
+    reasoning_unseen: int = 0
+    """Rows with a `reasoning_content` (or `thinking`) that the template left out."""
+    bad: BadRows = field(default_factory=BadRows)
 
     def drop(self, reason: str, place: str) -> None:
         self.dropped[reason] += 1
@@ -45,7 +51,7 @@ class Tally:
         return {
             "dropped": dict(self.dropped), "first_dropped": self.first_dropped, "end_of_turn": dict(self.end_of_turn),
             "borders": self.borders, "special_in_content": self.special_in_content, "calls_unseen": self.calls_unseen,
-            "tools_unseen": self.tools_unseen,
+            "tools_unseen": self.tools_unseen, "reasoning_unseen": self.reasoning_unseen, "bad": self.bad.as_json(),
         }  # fmt: skip
 
     @classmethod
@@ -60,7 +66,24 @@ class Tally:
             total.special_in_content += one["special_in_content"]
             total.calls_unseen += one["calls_unseen"]
             total.tools_unseen += one["tools_unseen"]
+            total.reasoning_unseen += one["reasoning_unseen"]
+            total.bad.update(one["bad"])
         return total
+
+
+def note_bad(row: BadRow, tally: Tally) -> None:
+    """Counts a row that its source could not use; one with an empty answer also as dropped."""
+    tally.bad.add(row)
+    if row.empty:
+        tally.drop(EMPTY, row.place)
+
+
+def all_bad(tallies: Sequence[Tally]) -> BadRows:
+    """The bad rows of both sides."""
+    found = BadRows()
+    for tally in tallies:
+        found.update(tally.bad.as_json())
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +95,8 @@ class Rendered:
     spans: Sequence[Span]
     literal: bool
     """Not from a template: gets the tokenizer's own beginning, and the end-of-text token."""
+    shortened: bool = False
+    """The text was cut before it was tokenised: it has more than max_length tokens all the same."""
 
 
 class Encoder:
@@ -93,10 +118,21 @@ class Encoder:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def rows(self, examples: Iterable[Example], tally: Tally) -> Iterator[tuple[Example, Row, bool]]:
-        """Examples with their rows, in order, and whether they were cut; those that teach nothing are dropped and counted."""
+        """Examples with their rows, in order, and whether they were cut; those that teach nothing are dropped and counted.
+
+        Those that the chat template refuses are counted in `tally.bad`. Raises UsageError for a template that no row is at fault for.
+        """
         examples = iter(examples)
-        while batch := list(islice(examples, BATCH)):
-            rendered = [self.render(example, tally) for example in batch]
+        while taken := list(islice(examples, BATCH)):
+            batch, rendered = [], []
+            for example in taken:
+                try:
+                    rendered.append(self._shortened(self.render(example, tally)))
+                    batch.append(example)
+                except UsageError as error:
+                    tally.bad.add(BadRow.of(error, example.place))
+            if not batch:
+                continue
             encoded = self._encoded([r.text for r in rendered], [self._edges(r) for r in rendered])
             before = [r.text[: span.start] for r in rendered for span in r.spans]
             prompts = iter(self.tokenizer(before, add_special_tokens=False, verbose=False)["input_ids"])
@@ -116,6 +152,7 @@ class Encoder:
                 tally.special_in_content += any(s in str(m.get("content")) for m in messages for s in self.special.values() if len(s) > 2)
                 tally.calls_unseen += unwritten((call for m in messages for call in m.get("tool_calls") or ()), text)
                 tally.tools_unseen += unwritten(example.tools or (), text)
+                tally.reasoning_unseen += any(unread_reasoning(m, text) for m in messages)
             spans = [Span(0, len(text), closed=True)] if self.loss_on == "all" else self.template.spans(chat, text)
             return Rendered(example.place, text, spans, literal=False)
         if example.text is not None:
@@ -123,6 +160,17 @@ class Encoder:
         text = example.prompt + (example.completion or "")
         start = 0 if self.loss_on == "all" else len(example.prompt)
         return Rendered(example.place, text, [Span(start, len(text), closed=True)], literal=True)
+
+    def _shortened(self, r: Rendered) -> Rendered:
+        """A text much longer than max_length tokens, cut to a beginning that still has more: the rest costs time and is not kept."""
+        characters = _CHARACTERS_A_TOKEN * (self.max_length + _MARGIN)
+        while len(r.text) > characters:
+            text = r.text[:characters]
+            if len(self.ids(text)) >= self.max_length + _MARGIN:
+                spans = [Span(s.start, min(s.end, len(text)), s.closed and s.end <= len(text)) for s in r.spans if s.start < len(text)]
+                return Rendered(r.place, text, spans, r.literal, shortened=True)
+            characters *= 4
+        return r
 
     def windows(self, pieces: Iterable[str], place: str, tally: Tally) -> Iterator[Row]:
         """A plain text cut into rows of `max_length`, each with the tokenizer's beginning; the end-of-text token closes the last.
@@ -192,6 +240,7 @@ class Encoder:
             ids = before + ids + after
         cut = len(ids) > self.max_length
         ids, learnt = ids[: self.max_length], learnt[: self.max_length]
+        cut = cut or r.shortened
         if not any(learnt[1:]):
             tally.drop(f"no answer left within data.max_length {self.max_length}" if cut else "no token to learn", r.place)
             return None
@@ -202,7 +251,7 @@ class Encoder:
         """The tokens of a span, from the first to its end-of-turn token; white space the template writes after that is not learnt."""
         first = next((k for k, (a, _) in enumerate(offsets) if a >= span.start), len(ids))
         last = next((k for k in range(first, len(ids)) if offsets[k][0] >= span.end), len(ids))
-        if r.literal or whole:
+        if r.literal or whole or (r.shortened and span.end == len(r.text)):
             return first, last
         closing = last - 1 if span.closed else last
         step = -1 if span.closed else 1
@@ -257,6 +306,12 @@ def unwritten(tools: Iterable[Any], text: str) -> bool:
         tool.get("function", tool).get("name") for tool in tools if isinstance(tool, dict) and isinstance(tool.get("function", {}), dict)
     ]
     return any(isinstance(name, str) and name not in text for name in names)
+
+
+def unread_reasoning(message: Message, text: str) -> bool:
+    """Whether an assistant's reasoning, which data write beside the content, is not in the text that the template made."""
+    said = message.get("reasoning_content") or message.get("thinking")
+    return isinstance(said, str) and bool(said.strip()) and said.strip() not in text
 
 
 def as_messages(example: Example) -> tuple[Message, ...] | None:

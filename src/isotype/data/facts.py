@@ -30,6 +30,7 @@ def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> di
         "tokens": sum(lengths),
         "supervised_tokens": int(rows.column("supervised").sum()),
         "truncated": int(rows.column("cut").sum()),
+        "bad_rows": dict(tally.bad.kinds.most_common()),
         "dropped": [{"why": why, "rows": n, "first": tally.first_dropped[why]} for why, n in tally.dropped.most_common()],
         "duplicates": len(digests) - len(np.unique(digests)),
         "lengths": {
@@ -149,6 +150,9 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
         if side["truncated"]:
             share = side["truncated"] / max(1, side["rows"])
             said.append(f"{side['truncated']} {name} rows ({share:.1%}) were longer than data.max_length {encoder.max_length} and were cut")
+        if side["bad_rows"]:
+            kinds = "; ".join(f"{n:,} x {kind}" for kind, n in list(side["bad_rows"].items())[:3])
+            said.append(f"{sum(side['bad_rows'].values()):,} bad {name} rows are left out (data.on_bad_row: skip): {kinds}")
         said += [f"{d['rows']} {name} rows dropped: {d['why']} (first: {d['first']})" for d in side["dropped"]]
         for file in side["files"]:
             said += [f"{file['path']}: the key {key} is not read ({n} rows)" for key, n in file.get("ignored_keys", {}).items()]
@@ -192,6 +196,7 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
     for count, what in (
         (sum(t.calls_unseen for t in tallies), "tool calls that the chat template does not write: they are not learnt"),
         (sum(t.tools_unseen for t in tallies), "tools that the chat template does not write: the model does not see them"),
+        (sum(t.reasoning_unseen for t in tallies), "reasoning that the chat template does not write: it is not learnt"),
     ):
         if count:
             said.append(f"{count} rows have {what}")

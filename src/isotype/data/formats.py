@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import UsageError
+from .bad_rows import EmptyAnswer, RowError
 from .conversations import Message, chat_messages, kind, parsed_json, sharegpt_messages, tool_list
 from .read import Record
 
@@ -78,15 +79,17 @@ def detect(record: Record, asked: FormatName | Literal["auto"], columns: Columns
         names = " and ".join(", ".join(FORMATS[name].keys) for name in found)
         raise UsageError(f"{record.place}: the row has {names}: set data.format to {' or '.join(found)}")
     if not found:
-        raise UsageError(f"{record.place}: {_unknown(row)}")
+        raise RowError(f"{record.place}: {_unknown(row)}")
     keys = FORMATS[found[0]].keys
     return found[0], f"the first row ({record.place}) has the {'keys' if len(keys) > 1 else 'key'} {' and '.join(keys)}"
 
 
 def renamed(record: Record, columns: Columns) -> dict[str, Any]:
     """The row as an object, its keys as `data.columns` names them. A key that is taken over hides one of the same name."""
+    if record.wrong:
+        raise RowError(f"{record.place}: {record.wrong}")
     if not isinstance(record.value, dict):
-        raise UsageError(f"{record.place}: a row must be an object with keys, got {kind(record.value)}")
+        raise RowError(f"{record.place}: a row must be an object with keys, got {kind(record.value)}")
     if not columns:
         return record.value
     row = {key: value for key, value in record.value.items() if key not in columns.values() and key not in columns}
@@ -95,7 +98,7 @@ def renamed(record: Record, columns: Columns) -> dict[str, Any]:
             known = sorted({key for form in FORMATS.values() for key in form.keys + form.beside})
             raise UsageError(f"data.columns.{ours}: unknown key: one of {', '.join(known)}")
         if theirs not in record.value:
-            raise UsageError(f"{record.place}: no key {theirs!r}{_suggestion(theirs, record.value)} (data.columns.{ours})")
+            raise RowError(f"{record.place}: no key {theirs!r}{_suggestion(theirs, record.value)} (data.columns.{ours})")
         row[ours] = record.value[theirs]
     return row
 
@@ -116,7 +119,7 @@ def example(record: Record, name: FormatName, *, needs_answer: bool, columns: Co
         messages = chat_messages(row["messages"], "messages", place)
     if needs_answer and not any(m["role"] == "assistant" for m in messages):
         key = "messages" if name == "messages" else "conversations"
-        raise UsageError(f"{place}: {key} has no assistant turn: the row has no target")
+        raise RowError(f"{place}: {key} has no assistant turn: the row has no target")
     return Example(place, messages=messages, tools=tool_list(row.get("tools"), place))
 
 
@@ -131,17 +134,15 @@ def _pair(row: Mapping[str, Any], place: str) -> Example:
     prompt, completion = (parsed_json(row[key]) for key in ("prompt", "completion"))
     if isinstance(prompt, list) or isinstance(completion, list):
         if not (isinstance(prompt, list) and isinstance(completion, list)):
-            raise UsageError(f"{place}: prompt and completion must both be text, or both lists of messages")
+            raise RowError(f"{place}: prompt and completion must both be text, or both lists of messages")
         before, after = chat_messages(prompt, "prompt", place, may_be_empty=True), chat_messages(completion, "completion", place)
         if not any(m["role"] == "assistant" for m in after):
-            raise UsageError(f"{place}: completion has no assistant turn: the row has no target")
+            raise RowError(f"{place}: completion has no assistant turn: the row has no target")
         return Example(place, messages=before + after, tools=tool_list(row.get("tools"), place), learn_from=len(before))
     prompt = _text(row["prompt"], "prompt", place, may_be_empty=True)
-    completion = _text(row["completion"], "completion", place, may_be_empty=True)
-    if not completion.strip():
-        raise UsageError(f"{place}: completion is empty: the row has no target")
+    completion = _answer(row["completion"], "completion", place)
     if row.get("tools"):
-        raise UsageError(f"{place}: tools need messages: write prompt and completion as lists of messages")
+        raise RowError(f"{place}: tools need messages: write prompt and completion as lists of messages")
     return Example(place, prompt=prompt, completion=completion)
 
 
@@ -150,16 +151,14 @@ def _alpaca(row: Mapping[str, Any], place: str) -> tuple[Message, ...]:
     given = _text(row.get("input") or "", "input", place, may_be_empty=True)
     asked = "\n\n".join(part for part in (instruction, given) if part.strip())
     if not asked:
-        raise UsageError(f"{place}: instruction and input are both empty")
-    output = _text(row["output"], "output", place, may_be_empty=True)
-    if not output.strip():
-        raise UsageError(f"{place}: output is empty: the row has no target")
+        raise RowError(f"{place}: instruction and input are both empty")
+    output = _answer(row["output"], "output", place)
     messages: list[Message] = []
     if row.get("system"):
         messages.append({"role": "system", "content": _text(row["system"], "system", place)})
     history = parsed_json(row.get("history")) or []
     if not isinstance(history, list) or not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in history):
-        raise UsageError(f"{place}: history must be a list of [question, answer]")
+        raise RowError(f"{place}: history must be a list of [question, answer]")
     for i, (question, answer) in enumerate(history):
         messages.append({"role": "user", "content": _text(question, f"history[{i}][0]", place)})
         messages.append({"role": "assistant", "content": _text(answer, f"history[{i}][1]", place)})
@@ -172,8 +171,8 @@ def _require(row: Mapping[str, Any], name: FormatName, place: str) -> None:
         return
     other = next((n for n, form in FORMATS.items() if n != name and all(key in row for key in form.keys)), None)
     if other:
-        raise UsageError(f"{place}: the row is {other}, but the file is read as {name}: one file holds one format")
-    raise UsageError(f"{place}: no key {missing[0]!r}{_suggestion(missing[0], row)} (the file is read as {name})")
+        raise RowError(f"{place}: the row is {other}, but the file is read as {name}: one file holds one format")
+    raise RowError(f"{place}: no key {missing[0]!r}{_suggestion(missing[0], row)} (the file is read as {name})")
 
 
 def _unknown(row: Mapping[str, Any]) -> str:
@@ -202,9 +201,15 @@ def _suggestion(key: str, row: Mapping[str, Any]) -> str:
     return f", but {close[0]!r}: did you mean {key}?" if close else ""
 
 
+def _answer(value: Any, key: str, place: str) -> str:
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise EmptyAnswer(f"{place}: {key} is empty: the row has no target")
+    return _text(value, key, place)
+
+
 def _text(value: Any, key: str, place: str, *, may_be_empty: bool = False) -> str:
     if not isinstance(value, str):
-        raise UsageError(f"{place}: {key} must be text, got {kind(value)}")
+        raise RowError(f"{place}: {key} must be text, got {kind(value)}")
     if not may_be_empty and not value.strip():
-        raise UsageError(f"{place}: {key} is empty")
+        raise RowError(f"{place}: {key} is empty")
     return value

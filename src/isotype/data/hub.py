@@ -11,6 +11,7 @@ from typing import Any
 from ..config.sources import HUB
 from ..environment.hub import is_away, not_in_cache
 from ..errors import UsageError
+from .bad_rows import BadRow
 from .formats import Example
 from .progress import Meter
 from .read import Record
@@ -26,7 +27,7 @@ class HubSource(Source):
 
     def __post_init__(self) -> None:
         self.rows: Any = _load(self)
-        self.looked_at(next(self._records(), None), self.name)
+        self.looked_at(self._records(), self.name)
 
     @property
     def bytes(self) -> int:
@@ -38,7 +39,7 @@ class HubSource(Source):
         # a fingerprint is a hash of the files it was made from and of every step since
         return {"split": self.spec.split, "fingerprint": self.rows._fingerprint, "bytes": self.bytes}
 
-    def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example]:
+    def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example | BadRow]:
         return self.checked(self._records(skip, meter), self.forms[0][0])
 
     def _records(self, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import UsageError
 from .progress import Meter
-from .read import Record, ending, text_blocks, text_lines
+from .read import Record, decoded_line, ending, raw_lines, text_blocks
 
 MOST = 1 << 28  # characters of one row: more is a bracket or a quote that is never closed
 _BLANK = re.compile(r"[ \t\n\r]*")
@@ -37,11 +37,15 @@ def _first_character(path: Path, name: str) -> str:
 
 
 def _lines(path: Path, name: str, skip: int, meter: Meter | None) -> Iterator[Record]:
-    for number, line in text_lines(path, name, meter):
+    for number, offset, raw in raw_lines(path, name, meter):
+        line, wrong = decoded_line(raw, file=name, line=number, offset=offset)
         if not line.strip():
             continue
         if skip:
             skip -= 1
+            continue
+        if wrong:
+            yield Record(name, number, None, wrong=wrong)
             continue
         try:
             value = json.loads(line)
@@ -49,10 +53,11 @@ def _lines(path: Path, name: str, skip: int, meter: Meter | None) -> Iterator[Re
             hint = "; a .json file holds an array, or one object a line" if ending(path) == ".json" else ""
             ends = error.pos >= len(line.rstrip())
             where = ": the line ends within a value" if ends else f" at column {error.pos + 1}: {error.msg}"
-            raise UsageError(f"{name}:{number}: broken JSON{where}{hint}") from None
+            yield Record(name, number, None, wrong=f"broken JSON{where}{hint}")
         except (RecursionError, ValueError) as error:
-            raise _impossible(error, f"{name}:{number}") from None
-        yield Record(name, number, _checked(value, line, f"{name}:{number}"))
+            yield Record(name, number, None, wrong=_impossible(error))
+        else:
+            yield _checked(name, number, value, line)
 
 
 class _Window:
@@ -109,7 +114,7 @@ class _Window:
                 if self.whole or not (error.msg.startswith("Unterminated string") or error.pos > len(self.text) - _ESCAPE):
                     raise self.broken(error) from None
             except (RecursionError, ValueError) as error:
-                raise _impossible(error, f"{self.name}:{self.place(self.at)[0]}") from None
+                raise UsageError(f"{self.name}:{self.place(self.at)[0]}: {_impossible(error)}") from None
             if len(self.text) - self.at > MOST:
                 line, _ = self.place(self.at)
                 raise UsageError(f"{self.name}:{line}: a row of more than {MOST >> 20} M characters: a bracket or a quote is not closed")
@@ -132,7 +137,7 @@ def _array(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
     while True:
         line, _ = window.place(window.at)
         value, source = window.value()
-        yield Record(name, line, _checked(value, source, f"{name}:{line}"))
+        yield _checked(name, line, value, source)
         separator = window.next_character()
         line, _ = window.place(window.at)
         if separator == "]":
@@ -146,15 +151,15 @@ def _array(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
         window.next_character()
 
 
-def _impossible(error: Exception, place: str) -> UsageError:
+def _impossible(error: Exception) -> str:
     """What is JSON, and no value of Python's: nested too deeply, or a whole number of more than 4300 digits."""
     if isinstance(error, RecursionError):
-        return UsageError(f"{place}: JSON nested too deeply")
-    return UsageError(f"{place}: broken JSON: {str(error).partition(';')[0]}")
+        return "JSON nested too deeply"
+    return f"broken JSON: {str(error).partition(';')[0]}"
 
 
-def _checked(value: Any, source: str, place: str) -> Any:
+def _checked(name: str, line: int, value: Any, source: str) -> Record:
     """Half of a surrogate pair is valid JSON and no valid text: tokenizers fail on it without naming the row."""
     if "\\u" in source.lower() and _SURROGATE.search(json.dumps(value, ensure_ascii=False)):
-        raise UsageError(f"{place}: a \\u escape is half of a surrogate pair, which is not text")
-    return value
+        return Record(name, line, None, wrong="a \\u escape is half of a surrogate pair, which is not text")
+    return Record(name, line, value)

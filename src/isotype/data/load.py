@@ -16,10 +16,11 @@ import numpy as np
 from ..config.schema import DataSection
 from ..config.sources import source_specs
 from ..errors import UsageError
+from .bad_rows import BadRow
 from .cache import SMALLEST, Cache, entry_key, tokenizer_fingerprint
 from .cache_folder import bound, cache_folder
 from .chat import chat_template
-from .encode import Encoder, Tally
+from .encode import Encoder, Tally, all_bad, note_bad
 from .facts import COMPARED, FEW, add_own_masks, compare_with_own_mask, notes, side_facts, template_facts, token_facts
 from .formats import Example
 from .pack import pack
@@ -61,8 +62,11 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
     else:
         evaluation = _limited(_tokenised(eval_sources, encoder, data), data.limit)
     tallies = [Tally.sum(block.facts["tally"] for block in side.blocks) for side in (train, evaluation if eval_sources else TokenRows([]))]
+    bad = all_bad(tallies)
+    if data.on_bad_row == "error":
+        bad.refuse()
     if not len(train):
-        why = "; ".join(tallies[0].dropped) or "no rows"
+        why = "; ".join([*tallies[0].dropped, *bad.kinds]) or "no rows"
         raise UsageError(f"{', '.join(s.name for s in sources)}: no training row is left: {why}")
 
     shares = _shares(sources, train)
@@ -85,7 +89,8 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
     rows: Sequence[Row] = train
     if packed:
         rows, shares = packed, packed.shares(shares)
-    return LoadedData(rows, evaluation, _prompts(shown, of, encoder), encoder.template.text if encoder.template else None, facts, shares)
+    template = encoder.template.text if encoder.template else None
+    return LoadedData(rows, evaluation, _prompts(shown, of, encoder), template, facts, shares, bad_rows=bad.kept)
 
 
 def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source]) -> Encoder:
@@ -159,13 +164,16 @@ def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[st
     """Reads a source to its end and writes its rows; returns what was counted on the way."""
     tally = Tally()
     compared: list[Example] = []
-    waiting: deque[Example] = deque()  # handed to the encoder, which drops some and keeps the order
+    waiting: deque[Example | BadRow] = deque()  # what was read; the encoder drops some and keeps the order
     meter = Meter(one.bytes)
     one.ignored.clear()
 
     def handed() -> Iterator[Example]:
         for found in one.examples(meter=meter):
             waiting.append(found)
+            if isinstance(found, BadRow):
+                note_bad(found, tally)
+                continue
             if len(compared) < COMPARED and found.text is None:
                 compared.append(found)
             yield found
@@ -238,5 +246,6 @@ def _prompts(rows: TokenRows, sources: Sequence[Source], encoder: Encoder) -> li
         if number < 0:
             found.append(prompt_of_text(rows[i].input_ids, encoder))
         else:
-            found += prompts_of(list(islice(sources[block].examples(skip=number), 1)), encoder)
+            read_again = islice(sources[block].examples(skip=number), 1)
+            found += prompts_of([example for example in read_again if not isinstance(example, BadRow)], encoder)
     return found

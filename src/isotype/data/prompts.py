@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..config.schema import RunSection
 from ..errors import UsageError
 from .chat import ChatTemplate
 from .encode import Encoder, as_messages
 from .formats import Example, Message
-from .rows import SamplePrompt
+from .rows import LoadedData, SamplePrompt
 
 SAMPLES = 4  # prompts taken from the data
 _TEXT_PROMPT = 24  # tokens of a plain text that are shown as its prompt
@@ -28,6 +29,15 @@ def prompts_from(texts: Iterable[str], tokenizer: Any, *, chat_template: str | N
         else:
             found.append(_question(encoder, template, [{"role": "user", "content": text}], None, place=f"run.samples[{i}]"))
     return found
+
+
+def prompts_of_run(run: RunSection, data: LoadedData, tokenizer: Any) -> list[SamplePrompt]:
+    """What a run samples from: its own prompts, else those of the data. Raises UsageError for prompts that no sample would answer."""
+    if not run.samples:
+        return list(data.prompts)
+    if run.sample_every == 0:
+        raise UsageError("run.samples has no effect: run.sample_every is 0", fix="leave one of the two out")
+    return prompts_from(run.samples, tokenizer, chat_template=data.chat_template)
 
 
 def prompts_of(examples: Sequence[Example], encoder: Encoder) -> list[SamplePrompt]:

@@ -37,6 +37,8 @@ class Record:
     line: int
     value: Any
     unit: str = "line"
+    wrong: str | None = None
+    """Why the row could not be read; its value is None then."""
 
     @property
     def place(self) -> str:
@@ -111,14 +113,30 @@ def _converted(file: str, encoding: str) -> str:
 
 def text_lines(path: Path, name: str, meter: Meter | None = None) -> Iterator[tuple[int, str]]:
     """Line numbers and lines (line ends kept) of a plain or gzipped file."""
+    for number, offset, raw in raw_lines(path, name, meter):
+        yield number, decoded(raw, file=name, line=number, offset=offset)
+
+
+def raw_lines(path: Path, name: str, meter: Meter | None = None) -> Iterator[tuple[int, int, bytes]]:
+    """Line numbers, places in the file and bytes of the lines of a plain or gzipped file."""
     offset = number = 0
     with _opened(path, meter) as file:
         try:
             for number, raw in enumerate(file, start=1):
-                yield number, decoded(raw, file=name, line=number, offset=offset)
+                yield number, offset, raw
                 offset += len(raw)
         except _UNREADABLE as error:
             raise _unreadable(error, name, number + 1) from None
+
+
+def decoded_line(raw: bytes, *, file: str, line: int, offset: int) -> tuple[str, str | None]:
+    """The text of one line, and what is wrong with its bytes. Raises UsageError where the whole file has another encoding."""
+    try:
+        return decoded(raw, file=file, line=line, offset=offset), None
+    except UsageError as error:
+        if b"\0" in raw or not error.message.startswith(f"{file}:{line}: ") or raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise
+        return raw.decode("utf-8", "replace"), error.message.removeprefix(f"{file}:{line}: ")
 
 
 def text_blocks(path: Path, name: str, meter: Meter | None = None) -> Iterator[str]:

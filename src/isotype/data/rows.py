@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .bad_rows import BadRow
+
 IGNORED = -100  # the label of a token that is not learnt, as in torch's and transformers' cross-entropy
 
 
@@ -59,6 +61,8 @@ class LoadedData:
     facts: dict[str, Any] = field(repr=False)
     shares: Sequence[Share] = ()
     """Of weighted sources; none where every row comes once an epoch."""
+    bad_rows: Sequence[BadRow] = ()
+    """Rows that were left out: those of bad_rows.jsonl."""
     stream: Any = None
     """With `data.stream`: a `RowFeed` of the training rows."""
 

@@ -12,11 +12,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ..config.sources import HUB, STDLIB, SourceSpec
 from ..errors import UsageError
+from .bad_rows import BadRow, RowError
 from .formats import Example, FormatName, detect, example, ignored_keys
 from .json_rows import read_json
 from .progress import Meter
@@ -27,6 +29,7 @@ PIECE = 1 << 16  # characters of a plain text handed on at once, cut at line end
 # what `datasets` writes beside its data
 _SAVED, _BESIDE_SAVED = ("state.json", "dataset_dict.json"), {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
 _NO_ROWS = "the file holds no rows"
+_LOOKED_AT = 64  # rows from whose first sound one the format is taken
 
 
 @dataclass
@@ -97,8 +100,8 @@ class Source:
         """What the content is, for the cache's key and for data.json: `sha256`, or whatever else names it."""
         raise NotImplementedError
 
-    def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example]:
-        """The checked rows, at most `limit` of them. `skip`: so many are passed over."""
+    def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example | BadRow]:
+        """The checked rows, at most `limit` of them, those that cannot be used among them. `skip`: so many are passed over."""
         raise NotImplementedError
 
     def texts(self, meter: Meter | None = None) -> Iterator[tuple[str, Iterator[str]]]:
@@ -116,17 +119,27 @@ class Source:
             "why": self.forms[0][1],
         }
 
-    def checked(self, records: Iterator[Record], form: FormatName) -> Iterator[Example]:
+    def checked(self, records: Iterator[Record], form: FormatName) -> Iterator[Example | BadRow]:
         columns = self.spec.columns
         for record in records:
-            found = example(record, form, needs_answer=self.needs_answer, columns=columns)
+            try:
+                found = example(record, form, needs_answer=self.needs_answer, columns=columns)
+            except RowError as error:
+                yield BadRow.of(error, record.place)
+                continue
             self.ignored.update(ignored_keys(record.value, form, columns))
             yield found
 
-    def looked_at(self, first: Record | None, name: str) -> None:
-        if first is None:
-            raise UsageError(f"{name}: {_NO_ROWS}")
-        self.forms.append(detect(first, self.spec.format, self.spec.columns))  # type: ignore[arg-type]  # config.sources checked it
+    def looked_at(self, records: Iterator[Record], name: str) -> None:
+        """Takes the format of the first row that has one. Raises UsageError where none of the first rows has."""
+        first_error: RowError | None = None
+        for record in islice(records, _LOOKED_AT):
+            try:
+                self.forms.append(detect(record, self.spec.format, self.spec.columns))  # type: ignore[arg-type]  # config.sources checked it
+                return
+            except RowError as error:  # another row may be sound; if none is, the first says why
+                first_error = first_error or error
+        raise first_error or UsageError(f"{name}: {_NO_ROWS}")
 
 
 @dataclass
@@ -144,7 +157,7 @@ class FileSource(Source):
                     )
                 self.forms.append(("text", f"the ending {file.path.suffix}: plain text, cut into windows of data.max_length"))
             else:
-                self.looked_at(next(file.records(), None), file.name)
+                self.looked_at(file.records(), file.name)
 
     @property
     def bytes(self) -> int:
@@ -160,7 +173,7 @@ class FileSource(Source):
         several = {"files": len(self.files)} if len(self.files) > 1 else {}
         return several | {"bytes": self.bytes, "sha256": self._digest}
 
-    def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example]:
+    def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example | BadRow]:
         alone = len(self.files) == 1
         left = self.spec.limit
         if left is not None and alone:
@@ -200,7 +213,7 @@ class StdlibSource(Source):
 
         return {"sha256": hashlib.sha256(json.dumps([(p.question, p.answer) for p in stdlib_pairs()]).encode()).hexdigest()}
 
-    def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example]:
+    def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example | BadRow]:
         from .stdlib import stdlib_pairs
 
         for pair in stdlib_pairs()[skip : self.spec.limit]:

@@ -9,7 +9,7 @@ evaluation by a hash of their tokens: the first of them are evaluated, none of t
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -17,7 +17,8 @@ import numpy as np
 
 from ..config.schema import DataSection
 from ..errors import RunError, UsageError
-from .encode import Encoder, Tally
+from .bad_rows import BadRow
+from .encode import Encoder, Tally, all_bad, note_bad
 from .facts import COMPARED, add_own_masks, compare_with_own_mask, notes, side_facts, template_facts, token_facts
 from .formats import Example
 from .pack import pack
@@ -38,12 +39,12 @@ class Cursors:
         self.sources = sources
         self.read = [list(pair) for pair in state] if state else [[0, 0] for _ in sources]
         self.taken = [0] * len(sources)
-        self._open: list[Iterator[Example] | None] = [None] * len(sources)
+        self._open: list[Iterator[Example | BadRow] | None] = [None] * len(sources)
 
     def state(self) -> list[list[int]]:
         return [list(pair) for pair in self.read]
 
-    def examples(self, count: int) -> Iterator[Example]:
+    def examples(self, count: int) -> Iterator[Example | BadRow]:
         """The next rows, each from the source that is furthest behind its weight."""
         weights = [one.spec.weight or 1.0 for one in self.sources]
         self.taken = [0] * len(self.sources)
@@ -52,7 +53,7 @@ class Cursors:
             self.taken[k] += 1
             yield self._next(k)
 
-    def _next(self, k: int) -> Example:
+    def _next(self, k: int) -> Example | BadRow:
         opened = self._open[k]
         if opened is None:
             opened = self._open[k] = self.sources[k].examples(skip=self.read[k][0])
@@ -75,6 +76,7 @@ class StreamedRows:
         self.cursors = Cursors(sources)
         self.begin = self.cursors.state()
         self.block = self.given = 0
+        self.on_bad_rows: Callable[[Sequence[BadRow]], None] = lambda rows: None
         self.rows: Sequence[Row] = ()
         self._order: list[int] = []
 
@@ -101,7 +103,10 @@ class StreamedRows:
     def _read(self) -> None:
         """The block that begins where the cursors are."""
         try:
-            tokens, _ = tokenised(self.cursors.examples(self.data.shuffle_buffer), self.encoder)
+            tokens, _, tally = tokenised(self.cursors.examples(self.data.shuffle_buffer), self.encoder)
+            if self.data.on_bad_row == "error":
+                tally.bad.refuse()
+            self.on_bad_rows(tally.bad.kept)
         except UsageError as error:
             raise RunError(
                 f"the stream cannot be read on: {error.message}", fix="mend the row, then go on: isotype train --resume"
@@ -139,18 +144,20 @@ def load_stream(
     check_streamable(sources)
     was_held_out = not eval_sources
     share = data.eval_split if was_held_out else 0.0
-    beginning, examples = tokenised(islice(_one_pass(sources), data.shuffle_buffer), encoder)
+    beginning, examples, _ = tokenised(islice(_one_pass(sources), data.shuffle_buffer), encoder)
     held = np.array([is_held_out(d, share, seed) for d in beginning.column("digest").tolist()], bool)
     train = beginning.select(~held)
     tally = Tally.sum(block.facts["tally"] for block in beginning.blocks)
+    tallies = [tally, Tally.sum(block.facts["tally"] for block in evaluation.blocks) if eval_sources else Tally()]
+    bad = all_bad(tallies)
+    if data.on_bad_row == "error":
+        bad.refuse()
     if not len(train):
-        raise UsageError(
-            f"{sources[0].name}: no training row in the first {data.shuffle_buffer}: {'; '.join(tally.dropped) or 'all held out'}"
-        )
-    asked = list(islice(eval_sources[0].examples(), SAMPLES)) if eval_sources else []
+        why = "; ".join([*tally.dropped, *tally.bad.kinds]) or "all held out"
+        raise UsageError(f"{sources[0].name}: no training row in the first {data.shuffle_buffer}: {why}")
+    asked = list(islice(sound(eval_sources[0].examples()), SAMPLES)) if eval_sources else []
     if was_held_out:
         evaluation, asked = _held_out_rows(sources, encoder, share, seed)
-    tallies = [tally, Tally.sum(block.facts["tally"] for block in evaluation.blocks) if eval_sources else Tally()]
     rows: Any = pack(train, data.max_length) if data.packing else train
     facts: dict[str, Any] = {
         "train": side_facts(train, tally, [one.facts() for one in sources]),
@@ -172,7 +179,8 @@ def load_stream(
     facts["notes"] = said + notes(facts, encoder, tallies)
     prompts = _prompts(asked or examples[:SAMPLES], evaluation if len(evaluation) else train, encoder)
     stream = StreamedRows(data, sources, encoder, seed=seed, held_out=share)
-    return LoadedData(rows, evaluation, prompts, encoder.template.text if encoder.template else None, facts, stream=stream)
+    template = encoder.template.text if encoder.template else None
+    return LoadedData(rows, evaluation, prompts, template, facts, bad_rows=bad.kept, stream=stream)
 
 
 def check_streamable(sources: Sequence[Source]) -> None:
@@ -187,19 +195,27 @@ def check_streamable(sources: Sequence[Source]) -> None:
         raise UsageError("data.train: a stream of several sources needs a weight for each: it never knows how many rows they have")
 
 
-def tokenised(examples: Iterator[Example], encoder: Encoder) -> tuple[TokenRows, list[Example]]:
-    """Rows in memory, and the examples they came from."""
+def sound(examples: Iterable[Example | BadRow]) -> Iterator[Example]:
+    """Without the rows that cannot be used."""
+    return (one for one in examples if not isinstance(one, BadRow))
+
+
+def tokenised(examples: Iterator[Example | BadRow], encoder: Encoder) -> tuple[TokenRows, list[Example], Tally]:
+    """Rows in memory, the examples they came from, and what was counted."""
     seen: list[Example] = []
+    tally, writer = Tally(), TokenWriter()
 
     def kept() -> Iterator[Example]:
         for one in examples:
+            if isinstance(one, BadRow):
+                note_bad(one, tally)
+                continue
             seen.append(one)
             yield one
 
-    tally, writer = Tally(), TokenWriter()
     for _, row, cut in encoder.rows(kept(), tally):
         writer.add(row, example=-1, cut=cut)
-    return TokenRows([writer.block({"tally": tally.as_json()})]), seen
+    return TokenRows([writer.block({"tally": tally.as_json()})]), seen, tally
 
 
 def _held_out_rows(sources: Sequence[Source], encoder: Encoder, share: float, seed: int) -> tuple[TokenRows, list[Example]]:
@@ -207,7 +223,7 @@ def _held_out_rows(sources: Sequence[Source], encoder: Encoder, share: float, se
     writer, tally = TokenWriter(), Tally()
     examples: list[Example] = []
     if share:
-        for example, row, cut in encoder.rows(islice(_one_pass(sources), _SEARCHED), Tally()):
+        for example, row, cut in encoder.rows(islice(sound(_one_pass(sources)), _SEARCHED), Tally()):
             if is_held_out(digest_of(row), share, seed):
                 writer.add(row, example=-1, cut=cut)
                 examples += [example] if len(examples) < SAMPLES else []
@@ -216,7 +232,7 @@ def _held_out_rows(sources: Sequence[Source], encoder: Encoder, share: float, se
     return TokenRows([writer.block({"tally": tally.as_json()})]), examples
 
 
-def _one_pass(sources: Sequence[Source]) -> Iterator[Example]:
+def _one_pass(sources: Sequence[Source]) -> Iterator[Example | BadRow]:
     """Rows of all sources in turn, each to its end."""
     opened = [one.examples() for one in sources]
     while opened:

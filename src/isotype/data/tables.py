@@ -13,20 +13,25 @@ from typing import Any
 
 from ..errors import UsageError
 from .progress import Meter
-from .read import Record, ending, text_lines
+from .read import Record, decoded_line, ending, raw_lines
 
 _BATCH = 512  # rows of Parquet widened to Python at once
 _FIELD = 1 << 27  # characters of one CSV cell; csv's own limit, 131072, is less than a long document
 
 
 def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
-    """Rows of a CSV or TSV file with a header. A row with more or fewer cells than the header is an error with its line."""
+    """Rows of a CSV or TSV file with a header. A row with more or fewer cells than the header is a record that says so."""
     at = 0
+    wrong: str | None = None  # of the bytes of the row being read
 
     def lines() -> Iterator[str]:
-        nonlocal at
-        for number, line in text_lines(path, name, meter):
+        nonlocal at, wrong
+        for number, offset, raw in raw_lines(path, name, meter):
             at = number
+            line, bad = decoded_line(raw, file=name, line=number, offset=offset)
+            if bad and number == 1:
+                raise UsageError(f"{name}:1: {bad}")
+            wrong = wrong or bad
             yield line
 
     csv.field_size_limit(_FIELD)
@@ -36,24 +41,28 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
     rows = csv.reader(_again(first, source), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     begins = 1
-    try:
-        for cells in rows:
-            if not cells:  # a blank line
-                begins = at + 1
-                continue
+    while True:
+        cells: list[str] = []
+        try:
+            cells = next(rows)
+        except StopIteration:
+            break
+        except csv.Error as error:  # the reader goes on with the next line
             if header is None:
-                header = _header([cell.strip() for cell in cells], name)
-            elif len(cells) != len(header):
+                raise UsageError(f"{name}:{begins}: broken CSV: {error}") from None
+            wrong = wrong or f"broken CSV: {error}"
+        if header is None and cells:
+            header = _header([cell.strip() for cell in cells], name)
+        elif header is not None and (cells or wrong):  # else a blank line
+            if len(cells) != len(header) and not wrong:
                 kind = "more" if len(cells) > len(header) else "fewer"
                 hint = "; quote a cell that holds the delimiter" if len(cells) > len(header) else ""
-                raise UsageError(f"{name}:{begins}: {len(cells)} cells, {kind} than the header's {len(header)}{hint}")
-            elif skip:
+                wrong = f"{len(cells)} cells, {kind} than the header's {len(header)}{hint}"
+            if skip:
                 skip -= 1
             else:
-                yield Record(name, begins, dict(zip(header, cells)))
-            begins = at + 1
-    except csv.Error as error:
-        raise UsageError(f"{name}:{begins}: broken CSV: {error}") from None
+                yield Record(name, begins, None if wrong else dict(zip(header, cells)), wrong=wrong)
+        begins, wrong = at + 1, None
     if header is None:
         raise UsageError(f"{name}: the file holds no header")
 

@@ -157,7 +157,7 @@ def _precision_of(source: Source) -> Precision:
 
 
 def _source(config: RunConfig, run: RunFolder) -> Source:
-    if config.model.init == "random":
+    if config.model.init == "random" or config.model.add_tokens:
         return Source(str(run.base))
     assert config.model.name is not None, "a run with a pretrained base has its name"
     return Source(config.model.name, config.model.revision, config.model.trust_remote_code)

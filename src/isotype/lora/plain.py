@@ -69,7 +69,9 @@ def why_not_fused(layer: Any) -> str | None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+    every = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    # the observer's own change nothing: an observed step runs what every step runs
+    return any(not getattr(hook, "observes", False) for hooks in every for hook in hooks.values())
 
 
 def replaced(part: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from ..config.schema import AdapterSection, RunConfig
 from ..dtypes import to_torch
 from ..errors import UsageError
 from ..precision.precision import Precision
+from .added_tokens import token_modules
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -19,18 +20,31 @@ if TYPE_CHECKING:
 
 
 def attach_adapter(
-    model: PreTrainedModel, section: AdapterSection, *, seed: int, task_type: str | None = "CAUSAL_LM", targets: list[str] | None = None
+    model: PreTrainedModel,
+    section: AdapterSection,
+    *,
+    seed: int,
+    new_tokens: bool = False,
+    task_type: str | None = "CAUSAL_LM",
+    targets: list[str] | None = None,
 ) -> PeftModel:
     """A PeftModel over `model` with one trainable adapter, new or continued from `start_from`.
 
-    task_type  PEFT's; None for a model that is called as it is
-    targets    in place of the section's, for models whose linear layers PEFT cannot choose by itself
+    new_tokens  embedding and head are trained in full with it, and stay one weight where they are
+    task_type   PEFT's; None for a model that is called as it is
+    targets     in place of the section's, for models whose linear layers PEFT cannot choose by itself
     """
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
     if section.start_from is not None:
+        if new_tokens:
+            raise UsageError("model.add_tokens with adapter.start_from is not offered yet", fix="merge the adapter first: isotype merge")
         return load_adapter(model, Path(section.start_from), what="adapter.start_from")
+    in_full, tied = list(section.modules_to_save), False
+    if new_tokens:
+        names, tied = token_modules(model)
+        in_full += [name for name in names if name not in in_full]
     config = LoraConfig(
         task_type=task_type,
         r=section.r,
@@ -38,7 +52,8 @@ def attach_adapter(
         lora_dropout=section.dropout,
         target_modules=_targets(model, section) if targets is None else targets,
         use_rslora=section.rslora,
-        modules_to_save=list(section.modules_to_save) or None,
+        modules_to_save=in_full or None,
+        ensure_weight_tying=tied,
     )
     linear = linear_names(model)  # before PEFT puts its own layers in
     try:

@@ -31,7 +31,9 @@ def build_model(
         check_share(base.requires_grad_(False), consent=config.model.allow_unquantised, kept_in=precision.unquantised)
     check_vocabulary(base, tokenizer)
     base.config.use_cache = False
-    model: nn.Module = base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed)
+    model: nn.Module = (
+        base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
+    )
     # before the precision, which wraps the forward that the ops look at
     manifest = (
         optimize(model, precision, lora_branch=config.model.lora_branch)

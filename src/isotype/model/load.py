@@ -21,7 +21,9 @@ from ..environment.hub import is_away, not_in_cache, say
 from ..errors import UsageError
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_base, of_config
+from ..runs.checkpoint.atomic_folder import fault, write_folder
 from . import attention as attention_choice
+from .added_tokens import add_tokens, grow_embeddings, grown_config
 from .trainable_architecture import refuse_other_objectives
 
 if TYPE_CHECKING:
@@ -40,26 +42,34 @@ class Source:
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model, or `model.tokenizer`; a missing padding token becomes the end token (padding is masked anyway)."""
+    """The tokenizer of the model, or `model.tokenizer`, with `model.add_tokens`.
+
+    A missing padding token becomes the end token, or any other where there is none: padding has no weight in attention and no label.
+    """
     name = section.tokenizer or section.name
     if name is None:
         raise UsageError("model.tokenizer: a model built from model.config needs a tokenizer (a folder or hub id)")
     revision = section.revision if section.tokenizer is None else None
     with _explained(name, "tokenizer", revision):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=section.trust_remote_code)
+    if section.add_tokens:
+        add_tokens(tokenizer, section.add_tokens)
     if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise UsageError(f"tokenizer {name}: has neither a padding nor an end token; set one in its tokenizer_config.json")
-        tokenizer.pad_token = tokenizer.eos_token
+        other = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token or tokenizer.convert_ids_to_tokens(0)
+        tokenizer.pad_token = other
     return tokenizer
 
 
 def base_source(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, folder: Path, seed: int, dtype: str) -> Source:
-    """Where the base is loaded from. `init: random` builds it once and saves it as an ordinary folder, so that it can be loaded again."""
+    """Where the base is loaded from.
+
+    One of `init: random`, or with `add_tokens`, is made once and saved as an ordinary folder, so that it can be loaded again.
+    """
     if section.init == "pretrained":
         if section.name is None:
             raise UsageError("model.name: missing; give a folder or a hub id (or model.config with model.init: random)")
-        return Source(section.name, section.revision, section.trust_remote_code)
+        source = Source(section.name, section.revision, section.trust_remote_code)
+        return _with_added_tokens(source, section, tokenizer, folder) if section.add_tokens else source
     if not (folder / "config.json").is_file():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(_random_config(section, tokenizer), dtype=to_torch(dtype))
@@ -77,7 +87,29 @@ def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase 
     with _explained(section.name, "model", section.revision):
         found = AutoConfig.from_pretrained(section.name, revision=section.revision, trust_remote_code=section.trust_remote_code)
     refuse_other_objectives(found, section.name)
-    return found
+    return grown_config(found, tokenizer) if section.add_tokens and tokenizer is not None else found
+
+
+def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Source:
+    """The base with rows for the added tokens, in the dtype of its own files, written whole or not at all."""
+    if fault(folder) is not None:
+        with _explained(source.name, "model", source.revision):
+            model = AutoModelForCausalLM.from_pretrained(
+                source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, dtype="auto"
+            )
+        if of_config(model.config) is not None:
+            raise UsageError(
+                f"model.add_tokens: {source.name} is quantised before it is saved: its embeddings cannot grow",
+                fix="take the model that is not quantised; precision.base: nf4 quantises it when it is loaded",
+            )
+        grow_embeddings(model, tokenizer, len(section.add_tokens))
+
+        def fill(aside: Path) -> None:
+            model.save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
+
+        write_folder(folder, fill)
+    return Source(str(folder), None, source.trust_remote_code)
 
 
 def load_base(source: Source, precision: Precision, *, attention: str, device: torch.device, trainable: bool) -> PreTrainedModel:

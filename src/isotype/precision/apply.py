@@ -83,7 +83,11 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str)
 
     MadeMethod(_in_its_precision, (), inner).put()
     kept = kept_modules(inner, to_torch(precision.compute))
+    for block in _blocks_of_transformers(inner):
+        block.register_forward_hook(_NarrowFirst(to_torch(precision.compute)))
     for module in inner.modules():
+        if precision.compute != "fp32" and _has_stacked_weights(module, to_torch(precision.compute)):
+            MadeMethod(_multiplying_in, (to_torch(precision.compute),), module).put()
         if is_narrowed(module, kept):
             module.register_forward_hook(_Narrow(to_torch(precision.compute)))
         if hasattr(module, "cast_input_dtype_enabled"):
@@ -125,6 +129,54 @@ class _Narrow:
         if isinstance(output, Tensor) and output.is_floating_point() and output.dtype != self.dtype:
             return output.to(self.dtype)
         return output
+
+
+class _NarrowFirst(_Narrow):
+    """The same for a block, which may return its hidden states as the first of several."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple) and output:
+            return (super().__call__(module, args, output[0]), *output[1:])
+        return super().__call__(module, args, output)
+
+
+def _blocks_of_transformers(inner: nn.Module) -> Iterator[nn.Module]:
+    """The decoder layers of a model that transformers defines. Some (Mamba, XGLM, JetMoE) widen the residual stream by themselves."""
+    for stack in inner.modules():
+        if isinstance(stack, nn.ModuleList):
+            for block in stack:
+                if is_block(block):
+                    yield block
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether a module of a list is a layer that hands on the residual stream: transformers' own, with weights that multiply."""
+    return type(module).__module__.startswith("transformers.") and any(p.dim() > 1 for p in module.parameters())
+
+
+def _has_stacked_weights(module: nn.Module, compute: torch.dtype) -> bool:
+    """Whether a module of transformers holds the weights of several experts in one tensor of another dtype: autocast does not know
+    their product."""
+    if not type(module).__module__.startswith("transformers.") or "forward" in module.__dict__:
+        return False
+    stacked = [p for p in module._parameters.values() if p is not None and p.dim() == 3 and p.is_floating_point()]
+    return any(p.dtype != compute for p in stacked)
+
+
+def _multiplying_in(own: Callable[..., Any], compute: torch.dtype) -> Callable[..., Any]:
+    """`own`, a module's forward, with the module's own floating weights cast to `compute`; gradients flow through the cast."""
+
+    @functools.wraps(own)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        weights = self._parameters
+        narrow = {k: p.to(compute) if p is not None and p.is_floating_point() else p for k, p in weights.items()}
+        self._parameters = narrow  # type: ignore[assignment]  # read by attribute while the forward runs, never registered
+        try:
+            return own(self, *args, **kwargs)
+        finally:
+            self._parameters = weights
+
+    return forward
 
 
 def precision_of(model: nn.Module) -> Precision | None:

@@ -13,13 +13,13 @@ from ..errors import UsageError
 
 # role -> words it may have
 _HALVES = ("fp32", "bf16", "fp16")
-_HALF_ROLES = ("trainable", "compute", "grads", "reduce", "optimizer", "loss", "norms", "generate", "save_model", "save_adapter")
+_HALF_ROLES = ("trainable", "compute", "grads", "reduce", "loss", "norms", "generate", "save_model", "save_adapter")
 TASK_ROLES = ("vae", "text_encoder", "timesteps", "latents")
 """Roles that only some tasks have; in a run of another task their word is empty."""
 _WORDS: dict[str, tuple[str, ...]] = {
     "base": (*_HALVES, "nf4"),
-    **dict.fromkeys(_HALF_ROLES, _HALVES),
-    **dict.fromkeys(TASK_ROLES, _HALVES),
+    **dict.fromkeys((*_HALF_ROLES, *TASK_ROLES), _HALVES),
+    "optimizer": (*_HALVES, "int8"),
     "rounding": ("nearest", "stochastic"),
     "loss_scaling": ("none", "dynamic"),
 }
@@ -35,7 +35,7 @@ class Precision:
     compute       matrix products, activations, every module's output
     grads         gradients as accumulated over micro-batches
     reduce        gradient sums across ranks
-    optimizer     optimizer states
+    optimizer     optimizer states; int8 with a scale a block where the optimizer keeps 8 bits (states under 4,096 elements are fp32 then)
     loss          logits inside the loss, log-probabilities
     norms         arithmetic inside norms; their output is always `compute`
     generate      matrix products while sampling

@@ -91,6 +91,9 @@ def resolve(
     else:
         raise UsageError(f"{preset_where} precision.preset: {asked!r} is not one of auto {' '.join(PRESETS)}", code="PR000")
     precision = PRESETS[preset].but(**given)
+    eight_bits = optimizer == "adamw8bit" and "optimizer" not in given
+    if eight_bits:
+        precision = precision.but(optimizer="int8")
     if "compute" in given and "generate" not in given:
         precision = precision.but(generate=precision.compute)
 
@@ -110,6 +113,8 @@ def resolve(
         elif role in of_task:
             follows = (task_roles or {})[role]
             reasons[role] = "default" if follows == of_task[role] else f"follows {follows}"
+        elif role == "optimizer" and eight_bits:
+            reasons[role] = f"adamw8bit keeps 8 bits, and fp32 below 4,096 elements; {where.get('train.optimizer', 'train.optimizer')}"
         else:
             reasons[role] = why
         by_preset = reasons[role] == why and asked != "auto" and preset_where != "default"

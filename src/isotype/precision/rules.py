@@ -283,20 +283,28 @@ def loss_in_low_precision(f: Facts) -> Iterator[Finding]:
 
 
 @rule("PR011")
-def eight_bit_states_with_a_dtype(f: Facts) -> Iterator[Finding]:
-    """`adamw8bit` keeps its states in 8 bits, whatever `precision.optimizer` says
+def states_another_dtype_than_the_optimizers(f: Facts) -> Iterator[Finding]:
+    """`precision.optimizer` names a dtype in which the optimizer does not keep its states
 
-    **Why it matters.** One of the two settings would have no effect.
+    **Why it matters.** One of the two settings would have no effect: `adamw8bit` keeps its states in 8 bits (`int8`, with a scale for each
+    block, and fp32 below 4,096 elements), and `adamw` keeps them in a floating dtype.
 
-    **Example.** `train.optimizer: adamw8bit` with `precision.optimizer: bf16`.
+    **Example.** `train.optimizer: adamw8bit` with `precision.optimizer: bf16`; `train.optimizer: adamw` with `precision.optimizer: int8`.
 
-    **What to do.** Leave `precision.optimizer` out, or `train.optimizer: adamw`.
+    **What to do.** Leave `precision.optimizer` out: it is resolved from the optimizer. Or name the other optimizer.
     """
-    if f.value("optimizer_name") == "adamw8bit" and f["optimizer"].given:
+    optimizer, states = f.value("optimizer_name"), f.value("optimizer")
+    if optimizer == "adamw8bit" and f["optimizer"].given and states != "int8":
         yield _finding(
-            "PR011", f, ("optimizer", "optimizer_name"), "adamw8bit keeps its states in 8 bits: precision.optimizer has no effect",
+            "PR011", f, ("optimizer", "optimizer_name"), f"adamw8bit keeps its states in int8: precision.optimizer: {states} has no effect",
             cause="bitsandbytes quantises the states block by block",
-            fix="remove precision.optimizer, or train.optimizer: adamw",
+            fix="remove precision.optimizer (it becomes int8), or train.optimizer: adamw",
+        )  # fmt: skip
+    elif optimizer == "adamw" and states == "int8":
+        yield _finding(
+            "PR011", f, ("optimizer", "optimizer_name"), "adamw keeps no states in int8",
+            cause="its moments are floating numbers; 8-bit states need a scale for each block",
+            fix="train.optimizer: adamw8bit, or precision.optimizer: fp32",
         )  # fmt: skip
 
 

@@ -23,15 +23,20 @@ def line_chart(plot: Plot, *, width: int = 460, height: int = 190) -> Markup:
         return Markup("")
     shown, ticks = plot.bounds
     frame = _Frame(plot, width, height, min(x for x, _ in finite), max(x for x, _ in finite), ticks)
-    parts = [*frame.grid(), *(p for s in plot.series for p in frame.series(s)), *(frame.guide(g) for g in shown)]
+    parts = [
+        *frame.grid(),
+        *(frame.resumed(step) for step in plot.marks),
+        *(p for s in plot.series for p in frame.series(s)),
+        *(frame.guide(g) for g in shown),
+    ]
     return _svg([*parts, *frame.labels(shown), *frame.columns()], width, height, plot.described())
 
 
-def length_chart(bars: Sequence[tuple[int, int]], *, label: str, width: int = 460, height: int = 170) -> Markup:
-    """Rows by length: a bar for each (longest, rows), its edge named where there is room."""
+def length_chart(bars: Sequence[tuple[int, int]], *, label: str, width: int = 460, height: int = 190) -> Markup:
+    """Rows by length: a bar for each (longest, rows), its edge named where there is room, and what both axes count."""
     if not any(rows for _, rows in bars):
         return Markup("")
-    top, bottom, step, most = 20, height - 24, width / len(bars), max(rows for _, rows in bars)
+    top, bottom, step, most = 34, height - 40, width / len(bars), max(rows for _, rows in bars)
     every = math.ceil(len(bars) / 8)
     parts = []
     for i, (edge, rows) in enumerate(bars):
@@ -46,7 +51,9 @@ def length_chart(bars: Sequence[tuple[int, int]], *, label: str, width: int = 46
         if rows and (len(bars) <= 8 or rows == most):
             parts.append(f'<text class="value" x="{middle:.1f}" y="{bottom - size - 6:.1f}" text-anchor="middle">{rows:,}</text>')
         if i % every == every - 1 or len(bars) <= 8:
-            parts.append(f'<text class="tick" x="{middle:.1f}" y="{height - 7}" text-anchor="middle">≤{edge:,}</text>')
+            parts.append(f'<text class="tick" x="{middle:.1f}" y="{bottom + 15}" text-anchor="middle">≤{edge:,}</text>')
+    parts.append('<text class="tick" x="0" y="11">rows</text>')
+    parts.append(f'<text class="tick" x="{width / 2:.1f}" y="{height - 6}" text-anchor="middle">tokens in a row</text>')
     parts.append(f'<line class="axis" x1="0" x2="{width}" y1="{bottom}" y2="{bottom}"/>')
     return _svg(parts, width, height, f"{label}: " + ", ".join(f"{rows:,} up to {edge:,} tokens" for edge, rows in bars if rows))
 
@@ -79,6 +86,11 @@ class _Frame:
         parts.append(f'<text class="tick" x="{self.end + 24}" y="{self.base + 15}">step</text>')
         parts.append(f'<line class="axis" x1="{self.left}" x2="{self.end}" y1="{self.base}" y2="{self.base}"/>')
         return parts
+
+    def resumed(self, step: int) -> str:
+        x = self.x(step)
+        line = f'<line class="resumed" x1="{x:.1f}" x2="{x:.1f}" y1="{self.top}" y2="{self.base}"/>'
+        return f'{line}<text class="tick" x="{x + 4:.1f}" y="{self.top + 9}">resumed</text>' if self.plot.key == "loss" else line
 
     def guide(self, guide: Guide) -> str:
         y = self.y(guide.value)

@@ -14,7 +14,7 @@ from .plots import loss_plot, plots, smoothed
 from .record import RunRecord
 from .settings import differences
 from .use import use
-from .verdicts import precision, preflight
+from .verdicts import precision, preflight, verdict
 from .words import bytes_written, count, duration, percent, plain
 
 _MOODS = {"done": "good", "running": "busy", "failed": "bad", "interrupted": "warn", "stopped": "warn"}
@@ -32,7 +32,9 @@ class Tile:
 def page(record: RunRecord) -> dict[str, Any]:
     """The variables of report.html.jinja."""
     loss = loss_plot(record)
+    small = plots(record)
     return {
+        "verdict": verdict(record) if record.metrics else None,
         "name": record.folder.resolve().name,
         "status": status(record),
         "progress": progress(record),
@@ -40,7 +42,8 @@ def page(record: RunRecord) -> dict[str, Any]:
         "subtitle": subtitle(record),
         "tiles": tiles(record),
         "loss": (loss, line_chart(loss, width=960, height=300)) if loss else None,
-        "figures": [(plot, line_chart(plot)) for plot in plots(record)],
+        "figures": [(plot, line_chart(plot)) for plot in small if plot.constant is None],
+        "constants": [(plot.title, plot.constant, plot.note) for plot in small if plot.constant is not None],
         "precision": precision(record),
         "preflight": preflight(record),
         "samples": samples(record),
@@ -96,7 +99,7 @@ def tiles(record: RunRecord) -> list[Tile]:
     if evaluations:
         step, best = min(evaluations, key=lambda p: p[1])
         first = f", from {plain(evaluations[0][1])}" if len(evaluations) > 1 else ""
-        found.append(Tile("best evaluation loss", plain(best), f"step {step:,.0f}{first}"))
+        found.append(Tile("evaluation loss, best", plain(best), f"step {step:,.0f}{first}"))
     steps = max((s for s, _ in loss), default=None)
     if steps is not None:
         tokens = [v for _, v in record.curve("tokens") if math.isfinite(v)]

@@ -20,7 +20,7 @@ from matplotlib.transforms import Bbox
 from .page import Tile, samples, status, subtitle, tiles
 from .plots import Plot, length_bars, loss_plot, plots
 from .record import RunRecord, dict_of
-from .verdicts import precision, preflight
+from .verdicts import precision, preflight, verdict
 from .words import count
 
 WIDTH, DPI, MARGIN, GAP = 12.0, 120, 0.45, 0.16  # inches, dots an inch
@@ -37,15 +37,22 @@ def picture(record: RunRecord) -> bytes:
     if error := record.result.get("error"):
         lines = [line for text in str(error).splitlines()[:6] for line in wrap(_clean(text), 150)[:2]]
         _lines(sheet, lines, colour=MOODS["bad"][0], back=MOODS["bad"][1])
+    if record.metrics:
+        said = verdict(record)
+        colour, back = MOODS[said.mood]
+        _lines(sheet, [line for text in (said.learnt, said.kept) for line in wrap(_clean(text), 140)], colour=colour, back=back, mono=False)
     _tiles(sheet, tiles(record))
     if loss := loss_plot(record):
         _curves(sheet, sheet.axes(MARGIN, WIDTH - 2 * MARGIN, 3.1), loss)
         sheet.down(3.1)
-    small = plots(record)[:MOST_SMALL]
+    every = plots(record)
+    small = [plot for plot in every if plot.constant is None][:MOST_SMALL]
     for start in range(0, len(small), COLUMNS):
         for place, plot in zip(sheet.columns(COLUMNS), small[start : start + COLUMNS]):
             _curves(sheet, sheet.axes(*place, 2.0), plot)
         sheet.down(2.0)
+    if same := [f"{plot.title}: {plot.constant}" for plot in every if plot.constant is not None]:
+        _lines(sheet, wrap(f"The same throughout: {',  '.join(same)}", 150), colour=SOFT, back=CARD, mono=False)
     _facts(sheet, record)
     _samples(sheet, record)
     return sheet.png()
@@ -176,6 +183,11 @@ def _curves(sheet: _Sheet, axes: Axes, plot: Plot) -> None:
         finite = [y for _, y in one.points if math.isfinite(y)]
         if finite and one.look != "faint":
             ends.append((finite[-1], plot.written(finite[-1]), COLOURS[one.colour]))
+    for step in plot.marks:
+        axes.axvline(step, color=FAINT, linewidth=1, linestyle=(0, (1, 2)))
+        if plot.key == "loss":
+            axes.annotate("resumed", (step, 1), xycoords=("data", "axes fraction"), xytext=(3, -8), textcoords="offset points", fontsize=7,
+                          color=FAINT, parse_math=False)  # fmt: skip
     for guide in shown:
         axes.axhline(guide.value, color=FAINT, linewidth=1, linestyle=(0, (5, 4)))
     _style(axes, plot.title, plot.written, ticks)
@@ -234,10 +246,12 @@ def _facts(sheet: _Sheet, record: RunRecord) -> None:
         top = 0.62 + 0.18 * len(lines) + GAP
     if bars and height - top > 1.2:
         sheet.used += top
-        axes = sheet.axes(right, narrow, height - top, pads=(0.3, 0.3, 0.5, 0.36))
+        axes = sheet.axes(right, narrow, height - top, pads=(0.4, 0.3, 0.5, 0.5))
         sheet.used -= top
         axes.bar(range(len(bars)), [n for _, n in bars], width=0.8, color=COLOURS[1], alpha=0.85)
-        _style(axes, "Training rows by length in tokens", count, [0, max(n for _, n in bars) * 1.15])
+        _style(axes, "Training rows by length", count, [0, max(n for _, n in bars) * 1.15])
+        axes.set_xlabel("tokens in a row", fontsize=7.5, color=FAINT, labelpad=2)
+        axes.set_ylabel("rows", fontsize=7.5, color=FAINT, labelpad=2)
         axes.set_yticks([])
         every = math.ceil(len(bars) / 8)
         axes.set_xticks(range(every - 1, len(bars), every), [f"≤{edge:,}" for edge, _ in bars][every - 1 :: every])
@@ -247,34 +261,42 @@ def _facts(sheet: _Sheet, record: RunRecord) -> None:
 
 
 def _samples(sheet: _Sheet, record: RunRecord) -> None:
-    """Prompts with their first and last answer, and the answer in the data."""
+    """Prompts with their first and last answer side by side, and the answer in the data."""
     shown = [sample for sample in samples(record) if sample["answers"]][:MOST_SAMPLES]
-    rows: list[tuple[str, str, str, bool]] = []
-    for sample in shown:
-        rows.append(("", _short(sample["prompt"]), INK, True))
-        ends = sample["answers"][:1] + sample["answers"][1:][-1:]
-        rows += [(f"step {one['step']}", _short(one["text"]) or "nothing", INK, False) for one in ends]
-        if sample["reference"]:
-            rows.append(("in the data", _short(str(sample["reference"])), MOODS["good"][0], False))
-    if not rows:
+    if not shown:
         return
-    height = 0.62 + 0.225 * len(rows) + 0.1 * (len(shown) - 1)
+    steps = sorted({one["step"] for sample in shown for one in sample["answers"]})
+    middle = WIDTH / 2
+    rows_of = [3 + bool(sample["reference"]) for sample in shown]
+    height = 0.62 + 0.225 * sum(rows_of) + 0.1 * (len(shown) - 1)
     sheet.card(MARGIN, WIDTH - 2 * MARGIN, height)
-    sheet.text(MARGIN + 0.18, 0.16, "Samples over time", size=10.5, weight="bold")
+    title = "Samples before and after" if len(steps) > 1 else "Samples"
+    sheet.text(MARGIN + 0.18, 0.16, title, size=10.5, weight="bold")
     y = 0.5
-    for i, (when, words, colour, prompt) in enumerate(rows):
-        y += 0.1 if prompt and i else 0
-        sheet.text(MARGIN + 0.18, y, when, size=8, colour=FAINT)
-        sheet.line(MARGIN + (0.18 if prompt else 1.15), y, words, size=9, colour=colour, weight="bold" if prompt else "normal")
-        y += 0.225
+    for sample in shown:
+        sheet.line(MARGIN + 0.18, y, _short(sample["prompt"]), size=9, weight="bold")
+        ends = sample["answers"][:1] + sample["answers"][1:][-1:]
+        for place, one in enumerate(ends):
+            left, right = (
+                (MARGIN + 0.18, middle - 0.1) if place == 0 and len(ends) > 1 else (middle if place else MARGIN + 0.18, WIDTH - 0.6)
+            )
+            which = ("before, ", "after, ")[place] if len(ends) > 1 else ""
+            sheet.text(left, y + 0.225, f"{which}step {one['step']}", size=8, colour=FAINT)
+            sheet.line(left, y + 0.43, _short(one["text"]) or "nothing", right=right, size=9)
+        y += 0.675
+        if sample["reference"]:
+            sheet.text(MARGIN + 0.18, y, "in the data", size=8, colour=FAINT)
+            sheet.line(MARGIN + 1.0, y, _short(str(sample["reference"])), size=9, colour=MOODS["good"][0])
+            y += 0.225
+        y += 0.1
     sheet.down(height)
 
 
-def _lines(sheet: _Sheet, lines: Sequence[str], *, colour: str, back: str) -> None:
+def _lines(sheet: _Sheet, lines: Sequence[str], *, colour: str, back: str, mono: bool = True) -> None:
     height = 0.24 + 0.19 * len(lines)
     sheet.card(MARGIN, WIDTH - 2 * MARGIN, height, colour=back, edge=back)
     for i, line in enumerate(lines):
-        sheet.text(MARGIN + 0.18, 0.12 + 0.19 * i, line, size=8.5, colour=colour, mono=True)
+        sheet.text(MARGIN + 0.18, 0.12 + 0.19 * i, line, size=8.5 if mono else 9.5, colour=colour, mono=mono)
     sheet.down(height)
 
 

@@ -11,8 +11,13 @@ from .record import RunRecord
 from .words import bytes_written, count, percent, plain
 
 Point = tuple[float, float]
+LOSSES = (
+    "Training loss: mean of -ln p over the learnt tokens of a step's rows, before its update. "
+    "Evaluation loss: the same mean over all learnt tokens of the evaluation rows, without dropout."
+)
 MANY = 30  # points from which on a noisy curve is smoothed, the raw one faint behind it
 MOST_POINTS = 600  # of one line: more than a page has pixels for
+FITTED = 0.5  # an axis is fitted to values whose least is above this share of their greatest
 _NOISY = ("grad_norm", "tokens_per_second", "mfu", "share_changed")
 
 
@@ -40,6 +45,7 @@ class Plot:
 
     written    writes a value on the axis
     trouble    what is wrong with the values themselves
+    from_zero  the axis begins at 0, unless the values lie so close together that their course could not be seen
     """
 
     key: str
@@ -50,6 +56,8 @@ class Plot:
     guides: Sequence[Guide] = ()
     from_zero: bool = True
     trouble: str = ""
+    resumed: Sequence[int] = ()
+    """Steps that the run went on from after it was stopped."""
 
     @property
     def finite(self) -> list[Point]:
@@ -68,7 +76,20 @@ class Plot:
         low, high = min(values), max(values)
         shown = [g for g in self.guides if math.isfinite(g.value) and g.value <= high * 3 + 1e-12]
         low, high = min([low, *(g.value for g in shown)]), max([high, *(g.value for g in shown)])
-        return shown, nice_ticks(0.0 if self.from_zero else low, high)
+        return shown, nice_ticks(0.0 if self.from_zero and low <= FITTED * high else low, high)
+
+    @property
+    def constant(self) -> str | None:
+        """The value that a single line has throughout, as it would be written; None where it changes, or has only one point."""
+        written = {self.written(y) for _, y in self.finite}
+        one_line = len([s for s in self.series if s.look != "faint"]) == 1
+        return written.pop() if one_line and len(self.finite) > 1 and len(written) == 1 and not self.trouble else None
+
+    @property
+    def marks(self) -> list[int]:
+        """The resumes that lie within the curves."""
+        first, last = min(x for x, _ in self.finite), max(x for x, _ in self.finite)
+        return [step for step in self.resumed if first <= step <= last]
 
     @property
     def steps(self) -> list[float]:
@@ -91,6 +112,7 @@ class Plot:
             extreme = f", lowest {self.written(lowest)} at step {at:,.0f}" if at not in (first, last) else ""
             said.append(f"{one.name} from {self.written(start)} at step {first:,.0f} to {self.written(end)} at step {last:,.0f}{extreme}")
         said += [f"a line at {g.label}" for g in self.guides]
+        said += [f"resumed at step {step:,}" for step in self.marks]
         return f"{self.title}: " + "; ".join([*said, *([self.trouble] if self.trouble else [])])
 
 
@@ -100,8 +122,10 @@ def loss_plot(record: RunRecord) -> Plot | None:
     many = len(loss) > MANY
     series = [Series("training loss", loss, "faint" if many else "line")] if loss else []
     series += [Series("training loss, smoothed over 4% of the steps", smoothed(loss))] if many else []
-    series += [Series("evaluation loss, weighted by tokens", evaluations, "dots", colour=2)] if evaluations else []
-    plot = Plot(key="loss", title="Loss", series=series, from_zero=False, trouble=_lost(loss + evaluations))
+    series += [Series("evaluation loss", evaluations, "dots", colour=2)] if evaluations else []
+    plot = Plot(
+        key="loss", title="Loss", series=series, from_zero=False, trouble=_lost(loss + evaluations), resumed=record.resumed_at, note=LOSSES
+    )  # fmt: skip
     return plot if plot.finite else None
 
 
@@ -125,7 +149,17 @@ def plots(record: RunRecord) -> list[Plot]:
         points = record.curve(key)
         if key == "promotions" and not any(v for _, v in points):
             continue
-        found.append(Plot(key=key, title=title, note=note, series=_lines(key, title, points), written=written, trouble=_lost(points)))
+        found.append(
+            Plot(
+                key=key,
+                title=title,
+                note=note,
+                series=_lines(key, title, points),
+                written=written,
+                trouble=_lost(points),
+                resumed=record.resumed_at,
+            )
+        )
     return [plot for plot in found if plot.finite]
 
 
@@ -138,7 +172,15 @@ def _norm(record: RunRecord) -> Plot:
         note = f"Clipped above {plain(float(clip))}: {percent(over)} of the steps were."
         guides = [Guide(float(clip), f"clip {plain(float(clip))}")]
     title = "Gradient norm"
-    return Plot(key="grad_norm", title=title, note=note, series=_lines("grad_norm", title, norm), guides=guides, trouble=_lost(norm))
+    return Plot(
+        key="grad_norm",
+        title=title,
+        note=note,
+        series=_lines("grad_norm", title, norm),
+        guides=guides,
+        trouble=_lost(norm),
+        resumed=record.resumed_at,
+    )
 
 
 def _lines(key: str, title: str, points: list[Point]) -> list[Series]:

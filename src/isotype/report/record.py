@@ -26,6 +26,7 @@ class RunRecord:
     result: dict[str, Any] = field(default_factory=dict)
     preflight: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
+    resumes: dict[str, Any] = field(default_factory=dict)
     examples: list[dict[str, Any]] = field(default_factory=list)
     running: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
@@ -55,6 +56,11 @@ class RunRecord:
         said = self.result.get("status")
         return str(said) if said is not None else "running" if self.running else "stopped"
 
+    @property
+    def resumed_at(self) -> list[int]:
+        """Steps that the run went on from after it was stopped, in order."""
+        return sorted({step for step in list_of(self.resumes.get("steps")) if type(step) is int and step >= 0})
+
     def setting(self, section: str, key: str) -> Any:
         part = self.settings.get(section)
         return part.get(key) if isinstance(part, dict) else None
@@ -67,7 +73,10 @@ def read_run(folder: Path) -> RunRecord:
     if not any((folder / name).is_file() for name in FILES):
         raise UsageError(f"{folder}: not a run folder: it has none of {', '.join(FILES[:4])}")
     record = RunRecord(folder)
-    for attribute, name in (("environment", "env"), *((same, same) for same in ("precision", "data", "result", "preflight", "plan"))):
+    for attribute, name in (
+        ("environment", "env"),
+        *((same, same) for same in ("precision", "data", "result", "preflight", "plan", "resumes")),
+    ):
         value = _json(folder / f"{name}.json", record)
         if isinstance(value, dict):
             setattr(record, attribute, value)

@@ -1,14 +1,67 @@
-"""What was declared or checked, beside what was found: the precision of every role, and the preflight."""
+"""What was declared or checked, beside what was found: the precision of every role, the preflight, and the run as a whole."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 from .record import RunRecord, dict_of, list_of, rows_of
-from .words import duration, plain
+from .words import duration, percent, plain
 
 _NOT_A_DTYPE = ("rounding", "loss_scaling")
 ROLES = ("base", "trainable", "compute", "grads", "reduce", "optimizer", "loss", "norms", "generate", "save")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One sentence on what was learnt, one on the precision, and the worse of their moods."""
+
+    learnt: str
+    kept: str
+    mood: str
+
+
+def verdict(record: RunRecord) -> Verdict:
+    """Base against tuned loss on the evaluation rows, and whether the declared precision was kept."""
+    learnt, learnt_mood = _learnt(record)
+    kept, kept_mood = _kept(record)
+    worst = next(mood for mood in ("bad", "warn", "good") if mood in (learnt_mood, kept_mood))
+    return Verdict(learnt, kept, worst)
+
+
+def _learnt(record: RunRecord) -> tuple[str, str]:
+    evaluations = [(step, loss) for step, loss in record.curve("eval_loss") if math.isfinite(loss)]
+    if not evaluations:
+        return "No evaluation: whether it learnt something that holds for other rows is not known.", "warn"
+    taken = record.result.get("of_step")
+    (first, base), (last, tuned) = evaluations[0], evaluations[-1]
+    if isinstance(taken, int):  # with early stopping the best step is the result
+        last, tuned = next(((step, loss) for step, loss in reversed(evaluations) if step <= taken), evaluations[-1])
+    if last == first:
+        return f"Evaluation loss {plain(base)} at step {first:,.0f}; no second evaluation to compare it with.", "warn"
+    before = "before training" if first == 0 else f"at step {first:,.0f}"
+    share = (tuned - base) / base if base else 0.0
+    best_step, best = min(evaluations, key=lambda point: point[1])
+    how = "no change" if plain(tuned) == plain(base) else f"{percent(abs(share))} {'lower' if share < 0 else 'higher'}"
+    said = f"Evaluation loss {plain(base)} {before}, {plain(tuned)} at step {last:,.0f}: {how}"
+    if best_step not in (first, last) and plain(best) != plain(tuned):
+        return f"{said}. It was lower at step {best_step:,.0f}, {plain(best)}: it learns its training rows by heart.", "warn"
+    return f"{said}.", "good" if tuned < base else "warn"
+
+
+def _kept(record: RunRecord) -> tuple[str, str]:
+    table = precision(record)
+    broken = len(table["violations"])
+    if broken:
+        return f"The declared precision was broken: {broken} {'violation' if broken == 1 else 'violations'}.", "bad"
+    roles = [row for row in table["rows"] if row["role"] not in _NOT_A_DTYPE and row["declared"] is not None]
+    seen = [row for row in roles if row["mood"] == "good"]
+    if not seen:
+        return "The precision was not observed.", "warn"
+    unseen = [str(row["role"]) for row in roles if row not in seen]
+    rest = f"; not observed: {', '.join(unseen)}" if unseen else ""
+    return f"The declared precision was kept in {len(seen)} of {len(roles)} roles{rest}.", "good"
 
 
 def precision(record: RunRecord) -> dict[str, Any]:
@@ -37,6 +90,7 @@ def precision(record: RunRecord) -> dict[str, Any]:
         "differing": any(reason != usual for reason in reasons),
         "promotions": rows_of(record.precision.get("promotions"), "module", "dtype", "times"),
         "violations": violations,
+        "places": [{"place": str(place), "why": str(why)} for place, why in unobserved.items() if place not in ROLES],
         "observed_at": [plain(float(s)) for s in list_of(record.precision.get("observed_at")) if isinstance(s, int)],
     }
 

@@ -22,7 +22,8 @@ def plain(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    return f"{value:.0%}" if abs(value) >= 0.1 or value == 0 else f"{100 * value:.2g}%"
+    """Three digits: those of a share of 98 to 99% are the ticks of an axis."""
+    return f"{100 * value:.3g}%" if abs(value) >= 0.1 else f"{100 * value:.2g}%"
 
 
 def bytes_written(value: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,32 +97,6 @@ class RunConsole:
             asked, made = one.lines()
             self.say(f"    > {_short(asked)}", style="dim")
             self.say(f"    {_short(made) or '(nothing)'}")
-
-
-class Pace:
-    """Seconds a step, the mean of about the last WINDOW, for the ETA; the first step warms up and does not count."""
-
-    WINDOW = 50
-
-    def __init__(self) -> None:
-        self._seconds: float | None = None
-        self._seen = 0
-        self._at = time.perf_counter()
-
-    def start(self) -> None:
-        self._at = time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds since `start`."""
-        seconds = time.perf_counter() - self._at
-        self._seen += 1
-        if self._seen > 1:
-            known = self._seconds or 0.0
-            self._seconds = known + (seconds - known) / min(self._seen - 1, self.WINDOW)
-        return seconds
-
-    def eta(self, steps: int) -> float | None:
-        return None if self._seconds is None else self._seconds * steps
 
 
 def _short(text: str, most: int = 160) -> str:

@@ -18,7 +18,8 @@ from torch import nn
 
 from ..config.schema import RunConfig
 from ..errors import IsotypeError, RunError, UsageError
-from ..precision.observe import UNSEEN, Observation, Observer
+from ..precision.observe import Observation, Observer, is_observed
+from ..precision.observe.record import as_read, as_written, noted
 from ..precision.resolve import Resolved
 from ..runs.checkpoint.snapshot import (
     optimizer_tensors,
@@ -32,19 +33,18 @@ from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import RunFolder
 from ..runs.metrics import Metrics
 from .callbacks import Callback, Moment, tell
-from .console import Pace, RunConsole
+from .console import RunConsole
 from .feed import Feed
 from .finite import calmer_steps, first_non_finite_trained
 from .interrupt import Interrupt
 from .loss_scale import LossScale
 from .memory.device import peak_memory
 from .milestones import Milestones
+from .pace import Pace, sample_seconds
 from .schedule import learning_rate
 from .step import Stepper
 from .task import Batch, Sample, Task
 from .trackers.trackers import Trackers
-
-UNSEEN_OF_TASK = "nothing of it ran in this process: what it makes was found in the cache"
 
 
 @dataclass
@@ -57,6 +57,7 @@ class Progress:
     best_step: int | None = None
     without_gain: int = 0
     trained_seconds: float = 0.0
+    sampled_seconds: float = 0.0
     units: int = 0
     """Tokens or pictures seen."""
 
@@ -70,8 +71,9 @@ class Progress:
         for name in ("step", "position", "without_gain", "units"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 0:
                 raise TypeError(f"progress.{name} is {getattr(self, name)!r}")
-        if not isinstance(self.best_loss, float) or not isinstance(self.trained_seconds, float | int):
-            raise TypeError(f"progress.best_loss is {self.best_loss!r}, progress.trained_seconds {self.trained_seconds!r}")
+        for name in ("best_loss", "trained_seconds", "sampled_seconds"):
+            if not isinstance(getattr(self, name), float) and (name == "best_loss" or type(getattr(self, name)) is not int):
+                raise TypeError(f"progress.{name} is {getattr(self, name)!r}")
         if self.best_step is not None and type(self.best_step) is not int:
             raise TypeError(f"progress.best_step is {self.best_step!r}")
 
@@ -105,12 +107,13 @@ class Loop:
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.folder.metrics)
         self.pace = Pace()
+        self._said_no_samples = False
 
     def run(self, interrupt: Interrupt) -> bool:
         """Raises  RunError naming the last good checkpoint when a step fails."""
         interrupt.begin()
         if self.progress.step == 0:
-            self._between(evaluating=True, sampling=True, saving=False)
+            self._between(evaluating=True, sampling=bool(self.plan.sample_every), saving=False)
         while self.progress.step < self.plan.total:
             step = self.progress.step + 1
             try:
@@ -140,7 +143,8 @@ class Loop:
         batches = [self.task.collate(self.stream.take(train.batch_size)).to(self.device) for _ in range(train.accumulate)]
         logging = step % run.log_every == 0 or step in (1, self.plan.total)
         rate = learning_rate(train, step, self.plan.total)
-        if step == 1 or step % run.observe_every == 0:
+        drawn = is_observed(step, every=run.observe_every, seed=train.seed, total=self.plan.total)
+        if drawn or self.observer.changed():
             result, promotions = self._observed_step(batches, step, rate)
         else:
             result, promotions = self.stepper(batches, step=step, learning_rate=rate, watch_changes=logging), None
@@ -173,26 +177,16 @@ class Loop:
             "loss_scale": self.stepper.loss_scale.scale if self.stepper.loss_scale else None,
         }
         self._write(row)
-        self.console.progress(
-            step, self.plan.total, row | {"grad_norm": result.gradient_norm}, self.pace.eta(self.plan.total - step), words
-        )
+        left = self._sample_seconds_left(self.pace.steps_seconds(self.plan.total - step))
+        eta = self.pace.eta(self.plan, step, sample_seconds_left=left)
+        self.console.progress(step, self.plan.total, row | {"grad_norm": result.gradient_norm}, eta, words)
         self._tell("step", row)
 
     def _observed_step(self, batches: Sequence[Batch], step: int, rate: float) -> tuple[Any, int]:
         """A step with every module hooked; raises DtypeError when something is not as declared."""
         accumulator, optimizer = self.stepper.accumulator, self.stepper.optimizer
-        with self.observer.watch(step) as seen:
-
-            def before_update(*_: Any) -> None:
-                # the gradients are gone after the step: their dtypes are taken just before the optimizer reads them
-                self.observer.look(seen, gradient=accumulator.gradient)
-
-            hook = optimizer.register_step_pre_hook(before_update)
-            try:
-                result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=True)
-            finally:
-                hook.remove()
-        self.observer.look(seen, states=lambda p: optimizer.state.get(p, {}), parameters=False)
+        with self.observer.watch(step, optimizer=optimizer, gradient=accumulator.gradient) as seen:
+            result = self.stepper(batches, step=step, learning_rate=rate, watch_changes=True)
         if self.stepper.loss_dtype is not None:
             self.observer.look_at_loss(seen, self.stepper.loss_dtype)
         self.observer.look_at_task(seen, self.task.observed())
@@ -207,42 +201,25 @@ class Loop:
 
     def note(self, seen: Observation) -> None:
         """Adds an observation to precision.json; roles seen before and not now stay as they were. Raises DtypeError DT003."""
-        new, before = seen.as_json(), self.observed
-        stepped = bool(new["dtypes"].get("compute"))
-        self.observed = {
-            "observed": {**before.get("observed", {}), **new["dtypes"]},
-            "violations": new["violations"],
-            "promotions": new["promotions"] if stepped else before.get("promotions", []),
-            "observed_at": before.get("observed_at", []) + [seen.step] * stepped,
-        }
+        self.observed = noted(self.observed, seen)
         self.write_precision()
         seen.raise_if_violated()
 
     def write_precision(self) -> None:
-        seen = self.observed.get("observed", {})
         self.folder.write_json(
             "precision.json",
             {
                 "precision": str(self.resolved.precision),
                 "preset": self.resolved.preset,
                 "declared": self.resolved.as_json(),
-                **self.observed,
-                "unobserved": {
-                    role: why for role, why in (UNSEEN | dict.fromkeys(self.task.roles, UNSEEN_OF_TASK)).items() if role not in seen
-                },
+                **as_written(self.observed, self.task.roles),
             },
         )
 
     def _observed_before(self) -> None:
         """What an earlier part of this run saw; a file that is damaged says nothing."""
         try:
-            said = self.folder.read_json("precision.json")
-            self.observed = {
-                "observed": {str(role): dict(counts) for role, counts in said["observed"].items()},
-                "violations": [],
-                "promotions": list(said["promotions"]),
-                "observed_at": [int(step) for step in said["observed_at"] if int(step) <= self.progress.step],
-            }
+            self.observed = as_read(self.folder.read_json("precision.json"), self.progress.step)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             self.observed = {}
 
@@ -259,11 +236,15 @@ class Loop:
         """Evaluation, samples and checkpoint after a step; True when it is time to stop early."""
         best = stop = False
         if evaluating and self.task.eval_rows:
-            best, stop = self._evaluate()
-        if sampling and self.task.samples:
-            self._sample()
+            with self.pace.pause("evaluation"):
+                best, stop = self._evaluate()
+        if sampling and self.task.samples and self._samples_allowed():
+            with self.pace.pause("samples"):
+                self._sample()
+            self.progress.sampled_seconds += self.pace.last("samples")
         if saving or best or stop:
-            self.save(best=best)
+            with self.pace.pause("checkpoint"):
+                self.save(best=best)
         return stop
 
     def _evaluate(self) -> tuple[bool, bool]:
@@ -292,11 +273,30 @@ class Loop:
             self.console.say(f"no better evaluation for {progress.without_gain}: stopping early (train.patience)")
         return best and progress.step > 0, stop
 
+    def _sample_seconds_left(self, seconds_ahead: float = 0.0) -> float:
+        """What samples may still take; without a limit where run.sample_every says how often they are wanted."""
+        if self.config.run.sample_every is not None:
+            return math.inf
+        return sample_seconds(self.progress.trained_seconds + seconds_ahead) - self.progress.sampled_seconds
+
+    def _samples_allowed(self) -> bool:
+        """Whether samples fit into their share of the time. Those after the last step have their time kept for them."""
+        wanted = 1 if self.progress.step == self.plan.total else 2
+        allowed = wanted * self.pace.last("samples") <= self._sample_seconds_left()
+        if not allowed and not self._said_no_samples:
+            self._said_no_samples = True
+            self.console.settle()
+            self.console.say(
+                f"step {self.progress.step}: samples left out, they would take more than a tenth of the training "
+                "(run.sample_every: N takes them all the same, 0 switches them off)"
+            )
+        return allowed
+
     def _sample(self) -> None:
         # the first samples of a run are watched; a step's number decides, so that a resumed run does as the undisturbed one did
         watched = self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
         with watched as seen:
-            samples = self.task.sample(self.model, self.device)
+            samples = self.task.sample(self.model, self.device, seconds=self._sample_seconds_left())
         if seen is not None:
             self.note(seen)
         self.folder.samples.mkdir(exist_ok=True)

@@ -23,7 +23,9 @@ class Milestones:
         total = config.train.steps or max(1, math.ceil(config.train.epochs * rows / per_step))
         tenth = max(1, math.ceil(total / 10))
         eval_every = (config.train.eval_every or tenth) if eval_rows else 0
-        return cls(total, eval_every, config.run.save_every or eval_every or tenth, config.run.sample_every or eval_every or tenth)
+        often = eval_every or tenth
+        sample_every = often if config.run.sample_every is None else config.run.sample_every
+        return cls(total, eval_every, config.run.save_every or often, sample_every)
 
     def due(self, every: int, step: int) -> bool:
         return bool(every) and (step % every == 0 or step == self.total)

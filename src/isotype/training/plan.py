@@ -15,7 +15,7 @@ from .memory.plan import MemoryPlan
 from .memory.recomputation import NONE, Checkpointing
 from .milestones import Milestones
 from .quiet import quiet_libraries
-from .schedule import learning_rate, warmup_steps
+from .schedule import learning_rate, repeats_in_a_step, warmup_steps
 from .setup import planned_checkpointing, settle
 from .task import Task
 
@@ -77,9 +77,8 @@ class Plan:
             *[f"  {line}" for line in self.data_lines[1:]],
             f"schedule    {s['steps']:,} steps of {s['rows_per_step']} rows ({s['epochs']:.3g} epochs), learning rate "
             f"{s['learning_rate']:g} {s['shape']}, {s['warmup']} of them warm-up, ends at {s['last_learning_rate']:.2g}",
-            f"  evaluation every {s['eval_every']}, checkpoint every {s['save_every']}, samples every {s['sample_every']} steps"
-            if s["eval_every"]
-            else f"  no evaluation, checkpoint every {s['save_every']}, samples every {s['sample_every']} steps",
+            f"  {_every('evaluation', s['eval_every'])}, {_every('checkpoint', s['save_every'])}, {_every('samples', s['sample_every'])}",
+            *([f"  {s['note']}"] if s["note"] else []),
             *([f"attention   {self.attention}"] if self.attention else []),
             f"recompute   {self.checkpointing}",
             *self._memory_lines(),
@@ -132,7 +131,7 @@ def plan(task: Task, sources: Mapping[str, str]) -> Plan:
         total=made.total,
         data=task.plan_facts(),
         data_lines=task.plan_lines(),
-        schedule=_schedule(config, rows=task.rows, eval_rows=task.eval_rows),
+        schedule=_schedule(config, rows=task.rows, eval_rows=task.eval_rows, stream=config.data.stream),
         memory=memory,
         checkpointing=checkpointing,
         process=process,
@@ -140,7 +139,11 @@ def plan(task: Task, sources: Mapping[str, str]) -> Plan:
     )
 
 
-def _schedule(config: RunConfig, *, rows: int, eval_rows: int) -> dict[str, Any]:
+def _every(what: str, steps: int) -> str:
+    return f"{what} every {steps} steps" if steps else f"no {what}"
+
+
+def _schedule(config: RunConfig, *, rows: int, eval_rows: int, stream: bool) -> dict[str, Any]:
     train = config.train
     when = Milestones.of(config, rows=rows, eval_rows=eval_rows)
     per_step = train.batch_size * train.accumulate
@@ -155,4 +158,5 @@ def _schedule(config: RunConfig, *, rows: int, eval_rows: int) -> dict[str, Any]
         "eval_every": when.eval_every,
         "save_every": when.save_every,
         "sample_every": when.sample_every,
+        "note": None if stream else repeats_in_a_step(per_step, rows),
     }

@@ -28,6 +28,7 @@ from ..runs.folder import RESOLVED, RunFolder, name_of
 from ..runs.untrusted import refuse_code_of
 from .callbacks import Callback
 from .console import RunConsole, duration, size
+from .contention import contention
 from .finish import finish
 from .interrupt import Interrupt
 from .loop import Loop
@@ -42,6 +43,7 @@ from .trackers.available import refuse_missing
 from .trackers.trackers import start
 
 INTERRUPTED = 130
+RESUMES = "resumes.json"
 Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]
 
 
@@ -161,7 +163,9 @@ def _run(
     loop.callbacks = own.callbacks
     checked = preflight(Subject(config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=resuming), skips)
     _write_start(loaded, task, prepared, loop.plan, folder, resuming=resuming)
-    console.header([*header_rows(task, prepared, loop.plan, folder), *checked.header_rows()])
+    shared = contention() if prepared.device.type == "cpu" else None
+    said = [("cores", str(shared))] if shared else []
+    console.header([*header_rows(task, prepared, loop.plan, folder), *said, *checked.header_rows()])
     if resuming:
         _restore(loop, console)
     loop.trackers = trackers = start(config.run.trackers, folder.path, config.model_dump(), console.say)
@@ -221,7 +225,7 @@ def _loop(task: Task, prepared: Prepared, folder: RunFolder, console: RunConsole
         resolved=prepared.resolved,
         model=prepared.model,
         stepper=prepared.stepper,
-        observer=Observer(prepared.model, precision),
+        observer=Observer(prepared.model, precision, lora_branch=config.model.lora_branch),
         stream=task.feed(),
         plan=Milestones.of(config, rows=task.rows, eval_rows=task.eval_rows),
         folder=folder,
@@ -241,6 +245,7 @@ def _write_start(loaded: LoadedConfig, task: Task, prepared: Prepared, plan: Mil
         folder.write_text("config.yaml", loaded.text)  # as given at first; a resumed run reads resolved.yaml
     folder.write_json("env.json", environment())
     folder.write_json("manifest.json", prepared.manifest.to_dict())
+    task.begin(folder.path, resuming=resuming)
     for name, content in task.records().items():
         folder.write_json(name, content)
     trainable, total = trainable_share(prepared.model)
@@ -283,9 +288,19 @@ def _restore(loop: Loop, console: RunConsole) -> None:
         console.say("resume    no whole checkpoint: starting from the beginning")
         return
     loop.restore(loop.store.load(step))
+    loop.folder.write_json(RESUMES, {"steps": [*resumed_at(loop.folder.path), step]})
     loop.store.tidy(loop.progress.best_step)
     done = f", which was the last: train.steps={2 * step} or train.epochs=N goes on" if step >= loop.plan.total else ""
     console.say(f"resume    from step {step}{done}")
+
+
+def resumed_at(folder: Path) -> list[int]:
+    """The steps that a run went on from; none where it was never resumed."""
+    try:
+        steps = json.loads((folder / RESUMES).read_text(encoding="utf-8"))["steps"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    return [step for step in steps if type(step) is int] if isinstance(steps, list) else []
 
 
 def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder) -> list[tuple[str, str]]:

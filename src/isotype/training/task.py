@@ -6,6 +6,7 @@ A task loads a model and its data, computes a loss, evaluates, samples, saves. `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,8 +203,12 @@ class Task(Protocol):
     def samples(self) -> int:
         """How many samples a round makes; 0: none."""
 
-    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False) -> Sequence[Sample]:
-        """One round, without a trace in what follows. `shortened`: one small sample, to see that it works."""
+    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf) -> Sequence[Sample]:
+        """One round, without a trace in what follows.
+
+        shortened  one small sample, to see that it works
+        seconds    after so long no further sample is begun; one is always made
+        """
 
     # the result
 
@@ -220,6 +225,9 @@ class Task(Protocol):
 
     def records(self) -> Mapping[str, Any]:
         """JSON files of the run folder that this kind of run writes at its start, by name."""
+
+    def begin(self, folder: Path, *, resuming: bool) -> None:
+        """Writes what lasts through the run and is no JSON file of its start: lists that may grow."""
 
     def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
         """The architecture's name, and what a plan has to say of the base. Raises UsageError as `build_model` would."""

@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from isotype.tasks.choose import task_of, train
+from isotype.tasks.choose import train
 
 
 @pytest.mark.parametrize(("family", "preset"), [("sd3", "fp32"), ("sd3", "bf16-lora"), ("flux", "fp32"), ("flux", "bf16-lora")])

@@ -86,3 +86,11 @@ def test_samples_in_a_runs_own_lines_move_no_cursor(capsys):
 
     RunConsole(json_output=False).samples(1, [Sample("one?\x1b[1A", "a\x1b[2Jb\x9b", None)])
     assert capsys.readouterr().out.splitlines()[1:] == ["    > one?�[1A", "    a�[2Jb�"]
+
+
+def test_no_prompt_is_begun_after_the_time_given():
+    prompts = [SamplePrompt("one", (3, 4, 5)), SamplePrompt("two", (6, 7))]
+    model = tiny()
+    apply_precision(model, PRESETS["fp32"], device_type="cpu")
+    answers = sample(model, WordTokenizer(), prompts, max_new_tokens=2, device=torch.device("cpu"), seconds=0.0)
+    assert [answer.prompt for answer in answers] == ["one"]

@@ -20,11 +20,12 @@ from .versions import installed as installed_versions
 
 @dataclass
 class Checked:
-    """records: one a run; files: how many were looked at."""
+    """records: one a run of another tool; own: runs of Isotype itself, which need no record; files: how many were looked at."""
 
     findings: list[Finding]
     records: list[Record]
     files: int
+    own: int = 0
 
 
 def check(paths: Iterable[str], *, device: str | None = None, environment: bool = False, installed: bool = False) -> Checked:
@@ -43,10 +44,12 @@ def check(paths: Iterable[str], *, device: str | None = None, environment: bool 
         extra.append(process_environment(os.environ))
     if installed:
         extra.append(installed_versions())
+    own = 0
     records, findings = [], [*found.trouble, *(_pairs() if installed else [])]
     for facts in runs(found, device):
         facts.documents += [d for d in extra if d.settings]
         if any(d.tool == "isotype" for d in facts.documents):
+            own += 1
             findings += _isotype(facts, found)
             continue
         record = effective_precision(facts)
@@ -54,7 +57,7 @@ def check(paths: Iterable[str], *, device: str | None = None, environment: bool 
             records.append(record)
         for function in RULES.values():
             findings += function(record)
-    return Checked(_distinct(findings), records, found.files)
+    return Checked(_distinct(findings), records, found.files, own)
 
 
 def _isotype(facts: Facts, found: Collection) -> list[Finding]:
@@ -81,7 +84,7 @@ def _distinct(findings: list[Finding]) -> list[Finding]:
 
 def trouble_without_files(checked: Checked, paths: Iterable[str]) -> Finding | None:
     """A note when nothing was recognised: silence would look like a clean bill."""
-    if checked.records or checked.findings:
+    if checked.records or checked.findings or checked.own:
         return None
     return Finding(
         code="CF099",

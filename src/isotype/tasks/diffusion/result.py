@@ -54,9 +54,26 @@ def load_result(folder: Path, pipeline: PipelineFolder, config: RunConfig, preci
         put_adapter(denoiser, folder, pipeline)
     else:
         denoiser = pipeline.denoiser_class().from_pretrained(folder, dtype=to_torch(precision.trainable), use_safetensors=True)
-    denoiser.to(device)
-    put_under(denoiser, denoiser, pipeline.family, config, precision, device_type=device.type)
-    return denoiser.eval()
+    model = NamedAsPeft(denoiser) if (folder / LORA_FILE).is_file() else denoiser
+    model.to(device)
+    put_under(model, denoiser, pipeline.family, config, precision, device_type=device.type)
+    return model.eval()
+
+
+class NamedAsPeft(nn.Module):
+    """A denoiser that diffusers put an adapter on, whose parameters have the names that PEFT's wrapper gives them."""
+
+    def __init__(self, denoiser: nn.Module) -> None:
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = denoiser
+
+    def get_base_model(self) -> nn.Module:
+        inner: nn.Module = self.base_model.model
+        return inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model.model(*args, **kwargs)
 
 
 def put_adapter(denoiser: Any, folder: Path, pipeline: PipelineFolder) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +58,8 @@ def sample(
     empty: dict[str, Tensor],
     how: Drawing,
     device: torch.device,
+    *,
+    seconds: float = math.inf,
 ) -> list[Sample]:
     """A picture a prompt. Its noise depends on the seed and the prompt's position only.
 
@@ -68,7 +72,10 @@ def sample(
         pipe = folder.pipeline_for_sampling(inner_model(model), vae)
         # the pipeline takes its latents' dtype from the text's
         none = {name: tensor[None].to(device, dtype) for name, tensor in empty.items()}
+        begun = time.monotonic()
         for i, (prompt, text) in enumerate(prompts):
+            if i and time.monotonic() - begun > seconds:
+                break
             given = {name: tensor[None].to(device, dtype) for name, tensor in text.items()}
             latents_1CHW = folder.family.sample(
                 pipe, given, none, size=how.size, steps=how.steps, guidance=how.guidance, generator=generator_of("sample", how.seed, i)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -267,9 +268,9 @@ class DiffusionTask:
     def samples(self) -> int:
         return len(self.config.run.samples)
 
-    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False) -> list[Sample]:
+    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf) -> list[Sample]:
         prompts = self.config.run.samples[:1] if shortened else self.config.run.samples
-        return self.draw(model, device, prompts, self.drawing(REHEARSED_STEPS if shortened else None))
+        return self.draw(model, device, prompts, self.drawing(REHEARSED_STEPS if shortened else None), seconds=seconds)
 
     def drawing(self, steps: int | None = None) -> Drawing:
         run = self.config.run
@@ -277,11 +278,13 @@ class DiffusionTask:
             run.sample_size or self.config.images.resolution, steps or run.sample_steps, run.sample_guidance, self.config.train.seed
         )
 
-    def draw(self, model: nn.Module, device: torch.device, prompts: Sequence[str], how: Drawing) -> list[Sample]:
-        """A picture for each prompt, whose embeddings are in the store."""
+    def draw(
+        self, model: nn.Module, device: torch.device, prompts: Sequence[str], how: Drawing, *, seconds: float = math.inf
+    ) -> list[Sample]:
+        """A picture for each prompt, whose embeddings are in the store. After `seconds` no further one is begun."""
         get = self.encoder.store.get
         asked = [(prompt, get(self.text[prompt])) for prompt in prompts]
-        return sample(model, self.folder, self.precision, asked, get(self.text[EMPTY]), how, device)
+        return sample(model, self.folder, self.precision, asked, get(self.text[EMPTY]), how, device, seconds=seconds)
 
     # the result
 
@@ -307,6 +310,9 @@ class DiffusionTask:
 
     def records(self) -> Mapping[str, Any]:
         return {"data.json": {**self.plan_facts(), "made": self.encoder.made, "found": self.encoder.kept}}
+
+    def begin(self, folder: Path, *, resuming: bool) -> None:
+        """Nothing lasts through the run: pictures that cannot be read refuse it."""
 
     def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
         return type(inner_model(made.model)).__name__, []

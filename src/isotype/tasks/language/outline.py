@@ -71,7 +71,7 @@ def of_data(config: RunConfig, precision: Precision, data: LoadedData, prompts: 
         length=len(data.longest(1)[0].input_ids),
         eval_rows=min(micro_batch(config.train), len(data.eval)),
         eval_length=max(row_lengths(data.eval), default=0),
-        sample_length=longest + config.run.sample_tokens if longest else 0,
+        sample_length=longest + config.run.sample_tokens if longest and config.run.sample_every != 0 else 0,
     )
 
 
@@ -126,7 +126,7 @@ def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Ba
 
 def _with_adapter(base: Any, config: RunConfig) -> nn.Module:
     if config.adapter.start_from is None:
-        return attach_adapter(base, config.adapter, seed=config.train.seed)
+        return attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
     from peft import PeftConfig, get_peft_model
 
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -52,12 +54,19 @@ def sample(
     device: torch.device,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    seconds: float = math.inf,
 ) -> list[Sample]:
-    """Answers, one prompt at a time, greedy by default; training goes on bit for bit as without them."""
+    """Answers, one prompt at a time, greedy by default; training goes on bit for bit as without them.
+
+    seconds  no further prompt is begun after so long; the first is always answered
+    """
     config = generation_config(model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
-    samples = []
+    samples: list[Sample] = []
+    begin = time.perf_counter()
     with random_state_restored(), evaluation_mode(model), generating(model):
         for prompt in prompts:
+            if samples and time.perf_counter() - begin > seconds:
+                break
             ids = torch.tensor([list(prompt.input_ids)], device=device)
             out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
             answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ...config.schema import RunConfig
+from ...data.bad_rows import FILE as BAD_ROWS
+from ...data.bad_rows import BadRowFile
 from ...data.examples import examples
 from ...data.facts import source_lines
 from ...data.load import load_data
-from ...data.prompts import prompts_from
+from ...data.prompts import prompts_of_run
 from ...data.rows import LoadedData, Row, SamplePrompt, row_lengths
 from ...model.adapter import check_branch, save_adapter
 from ...model.build import build_model
@@ -72,8 +75,7 @@ class LanguageTask:
         self.data = data = load_data(config.data, self.tokenizer, seed=config.train.seed)
         if data.chat_template is not None:
             self.tokenizer.chat_template = data.chat_template
-        asked = config.run.samples
-        self.prompts = prompts_from(asked, self.tokenizer, chat_template=data.chat_template) if asked else list(data.prompts)
+        self.prompts = prompts_of_run(config.run, data, self.tokenizer)
 
     def build_model(self, precision: Precision, device: torch.device, folder: Path) -> tuple[nn.Module, Manifest]:
         config = self.config
@@ -138,11 +140,11 @@ class LanguageTask:
     def samples(self) -> int:
         return len(self.prompts)
 
-    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False) -> list[Sample]:
+    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf) -> list[Sample]:
         prompts, tokens = self.prompts, self.config.run.sample_tokens
         if shortened:
             prompts, tokens = prompts[:1], min(REHEARSED_TOKENS, tokens)
-        return sample(model, self.tokenizer, prompts, max_new_tokens=tokens, device=device)
+        return sample(model, self.tokenizer, prompts, max_new_tokens=tokens, device=device, seconds=seconds)
 
     # the result
 
@@ -164,6 +166,13 @@ class LanguageTask:
 
     def records(self) -> Mapping[str, Any]:
         return {"data.json": self.data.facts, "examples.json": {"examples": examples(self.data.train, self.tokenizer)}}
+
+    def begin(self, folder: Path, *, resuming: bool) -> None:
+        """Lists the rows that are left out; a stream meets more of them while it is read."""
+        listed = BadRowFile(folder / BAD_ROWS, resuming=resuming)
+        listed.write(self.data.bad_rows)
+        if self.data.stream is not None:
+            self.data.stream.on_bad_rows = listed.write
 
     def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
         architecture: Any = self.architecture()

@@ -22,7 +22,7 @@ from .device import unexpected_device
 from .disk import disk_too_small
 from .memory import out_of_memory
 from .rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
-from .schedule import never_leaves_warmup
+from .schedule import more_rows_in_a_step_than_there_are, never_leaves_warmup
 from .subject import Subject
 from .updates import vanishing_updates
 
@@ -34,6 +34,7 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
     "static": (
         Check(("PF001",), unexpected_device),
         Check(("PF002",), never_leaves_warmup),
+        Check(("PF021",), more_rows_in_a_step_than_there_are),
         Check(("PF003",), vanishing_updates),
         Check(("PF004",), disk_too_small),
         Check(("PF019",), adapter_of_another_base),

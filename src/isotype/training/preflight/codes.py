@@ -28,6 +28,7 @@ CODES: Mapping[str, str] = {
     "PF018": "packed documents do not see each other",
     "PF019": "a continued adapter is on its own base",
     "PF020": "rows fit into the model's positions",
+    "PF021": "a step's rows are different rows",
 }
 NOT_SKIPPED = {"PF008": "the run would read outside its embeddings"}
 

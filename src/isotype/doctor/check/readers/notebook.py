@@ -8,6 +8,7 @@ from collections.abc import Callable
 from .json_lines import BadJson
 
 _NOT_PYTHON = ("%", "!", "?")
+_PYTHON_MAGICS = {"capture", "time", "timeit", "prun", "python", "python3"}  # `%%bash` and all others hold another language
 
 
 def read(text: str) -> tuple[str, Callable[[int | None], int | None]]:
@@ -24,13 +25,19 @@ def read(text: str) -> tuple[str, Callable[[int | None], int | None]]:
         source = cell.get("source") if isinstance(cell, dict) and cell.get("cell_type") == "code" else None
         if not isinstance(source, (str, list)):
             continue
-        for line in source.splitlines() if isinstance(source, str) else "".join(map(str, source)).splitlines():
+        lines = source.splitlines() if isinstance(source, str) else "".join(map(str, source)).splitlines()
+        magics = {line.split()[0][2:] for line in lines if line.startswith("%%") and line[2:].strip()}
+        foreign, continued = bool(magics - _PYTHON_MAGICS), False
+        for line in lines:
             written = json.dumps(line, ensure_ascii=False)[1:-1]
             at = raw.find(written, position) if written.strip() else position
             position = at if at >= 0 else position
             plain = line.lstrip()
             indent = line[: len(line) - len(plain)]
-            code.append(f"{indent}pass  # {plain}" if plain.startswith(_NOT_PYTHON) else line)
+            within = foreign or continued  # a comment needs no indentation; the first line of a command may be a block's only one
+            shell = within or plain.startswith(_NOT_PYTHON)
+            continued = shell and plain.endswith("\\")  # `!pip install \` goes on in the next line
+            code.append(f"# {plain}" if within else f"{indent}pass  # {plain}" if shell else line)
             places.append(raw.count("\n", 0, position) + 1)
 
     def line_of(line: int | None) -> int | None:

@@ -82,7 +82,7 @@ def missing_template(subject: LanguageSubject) -> Iterator[Finding]:
         message="the rows are chats and the tokenizer has no chat template: a plain one is used",
         observed="User: ... / Assistant: ..., saved with the result",
         cause="a base model; or a tokenizer that is not the chat model's",
-        fix="right for a base model; else data.chat_template: FILE.jinja, or the chat model's tokenizer",
+        fix="right for a base model; else data.chat_template: chatml (llama3, gemma, FILE.jinja), or the chat model's tokenizer",
     )  # fmt: skip
 
 

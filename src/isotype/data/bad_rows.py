@@ -1,0 +1,136 @@
+"""Rows that cannot be used. They are collected over the whole of the data, so that one error names every kind of them, or left out.
+
+A row is bad where it is no JSON, no UTF-8, has the wrong keys or types, or is refused by the chat template. A row whose answer is empty is
+not bad: it teaches nothing, and is left out and counted in any case. Both are written to bad_rows.jsonl in the run folder.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+
+FILE = "bad_rows.jsonl"
+PLACES = 40  # named in one error
+KEPT = 10_000  # of a source, by place and reason; all are counted
+EMPTY = "the answer is empty"
+FIX = "data.on_bad_row: skip leaves them out, counts them and lists them in the run's bad_rows.jsonl"
+
+
+class RowError(UsageError):
+    """One row cannot be used; others of the file may be sound."""
+
+
+class EmptyAnswer(RowError):
+    """The row has an answer without a word in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that is left out. `empty`: only because its answer is empty."""
+
+    place: str
+    reason: str
+    fix: str | None = None
+    empty: bool = False
+
+    @classmethod
+    def of(cls, error: UsageError, place: str) -> BadRow:
+        """Raises the error again where it is not about the row."""
+        if not error.message.startswith(f"{place}: "):
+            raise error
+        empty = isinstance(error, EmptyAnswer)
+        return cls(place, EMPTY if empty else error.message.removeprefix(f"{place}: "), error.fix, empty)
+
+    def error(self) -> UsageError:
+        return UsageError(f"{self.place}: {self.reason}", fix=self.fix or FIX)
+
+
+@dataclass
+class BadRows:
+    """The bad rows of one source or side. `kinds` counts those that are an error unless data.on_bad_row is skip."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    empty: int = 0
+    kept: list[BadRow] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return sum(self.kinds.values())
+
+    def add(self, row: BadRow) -> None:
+        if row.empty:
+            self.empty += 1
+        else:
+            self.kinds[kind_of(row.reason)] += 1
+        if len(self.kept) < KEPT:
+            self.kept.append(row)
+
+    def as_json(self) -> dict[str, Any]:
+        rows = [[row.place, row.reason, row.fix, row.empty] for row in self.kept]
+        return {"kinds": dict(self.kinds), "empty": self.empty, "rows": rows}
+
+    def update(self, said: dict[str, Any]) -> None:
+        """Adds what `as_json` of another gave."""
+        self.kinds.update(said["kinds"])
+        self.empty += said["empty"]
+        self.kept += [BadRow(*row) for row in said["rows"]]
+
+    def refuse(self) -> None:
+        """Raises  UsageError that names every kind, and up to PLACES places; nothing where no row is bad."""
+        bad = [row for row in self.kept if not row.empty]
+        if self.count == 1 and bad:
+            raise bad[0].error()
+        if not self.count:
+            return
+        by_kind: dict[str, list[BadRow]] = {}
+        for row in bad:
+            by_kind.setdefault(kind_of(row.reason), []).append(row)
+        shown = sorted(by_kind, key=lambda kind: -self.kinds[kind])[:PLACES]
+        room = PLACES - len(shown)
+        lines = [f"{self.count:,} rows cannot be used"]
+        for kind in shown:
+            rows = by_kind[kind][: 1 + room]
+            room -= len(rows) - 1
+            more = self.kinds[kind] - len(rows)
+            places = ", ".join(row.place for row in rows) + (f", and {more:,} more" if more else "")
+            lines.append(f"  {self.kinds[kind]:,} x {rows[0].reason}\n      {places}")
+        if len(self.kinds) > len(shown):
+            lines.append(f"  and {len(self.kinds) - len(shown)} more kinds")
+        raise UsageError("\n".join(lines), fix=FIX)
+
+
+def kind_of(reason: str) -> str:
+    """A reason without what differs from row to row: numbers, and words in quotes."""
+    return re.sub(r"\d+", "N", re.sub(r"'[^']*'|\"[^\"]*\"", "'...'", reason))
+
+
+class BadRowFile:
+    """bad_rows.jsonl of a run: `{"place", "reason"}` a line, each place once. It is made with the first row."""
+
+    def __init__(self, path: Path, *, resuming: bool = False) -> None:
+        self.path = path
+        self._written: set[str] = set()
+        if not resuming:
+            path.unlink(missing_ok=True)
+        elif path.is_file():
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                try:
+                    self._written.add(str(json.loads(line)["place"]))
+                except (ValueError, LookupError, TypeError):
+                    continue
+
+    def write(self, rows: Iterable[BadRow]) -> None:
+        new = {row.place: row for row in rows if row.place not in self._written}
+        if not new:
+            return
+        self._written.update(new)
+        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            for row in new.values():
+                file.write(json.dumps({"place": row.place, "reason": row.reason}, ensure_ascii=False) + "\n")

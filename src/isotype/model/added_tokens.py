@@ -1,0 +1,58 @@
+"""`model.add_tokens`: special tokens that a tokenizer did not have, and embeddings for them.
+
+A base whose embeddings have grown is saved in the run folder once, as an ordinary model. Whatever loads the base later, the check at the
+end of a run, `chat`, `merge` or PEFT alone, then finds the rows that the adapter was trained on. Embedding and head are trained in full.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
+    """Adds them as special tokens, in order. Raises UsageError for one that is there, or is no token."""
+    from tokenizers import AddedToken
+
+    vocabulary = tokenizer.get_vocab()
+    for i, token in enumerate(tokens):
+        if not token.strip() or token != token.strip():
+            raise UsageError(f"model.add_tokens[{i}]: {token!r} begins or ends with white space, or is empty")
+        if token in vocabulary or token in tokens[:i]:
+            raise UsageError(f"model.add_tokens[{i}]: {token!r} is in the vocabulary already", fix="leave it out")
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True)
+
+
+def grown_config(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """The configuration with a vocabulary that holds the tokenizer's."""
+    text: Any = config.get_text_config()
+    text.vocab_size = max(text.vocab_size, len(tokenizer))
+    return config
+
+
+@torch.no_grad()
+def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, added: int) -> None:
+    """Rows for the last `added` tokens of the tokenizer, in embedding and head: the mean of the rows before them, in fp32."""
+    first = len(tokenizer) - added
+    embedding = model.get_input_embeddings()
+    if len(tokenizer) > embedding.weight.shape[0]:  # type: ignore[union-attr]
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    for layer in {id(one): one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None}.values():
+        for values in (layer.weight, getattr(layer, "bias", None)):
+            if values is not None:
+                values[first : len(tokenizer)] = values[:first].float().mean(0).to(values.dtype)
+
+
+def token_modules(model: PreTrainedModel) -> tuple[list[str], bool]:
+    """Names of the embedding and, where it has weights of its own, of the head; and whether the head shares the embedding's."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight  # type: ignore[union-attr]
+    wanted = [embedding] if tied or head is None else [embedding, head]
+    names = {id(module): name.rpartition(".")[2] for name, module in model.named_modules()}
+    return [names[id(module)] for module in wanted], tied

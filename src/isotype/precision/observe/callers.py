@@ -1,0 +1,68 @@
+"""Whose code asked for an operator: the first frame of the Python stack that is neither PyTorch's nor the observer's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OBSERVER = os.path.dirname(__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+# libraries whose models and layers are what plain practice means here
+_PRACTICE = tuple(f"{os.sep}site-packages{os.sep}{name}{os.sep}" for name in ("transformers", "peft", "bitsandbytes", "accelerate"))
+# models of the Hub lie in a folder of transformers' cache, not among its files
+USER, OURS, PRACTICE, ENGINE, OPTIMIZER = "user", "isotype", "practice", "autograd", "torch.optim"
+
+
+class Caller(NamedTuple):
+    """kind of code, where it stands, and whether a compiled region lies around it."""
+
+    kind: str
+    file: str
+    line: int
+    compiled: bool
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@cache
+def _room(file: str) -> str:
+    if file.startswith(_OBSERVER):
+        return "observer"
+    if file.startswith(_TORCH):
+        return "optim" if file.startswith(_TORCH + "optim") else "torch"
+    if file.startswith(_OURS):
+        return OURS
+    return PRACTICE if any(part in file for part in _PRACTICE) else USER
+
+
+def caller() -> Caller:
+    """The caller of the operator that is being dispatched."""
+    frame: FrameType | None = sys._getframe(1)
+    kind = file = ""
+    line, compiled, optimizer, compiler = 0, False, False, "torch._dynamo" in sys.modules
+    while frame is not None:
+        code = frame.f_code
+        where = _room(code.co_filename)
+        if where == "torch":
+            if not kind and code.co_name == "_engine_run_backward":
+                kind, file, line = ENGINE, code.co_filename, frame.f_lineno
+            compiled = compiled or code.co_name == "compile_wrapper"
+        elif where == "optim":
+            if not kind and not optimizer and code.co_name not in ("wrapper", "_use_grad", "profile_hook_step"):
+                optimizer, file, line = True, code.co_filename, frame.f_lineno
+        elif where != "observer" and not kind:
+            kind = OPTIMIZER if optimizer else where
+            if not optimizer:
+                file, line = code.co_filename, frame.f_lineno
+        if kind and not compiler:
+            break  # nothing above can be a compiled region
+        frame = frame.f_back
+    return Caller(kind or USER, file, line, compiled)

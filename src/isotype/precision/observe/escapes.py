@@ -1,0 +1,53 @@
+"""Values that leave PyTorch: NumPy, a list, an address. What happens to them there is not seen, and is said so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .callers import OURS, PRACTICE, Caller, caller
+
+_WAYS = {
+    "numpy": "NumPy", "__array__": "NumPy", "tolist": "a Python list", "__dlpack__": "DLPack", "data_ptr": "an address",
+    "untyped_storage": "its storage", "storage": "its storage", "__reduce_ex__": "a pickle",
+}  # fmt: skip
+
+
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+
+
+class Escapes(TorchFunctionMode):
+    """Calls `said(way, tensor, caller)` for each floating tensor of more than one element whose values leave.
+
+    attention  gets the dtype of the query of each `scaled_dot_product_attention` while it runs: its inside may be made of wide products
+    """
+
+    def __init__(self, said: Callable[[str, Tensor, Caller], None], attention: list[torch.dtype]) -> None:
+        super().__init__()
+        self.said, self.attention = said, attention
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ATTENTION and args and isinstance(args[0], Tensor):
+            device = args[0].device.type
+            self.attention.append(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else args[0].dtype)
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                self.attention.pop()
+        way = _WAYS.get(getattr(func, "__name__", ""))
+        if way is not None and args and isinstance(args[0], Tensor):
+            with torch._C.DisableTorchFunction():
+                tensor = args[0]
+                plain = type(tensor) in (Tensor, torch.nn.Parameter)  # a subclass of its own may have no values yet
+                if plain and tensor.is_floating_point() and tensor.numel() > 1 and not _expected(way, by := caller()):
+                    self.said(way, tensor, by)
+        return func(*args, **(kwargs or {}))
+
+
+def _expected(way: str, by: Caller) -> bool:
+    """Our own kernels take addresses, and transformers looks at storages to see what it may free."""
+    return by.kind == OURS or (by.kind == PRACTICE and way in ("its storage", "an address", "a pickle"))

@@ -1,0 +1,127 @@
+"""What a value was made of and what it lost on the way, kept for each storage while a step is watched.
+
+A storage and not a tensor: views and in-place operators then need no rule of their own. A weak reference holds the storage's address, so
+that no other storage can take it, and its memory is free as before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+INPUT, WEIGHT, BUFFER, STATE, GRADIENT, FLOAT_INPUT = 1, 2, 4, 8, 16, 32
+
+
+class Mark(NamedTuple):
+    """Something that was done to a value in a narrow dtype: by which operator, in which module, at which line.
+
+    kind  rounded (a cast from a wider dtype), reduced (a sum), table (arithmetic on no activation)
+    """
+
+    kind: str
+    operator: str
+    dtype: str
+    module: str
+    place: str
+    anywhere: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """from_  what it was made of: bits;  marks  what it lost;  written  whether an operator wrote it;  bits  floats seen as integers;
+    integers  floats cast to integers;  added  how many narrow additions in Python code of backward it is the end of;  products  products
+    outside `compute` that it depends on and whose use is not known yet."""
+
+    from_: int = 0
+    marks: tuple[Mark, ...] = ()
+    written: bool = True
+    bits: bool = False
+    integers: bool = False
+    added: int = 0
+    products: frozenset[int] = frozenset()
+
+    @property
+    def activation(self) -> bool:
+        """Made of the model's inputs and its weights, as every hidden state is; or given as floats."""
+        return bool(self.from_ & FLOAT_INPUT) or (self.from_ & (INPUT | WEIGHT)) == INPUT | WEIGHT
+
+    @property
+    def data(self) -> bool:
+        """Something that training depends on: no mask, no table of positions."""
+        return self.activation or bool(self.from_ & (WEIGHT | STATE | GRADIENT))
+
+
+NOTHING = Lineage()
+
+
+def joined(parts: list[Lineage]) -> Lineage:
+    """Of a value made of several."""
+    if not parts:
+        return NOTHING
+    if len(parts) == 1:
+        return replace(parts[0], written=True)
+    marks = tuple(dict.fromkeys(mark for part in parts for mark in part.marks))
+    from_ = 0
+    for part in parts:
+        from_ |= part.from_
+    return Lineage(
+        from_,
+        marks,
+        True,
+        any(p.bits for p in parts),
+        any(p.integers for p in parts),
+        max(p.added for p in parts),
+        frozenset().union(*(p.products for p in parts)),
+    )
+
+
+class Lineages:
+    """Storage -> lineage."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[StorageWeakRef, Lineage]] = {}
+
+    def of(self, tensor: Tensor) -> Lineage | None:
+        key = _address(tensor)
+        found = self._known.get(key) if key else None
+        return found[1] if found else None
+
+    def same(self, one: Tensor, other: Tensor) -> bool:
+        """Whether both lie in one storage."""
+        return bool(address := _address(one)) and address == _address(other)
+
+    def set(self, tensor: Tensor, lineage: Lineage) -> None:
+        key = _address(tensor)
+        if not key:
+            return
+        found = self._known.get(key)
+        self._known[key] = (found[0] if found else StorageWeakRef(tensor.untyped_storage()), lineage)
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return 0  # a subclass that stands for something else has no storage
+
+
+def plain_tensors(value: object, into: list[Tensor]) -> list[Tensor]:
+    """Every tensor in arguments or results, however nested."""
+    if isinstance(value, Tensor):
+        into.append(value)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            plain_tensors(part, into)
+    elif isinstance(value, dict):
+        for part in value.values():
+            plain_tensors(part, into)
+    return into
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The real dtype of complex numbers, else the dtype itself."""
+    return {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)

@@ -1,0 +1,94 @@
+"""`Observation`: what one look at a run saw, what it did not see and why, and what broke the declaration."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import DtypeError
+from ...finding import Finding, Place, Severity
+
+# role -> why no run of one process observes it
+UNSEEN = {
+    "norms": "inside one kernel, Isotype's rms_norm (fp32 by its contract) or PyTorch's layer_norm; what leaves a norm is under compute",
+    "reduce": "one process: nothing was summed across ranks",
+}
+_FIX = "find the cast (isotype trace shows it), or declare what you meant in the precision section"
+_CAUSE = "something changed it after the precision was put on the model: a .to(), a hook, a callback or a library"
+
+
+@dataclass
+class Observation:
+    """One look at a run.
+
+    dtypes       role -> dtype -> how many: parameters, gradients, states, products, norm calls, tensors of files
+    unseen       role -> reason -> how many of the same kind were not seen
+    total        role -> how many there are, counted apart from the two: their sum, for every role
+    violations   what broke the declaration
+    promotions   module outputs wider than `compute` that the declaration allows: (module, dtype), counted
+    widened      arithmetic on activations that is wider than `compute`, outside norms: (operator in module, dtype), counted
+    unobserved   place -> why nothing can be said of what happens there
+    """
+
+    step: int
+    dtypes: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    unseen: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    total: Counter[str] = field(default_factory=Counter)
+    violations: list[Finding] = field(default_factory=list)
+    promotions: Counter[tuple[str, str]] = field(default_factory=Counter)
+    widened: Counter[tuple[str, str]] = field(default_factory=Counter)
+    unobserved: dict[str, str] = field(default_factory=dict)
+    _said: set[tuple[str, ...]] = field(default_factory=set)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "dtypes": {role: dict(count) for role, count in self.dtypes.items() if count},
+            "unseen": {role: dict(count) for role, count in self.unseen.items() if count},
+            "total": dict(self.total),
+            "promotions": [{"module": module, "dtype": dtype, "times": n} for (module, dtype), n in self.promotions.most_common()],
+            "wide_arithmetic": [{"operator": where, "dtype": dtype, "times": n} for (where, dtype), n in self.widened.most_common()],
+            "violations": [f.as_json() for f in self.violations],
+            "unobserved": dict(self.unobserved),
+        }
+
+    def raise_if_violated(self) -> None:
+        """Raises  DtypeError DT003 naming tensor, module and both dtypes."""
+        if self.violations:
+            worst = self.violations[0]
+            more = f" (and {len(self.violations) - 1} more: see precision.json)" if len(self.violations) > 1 else ""
+            raise DtypeError(worst.render() + more, code=None)
+
+    def note(self, role: str, tensor: str, dtype: str, declared: str, *, allowed: tuple[str, ...] = ()) -> None:
+        """Counts one thing of a role, and reports it where its dtype is neither declared nor `allowed` beside that."""
+        self.dtypes[role][dtype] += 1
+        self.total[role] += 1
+        if dtype != declared and dtype not in allowed:
+            self.report(role, f"{tensor} is {dtype}, declared {declared}", symbol=tensor, observed=dtype, declared=declared)
+
+    def unseen_thing(self, role: str, reason: str) -> None:
+        """Counts one thing of a role that cannot be seen."""
+        self.unseen[role][reason] += 1
+        self.total[role] += 1
+
+    def report(
+        self, role: str, message: str, *, symbol: str, observed: str, declared: str, cause: str = _CAUSE, file: str | None = None,
+        line: int | None = None,
+    ) -> None:  # fmt: skip
+        """A violation, once for each message."""
+        if (role, message) in self._said:
+            return
+        self._said.add((role, message))
+        self.violations.append(
+            Finding(
+                code="DT003",
+                severity=Severity.ERROR,
+                message=message,
+                place=Place(symbol=symbol, file=file, line=line),
+                declared=f"precision.{role}: {declared}",
+                observed=observed,
+                cause=cause,
+                fix=_FIX,
+            )
+        )

@@ -1,0 +1,260 @@
+"""`Observer`: compares a model, its gradients, its optimizer and its files with a `Precision`, and watches what a step computes.
+
+`watch()` hooks every module and switches a dispatch mode on for one step and nothing between, so that observing costs nothing on the
+other steps. What cannot be seen (`UNSEEN`, `Observation.unobserved`) is said so, with the reason, and never counted as observed (0091).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...dtypes import FLOATS, itemsize, name, to_torch
+from ..apply import declared_dtype, inner_model, is_narrowed, is_norm, is_quantised
+from ..kept import kept_modules
+from ..precision import Precision
+from .arithmetic import arithmetic_mode
+from .callers import Caller
+from .changes import Changes
+from .escapes import Escapes
+from .lineage import NOTHING
+from .observation import UNSEEN, Observation
+from .regions import Call, Regions, observing
+from .states import SCALES, allowed_beside, states_of
+
+Gradient = Callable[[nn.Parameter], Tensor | None]
+States = Callable[[nn.Parameter], Mapping[str, Any]]
+_IN_FILES = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "F64": "fp64"}  # safetensors' names
+_FEW = 8  # distinct values of a buffer that is a mask, not a table
+
+
+class Observer:
+    """Compares a model, its gradients and its optimizer with a `Precision`.
+
+    lora_branch  dtype of the adapters' own products: fp32, or None for `compute` or fp32
+    """
+
+    def __init__(self, model: nn.Module, precision: Precision, *, lora_branch: str | None = None) -> None:
+        self.model, self.precision, self.lora_branch = model, precision, lora_branch
+        self._changes = Changes(model)
+        self._buffers = {full: b.dtype for full, b in model.named_buffers() if b.is_floating_point()}
+
+    def changed(self) -> bool:
+        """Whether dtypes, hooks, classes or forwards are not as the last watched step left them: a reason to watch the next one."""
+        return self._changes.found()
+
+    def look(
+        self,
+        observation: Observation,
+        *,
+        gradient: Gradient | None = None,
+        states: States | None = None,
+        averages: Iterable[tuple[str, Tensor]] = (),
+        parameters: bool = True,
+    ) -> Observation:
+        """Adds parameters, and what is given of gradients, optimizer states and weight averages (EMA), to `observation`."""
+        p = self.precision
+        for full, parameter in self.model.named_parameters():
+            if parameters:
+                self._look_at_parameter(observation, full, parameter)
+            if parameter.requires_grad and gradient is not None:
+                if (g := gradient(parameter)) is not None:
+                    observation.note("grads", f"gradient of {full}", name(g.dtype), p.grads)
+                else:
+                    observation.unseen_thing("grads", "backward did not reach the weight")
+            if parameter.requires_grad and states is not None:
+                for key, word in states_of(parameter, states(parameter)):
+                    if word is None:
+                        observation.unseen_thing("optimizer", SCALES)
+                    else:
+                        allowed = allowed_beside(p.optimizer, parameter)
+                        observation.note("optimizer", f"{key} of {full}", word, p.optimizer, allowed=allowed)
+        if parameters:
+            self._look_at_buffers(observation)
+        for full, average in averages:
+            observation.note("averages", f"average of {full}", name(average.dtype), p.optimizer)
+        return observation
+
+    def _look_at_parameter(self, observation: Observation, full: str, parameter: nn.Parameter) -> None:
+        p = self.precision
+        if is_quantised(parameter):
+            kind = getattr(getattr(parameter, "quant_state", None), "quant_type", "int8")
+            observation.note("base", full, kind, p.base)
+        elif parameter.is_floating_point():
+            role, declared = "trainable" if parameter.requires_grad else "base", declared_dtype(self.model, full, parameter, p)
+            observation.note(role, full, name(parameter.dtype), declared)
+        else:
+            observation.unseen_thing("base", "integers: packed weights whose dtype is their library's")
+
+    def _look_at_buffers(self, observation: Observation) -> None:
+        """Floating buffers have no role of their own: a table or a running mean is fp32, a mask may be what it likes."""
+        for full, buffer in self.model.named_buffers():
+            if not buffer.is_floating_point():
+                continue
+            word, first = name(buffer.dtype), self._buffers.setdefault(full, buffer.dtype)
+            observation.dtypes["buffers"][word] += 1
+            if buffer.dtype == torch.float64 or (buffer.dtype != first and itemsize(word) < itemsize(name(first))):
+                was = "fp32" if buffer.dtype == torch.float64 else name(first)
+                observation.report("compute", f"buffer {full} is {word}, declared {was}", symbol=full, observed=word, declared=was)
+            elif itemsize(word) < 4 and buffer.numel() > 1 and (word not in self._words() or _is_table(buffer)):
+                observation.report(
+                    "compute", f"buffer {full} is stored in {word}, declared fp32", symbol=full, observed=word, declared="fp32"
+                )
+
+    def _words(self) -> set[str]:
+        p = self.precision
+        return {p.compute, p.generate, p.trainable, p.unquantised, "fp32"}
+
+    def look_at_loss(self, observation: Observation, dtype: torch.dtype) -> None:
+        observation.note("loss", "the loss", name(dtype), self.precision.loss)
+
+    def look_at_task(self, observation: Observation, tensors: Iterable[tuple[str, str, str]]) -> None:
+        """(role, tensor, dtype) of the roles that only the run's task has."""
+        for role, tensor, dtype in tensors:
+            observation.note(role, tensor, dtype, getattr(self.precision, role))
+
+    def look_at_files(self, observation: Observation, folder: Path, declared: str) -> None:
+        """The floating tensors of a saved result, as its files have them; integers are packed 4-bit weights or ids."""
+        from safetensors import safe_open
+
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                for full in file.keys():  # noqa: SIM118  # not a mapping
+                    if dtype := _IN_FILES.get(file.get_slice(full).get_dtype()):
+                        observation.note("save", f"{full} in {path.name}", dtype, declared)
+                    else:
+                        observation.unseen_thing("save", "integers: packed weights or ids")
+
+    @contextmanager
+    def watch(
+        self, step: int, *, role: str = "compute", optimizer: torch.optim.Optimizer | None = None, gradient: Gradient | None = None
+    ) -> Iterator[Observation]:
+        """Within this block every operator is judged and every module's output noted; `role` generate: while tokens are made.
+
+        optimizer, gradient  where given, gradients are looked at just before the update and states after the block
+        """
+        observation = Observation(step)
+        inner = inner_model(self.model)
+        regions = Regions(self.model, lambda call: self._left(observation, call, role))
+        arithmetic = arithmetic_mode(observation, self.precision, regions, role=role, lora_branch=self.lora_branch)
+        arithmetic.know(self.model, optimizer)
+
+        def escaped(way: str, tensor: Tensor, by: Caller) -> None:
+            lineage = arithmetic.lineages.of(tensor) or NOTHING
+            if lineage.data or regions.stack:
+                where = regions.module or regions.now()
+                why = f"{name(tensor.dtype)}{list(tensor.shape)} at {by.place.rsplit('/', 1)[-1]}; what is done to them there is not seen"
+                observation.unobserved.setdefault(f"values leave through {way} in {where}", why)
+
+        def before_update(*_: Any) -> None:
+            # the gradients are gone after the step: their dtypes are taken just before the optimizer reads them
+            if "grads" not in observation.total:
+                self.look(observation, gradient=gradient)
+
+        with ExitStack() as stack:
+            stack.enter_context(regions.followed())
+            inputs = observing(lambda m, args, kwargs: arithmetic.know_inputs((args, kwargs)))
+            given = self.model.register_forward_pre_hook(inputs, with_kwargs=True)
+            stack.callback(given.remove)
+            for module_name, module in inner.named_modules():
+                hook = observing(self._output_hook(observation, module_name or type(inner).__name__, role))
+                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+            if optimizer is not None and gradient is not None:
+                stack.callback(optimizer.register_step_pre_hook(before_update).remove)
+            stack.enter_context(Escapes(escaped, arithmetic.attention_calls))
+            stack.enter_context(arithmetic)
+            yield observation
+        arithmetic.finish()
+        self._changes.remember()
+        if optimizer is not None:
+            if "grads" not in observation.total:
+                # an fp16 overflow skips the update
+                self.look(observation, gradient=lambda p: None)
+            self.look(observation, states=lambda p: optimizer.state.get(p, {}), parameters=False)
+
+    def _left(self, observation: Observation, call: Call, role: str) -> None:
+        if role != "compute" or not is_norm(call.module):
+            return
+        if call.sums:
+            narrowest = min(call.sums, key=itemsize)
+            observation.note("norms", f"arithmetic of {call.name}", narrowest, self.precision.norms)
+        else:
+            observation.unseen_thing("norms", UNSEEN["norms"])
+
+    def _output_hook(self, observation: Observation, module_name: str, role: str) -> Callable[..., None]:
+        compute = getattr(self.precision, role)
+        generating = role == "generate"  # norms and embeddings leave in `compute` then too: only products are judged
+        outermost = inner_model(self.model)
+        kept = kept_modules(outermost, to_torch(self.precision.compute))
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            declared = isinstance(module, nn.Linear) or (not generating and is_narrowed(module, kept))
+            for tensor in floating_tensors(output):
+                dtype = name(tensor.dtype)
+                if not generating:
+                    observation.dtypes["outputs"][dtype] += 1
+                if declared and dtype != compute and not self._adapter(module_name, dtype):
+                    what = f"output of {module_name} ({type(module).__name__})"
+                    observation.report(role, f"{what} is {dtype}, declared {compute}", symbol=what, observed=dtype, declared=compute)
+                elif (
+                    not declared and not generating and module is not outermost and dtype in FLOATS and itemsize(dtype) > itemsize(compute)
+                ):
+                    observation.promotions[module_name, dtype] += 1
+                    if _is_stream(module_name, module, tensor, (args, kwargs)):
+                        observation.report(
+                            role, f"the residual stream leaves {module_name} in {dtype}, declared {compute}", symbol=module_name,
+                            observed=dtype, declared=compute, cause="something widened it, and nothing narrows it again",
+                        )  # fmt: skip
+
+        return hook
+
+    def _adapter(self, module_name: str, dtype: str) -> bool:
+        return "lora_" in module_name and dtype == "fp32" and self.lora_branch in (None, "fp32")
+
+
+def _is_table(buffer: Tensor) -> bool:
+    return int(buffer.detach().float().unique().numel()) > _FEW if buffer.numel() > _FEW else buffer.numel() > 1 and not _whole(buffer)
+
+
+def _whole(buffer: Tensor) -> bool:
+    """Whether a few values are whole numbers, or the bounds that masks are filled with."""
+    values = buffer.detach().float()
+    return bool(((values == values.round()) | ~values.isfinite() | (values.abs() > 1e4)).all())
+
+
+def _is_stream(module_name: str, module: nn.Module, output: Tensor, given: Any) -> bool:
+    """Whether a module hands on what it got: it multiplies, and its output has its input's shape.
+
+    Of transformers' own modules only the layers count: what is wide inside one is narrowed where it leaves (`apply_precision`).
+    """
+    if output.dim() < 2 or not any(p.dim() > 1 for p in module.parameters()):
+        return False
+    if type(module).__module__.startswith("transformers.") and not module_name.rpartition(".")[2].isdigit():
+        return False
+    first = next(floating_tensors(given), None)
+    return first is not None and first.shape == output.shape
+
+
+def floating_tensors(output: Any) -> Iterator[Tensor]:
+    """Every floating tensor in what a module returned, however it is nested."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from floating_tensors(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from floating_tensors(value)
+
+
+def share_changed(before: list[Tensor], after: list[Tensor]) -> float:
+    """Share of sampled elements that differ: 1.0 when every update took, 0.0 when all rounded away."""
+    total = sum(b.numel() for b in before)
+    changed = sum(int(torch.count_nonzero(b != a)) for b, a in zip(before, after))
+    return changed / total if total else 0.0

@@ -1,0 +1,53 @@
+"""What `precision.json` says was observed: each role as the last look that saw it left it, and every place that no look can see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..precision import TASK_ROLES
+from .observation import UNSEEN, Observation
+
+UNSEEN_OF_TASK = "nothing of it ran in this process: what it makes was found in the cache"
+
+
+def noted(before: Mapping[str, Any], seen: Observation) -> dict[str, Any]:
+    """The record after one more look: of the roles that it counted, the counts, what was not seen and the total are the new ones."""
+    new = seen.as_json()
+    stepped = bool(new["total"].get("compute"))
+
+    def newest(key: str, roles: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {role: value for role, value in before.get(key, {}).items() if role not in new["total"] and role not in roles}
+        return {**kept, **roles}
+
+    return {
+        "observed": newest("observed", new["dtypes"]),
+        "unseen": newest("unseen", new["unseen"]),
+        "total": {**before.get("total", {}), **new["total"]},
+        "violations": new["violations"],
+        "promotions": new["promotions"] if stepped else before.get("promotions", []),
+        "wide_arithmetic": new["wide_arithmetic"] if stepped else before.get("wide_arithmetic", []),
+        "observed_at": before.get("observed_at", []) + [seen.step] * stepped,
+        "places": {**before.get("places", {}), **new["unobserved"]},
+    }
+
+
+def as_written(record: Mapping[str, Any], task_roles: Iterable[str] = ()) -> dict[str, Any]:
+    """The record as the file has it: `unobserved` names the roles that nothing was seen of, and the places, each with the reason."""
+    reasons = UNSEEN | dict.fromkeys(task_roles, UNSEEN_OF_TASK)
+    roles = {role: why for role, why in reasons.items() if role not in record.get("observed", {})}
+    return {**{key: value for key, value in record.items() if key != "places"}, "unobserved": {**roles, **record.get("places", {})}}
+
+
+def as_read(said: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """The record of an earlier part of a run, up to `step`; raises what a damaged file makes it raise."""
+    counts = {key: {str(role): dict(count) for role, count in said.get(key, {}).items()} for key in ("observed", "unseen")}
+    return {
+        **counts,
+        "total": {str(role): int(n) for role, n in said.get("total", {}).items()},
+        "violations": [],
+        "promotions": list(said["promotions"]),
+        "wide_arithmetic": list(said.get("wide_arithmetic", [])),
+        "observed_at": [int(at) for at in said["observed_at"] if int(at) <= step],
+        "places": {str(place): str(why) for place, why in said.get("unobserved", {}).items() if place not in (*UNSEEN, *TASK_ROLES)},
+    }

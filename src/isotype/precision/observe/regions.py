@@ -1,0 +1,98 @@
+"""Where a step is: inside which module, in forward, loss, backward, between backward and update, or in the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+FORWARD, LOSS, BACKWARD, GRADIENTS, UPDATE = "forward", "loss", "backward", "gradients", "update"
+
+
+def observing(hook: Any) -> Any:
+    """Marks a hook that changes nothing, so that fused layers, which give way to a user's hooks, run in a watched step as in any other."""
+    hook.observes = True
+    return hook
+
+
+@dataclass
+class Call:
+    """A module that is running, and the dtypes of the sums, powers and roots seen in it."""
+
+    name: str
+    module: nn.Module
+    sums: set[str] = field(default_factory=set)
+
+
+class Regions:
+    """Follows one step. A recomputation is a forward inside backward: its module is on the stack, so it is judged as forward.
+
+    left  is called with each call that ends
+    """
+
+    def __init__(self, model: nn.Module, left: Callable[[Call], None]) -> None:
+        self.model, self.left = model, left
+        self.stack: list[Call] = []
+        self._after = LOSS
+        self._updating = 0
+
+    def now(self) -> str:
+        if self._updating:
+            return UPDATE
+        if self.stack:
+            return FORWARD
+        if torch._C._current_graph_task_id() != -1:
+            self._after = GRADIENTS
+            return BACKWARD
+        return self._after
+
+    @property
+    def module(self) -> str:
+        return self.stack[-1].name if self.stack else ""
+
+    def inside(self, predicate: Callable[[nn.Module], bool]) -> Call | None:
+        """The innermost call of a module that satisfies the predicate."""
+        return next((call for call in reversed(self.stack) if predicate(call.module)), None)
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Hooks every module and every optimizer."""
+        hooks: list[Any] = []
+        for name, module in self.model.named_modules():
+            with suppress(RuntimeError):  # a scripted module takes no hooks
+                hooks.append(module.register_forward_pre_hook(observing(self._entering(name or type(module).__name__)), prepend=True))
+                hooks.append(module.register_forward_hook(observing(self._leaving()), always_call=True))
+        hooks += [register_optimizer_step_pre_hook(self._update(1)), register_optimizer_step_post_hook(self._update(-1))]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _entering(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            self._after = LOSS
+            self.stack.append(Call(name, module))
+
+        return hook
+
+    def _leaving(self) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            while self.stack:
+                call = self.stack.pop()
+                if call.module is module:
+                    self.left(call)
+                    return
+
+        return hook
+
+    def _update(self, by: int) -> Any:
+        def hook(*_: Any) -> None:
+            self._updating = max(0, self._updating + by)
+
+        return hook

@@ -1,0 +1,227 @@
+"""A file of another tool becomes a configuration of Isotype: each key by the tool's table, then the precision; the result is checked."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..config.expected import keys, sections
+from ..config.load import load
+from ..config.yaml_text import write_value
+from ..doctor.check import check
+from ..doctor.check.record import Record
+from ..errors import UsageError
+from ..finding import Finding, Severity, worst_first
+from . import axolotl, hugging_face, llamafactory, torchtune
+from .account import DEFAULT_WORDS, Computed, Draft, Fate, Given, Handler, Outcome
+from .precision import decide
+from .source import Source, read
+
+
+class Tool(Protocol):
+    """KEYS: what becomes of a key; refusal: why a source cannot be translated; finish: the tool's defaults."""
+
+    KEYS: Mapping[str, Handler]
+    refusal: Callable[[Source], str | None]
+    finish: Callable[[Draft, Source], None]
+
+
+TOOLS: dict[str, Any] = {
+    "axolotl": axolotl,
+    "llamafactory": llamafactory,
+    "trl": hugging_face,
+    "hf": hugging_face,
+    "torchtune": torchtune,
+    "unsloth": hugging_face,
+}
+_SAME = {("trl", "hf"), ("hf", "trl"), ("unsloth", "hf"), ("trl", "unsloth"), ("hf", "unsloth"), ("unsloth", "trl")}
+_NAMES = {"trl": "TRL", "hf": "Hugging Face TrainingArguments", "llamafactory": "LLaMA-Factory", "unsloth": "an Unsloth notebook"}
+NOT_YET = {
+    "simpletuner": "image models are not trained yet",
+    "kohya": "image models are not trained yet",
+}  # known to `check`, not translated
+
+
+@dataclass
+class Translation:
+    """What came of a file.
+
+    text      the configuration, each setting with the key that it came from
+    outcomes  what became of each key, in the order of the file
+    findings  contradictions in the source, as `isotype check` tells them
+    notes     what no single key says
+    """
+
+    tool: str
+    file: str
+    text: str
+    outcomes: list[Outcome]
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        found = Counter(outcome.fate for outcome in self.outcomes)
+        return {str(fate): found[fate] for fate in Fate}
+
+
+def translate(path: Path | str, tool: str | None = None) -> Translation:
+    """Raises UsageError where the file cannot be read, belongs to no known tool, or its method is not offered."""
+    path = Path(path)
+    source = read(path)
+    if source.tool is None and source.calls and (reason := hugging_face.refusal(source)):
+        raise UsageError(f"{path}: {reason}")
+    name = _tool(source, tool)
+    module = TOOLS[name]
+    if reason := module.refusal(source):
+        raise UsageError(f"{path}: {reason}")
+    draft = Draft(keys=_resolved(source), folder=str(path.parent))
+    for given in source.keys:
+        _account(draft, Given(given.name, draft.keys[given.name], given.line, given.written), module.KEYS, name)
+    module.finish(draft, source)
+    findings, record = _checked(path, module is torchtune, source)
+    decide(draft, record)
+    _complete(draft)
+    order = {(given.name, given.line): index for index, given in enumerate(source.keys)}
+    outcomes = sorted(draft.outcomes, key=lambda outcome: order.get((outcome.given.name, outcome.given.line), len(order)))
+    text = _text(draft, source, _NAMES.get(name, name))
+    _validate(text, path)
+    return Translation(name, str(path), text, outcomes, findings, draft.notes)
+
+
+def _tool(source: Source, asked: str | None) -> str:
+    if asked is not None and asked not in TOOLS:
+        near = get_close_matches(asked, TOOLS, n=1)
+        known = f"did you mean {near[0]}?" if near else f"there are {', '.join(TOOLS)}"
+        raise UsageError(f"--from {asked}: {NOT_YET.get(asked, 'not a tool that isotype import reads')}; {known}")
+    if asked is None and source.tool == "isotype":
+        raise UsageError(f"{source.file}: is a configuration of Isotype: isotype plan {source.file}")
+    if asked is None and source.tool in NOT_YET:
+        raise UsageError(f"{source.file}: {source.tool}: {NOT_YET[source.tool]}")
+    if asked is None and source.tool not in TOOLS:
+        seen = f"looks like {source.tool}, which" if source.tool else "has no key of a tool that"
+        raise UsageError(f"{source.file}: {seen} isotype import does not translate", fix=f"--from names the tool: {', '.join(TOOLS)}")
+    if asked and source.tool and asked != source.tool and source.tool in TOOLS and (asked, source.tool) not in _SAME:
+        raise UsageError(f"{source.file}: --from {asked}, and the keys are those of {source.tool}", fix=f"--from {source.tool}")
+    if not source.keys:
+        raise UsageError(f"{source.file}: no training setting found in it")
+    return asked or str(source.tool)
+
+
+def _resolved(source: Source) -> dict[str, Any]:
+    """Each key's value, with `${output_dir}` replaced by that key's (torchtune, OmegaConf)."""
+    values = {given.name: given.value for given in source.keys}
+    for name, value in values.items():
+        if isinstance(value, str) and "${" in value:
+            for other, filled in list(values.items()):
+                value = value.replace(f"${{{other}}}", str(filled))
+            values[name] = value
+    return values
+
+
+def _account(draft: Draft, given: Given, table: Mapping[str, Handler], tool: str) -> None:
+    handler = _handler(given.name, table)
+    if handler is None:
+        near = get_close_matches(given.name, table, n=1, cutoff=0.85)
+        hint = f"did you mean {near[0]}?" if near else f"what it does is in {_NAMES.get(tool, tool)}'s documentation; nothing came of it"
+        draft.not_offered(given, f"isotype import does not know this key: {hint}")
+    elif given.value is None:
+        draft.no_effect(given, "not set")
+    elif given.value is Computed:
+        if given.name in ("bf16", "fp16", "dtype", "torch_dtype"):  # `bf16=is_bfloat16_supported()`: what `auto` does
+            draft.no_effect(
+                Given(given.name, "computed", given.line, given.written),
+                "known when the program runs; precision.preset decides by the device",
+            )
+        else:
+            shown = Given(given.name, "computed", given.line, given.written)
+            draft.not_offered(shown, "its value is only known when the program runs: set it by hand")
+    else:
+        try:
+            handler(draft, given)
+        except (ValueError, TypeError, AttributeError, KeyError, IndexError):
+            draft.not_offered(given, f"{_short(given.value)} is not a value that isotype import understands: set it by hand")
+
+
+def _handler(name: str, table: Mapping[str, Handler]) -> Handler | None:
+    """Of the key itself, of what it lies below (`profiler.enabled`: `profiler`), or of a family (`galore_rank`: `galore_*`)."""
+    below = name
+    while below:
+        if below in table:
+            return table[below]
+        below = below.rpartition(".")[0]
+    return next((handler for key, handler in table.items() if key.endswith("*") and name.startswith(key[:-1])), None)
+
+
+def _checked(path: Path, torchtune_file: bool, source: Source) -> tuple[list[Finding], Record | None]:
+    """What `isotype check` says of the file, without notes, and its record of the precision."""
+    checked = check([str(path)])
+    findings = [finding for finding in checked.findings if finding.severity > Severity.NOTE]
+    record = checked.records[0] if checked.records else None
+    if record is not None and torchtune_file and "qlora" in str(source.get("model._component_")):
+        record.set("storage", "nf4", "qlora_ components quantise the base")
+    return worst_first(findings), record
+
+
+def _complete(draft: Draft) -> None:
+    """Settings that Isotype needs beside each other."""
+    if "model.name" not in draft.settings:
+        draft.settings["model.name"] = "path/to/model"
+        draft.notes.append("model.name: the file names no model; put its folder or hub id there")
+    if "data.train" not in draft.settings:
+        draft.settings["data.train"] = "path/to/data.jsonl"
+        draft.notes.append("data.train: the file names no data; put a file, a folder or hf:NAME there")
+    if draft.settings.get("data.stream") and "train.steps" not in draft.settings:
+        draft.settings["train.steps"] = 1000
+        draft.notes.append("train.steps: a stream has no end; 1000 stands there for the number that you mean")
+    if "{" in str(draft.settings.get("run.folder", "")):
+        draft.settings.pop("run.folder")
+    for key in ("train.batch_size", "train.accumulate"):
+        if key in draft.settings:
+            draft.settings[key] = max(1, int(draft.settings[key]))
+
+
+def _text(draft: Draft, source: Source, tool: str) -> str:
+    """The YAML: sections in Isotype's order, each setting with the line that it came from."""
+    lines = [f"# From {source.file} ({tool}), by `isotype import`. See what it would do: isotype plan FILE"]
+    for section in sections():
+        settings = {key: draft.settings[key] for key in keys() if key.startswith(f"{section}.") and key in draft.settings}
+        if not settings:
+            continue
+        lines += ["", f"{section}:"]
+        for key, value in settings.items():
+            setting = f"  {key.partition('.')[2]}: {write_value(value)}"
+            origin = draft.sources.get(key)
+            why = f"{tool}'s default" if key in draft.defaults else ""
+            if origin is not None:
+                why = f"{origin.written or origin.name}{f', line {origin.line}' if origin.line else ''}"
+            elif key.startswith("precision."):
+                why = ", ".join(
+                    sorted({given.written or given.name for given in draft.about_precision if given.value not in DEFAULT_WORDS})
+                )
+            lines.append(f"{setting:<40}  # {' '.join(why.split())}" if why else setting)
+    return "\n".join(lines) + "\n"
+
+
+def _validate(text: str, path: Path) -> None:
+    """The result is read as `isotype train` would read it. What it refuses is told as a mistake in the source."""
+    handle, name = tempfile.mkstemp(suffix=".yaml")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        load(name)
+    except UsageError as error:
+        raise UsageError(f"{path}: {str(error).replace(name, 'the configuration made of it')}") from None
+    finally:
+        os.unlink(name)
+
+
+def _short(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= 40 else text[:37] + "..."

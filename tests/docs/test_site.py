@@ -1,0 +1,77 @@
+"""The site: it builds without warnings, its pages name what the package offers, and copies of pages lead where the originals lead."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import isotype
+import isotype.ops
+import isotype.testing
+
+ROOT = Path(__file__).parents[2]
+API = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs/api").glob("*.md"))
+
+
+def module_of(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def builder():
+    return module_of("build")
+
+
+def test_site_has_no_warnings(tmp_path):
+    """Reads and resolves every page, and imports what the reference names; writes no HTML, which takes four times as long."""
+    pytest.importorskip("sphinx")
+    command = [sys.executable, str(ROOT / "docs/build.py"), str(tmp_path / "site"), "--builder", "dummy"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("package", [isotype, isotype.ops, isotype.testing], ids=lambda package: package.__name__)
+def test_reference_names_every_public_name(package):
+    named = set(re.findall(r"^\.\. auto\w+:: isotype\.(?:[\w.]+\.)?(\w+)$", API, flags=re.MULTILINE))
+    assert set(package.__all__) - {"__version__"} <= named, "add what is missing to a page of docs/api"
+
+
+@pytest.mark.parametrize(
+    ("link", "copied"),
+    [
+        ("[memory](memory.md#how)", "[memory](memory.md#how)"),
+        ("[benchmarks](../benchmarks)", "[benchmarks](../benchmarks/README.md)"),
+        ("[the plan](../src/isotype/dtypes.py)", "the plan (`src/isotype/dtypes.py`)"),
+        ("[`src/isotype/dtypes.py`](../src/isotype/dtypes.py)", "`src/isotype/dtypes.py`"),
+        ("[web](https://pytorch.org)", "[web](https://pytorch.org)"),
+        ("[gone](nowhere.md)", "[gone](nowhere.md)"),  # left for Sphinx to report
+        ("```\n[a](../src)\n```", "```\n[a](../src)\n```"),
+    ],
+)
+def test_links_of_a_copied_page(builder, link, copied):
+    assert builder.within_site(link, ROOT / "docs/lora.md") == copied
+
+
+def test_headings_move_down_and_comments_in_code_stay(builder):
+    assert builder.one_level_down("# A\n\n```python\n# why\n```\n## B") == "## A\n\n```python\n# why\n```\n### B"
+
+
+def test_aligned_docstring_lines_stay_as_written():
+    lines = ["silu(gate) * up in `one` pass.", "", "gate    F[*n d]   any float dtype", "->      F[*n d]"]
+    assert module_of("docstrings").as_restructured_text(lines) == [
+        r"silu(gate) \* up in ``one`` pass.",
+        "",
+        "::",
+        "",
+        "   gate    F[*n d]   any float dtype",
+        "   ->      F[*n d]",
+        "",
+    ]

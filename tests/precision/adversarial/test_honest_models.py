@@ -1,0 +1,82 @@
+"""Plain practice is not accused: families of transformers, LoRA, 4-bit bases, recomputation, eager attention, dropout, tied weights."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from isotype.optimize import optimize
+from isotype.precision import PRESETS
+from isotype.precision.apply import generating
+from tests.models import SIZES, lora, quantised
+
+from .run import BATCH, set_up, watched_step
+from .tiny import tiny
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16},
+    # attention with dropout is made of fp32 products inside PyTorch's own
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48},
+    # a router in fp32, and the weights of all experts in one tensor
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "head_dim": 8, "decoder_sparse_step": 1, **EXPERTS},
+    # widen the residual stream by themselves
+    "mamba": {"state_size": 4},
+    "xglm": {"ffn_dim": 48, "attention_heads": 4, "num_layers": 2, "d_model": 32},
+    "bloom": {"n_layer": 2, "n_head": 4},
+}
+CASES = [
+    *((family, "bf16-mixed", "") for family in FAMILIES),
+    ("gpt2", "bf16-mixed", "eager"),
+    ("llama", "fp32", ""),
+    ("llama", "bf16-pure", "optimized"),
+    ("llama", "fp16-mixed", ""),
+    ("llama", "bf16-lora", ""),
+    ("llama", "bf16-lora", "optimized"),
+    ("llama", "nf4-lora", "optimized"),
+    ("llama", "bf16-mixed", "reentrant"),
+    ("gemma2", "nf4-lora", "recomputed"),
+    ("gemma2", "bf16-mixed", "eager"),
+]
+
+
+def built(family: str, preset: str, how: str):
+    torch.manual_seed(0)
+    more = {"attn_implementation": "eager"} if how == "eager" else {}
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **more})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if preset == "nf4-lora":
+        pytest.importorskip("bitsandbytes")
+        model = quantised(model)
+    if preset.endswith("lora"):
+        model = lora(model, lora_dropout=0.1)
+    if how == "optimized":
+        optimize(model, PRESETS[preset])
+    if how in ("recomputed", "reentrant"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": how == "reentrant"})
+        model.enable_input_require_grads()
+    return model
+
+
+@pytest.mark.parametrize(("family", "preset", "how"), CASES, ids=["-".join(filter(None, case)) for case in CASES])
+def test_plain_practice_is_not_accused(family, preset, how):
+    run = set_up(built(family, preset, how), PRESETS[preset])
+    run.model.train()
+    for step in (1, 2):
+        seen = watched_step(run, step)
+        assert [finding.message for finding in seen.violations] == []
+        assert not seen.unobserved
+    run.model.eval()
+    with torch.no_grad(), generating(run.model), run.observer.watch(0, role="generate") as made:
+        run.model.generate(input_ids=BATCH.input_ids[:1, :5], max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert [finding.message for finding in made.violations] == []
+    assert not made.unobserved
+
+
+@pytest.mark.parametrize("preset", ["fp32", "bf16-mixed", "bf16-pure", "fp16-mixed"])
+def test_a_model_in_plain_pytorch_is_not_accused(preset):
+    seen = watched_step(set_up(tiny(), PRESETS[preset]), 1)
+    assert [finding.message for finding in seen.violations] == []
+    assert not seen.unobserved

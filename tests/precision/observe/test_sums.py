@@ -1,0 +1,80 @@
+"""For every role, what was seen plus what was not seen is all there is."""
+
+import pytest
+import torch
+
+from isotype.optimize import optimize
+from isotype.precision import PRESETS
+from isotype.precision.observe import Observation
+from isotype.precision.observe.states import states_of
+from tests.models import lora, quantised
+from tests.models import tiny as tiny_model
+from tests.precision.adversarial.run import set_up, watched_step
+
+
+def sums(seen: Observation, role: str) -> int:
+    return sum(seen.dtypes[role].values()) + sum(seen.unseen[role].values())
+
+
+def parameters(model, *, trainable: bool) -> int:
+    return sum(p.requires_grad == trainable for p in model.parameters())
+
+
+@pytest.mark.parametrize("preset", ["bf16-mixed", "bf16-lora", "nf4-lora", "bf16-pure", "fp16-mixed"])
+@pytest.mark.parametrize("optimized", [False, True], ids=["plain", "optimized"])
+def test_seen_and_unseen_add_up(preset, optimized):
+    model = tiny_model()
+    if preset == "nf4-lora":
+        pytest.importorskip("bitsandbytes")
+        model = quantised(model)
+    model = lora(model) if preset.endswith("lora") else model
+    if optimized:
+        optimize(model, PRESETS[preset])
+    run = set_up(model, PRESETS[preset])
+    seen = watched_step(run, 1)
+    assert all(sums(seen, role) == n for role, n in seen.total.items())
+    assert sums(seen, "trainable") == parameters(model, trainable=True)
+    assert sums(seen, "base") == parameters(model, trainable=False)
+    assert sums(seen, "grads") == parameters(model, trainable=True)
+    norms = sum(type(m).__name__ == "LlamaRMSNorm" for m in model.modules())
+    assert sums(seen, "norms") == norms
+    assert sums(seen, "loss") == 1
+    assert sums(seen, "compute") > 0
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> int:
+    """Counted without the observer: every tensor of every state but the step count."""
+    return sum(isinstance(v, torch.Tensor) for state in optimizer.state.values() for key, v in state.items() if key != "step")
+
+
+def test_8_bit_states_are_named_and_counted():
+    pytest.importorskip("bitsandbytes")
+    model = tiny_model(hidden_size=64, intermediate_size=96)  # matrices on both sides of 4,096 elements
+    precision = PRESETS["bf16-mixed"].but(optimizer="int8")
+    run = set_up(model, precision, optimizer="adamw8bit")
+    seen = watched_step(run, 1)
+    assert seen.violations == []
+    large = sum(p.numel() >= 4096 for p in model.parameters())
+    small = sum(p.numel() < 4096 for p in model.parameters())
+    assert dict(seen.dtypes["optimizer"]) == {"int8": 2 * large, "fp32": 2 * small}
+    assert sums(seen, "optimizer") == tensors_of(run.stepper.optimizer)
+
+
+def test_8_bit_states_declared_fp32_are_a_violation():
+    pytest.importorskip("bitsandbytes")
+    run = set_up(tiny_model(hidden_size=64, intermediate_size=96), PRESETS["bf16-mixed"], optimizer="adamw8bit")
+    assert any("is int8, declared fp32" in finding.message for finding in watched_step(run, 1).violations)
+
+
+def test_large_fp32_states_declared_int8_are_a_violation():
+    run = set_up(tiny_model(hidden_size=64, intermediate_size=96), PRESETS["bf16-mixed"])
+    run.observer.precision = PRESETS["bf16-mixed"].but(optimizer="int8")
+    messages = [finding.message for finding in watched_step(run, 1).violations]
+    assert messages
+    assert all("is fp32, declared int8" in message for message in messages)
+
+
+def test_factored_states_are_counted():
+    weight = torch.nn.Parameter(torch.zeros(8, 4))
+    factored = {"step": torch.tensor(1.0), "row": torch.zeros(8), "column": torch.zeros(4, dtype=torch.bfloat16)}
+    assert list(states_of(weight, factored)) == [("row", "fp32"), ("column", "bf16")]

@@ -1,0 +1,57 @@
+"""Every example runs as it stands, and every example is run: a file of examples/ that no test here names fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+SLOW = {"hf_trainer.py", "trl_sft.py"}  # their imports alone take ten seconds
+PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("test_"))
+NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
+TESTS = sorted(path.name for path in EXAMPLES.glob("test_*.py"))
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in PROGRAMS])
+def test_program_runs(name, tmp_path):
+    done = run([sys.executable, str(EXAMPLES / name)], tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_cells_of_a_notebook_run_in_order(name, tmp_path):
+    """As one program: without a kernel, so that no notebook server has to be installed."""
+    notebook = json.loads((EXAMPLES / name).read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code"), "outputs are not committed"
+    (tmp_path / "cells.py").write_text("\n\n".join(cells), encoding="utf-8")
+    done = run([sys.executable, "cells.py"], tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "TR012" in done.stdout
+    assert "torch.ones" in done.stdout
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_test_file_passes(name, tmp_path):
+    done = run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(EXAMPLES / name), "--rootdir", str(tmp_path)], tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+
+
+def test_every_file_is_listed_and_run():
+    told = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    files = {path.name for path in EXAMPLES.iterdir() if path.is_file() and path.name != "README.md"}
+    assert files == {*PROGRAMS, *NOTEBOOKS, *TESTS}
+    assert all(f"]({name})" in told for name in files)

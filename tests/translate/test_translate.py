@@ -1,0 +1,177 @@
+"""`isotype import`: what comes of each configuration, what is refused, and that every key is accounted for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from isotype.cli.app import build_app
+from isotype.config.load import load
+from isotype.doctor.check import check
+from isotype.errors import UsageError
+from isotype.finding import Severity
+from isotype.translate import TOOLS, translate
+from isotype.translate.account import Fate
+from isotype.translate.source import read
+
+from .configurations import AXOLOTL, AXOLOTL_LORA, CASES, FACTORY
+
+TAKEN = {name: case for name, case in CASES.items() if not case.refused}
+REFUSED = {name: case for name, case in CASES.items() if case.refused}
+
+
+def written(folder, case):
+    file = folder / case.file
+    file.write_text(case.text, encoding="utf-8")
+    return file
+
+
+def settings(text, folder):
+    """`section.key` -> value of a configuration, as `isotype train` reads it."""
+    file = folder / "result.yaml"
+    file.write_text(text, encoding="utf-8")
+    config = load(file).config
+    return {f"{section}.{key}": value for section, values in config.model_dump().items() for key, value in values.items()}
+
+
+def test_there_are_at_least_thirty():
+    assert len(CASES) >= 30
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_result_has_the_source_settings(name, tmp_path):
+    case = TAKEN[name]
+    result = translate(written(tmp_path, case))
+    assert result.tool == case.tool
+    got = settings(result.text, tmp_path)
+    assert {key: got[key] for key in case.expected} == case.expected
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_every_key_is_accounted_for_once_and_known(name, tmp_path):
+    file = written(tmp_path, TAKEN[name])
+    result = translate(file)
+    keys = [(given.name, given.line) for given in read(file).keys]
+    assert sorted(keys) == sorted((outcome.given.name, outcome.given.line) for outcome in result.outcomes)
+    assert not [outcome for outcome in result.outcomes if "does not know" in outcome.note]
+    assert all(outcome.given.line for outcome in result.outcomes)
+    assert all(outcome.note for outcome in result.outcomes if outcome.fate in (Fate.NO_EFFECT, Fate.NOT_OFFERED))
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_result_has_no_contradiction(name, tmp_path):
+    result = translate(written(tmp_path, TAKEN[name]))
+    (tmp_path / "result.yaml").write_text(result.text)
+    assert not [finding for finding in check([str(tmp_path / "result.yaml")]).findings if finding.severity > Severity.NOTE]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_methods_that_are_not_offered_are_refused(name, tmp_path):
+    case = REFUSED[name]
+    done = CliRunner().invoke(build_app(), ["import", str(written(tmp_path, case))])
+    assert isinstance(done.exception, UsageError)
+    assert done.exception.exit_status == 2
+    assert case.refused in str(done.exception)
+
+
+def test_unknown_key_is_told_with_a_suggestion(tmp_path):
+    (tmp_path / "a.yml").write_text(AXOLOTL + "leaning_rate: 1\nno_such_thing: 3\n")
+    told = {outcome.given.name: outcome for outcome in translate(tmp_path / "a.yml").outcomes}
+    assert told["leaning_rate"].fate is Fate.NOT_OFFERED
+    assert "did you mean learning_rate?" in told["leaning_rate"].note
+    assert "does not know this key" in told["no_such_thing"].note
+
+
+def test_value_that_fits_no_setting_is_told(tmp_path):
+    (tmp_path / "a.yml").write_text(AXOLOTL.replace("num_epochs: 1", "num_epochs: several"))
+    told = {outcome.given.name: outcome for outcome in translate(tmp_path / "a.yml").outcomes}
+    assert "several is not a value" in told["num_epochs"].note
+
+
+def test_contradiction_of_the_source_is_told(tmp_path):
+    file = tmp_path / "both.yml"
+    file.write_text((AXOLOTL + AXOLOTL_LORA).replace("bf16: auto", "bf16: true") + "fp16: true\n")
+    assert [finding.code for finding in translate(file).findings if finding.severity is Severity.ERROR]
+
+
+def test_dataset_info_names_the_file(tmp_path):
+    (tmp_path / "data").mkdir()
+    info = {"identity": {"file_name": "identity.json"}, "chat": {"hf_hub_url": "org/chat", "formatting": "sharegpt"}}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    (tmp_path / "a.yaml").write_text(FACTORY.replace("dataset: identity", "dataset: identity,chat"))
+    got = settings(translate(tmp_path / "a.yaml").text, tmp_path)
+    assert got["data.train"] == [{"name": "data/identity.json", "format": "alpaca"}, {"name": "hf:org/chat", "format": "sharegpt"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "tool", "told"),
+    [
+        ("a.yaml", "model:\n  name: a\ntrain:\n  steps: 1\n", None, "is a configuration of Isotype"),
+        ("a.yaml", "cooking: true\n", None, "no key of a tool"),
+        ("a.yaml", "a: [\n", None, "a.yaml:"),
+        ("a.py", "print(1)\n", None, "no key of a tool"),
+        ("a.py", "def (\n", None, "a.py:1"),
+        ("a.txt", "x", None, "reads YAML, JSON, TOML, Python"),
+        ("a.yml", AXOLOTL, "axolot", "did you mean axolotl?"),
+        ("a.yml", AXOLOTL, "llamafactory", "the keys are those of axolotl"),
+        ("a.json", '{"--model_family": "flux", "--model_type": "lora", "--gradient_precision": "fp32"}', None, "image models"),
+        ("a.json", '{"--model_family": "flux", "--model_type": "lora"}', "simpletuner", "image models"),
+    ],
+)
+def test_files_that_cannot_be_translated_are_one_line(tmp_path, name, text, tool, told):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=r".") as raised:
+        translate(tmp_path / name, tool)
+    assert told in str(raised.value)
+
+
+def test_out_is_written_once_and_force_replaces_it(tmp_path):
+    (tmp_path / "a.yml").write_text(AXOLOTL)
+    out = tmp_path / "run.yaml"
+    run = CliRunner()
+    first = run.invoke(build_app(), ["import", str(tmp_path / "a.yml"), "--out", str(out)])
+    assert first.exit_code == 0
+    assert f"wrote {out}" in first.stdout
+    assert load(out).config.model.name == "NousResearch/Llama-3.2-1B"
+    assert "exists already" in str(run.invoke(build_app(), ["import", str(tmp_path / "a.yml"), "--out", str(out)]).exception)
+    assert run.invoke(build_app(), ["import", str(tmp_path / "a.yml"), "--out", str(out), "--force"]).exit_code == 0
+
+
+def test_json_accounts_for_every_key(tmp_path):
+    (tmp_path / "a.yml").write_text(AXOLOTL)
+    answer = json.loads(CliRunner().invoke(build_app(), ["import", str(tmp_path / "a.yml"), "--json"]).stdout)
+    assert answer["tool"] == "axolotl"
+    assert sum(answer["counts"].values()) == len(answer["keys"])
+    assert {
+        "key": "learning_rate",
+        "line": 14,
+        "value": "2e-4",
+        "fate": "taken",
+        "became": "train.learning_rate: 0.0002",
+        "note": None,
+    } in answer["keys"]
+    assert answer["config"].startswith("# From ")
+
+
+def test_configuration_is_on_standard_output_and_the_account_beside_it(tmp_path):
+    (tmp_path / "a.yml").write_text(AXOLOTL)
+    done = subprocess.run([sys.executable, "-m", "isotype", "import", str(tmp_path / "a.yml")], capture_output=True, text=True, check=True)
+    assert settings(done.stdout, tmp_path)["train.batch_size"] == 4
+    assert "micro_batch_size" in done.stderr
+
+
+def test_import_needs_no_torch(tmp_path):
+    (tmp_path / "a.yml").write_text(AXOLOTL)
+    code = f"import sys; from isotype.translate import translate; translate({str(tmp_path / 'a.yml')!r}); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_tool_has_a_table_a_refusal_and_an_end():
+    for tool, module in TOOLS.items():
+        assert module.KEYS, tool
+        assert callable(module.refusal)
+        assert callable(module.finish)
