@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from ...config.kind import PIPELINE_FILE
 from ...errors import UsageError
@@ -77,7 +78,9 @@ class PipelineFolder:
     def denoiser(self, dtype: torch.dtype) -> Any:
         """The denoiser with its weights. Raises UsageError."""
         with self._explained(DENOISER):
-            return self.denoiser_class().from_pretrained(self.path, subfolder=DENOISER, dtype=dtype, use_safetensors=True)
+            loaded = self.denoiser_class().from_pretrained(self.path, subfolder=DENOISER, dtype=dtype, use_safetensors=True)
+            widen_buffers(loaded, self.path / DENOISER)
+            return loaded
 
     def denoiser_outline(self) -> Any:
         """The denoiser without weights: on the meta device."""
@@ -116,6 +119,17 @@ class PipelineFolder:
         except Exception as error:  # files of strangers surface as anything
             said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise UsageError(f"model.name: {self.path}: {part}: {said[:300]}", fix=_AGAIN) from error
+
+
+def widen_buffers(model: torch.nn.Module, folder: Path) -> None:
+    """Puts floating buffers back in fp32, with the numbers of the folder's files: loading in a narrower dtype rounds them, and a table of
+    positions is no weight."""
+    narrow = {name for name, b in model.named_buffers() if b.is_floating_point() and b.dtype in (torch.bfloat16, torch.float16)}
+    for file in folder.glob("*.safetensors") if narrow else ():
+        with safe_open(file, framework="pt") as opened:
+            for name in narrow.intersection(opened.keys()):
+                module, _, last = name.rpartition(".")
+                model.get_submodule(module)._buffers[last] = opened.get_tensor(name).float()
 
 
 def require_diffusers() -> None:

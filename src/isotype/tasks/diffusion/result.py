@@ -15,7 +15,7 @@ from ...errors import RunError
 from ...model.adapter import save_adapter
 from ...precision.precision import Precision
 from .build import put_under
-from .pipeline_folder import DENOISER, PipelineFolder
+from .pipeline_folder import DENOISER, PipelineFolder, widen_buffers
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
@@ -54,6 +54,7 @@ def load_result(folder: Path, pipeline: PipelineFolder, config: RunConfig, preci
         put_adapter(denoiser, folder, pipeline)
     else:
         denoiser = pipeline.denoiser_class().from_pretrained(folder, dtype=to_torch(precision.trainable), use_safetensors=True)
+        widen_buffers(denoiser, folder)
     model = NamedAsPeft(denoiser) if (folder / LORA_FILE).is_file() else denoiser
     model.to(device)
     put_under(model, denoiser, pipeline.family, config, precision, device_type=device.type)
