@@ -89,6 +89,15 @@ def require_run(path: Path) -> Path:
     raise UsageError(f"{path}: {what}", fix=None if inside else fix)
 
 
+def kind_of_run(path: Path) -> str:
+    """The kind of run that a folder is of, from its plan.json; those from before there were several are `language`."""
+    try:
+        said = json.loads((path / "plan.json").read_text(encoding="utf-8"))
+        return str(said["task"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return "language"
+
+
 def without_run(path: Path) -> str | None:
     """`adapter` or `model` where the folder is a PEFT adapter's or a Hugging Face model's own; None for a run, and for anything else."""
     if (path / RESOLVED).is_file():

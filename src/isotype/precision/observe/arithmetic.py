@@ -88,7 +88,8 @@ class Arithmetic(TorchDispatchMode):
         """Registers what the model is called with."""
         for tensor in plain_tensors(given, []):
             before = self.lineages.of(tensor)
-            if before is None or not tensor.is_floating_point():
+            # floats made in the step of nothing that the model has, as noised latents are, are inputs too
+            if before is None or not before.from_ or not tensor.is_floating_point():
                 made = before or NOTHING
                 self.lineages.set(tensor, replace(made, from_=made.from_ | (FLOAT_INPUT if tensor.is_floating_point() else INPUT)))
 
@@ -318,7 +319,7 @@ class _Look:
             )  # fmt: skip
 
     def _in_a_position_table(self) -> bool:
-        """Whether this runs in a module of diffusers without weights: its tables of positions are computed in fp64 and handed out in fp32."""
+        """Whether this runs in a module of diffusers without weights, which computes positions in fp64 and hands them out in fp32."""
         module = self.mode.regions.stack[-1].module if self.mode.regions.stack else None
         return module is not None and type(module).__module__.startswith("diffusers.") and next(module.parameters(), None) is None
 

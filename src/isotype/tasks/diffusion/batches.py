@@ -62,7 +62,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         move = {name: tensor.to(device, non_blocking=True) for name, tensor in self.text.items()}
-        return Batch(*(t.to(device, non_blocking=True) for t in (self.latents, self.noise, self.sigma)), move)
+        latents, noise, sigma = (t.to(device, non_blocking=True) for t in (self.latents, self.noise, self.sigma))
+        return Batch(latents, noise, sigma, move)
 
 
 class PictureStream(RowStream[Row]):

@@ -21,7 +21,7 @@ def opened(content: bytes) -> Any:
     from PIL import Image, ImageOps
 
     try:
-        image = Image.open(io.BytesIO(content))
+        image: Any = Image.open(io.BytesIO(content))
         image.load()
         image = ImageOps.exif_transpose(image)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

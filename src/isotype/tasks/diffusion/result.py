@@ -54,7 +54,7 @@ def load_result(folder: Path, pipeline: PipelineFolder, config: RunConfig, preci
         put_adapter(denoiser, folder, pipeline)
     else:
         denoiser = pipeline.denoiser_class().from_pretrained(folder, dtype=to_torch(precision.trainable), use_safetensors=True)
-        widen_buffers(denoiser, folder)
+        widen_buffers(denoiser, pipeline.path / DENOISER)  # tables are not trained, and the saved file has them in its own dtype
     model = NamedAsPeft(denoiser) if (folder / LORA_FILE).is_file() else denoiser
     model.to(device)
     put_under(model, denoiser, pipeline.family, config, precision, device_type=device.type)

@@ -185,14 +185,12 @@ class DiffusionTask:
         side, channels = self.config.images.resolution // self.downscale, int(self.folder.config("vae")["latent_channels"])
         dtype, text = to_torch(self.precision.latents), to_torch(self.precision.text_encoder)
         length = self.folder.family.text_tokens(self.folder.clip_length(), self.text_length)
-        return Batch(
-            *(torch.empty(rows, channels, side, side, dtype=dtype, device=device) for _ in range(2)),
-            torch.empty(rows, dtype=dtype, device=device),
-            {
-                "text": torch.empty(rows, length, int(config["joint_attention_dim"]), dtype=text, device=device),
-                "pooled": torch.empty(rows, int(config["pooled_projection_dim"]), dtype=text, device=device),
-            },
-        )
+        latents, noise = (torch.empty(rows, channels, side, side, dtype=dtype, device=device) for _ in range(2))
+        words = {
+            "text": torch.empty(rows, length, int(config["joint_attention_dim"]), dtype=text, device=device),
+            "pooled": torch.empty(rows, int(config["pooled_projection_dim"]), dtype=text, device=device),
+        }
+        return Batch(latents, noise, torch.empty(rows, dtype=dtype, device=device), words)
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
         length = self.tokens + self.folder.family.text_tokens(self.folder.clip_length(), self.text_length)
