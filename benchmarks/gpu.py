@@ -1,6 +1,6 @@
 """Everything there is to run on a GPU, in two commands, each under nine minutes, part by part, and resumed where it stopped.
 
-    python benchmarks/gpu.py tests --out gpu         # the tests marked gpu, a part a file
+    python benchmarks/gpu.py tests --out gpu         # the tests marked gpu: kernels, then ops, models, LoRA, runs
     python benchmarks/gpu.py benchmarks --out gpu    # ops and LoRA beside their peers, at an H100's and H200's sizes
     python benchmarks/gpu.py benchmarks --out gpu --part elementwise --again
     python benchmarks/gpu.py benchmarks --out /tmp/tiny --device cpu --tiny    # the same commands at sizes of a test
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,9 +38,63 @@ class Part:
     rows: bool = False
 
 
+# What fails in a later group is often explained by an earlier one. A test belongs to the first group whose path its file begins with.
+GROUPS = {
+    "kernels": "tests/ops/test_kernels.py",
+    "ops": "tests/ops/",
+    "models": "tests/optimize/",
+    "lora": "tests/lora/",
+    "runs": "tests/training/",
+    "others": "",
+}
+SHARD = 24  # tests of a part: a kernel that compiles for the first time takes about 2 s, a run about 10
+
+
+def collected(root: Path) -> list[str]:
+    """The ids of every test under `root`/tests that is marked gpu, as pytest itself collects them.
+
+    Raises  RuntimeError with pytest's output where a file cannot be imported: its tests would be missed
+    """
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "gpu", "tests"]
+    with tempfile.TemporaryDirectory() as folder:
+        seen = Path(folder) / "ids.json"
+        plugin = Path(folder) / "isotype_collected_ids.py"
+        # the ids themselves: pytest prints them shortened by its own options
+        plugin.write_text(
+            "import json\ndef pytest_collection_finish(session):\n"
+            f"    json.dump([item.nodeid for item in session.items], open({str(seen)!r}, 'w'))\n"
+        )
+        command += ["-p", plugin.stem]
+        environment = with_source(os.environ, root, folder)
+        done = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        # 5: nothing is marked
+        if done.returncode not in (0, 5) or not seen.is_file():
+            raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout[-4000:]}")
+        return list(json.loads(seen.read_text()))
+
+
+def shards(ids: list[str]) -> dict[str, list[str]]:
+    """Name -> at most SHARD ids, in the order of GROUPS; every id is in exactly one."""
+    groups: dict[str, list[str]] = {name: [] for name in GROUPS}
+    for identifier in ids:
+        groups[next(name for name, path in GROUPS.items() if identifier.startswith(path))].append(identifier)
+    parts = {}
+    for name, members in groups.items():
+        count = -(-len(members) // SHARD)
+        for i in range(count):
+            parts[f"{name}-{i + 1}" if count > 1 else name] = members[i * len(members) // count : (i + 1) * len(members) // count]
+    return parts
+
+
 def tests(a: argparse.Namespace) -> list[Part]:
-    files = [f for f in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in f.read_text(encoding="utf-8")]
-    return [Part(f.stem, ("-m", "pytest", "-q", "-m", "gpu", str(f.relative_to(ROOT)), "--durations=5"), 180) for f in files]
+    parts = []
+    for name, ids in shards(collected(ROOT)).items():
+        # by a file: ids hold brackets and spaces, and a hundred of them are a long command line
+        file = a.out.resolve() / "shards" / f"{name}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(ids) + "\n", encoding="utf-8")
+        parts.append(Part(name, ("-m", "pytest", "-q", "-m", "gpu", "-rs", "--durations=5", f"@{file}"), 240))
+    return parts
 
 
 def benchmarks(a: argparse.Namespace) -> list[Part]:
@@ -92,12 +147,13 @@ def done_before(file: Path) -> set[str]:
     return {line["part"] for line in lines if line["rc"] == 0}
 
 
+def with_source(environment: Mapping[str, str], root: Path, *folders: str) -> dict[str, str]:
+    path = [str(root / "src"), *folders, environment.get("PYTHONPATH", "")]
+    return {**environment, "PYTHONPATH": os.pathsep.join(p for p in path if p)}
+
+
 def run(part: Part, limit: float) -> dict[str, object]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
-        "PYTHONUNBUFFERED": "1",
-    }
+    environment = with_source(os.environ, ROOT) | {"PYTHONUNBUFFERED": "1"}
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
@@ -131,11 +187,11 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="benchmarks at sizes of a test: the figures then mean nothing")
     parser.add_argument("--list", action="store_true", help="only say what there is")
     a = parser.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
     parts = {"tests": tests, "benchmarks": benchmarks}[a.what](a)
     names = [part.name for part in parts]
     if unknown := [name for name in a.part or [] if name not in names]:
         parser.error(f"--part {unknown[0]}: there are {', '.join(names)}")
-    a.out.mkdir(parents=True, exist_ok=True)
     file = a.out / f"{a.what}.jsonl"
     before = set() if a.again else done_before(file)
     wanted = [part for part in parts if part.name not in before and part.name in (a.part or names)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import importlib.util
 import json
 import sys
@@ -66,7 +68,53 @@ def test_a_part_that_does_not_fit_is_left_for_the_next_time(gpu, monkeypatch, tm
     assert [line["part"] for line in lines(tmp_path)] == ["a"]
 
 
-def test_every_test_that_needs_a_gpu_is_in_a_part(gpu):
-    names = {part.name for part in gpu.tests(None)}
-    marked = {f.stem for f in SCRIPT.parents[1].rglob("tests/**/test_*.py") if "@pytest.mark.gpu" in f.read_text()}
-    assert names >= marked > set()
+def decorated(file):
+    """The names of the tests of a file with `@on_a_gpu` or `@pytest.mark.gpu`, read without importing anything."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return {f.name for f in functions if {ast.unparse(d) for d in f.decorator_list} & {"on_a_gpu", "pytest.mark.gpu"}}
+
+
+def test_collects_every_way_of_marking_a_gpu_test(gpu, tmp_path):
+    (tmp_path / "tests/training").mkdir(parents=True)
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "-q"\nmarkers = ["gpu: needs one"]\n')
+    (tmp_path / "tests/ways.py").write_text("import pytest\ndef on_a_gpu(test):\n    return pytest.mark.gpu(test)\n")
+    (tmp_path / "tests/conftest.py").write_text("import sys, pathlib\nsys.path.insert(0, str(pathlib.Path(__file__).parent))\n")
+    (tmp_path / "tests/test_a.py").write_text(
+        "import pytest\nfrom ways import on_a_gpu\n"
+        "@on_a_gpu\n@pytest.mark.parametrize('x', ['a b', '[c]'])\ndef test_by_alias(x): pass\n"
+        "@pytest.mark.gpu\ndef test_by_mark(): pass\ndef test_of_no_gpu(): pass\n"
+    )
+    (tmp_path / "tests/training/test_b.py").write_text("import pytest\npytestmark = pytest.mark.gpu\ndef test_by_module(): pass\n")
+    ids = gpu.collected(tmp_path)
+    assert ids == [
+        "tests/test_a.py::test_by_alias[a b]",
+        "tests/test_a.py::test_by_alias[[c]]",
+        "tests/test_a.py::test_by_mark",
+        "tests/training/test_b.py::test_by_module",
+    ]
+    assert gpu.shards(ids) == {"runs": ids[3:], "others": ids[:3]}
+    (tmp_path / "tests/test_c.py").write_text("import no_such_module\n")
+    with pytest.raises(RuntimeError, match="no_such_module"):
+        gpu.collected(tmp_path)
+
+
+def test_a_long_group_is_divided_and_no_test_is_lost(gpu):
+    ids = [f"tests/lora/test_x.py::test[{i}]" for i in range(5)] + [f"tests/ops/test_kernels.py::test[{i}]" for i in range(50)]
+    parts = gpu.shards(ids)
+    assert list(parts) == ["kernels-1", "kernels-2", "kernels-3", "lora"]
+    assert [i for part in parts.values() for i in part] == ids[5:] + ids[:5]
+    assert max(map(len, parts.values())) <= gpu.SHARD
+
+
+@pytest.mark.slow  # pytest imports every test of this repository
+@pytest.mark.timeout(300)
+def test_every_gpu_test_of_this_repository_is_in_one_part(gpu, tmp_path):
+    parts = gpu.tests(argparse.Namespace(out=tmp_path))
+    listed = [line for part in parts for line in Path(part.command[-1][1:]).read_text().splitlines()]
+    assert len(listed) == len(set(listed)) >= 139  # there were so many when this test was written
+    marked = {(str(f.relative_to(gpu.ROOT)), name) for f in gpu.ROOT.rglob("tests/**/test_*.py") for name in decorated(f)}
+    assert marked
+    assert marked == {(line.split("::")[0], line.split("::")[-1].split("[")[0]) for line in listed}
+    assert parts[0].name.startswith("kernels")
+    assert parts[-1].name.startswith("runs")

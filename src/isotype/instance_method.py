@@ -17,13 +17,14 @@ class InstanceMethod:
 
     function  importable by its name, which is what a pickle holds; see MadeMethod for one that is not
     name      the method's
+    before    what the instance had in its place when this one was put there; None for its class's
     """
 
     # no __dict__: functools.update_wrapper, which other libraries call, would copy its content to their wrapper
-    __slots__ = ("__weakref__", "function", "instance", "name")
+    __slots__ = ("__weakref__", "before", "function", "instance", "name")
 
     def __init__(self, function: Callable[..., Any], instance: Any, name: str = "forward") -> None:
-        self.function, self.instance, self.name = function, instance, name
+        self.function, self.instance, self.name, self.before = function, instance, name, None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(self.instance, *args, **kwargs)
@@ -47,18 +48,22 @@ class InstanceMethod:
 
     def put(self) -> None:
         # past nn.Module's __setattr__
+        self.before = self.instance.__dict__.get(self.name)
         self.instance.__dict__[self.name] = self
 
     def take_back(self) -> None:
-        """The class's method is in its place again; a wrapper that someone has put around this one stays, and calls the class's."""
-        own, attributes = self.own(), self.instance.__dict__
+        """What was there before is in its place again; a wrapper that someone has put around this one stays, and calls what was there."""
+        attributes = self.instance.__dict__
+        there: Any = self.own() if self.before is None else self.before
         if attributes.get(self.name) is self:
             del attributes[self.name]
+            if self.before is not None:
+                attributes[self.name] = self.before
         for key in [key for key, value in attributes.items() if value is self]:
             # accelerate keeps the forward it found, to give it back when its own hook is removed
-            attributes[key] = own
+            attributes[key] = there
         # a wrapper's closure still holds this object
-        self.function = own.__func__
+        self.function = there.__func__
 
 
 class MadeMethod(InstanceMethod):
@@ -75,7 +80,9 @@ class MadeMethod(InstanceMethod):
         self.make, self.arguments = make, arguments
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.make, self.arguments, self.instance, self.name
+        return self.make, self.arguments, self.instance, self.name, self.before
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        MadeMethod.__init__(self, *state)
+        *made, before = state
+        MadeMethod.__init__(self, *made)  # type: ignore[misc]
+        self.before = before

@@ -3,15 +3,31 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isotype.lora import products
+from isotype.environment.planned import planned_for
+from isotype.lora import products, wide_branch
 from isotype.lora.products import gradient_product, product_fp32, row_blocks
+from tests.host_reads import NoHostReads
 
 
 @pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 1000])
 def test_blocks_cover_every_row_once(rows, monkeypatch):
     monkeypatch.setattr(products, "BLOCK_ELEMENTS", 256)
-    covered = [i for block in row_blocks(rows, 16) for i in range(rows)[block]]
+    covered = [i for block in row_blocks(rows, 16, torch.device("cpu")) for i in range(rows)[block]]
     assert covered == list(range(rows))
+
+
+def test_a_planned_gpu_widens_a_layer_in_one_block():
+    with planned_for("cuda"):
+        assert len(list(row_blocks(4096, 4096 + 4096, torch.device("meta")))) == 1
+        x, y = (torch.empty(4096, n, device="meta", dtype=torch.bfloat16) for n in (4096, 1024))
+        a, b = torch.empty(16, 4096, device="meta"), torch.empty(1024, 16, device="meta")
+        with NoHostReads() as mode:
+            xa = wide_branch.add_branch(y, x, None, a, b, 2.0)
+            wide_branch.gradients(y, x, xa, None, a, b, 2.0, torch.empty_like(x), needs_a=True, needs_b=True)
+    products = [name for name in mode.seen if "mm" in name]
+    # forward x A^T and its product with B; backward dB, dxa, dA and the input's share: each once
+    assert len(products) == 6, products
+    assert len(list(row_blocks(4096, 4096 + 4096, torch.device("cpu")))) == 128
 
 
 @pytest.mark.parametrize("small", [0, 2**16])

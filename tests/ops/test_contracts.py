@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from isotype.ops import add_rms_norm, attention, compiled, cross_entropy, gelu_mul, linear_cross_entropy, rms_norm, rope, silu_mul
+from isotype.ops import (
+    add_rms_norm,
+    attention,
+    compiled,
+    cross_entropy,
+    gelu_mul,
+    linear_cross_entropy,
+    linear_log_probs,
+    rms_norm,
+    rope,
+    silu_mul,
+)
 from isotype.ops.attention.contract import ATTENTION
 from isotype.ops.attention.reference import attention_reference
 from isotype.ops.backend import using
@@ -21,6 +32,8 @@ from isotype.ops.gelu_mul.contract import GELU_MUL
 from isotype.ops.gelu_mul.reference import gelu_mul_reference
 from isotype.ops.linear_cross_entropy.contract import LINEAR_CROSS_ENTROPY
 from isotype.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
+from isotype.ops.linear_log_probs.contract import LINEAR_LOG_PROBS
+from isotype.ops.linear_log_probs.reference import linear_log_probs_reference
 from isotype.ops.rms_norm.contract import ADD_RMS_NORM, RMS_NORM
 from isotype.ops.rms_norm.reference import rms_norm_reference
 from isotype.ops.rope.contract import ROPE
@@ -60,6 +73,11 @@ def head(rows: int) -> tuple[torch.Tensor, ...]:
     return drawn(rows, 8), drawn(40, 8), labels(rows, 40)
 
 
+def mild_head(rows: int) -> tuple[torch.Tensor, ...]:
+    """Logits of a few units: where one class has nearly all the probability, the entropy's gradient is what rounding the logits leaves."""
+    return drawn(rows, 8) / 3, drawn(40, 8), labels(rows, 40)
+
+
 def states(positions: int) -> tuple[torch.Tensor, ...]:
     return drawn(1, 2, positions, 8), drawn(1, 1, positions, 8)
 
@@ -82,6 +100,14 @@ def turned(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 def added(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     total = x + residual
     return rms_norm_reference(total, weight), total
+
+
+def log_probs(**options: Any) -> Callable[..., Any]:
+    return lambda h, w, t: linear_log_probs(h, w, t, outputs=("log_probs", "entropy", "logsumexp"), **options)[:3]
+
+
+def log_probs_reference(**options: Any) -> Callable[..., Any]:
+    return lambda h, w, t: linear_log_probs_reference(h, w, t, **options)[:3]
 
 
 @dataclass
@@ -111,6 +137,13 @@ CASES = {
     ),
     "linear_cross_entropy-none": both(
         linear_cross_entropy, linear_cross_entropy_reference, LINEAR_CROSS_ENTROPY, head, reduction="none", **EVERY
+    ),
+    "linear_log_probs": Case(log_probs(), log_probs_reference(), LINEAR_LOG_PROBS, mild_head),
+    "linear_log_probs-every-option": Case(
+        log_probs(chunk=64, logit_scale=1.5, softcap=8.0, temperature=0.7),
+        log_probs_reference(logit_scale=1.5, softcap=8.0, temperature=0.7),
+        LINEAR_LOG_PROBS,
+        mild_head,
     ),
     "rms_norm": both(rms_norm, rms_norm_reference, RMS_NORM, norm),
     "rms_norm-gemma": both(rms_norm, rms_norm_reference, RMS_NORM, norm, unit_offset=True),

@@ -10,11 +10,14 @@ import torch._dynamo  # library ops import it on their first call, which must no
 
 pytest.importorskip("triton")
 
-from isotype.ops import cross_entropy, gelu_mul, linear_cross_entropy, rms_norm, rope, silu_mul
+from isotype.ops import cross_entropy, gelu_mul, linear_cross_entropy, linear_log_probs, rms_norm, rope, silu_mul
 from isotype.ops.backend import using
 from isotype.ops.cross_entropy import kernels as loss_kernels
 from isotype.ops.cross_entropy.rule import LossRule
 from isotype.ops.gated import gated_gradients, gated_product
+from isotype.ops.linear_log_probs import OUTPUTS
+from isotype.ops.linear_log_probs import kernels as log_prob_kernels
+from isotype.ops.linear_log_probs.rows import Upstream, Wanted
 from isotype.ops.rms_norm import kernels as norm_kernels
 from isotype.testing import compile_matrix
 from isotype.testing.interpreter import interpreted
@@ -35,6 +38,17 @@ def loss(op, options, targets):
     return functools.partial(lambda *a, **k: op(*a, targets.to(a[0].device), **k), **options)
 
 
+def log_probs(outputs, options, targets):
+    """Every output asked for in one tensor; the most likely class as a number without a gradient."""
+    return lambda h, w: torch.stack(
+        [v.to(torch.float32) if h.dtype != torch.float64 else v.double()
+         for v in linear_log_probs(h, w, targets.to(h.device), outputs=outputs, **options) if v is not None]
+    )  # fmt: skip
+
+
+SHAPED = {"logit_scale": 1.5, "softcap": 8.0, "temperature": 0.7}
+
+
 def tables(positions, pairs):
     angle = torch.arange(positions, dtype=torch.float32)[:, None] / (1 + torch.arange(pairs, dtype=torch.float32))
     return angle.cos(), angle.sin()
@@ -53,6 +67,7 @@ LARGE = {
     "cross_entropy-odd": (loss(cross_entropy, {}, labels(33, 50257)), [(33, 50257)]),
     "linear_cross_entropy": (loss(linear_cross_entropy, {"chunk": 200}, labels(700, 32001)), [(700, 256), (32001, 256)]),
     "linear_cross_entropy-none": (loss(linear_cross_entropy, {"reduction": "none"}, labels(700, 32001)), [(700, 256), (32001, 256)]),
+    "linear_log_probs": (log_probs(OUTPUTS[:5], {"chunk": 200}, labels(700, 32001)), [(700, 256), (32001, 256)]),
     "rms_norm": (rms_norm, [(5000, 4096), (4096,)]),
     "rms_norm-heads": (rms_norm, [(70000, 128), (128,)]),
     "rms_norm-odd": (rms_norm, [(33, 2305), (2305,)]),
@@ -89,6 +104,8 @@ CASES = {
     "cross_entropy-many-blocks": (loss(cross_entropy, {}, labels(2, 40001)), [(2, 40001)]),
     "linear_cross_entropy": (loss(linear_cross_entropy, {"chunk": 4}, labels(6, 40)), [(6, 8), (40, 8)]),
     "linear_cross_entropy-none": (loss(linear_cross_entropy, {**ALL, "reduction": "none"}, labels(6, 40)), [(6, 8), (40, 8)]),
+    "linear_log_probs": (log_probs(("log_probs",), {"chunk": 4}, labels(6, 40)), [(6, 8), (40, 8)]),
+    "linear_log_probs-all": (log_probs(OUTPUTS, SHAPED, labels(6, 300)), [(6, 8), (300, 8)]),
     "rms_norm": (rms_norm, [(300, 24), (24,)]),
     "rms_norm-gemma": (lambda x, w: rms_norm(x, w, unit_offset=True), [(7, 24), (24,)]),
     "rms_norm-frozen": (lambda x, w: rms_norm(x, w.detach()), [(300, 24), (24,)]),
@@ -183,6 +200,20 @@ def on_the_loss_kernels(options, narrower=None):
     return run
 
 
+def on_the_log_prob_kernels(every, narrower=None):
+    rule = LossRule(logit_scale=1.5 if every else 1.0, softcap=8.0 if every else 0.0)
+
+    def run(logits):
+        out = logits if narrower is None else torch.empty_like(logits, dtype=narrower)
+        targets = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+        values = log_prob_kernels.forward(logits, targets, rule, Wanted(*([every] * 4)))
+        rest = (values.logsumexp, values.logsumexp, values.entropy) if every else (None, None, None)
+        log_prob_kernels.backward(logits, targets, values.logsumexp, Upstream(values.log_probs, *rest), rule, out)
+        return values.log_probs
+
+    return run
+
+
 def on_kernels(op):
     def run(*inputs):
         with using("triton"):
@@ -195,6 +226,8 @@ def on_kernels(op):
 COMPILED = {
     "loss": (on_the_loss_kernels({}), [(3, 300)]),
     "loss-all-many-blocks": (on_the_loss_kernels(ALL), [(3, 40001)]),
+    "log-probs": (on_the_log_prob_kernels(False), [(3, 300)]),
+    "log-probs-all-many-blocks": (on_the_log_prob_kernels(True, torch.bfloat16), [(3, 40001)]),
     "loss-narrowed": (on_the_loss_kernels({**ALL, "logit_scale": 1.0}, torch.bfloat16), [(3, 300)]),
 } | {
     name: (on_kernels(CASES[name][0]), CASES[name][1])
@@ -226,3 +259,27 @@ def test_a_row_of_nan_poison_is_overwritten(monkeypatch):
     with interpreted():
         for op, shapes in CASES.values():
             assert all(t.isfinite().all() for t in results(op, [torch.randn(s) for s in shapes], "triton"))
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("kind", ["first half of a wider table", "every second value", "turned over"])
+def test_rope_reads_its_tables_where_they_lie_and_launches_once(monkeypatch, kind, batches):
+    """transformers' tables are twice as wide as what is used of them; a copy of a part of them costs a launch a table, layer and pass."""
+    from isotype.ops.rope import kernels as rope_kernels
+
+    def table():
+        return {
+            "first half of a wider table": lambda: torch.randn(batches, 5, 8)[..., :4],
+            "every second value": lambda: torch.randn(batches, 5, 8)[..., ::2],
+            "turned over": lambda: torch.randn(batches, 4, 5).transpose(1, 2),
+        }[kind]()
+
+    q, k, cos, sin = torch.randn(2, 5, 6, 8).transpose(1, 2), torch.randn(2, 2, 5, 8), table(), table()
+    want = rope(q, k, cos, sin)
+    launches, original = [], rope_kernels.rotate_pair
+    monkeypatch.setattr(rope_kernels, "rotate_pair", lambda *a, **o: (launches.append(a[2:4]), original(*a, **o))[1])
+    with interpreted(), using("triton"):
+        got = rope(q, k, cos, sin)
+    torch.testing.assert_close(got, want)
+    assert len(launches) == 1
+    assert [t.data_ptr() for t in launches[0]] == [cos.data_ptr(), sin.data_ptr()]

@@ -128,3 +128,24 @@ def test_a_window_without_a_token_leaves_the_weights_alone():
     x, w, targets = leaves()
     (summed(defer, x, w, torch.full_like(targets, -100)) / torch.tensor(0)).backward()
     assert torch.equal(w.grad, torch.zeros_like(w))
+
+
+def test_a_divided_sum_holds_no_hidden_states():
+    """A training loop holds the sum through backward."""
+    import gc
+    import weakref
+
+    import torch.nn.functional as F
+
+    from isotype.optimize.deferred import defer
+
+    hidden, weight = torch.randn(12, 8, requires_grad=True), torch.randn(20, 8)
+    rows = (hidden * 1.0).detach().requires_grad_()
+    total = F.cross_entropy(defer(rows, weight, None), torch.arange(12) % 20, reduction="sum")
+    seen = weakref.ref(rows)
+    quotient = total / 5
+    quotient.backward()
+    del rows
+    gc.collect()
+    assert seen() is None
+    torch.testing.assert_close(total.detach() / 5, quotient.detach())

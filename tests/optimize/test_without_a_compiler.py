@@ -1,5 +1,9 @@
 """Without C++ kernels, norms, rotary functions and gated MLPs are no faster than the model's own: they stay, and the manifest says why."""
 
+import types
+
+import torch
+
 from isotype.ops import build, compiled
 from isotype.ops.attention import cpp as attention
 from isotype.ops.gelu_mul import cpp as gelu
@@ -18,3 +22,15 @@ def test_row_ops_are_left_to_the_model_and_the_reason_is_said(monkeypatch):
     manifest = optimize(tiny("llama"))
     assert {entry.op for entry in manifest.entries if entry.op} == {"generate", "linear_cross_entropy"}
     assert any(note.startswith("no C++ compiler (g++ or clang++) was found: norms, rotary") for note in manifest.notes)
+
+
+def test_a_triton_that_cannot_run_is_a_line_of_the_manifest(monkeypatch):
+    from isotype.optimize import place
+
+    model = tiny("llama")
+    device = torch.device("cuda:0")
+    on_cuda = [types.SimpleNamespace(is_cuda=True, device=device)]
+    monkeypatch.setattr(place, "why_no_kernels", lambda device: "Triton cannot run a kernel: RuntimeError: no compiler")
+    monkeypatch.setattr(model, "parameters", lambda *a, **k: iter(on_cuda))
+    notes = optimize(model, device_type="cuda").notes
+    assert any(note.startswith("cuda:0: Triton cannot run a kernel: RuntimeError: no compiler: norms, rotary") for note in notes), notes

@@ -3,9 +3,10 @@ import torch
 from torch import nn
 
 from isotype.config.schema import TrainSection
+from isotype.ops.adamw import stochastic_round_
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
-from isotype.training.optimizer import MixedAdamW, build_optimizer, stochastic_round_
+from isotype.training.optimizer import MixedAdamW, build_optimizer
 
 
 def mixed(parameters, *, gradient=lambda p: p.grad, lr=1e-2, state="fp32", rounding="nearest", decay=0.0):

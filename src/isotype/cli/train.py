@@ -102,9 +102,16 @@ def plan(
     preset: Preset = None,
     steps: Steps = None,
     no_cache: NoCache = False,
+    device: Annotated[
+        str | None, typer.Option("--device", help="Plan for this device (h200, a100, cpu), whatever is here.", show_default=False)
+    ] = None,
+    ledger: Annotated[
+        bool, typer.Option("--ledger", help="List the launches of one step on a GPU, beside Unsloth's; times are computed, not measured.")
+    ] = False,
     json_output: Json = False,
 ) -> None:
-    _print_plan(_loaded(settings, model=model, data=data, out=out, preset=preset, steps=steps, no_cache=no_cache), json_output)
+    loaded = _loaded(settings, model=model, data=data, out=out, preset=preset, steps=steps, no_cache=no_cache)
+    _print_plan(loaded, json_output, device=device, ledger=ledger)
 
 
 def _loaded(
@@ -145,12 +152,12 @@ def _loaded(
     return loaded
 
 
-def _print_plan(loaded: LoadedConfig, json_output: bool) -> None:
+def _print_plan(loaded: LoadedConfig, json_output: bool, *, device: str | None = None, ledger: bool = False) -> None:
     import json
 
     from ..tasks.choose import plan as make
 
-    made = make(loaded)
+    made = make(loaded, device=device, ledger=ledger)
     print(json.dumps(made.as_json(), indent=1) if json_output else made.as_text())
 
 

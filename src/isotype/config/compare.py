@@ -24,6 +24,8 @@ MAY_CHANGE = {
     "train.clip": "from here on",
     "train.gradient_checkpointing": "the same numbers in other memory",
     "train.checkpointed_layers": "the same numbers in other memory",
+    "train.keep_attention": "the same numbers in other memory",
+    "train.memory": "the same numbers in other memory",
     "train.deterministic": "from here on",
     "train.eval_every": "when to look, not what is learnt",
     "train.eval_batch_size": "the evaluation loss does not depend on it",

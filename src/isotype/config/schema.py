@@ -9,11 +9,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from .sizes import SIZE
+
 Dtype = Literal["fp32", "bf16", "fp16"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 EveryKth = Annotated[str, Field(pattern=r"^every [1-9][0-9]*$", examples=["every 2"])]
+
+MemorySize = Annotated[str, Field(pattern=SIZE, examples=["20GiB"])]
 
 
 class Section(BaseModel):
@@ -211,6 +215,12 @@ class TrainSection(Section):
     false are read as `layers` and `none`."""
     checkpointed_layers: Literal["all"] | PositiveInt | EveryKth | list[Annotated[int, Field(ge=0)]] = "all"
     """Which layers: `all`, a number (the first ones, which save most), `every 2`, or a list of positions from 0."""
+    keep_attention: bool = False
+    """With `layers`: attention's output and logsumexp are kept, and backward does not compute attention again; with `layers+offload` they
+    wait in host memory. About twice what a layer keeps otherwise. `auto` keeps them where they fit."""
+    memory: MemorySize | None = None
+    """What the step may take at its peak, by its plan (`20GiB`, `800MiB`): a target for `gradient_checkpointing: auto`, which otherwise
+    takes all the memory there is to be fast."""
     seed: int = 0
     """Of weights, data order, dropout and sampling."""
     deterministic: bool = False

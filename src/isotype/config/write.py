@@ -20,7 +20,12 @@ _ESSENTIAL = {  # what `init` leaves uncommented, since a run needs or nearly al
     "model.name", "data.train", "data.max_length", "adapter.kind", "adapter.r", "adapter.alpha", "precision.preset",
     "train.epochs", "train.batch_size", "train.accumulate", "train.learning_rate", "run.folder",
 }  # fmt: skip
-_RESOLVED = {"precision.preset", "train.gradient_checkpointing", "train.checkpointed_layers"}  # those that can be `auto`
+_RESOLVED = {
+    "precision.preset",
+    "train.gradient_checkpointing",
+    "train.checkpointed_layers",
+    "train.keep_attention",
+}  # those that can be `auto`
 _ABOUT = {
     "model": "What is fine-tuned.",
     "data": "What a language model learns from.",

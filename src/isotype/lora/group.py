@@ -61,29 +61,48 @@ def parts(bs: Sequence[Tensor | None]) -> list[slice]:
     return [slice(ends[i], ends[i + 1]) for i in range(len(bs))]
 
 
+class Branches(NamedTuple):
+    """x Aᵀ of all projections, and A and B as cast down."""
+
+    xa_TR: Tensor
+    a_RK: Tensor
+    bs: list[Tensor | None]
+
+
+def cast_down(flat: Sequence[Tensor | None], dtype: torch.dtype, features: int) -> tuple[Tensor, list[Tensor | None]]:
+    """Every A in one tensor, and each B, in the products' dtype."""
+    a_narrow = [a.to(dtype) for a in flat[2::TENSORS] if a is not None]
+    bs = [None if b is None else b.to(dtype) for b in flat[3::TENSORS]]
+    if not a_narrow:
+        weight = flat[0]
+        assert weight is not None
+        return torch.empty(0, features, dtype=dtype, device=weight.device), bs
+    return a_narrow[0] if len(a_narrow) == 1 else torch.cat(a_narrow), bs
+
+
+def branches(x_TK: Tensor, flat: Sequence[Tensor | None]) -> Branches:
+    """The adapters' part of `multiply` that backward needs too."""
+    keeps = flat[4::TENSORS]
+    a_RK, bs = cast_down(flat, x_TK.dtype, x_TK.shape[1])
+    if not a_RK.shape[0]:
+        return Branches(x_TK[:, :0], a_RK, bs)
+    if all(keep is None for keep in keeps):
+        return Branches(scaled_product(x_TK, a_RK.t()), a_RK, bs)
+    parted = zip(keeps, parts(bs))
+    return Branches(torch.cat([kept(x_TK, keep) @ a_RK[part].t() for keep, part in parted], 1), a_RK, bs)
+
+
 def multiply(x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]) -> Multiplied:
     """Every projection of x, in x's dtype."""
-    weights, biases, a_masters, b_masters, keeps = (flat[i::TENSORS] for i in range(TENSORS))
-    a_narrow = [a.to(x_TK.dtype) for a in a_masters if a is not None]
-    bs = [None if b is None else b.to(x_TK.dtype) for b in b_masters]
-    slices = parts(bs)
-    if not a_narrow:
-        a_RK = x_TK.new_empty(0, x_TK.shape[1])
-        xa_TR = x_TK[:, :0]
-    else:
-        a_RK = a_narrow[0] if len(a_narrow) == 1 else torch.cat(a_narrow)
-        if all(keep is None for keep in keeps):
-            xa_TR = scaled_product(x_TK, a_RK.t())
-        else:
-            xa_TR = torch.cat([kept(x_TK, keep) @ a_RK[part].t() for keep, part in zip(keeps, slices)], 1)
+    made = branches(x_TK, flat)
     ys = []
-    for weight, bias, b, state, part, scale in zip(weights, biases, bs, states, slices, scales):
+    for weight, bias, b, state, part, scale in zip(flat[0::TENSORS], flat[1::TENSORS], made.bs, states, parts(made.bs), scales):
         assert weight is not None
         y_TO = base_product(x_TK, weight, bias, state)
         if b is not None:
-            add_product_(y_TO, xa_TR[:, part], b.t(), scale)
+            add_product_(y_TO, made.xa_TR[:, part], b.t(), scale)
         ys.append(y_TO)
-    return Multiplied(ys, xa_TR, a_RK, bs)
+    return Multiplied(ys, *made)
 
 
 def branch_gradient(dys: Sequence[Tensor | None], bs: Sequence[Tensor | None], scales: Sequence[float], like_TR: Tensor) -> Tensor:

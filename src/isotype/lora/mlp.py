@@ -3,27 +3,225 @@
 Saved for backward: x, gate's and up's outputs, and tokens x rank; neither the activation nor the product, which one pass makes again
 together with their gradients. Gate and up may be one layer of twice the width.
 
+In a layer that is recomputed, backward owns gate's and up's outputs: on a GPU their gradients are written over them, and the product and
+its gradient exist for one tile of tokens at a time, so that two tensors of tokens x inner features are alive instead of six. The recompute
+leaves down's base product out where nothing reads the layer's output again: backward needs its input's product with A and nothing else.
+
 T tokens, K in features, I inner features, R ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops.autocast import autocast_off, no_view
-from ..ops.gated import Gated, gated_gradients, gated_product
+from ..ops.backend import fused_runs
+from ..ops.gated import Gated, gated_gradients, gated_gradients_, gated_product
+from ..ops.recompute import count_mlp, is_recomputed, output_is_unused, unwritten
 from .dtypes import LoraDtypes
-from .group import TENSORS, Projection, branch_gradient, input_gradient, multiply, parts, tensor_gradients, wants_input
+from .group import (
+    TENSORS,
+    Branches,
+    Multiplied,
+    Projection,
+    branch_gradient,
+    branches,
+    cast_down,
+    input_gradient,
+    multiply,
+    parts,
+    tensor_gradients,
+    wants_input,
+)
+from .linear import base_weight
+from .products import product_fp32, scaled_product
+
+# Tokens of a tile: a product of 4,096 x 4,096 x 14,336 is 0.6 ms on an H200, a hundred launches
+TILE = 4096
 
 
 def halves(ys: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """(gate, up) of two layers' outputs, or of one layer's."""
     gate, up = ys if len(ys) == 2 else ys[0].chunk(2, dim=-1)
     return gate, up
+
+
+def _out_features(weight: Tensor, state: Any) -> int:
+    return int((weight if state is None else state).shape[0])
+
+
+def _tiles(tokens: int) -> Iterator[slice]:
+    return (slice(start, min(start + TILE, tokens)) for start in range(0, max(tokens, 1), TILE))
+
+
+def _forward(
+    kind: Gated, x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]
+) -> tuple[Multiplied, Branches, Tensor]:
+    """(gate and up, what backward needs of down, the output)."""
+    inner = multiply(x_TK, flat[:-TENSORS], scales[:-1], states[:-1])
+    gate, up = halves(inner.ys)
+    if output_is_unused():
+        weight = flat[-TENSORS]
+        assert weight is not None
+        return inner, _branch_of_product(kind, gate, up, flat[-TENSORS:]), unwritten(
+            (x_TK.shape[0], _out_features(weight, states[-1])), x_TK, x_TK.dtype
+        )  # fmt: skip
+    made = multiply(gated_product(kind, gate, up), flat[-TENSORS:], scales[-1:], states[-1:])
+    return inner, Branches(made.xa_TR, made.a_RK, made.bs), made.ys[0]
+
+
+def _forward_in_tiles(
+    kind: Gated, x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]
+) -> tuple[Multiplied, Branches, Tensor]:
+    """As `_forward`, a tile of tokens at a time; gate and up are given as tensors that hold nothing."""
+    wide = list(flat)
+    for i, state in enumerate(states):
+        weight = wide[TENSORS * i]
+        assert weight is not None
+        # once for all tiles
+        wide[TENSORS * i] = base_weight(weight, state, x_TK.dtype)
+    dense = (None,) * len(states)
+    parts_made = [_forward(kind, x_TK[rows], wide, scales, dense) for rows in _tiles(x_TK.shape[0])]
+    (first, outer, _), tokens = parts_made[0], x_TK.shape[0]
+    ys = [unwritten((tokens, y.shape[1]), x_TK, y.dtype) for y in first.ys]
+    inner = first._replace(ys=ys, xa_TR=torch.cat([made.xa_TR for made, _, _ in parts_made]))
+    return inner, outer._replace(xa_TR=torch.cat([made.xa_TR for _, made, _ in parts_made])), torch.cat([y for _, _, y in parts_made])
+
+
+def _branch_of_product(kind: Gated, gate_TI: Tensor, up_TI: Tensor, flat: Sequence[Tensor | None]) -> Branches:
+    """What backward needs of down: its input's product with A, made tile by tile on a GPU, where each tile fills the device."""
+    if flat[4] is not None or not fused_runs(gate_TI) or gate_TI.shape[0] <= TILE:
+        return branches(gated_product(kind, gate_TI, up_TI), flat)
+    made = [branches(gated_product(kind, gate_TI[rows], up_TI[rows]), flat) for rows in _tiles(gate_TI.shape[0])]
+    return made[0]._replace(xa_TR=torch.cat([m.xa_TR for m in made]))
+
+
+class _Down(NamedTuple):
+    """Down's backward: gradients of its tensors, and of gate's and up's outputs, whose product its input is."""
+
+    kind: Gated
+    dy_TK: Tensor
+    compute: torch.dtype
+    ha_TR: Tensor
+    a_RI: Tensor
+    b: Tensor | None
+    weight: Tensor
+    keep: Tensor | None
+    scale: float
+    state: Any
+    leaves: Sequence[torch.dtype | None]
+
+    def gradients(
+        self, gate_TI: Tensor, up_TI: Tensor, needs: Sequence[bool], *, tiled: bool
+    ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """(gradient of gate, of up, those of down's tensors).
+
+        tiled   gate and up are the caller's to overwrite
+        """
+        narrow_TK, slices = self.dy_TK.to(self.compute), parts([self.b])
+        dha_TR = branch_gradient([narrow_TK], [self.b], [self.scale], self.ha_TR)
+        tiled = tiled and fused_runs(gate_TI) and gate_TI.is_contiguous() and up_TI.is_contiguous() and not needs[0]
+        if not tiled:
+            dh_TI = self._input_gradient(dha_TR, narrow_TK, self.weight, self.state, slices)
+            dgate_TI, dup_TI, h_TI = gated_gradients(self.kind, gate_TI, up_TI, dh_TI)
+            del dh_TI
+            return dgate_TI, dup_TI, self._tensors(h_TI, self.ha_TR, dha_TR, narrow_TK, slices, needs)
+        # widened once for all tiles; a kept copy of a recompute is this one
+        weight = base_weight(self.weight, self.state, self.compute)
+        grads: list[Tensor | None] = [None] * TENSORS
+        da_fp32: Tensor | None = None
+        for rows in _tiles(gate_TI.shape[0]):
+            dh_TI = self._input_gradient(dha_TR[rows], narrow_TK[rows], weight, None, slices)
+            _, _, h_TI = gated_gradients_(self.kind, gate_TI[rows], up_TI[rows], dh_TI)
+            if needs[2]:
+                part = product_fp32(dha_TR[rows], h_TI)
+                da_fp32 = part if da_fp32 is None else da_fp32.add_(part)
+        # bias and B read dy and x Aᵀ alone
+        small = (needs[0], needs[1], False, needs[3], needs[4])
+        grads = self._tensors(None, self.ha_TR, dha_TR, narrow_TK, slices, small)
+        if da_fp32 is not None:
+            assert self.leaves[2] is not None
+            grads[2] = da_fp32.to(self.leaves[2])
+        return gate_TI, up_TI, grads
+
+    def _input_gradient(self, dha_TR: Tensor, dy: Tensor, weight: Tensor, state: Any, slices: Sequence[slice]) -> Tensor:
+        return input_gradient(dha_TR, self.a_RI, [dy], [weight], [state], [self.keep], slices, self.compute)
+
+    def _tensors(
+        self, h: Tensor | None, ha: Tensor, dha: Tensor, dy: Tensor, slices: Sequence[slice], needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        return tensor_gradients(h, ha, dha, [dy], [self.dy_TK], [self.scale], [self.keep], slices, needs, self.leaves)
+
+
+def _backward_can_start_at_x(flat: Sequence[Tensor | None], needs: Sequence[bool]) -> bool:
+    """Whether `_Whole` computes every gradient that is wanted: of fp32 adapters, whose sums over tiles are then rounded once, and of x."""
+    adapters = [t for t in (*flat[2::TENSORS], *flat[3::TENSORS]) if t is not None]
+    frozen = not any(needs[0::TENSORS]) and all(bias is None for bias in flat[1::TENSORS])
+    return frozen and wants_input(needs[:-TENSORS]) and all(t.dtype == torch.float32 for t in adapters)
+
+
+def _nothing_but_adapters(x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]) -> tuple[Multiplied, Branches, Tensor]:
+    """What a recompute saves for a backward that starts at x: A and B as cast down; everything of tokens is left to it."""
+    tokens, dtype = x_TK.shape[0], x_TK.dtype
+    widths = [_out_features(w, s) for w, s in zip(flat[0::TENSORS], states) if w is not None]
+    a_RK, inner_bs = cast_down(flat[:-TENSORS], dtype, x_TK.shape[1])
+    a_RI, outer_bs = cast_down(flat[-TENSORS:], dtype, widths[0] if len(widths) == 3 else widths[0] // 2)
+    ys = [unwritten((tokens, width), x_TK, dtype) for width in widths[:-1]]
+    xa_TR, ha_TR = (unwritten((tokens, a.shape[0]), x_TK, dtype) for a in (a_RK, a_RI))
+    return Multiplied(ys, xa_TR, a_RK, inner_bs), Branches(ha_TR, a_RI, outer_bs), unwritten((tokens, widths[-1]), x_TK, dtype)
+
+
+class _Whole(NamedTuple):
+    """The backward of the three layers from x on, a tile of tokens at a time: gate, up, their gradients and the product exist for one tile.
+
+    wide   weights in the products' dtype
+    """
+
+    kind: Gated
+    a_RK: Tensor
+    a_RI: Tensor
+    bs: Sequence[Tensor | None]
+    wide: Sequence[Tensor]
+    scales: Sequence[float]
+    leaves: Sequence[torch.dtype | None]
+
+    def gradients(
+        self, x_TK: Tensor, dy_TK: Tensor, needs: Sequence[bool], x_dtype: torch.dtype | None
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """(gradient of x, or None; those of every tensor)."""
+        n, slices = len(self.bs) - 1, parts(self.bs[:-1])
+        flat: list[Tensor | None] = []
+        for weight, b, part in zip(self.wide, self.bs[:-1], slices):
+            flat += [weight, None, None if b is None else self.a_RK[part], b, None]
+        none: tuple[None, ...] = (None,) * n
+        totals: list[Tensor | None] = [None] * len(needs)
+        dx_TK = None if x_dtype is None else torch.empty(x_TK.shape, dtype=x_dtype, device=x_TK.device)
+        for rows in _tiles(x_TK.shape[0]):
+            x, dy = x_TK[rows], dy_TK[rows].to(x_TK.dtype)
+            inner = multiply(x, flat, self.scales[:-1], none)
+            dha = branch_gradient([dy], self.bs[-1:], self.scales[-1:], dy.new_empty(dy.shape[0], self.a_RI.shape[0]))
+            down = parts(self.bs[-1:])
+            dh = input_gradient(dha, self.a_RI, [dy], self.wide[-1:], [None], [None], down, x.dtype)
+            dgate, dup, h = gated_gradients_(self.kind, *halves(inner.ys), dh)
+            ha = scaled_product(h, self.a_RI.t()) if self.a_RI.shape[0] else h[:, :0]
+            last = tensor_gradients(
+                h, ha, dha, [dy], [dy], self.scales[-1:], [None], down, needs[-TENSORS:], self.leaves[-TENSORS:]
+            )  # fmt: skip
+            dys = [dgate, dup] if n == 2 else [torch.cat((dgate, dup), -1)]
+            dxa = branch_gradient(dys, self.bs[:-1], self.scales[:-1], inner.xa_TR)
+            first = tensor_gradients(
+                x, inner.xa_TR, dxa, dys, dys, self.scales[:-1], none, slices, needs[:-TENSORS], self.leaves[:-TENSORS]
+            )  # fmt: skip
+            for i, grad in enumerate((*first, *last)):
+                before = totals[i]
+                totals[i] = grad if before is None or grad is None else before.add_(grad)
+            if dx_TK is not None:
+                dx_TK[rows] = input_gradient(dxa, inner.a_RK, dys, self.wide[:-1], none, none, slices, dx_TK.dtype)
+        return dx_TK, totals
 
 
 class LoraMlp(torch.autograd.Function):
@@ -35,10 +233,17 @@ class LoraMlp(torch.autograd.Function):
     ) -> Tensor:
         needs = ctx.needs_input_grad[5:]
         x_TK = x.reshape(-1, x.shape[-1])
+        count_mlp()
+        ctx.owns = is_recomputed()
         with autocast_off(x):
             x_TK = x_TK.to(dtypes.compute)
-            inner = multiply(x_TK, flat[:-TENSORS], scales[:-1], states[:-1])
-            outer = multiply(gated_product(kind, *halves(inner.ys)), flat[-TENSORS:], scales[-1:], states[-1:])
+            # what this run saves is dropped where the layer runs again: then a tile's gate, up and product are all there is of them
+            tiled = fused_runs(x_TK) and x_TK.shape[0] > TILE and all(keep is None for keep in flat[4::TENSORS])
+            if tiled and output_is_unused() and _backward_can_start_at_x(flat, needs):
+                inner, outer, y_TO = _nothing_but_adapters(x_TK, flat, states)
+            else:
+                run = _forward_in_tiles if tiled and ctx.owns else _forward
+                inner, outer, y_TO = run(kind, x_TK, flat, scales, states)
         saved_x = x_TK if wants_input(needs[:-TENSORS]) else None
         ctx.save_for_backward(
             saved_x, inner.xa_TR, inner.a_RK, outer.xa_TR, outer.a_RK,
@@ -46,7 +251,7 @@ class LoraMlp(torch.autograd.Function):
         )  # fmt: skip
         ctx.kind, ctx.scales, ctx.states, ctx.dtypes, ctx.x_shape, ctx.x_dtype = kind, scales, states, dtypes, x.shape, x.dtype
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
-        return no_view(outer.ys[0], (*x.shape[:-1], outer.ys[0].shape[-1]))
+        return no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -57,17 +262,15 @@ class LoraMlp(torch.autograd.Function):
         ys, bs, weights, keeps = rest[:n], rest[n : 2 * n + 1], rest[2 * n + 1 : 3 * n + 2], rest[3 * n + 2 :]
         compute = ctx.dtypes.compute
         with autocast_off(dy):
-            # down: its input's gradient first, because its input is made again in the same pass as gate's and up's gradients
             dy_TK = dy.reshape(-1, dy.shape[-1])
-            narrow, slices = [dy_TK.to(compute)], parts(bs[-1:])
-            dha_TR = branch_gradient(narrow, bs[-1:], scales[-1:], ha_TR)
-            dh_TI = input_gradient(dha_TR, a_RI, narrow, weights[-1:], states[-1:], keeps[-1:], slices, compute)
-            dgate_TI, dup_TI, h_TI = gated_gradients(ctx.kind, *halves(ys), dh_TI)
-            del dh_TI
-            last = tensor_gradients(
-                h_TI, ha_TR, dha_TR, narrow, [dy_TK], scales[-1:], keeps[-1:], slices, needs[-TENSORS:], leaves[-TENSORS:]
-            )  # fmt: skip
-            del h_TI
+            if x_TK is not None and x_TK.shape[0] > 0 and ys[0].stride(-1) == 0:
+                # the recompute has left gate and up out
+                whole = _Whole(ctx.kind, a_RK, a_RI, bs, [base_weight(w, s, compute) for w, s in zip(weights, states)], scales, leaves)
+                dx_TK, grads = whole.gradients(x_TK, dy_TK, needs, ctx.x_dtype if ctx.needs_input_grad[0] else None)
+                return None if dx_TK is None else dx_TK.view(ctx.x_shape), None, None, None, None, *grads
+            down = _Down(ctx.kind, dy_TK, compute, ha_TR, a_RI, bs[-1], weights[-1], keeps[-1], scales[-1], states[-1], leaves[-TENSORS:])
+            gate, up = halves(ys)
+            dgate_TI, dup_TI, last = down.gradients(gate, up, needs[-TENSORS:], tiled=ctx.owns and keeps[-1] is None and n == 2)
             dys = [dgate_TI, dup_TI] if n == 2 else [torch.cat((dgate_TI, dup_TI), -1)]
             slices = parts(bs[:-1])
             dxa_TR = branch_gradient(dys, bs[:-1], scales[:-1], xa_TR)

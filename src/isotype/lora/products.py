@@ -13,11 +13,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..environment.planned import stands_for
 from ..ops.autocast import wide
+from ..ops.backend import keeps_fp32_sums
 from . import cpp
 
-# Elements of one block of rows once widened: 1 MiB in fp32, which a core's own cache holds.
+# Elements of one block of rows once widened: 1 MiB in fp32, which a core's own cache holds; elsewhere 256 MiB, one block for most layers,
+# since each is a launch.
 BLOCK_ELEMENTS = 2**18
+BLOCK_ELSEWHERE = 2**26
 
 # Below this many elements a bf16 product costs its call: 128 x (256 + 16) widened take 25 us, in two terms 46; 256 x (512 + 16) 94 and 78.
 SMALL_ELEMENTS = 2**16
@@ -26,9 +30,10 @@ SMALL_ELEMENTS = 2**16
 SKINNY = 64
 
 
-def row_blocks(rows: int, width: int) -> Iterator[slice]:
+def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
     """Slices over `rows`, each of about BLOCK_ELEMENTS elements at `width` elements a row; one slice inside a compiled graph."""
-    step = rows if torch.compiler.is_compiling() else max(BLOCK_ELEMENTS // max(width, 1), 16)
+    elements = BLOCK_ELEMENTS if stands_for(device) == "cpu" else BLOCK_ELSEWHERE
+    step = rows if torch.compiler.is_compiling() else max(elements // max(width, 1), 16)
     # at least one step, so that an empty batch passes through as any other
     return (slice(start, start + step) for start in range(0, max(rows, 1), max(step, 1)))
 
@@ -54,7 +59,7 @@ def _product_fp32(left_TM: Tensor, right_TN: Tensor) -> Tensor:
     dtype = wide(left_TM.dtype)
     if left_TM.dtype == dtype:
         return left_TM.t() @ right_TN
-    if left_TM.is_cuda:
+    if keeps_fp32_sums(left_TM.dtype, left_TM.device):
         return torch.mm(left_TM.t(), right_TN, out_dtype=dtype)
     if left_TM.numel() + right_TN.numel() <= SMALL_ELEMENTS:
         return left_TM.to(dtype).t() @ right_TN.to(dtype)
@@ -63,7 +68,7 @@ def _product_fp32(left_TM: Tensor, right_TN: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return left_TM.to(dtype).t() @ right_TN.to(dtype)
     out_MN = torch.zeros(left_TM.shape[1], right_TN.shape[1], dtype=dtype, device=left_TM.device)
-    for rows in row_blocks(left_TM.shape[0], left_TM.shape[1] + right_TN.shape[1]):
+    for rows in row_blocks(left_TM.shape[0], left_TM.shape[1] + right_TN.shape[1], left_TM.device):
         out_MN.addmm_(left_TM[rows].to(dtype).t(), right_TN[rows].to(dtype))
     return out_MN
 

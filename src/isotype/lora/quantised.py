@@ -1,13 +1,15 @@
 """A bitsandbytes 4-bit weight: its product, the copy that backward needs, and a linear layer over both.
 
-A weight is widened once a use: for forward's product, and for backward's. Under gradient checkpointing the recompute's copy is kept for
-the backward that follows it, and goes with it: three copies become two, for one layer's weights held wide while that layer is worked on.
+A weight is widened once a use: for forward's product, and for backward's. Under gradient checkpointing on a CPU the recompute's copy is
+kept for the backward that follows it, and goes with it: three copies become two, for one layer's weights held wide while that layer is
+worked on. On a GPU widening is one launch at 85% of the bandwidth, 1% of a step of Llama-3.1-8B's for 318 MB held: it is done again.
 
 T tokens, K in features, O out features.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.autocast import autocast_off
+from ..ops.backend import fused_runs
+from ..ops.nf4 import widen_4bit
 
 _KEPT = "_isotype_wide"
 
@@ -36,9 +40,12 @@ class Kept:
 
 
 def product_4bit(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None) -> Tensor:
-    """x @ Wᵀ + bias in x's dtype: by bitsandbytes' own kernels, and in a recompute with a copy that backward will use too."""
-    if recomputing():
+    """x @ Wᵀ + bias in x's dtype: with a copy that backward will use too in a recompute; with the weight widened by one kernel on a GPU; by
+    bitsandbytes' own kernels elsewhere, and for the single row of a generated token, which needs no copy of the weight."""
+    if recomputing() and not fused_runs(packed):
         return F.linear(x_TK, _kept_copy(packed, state, x_TK.dtype), bias)
+    if fused_runs(packed) and x_TK.numel() > x_TK.shape[-1]:
+        return F.linear(x_TK, widened(packed, state, x_TK.dtype), bias)
     import bitsandbytes
 
     return bitsandbytes.matmul_4bit(x_TK, packed, quant_state=state, bias=bias)
@@ -62,12 +69,7 @@ def dequantised(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
 def widened(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     """W in `dtype`, computed. `bitsandbytes.functional.dequantize_4bit` answers in the dtype at quantisation time, which rounds a fp32
     product's weight to bf16."""
-    ops = torch.ops.bitsandbytes
-    absmax = state.absmax
-    if state.nested:
-        inner = state.state2
-        absmax = ops.dequantize_blockwise.default(absmax, inner.absmax, inner.code, inner.blocksize, torch.float32) + state.offset
-    return ops.dequantize_4bit.default(packed.view(-1, 1), absmax, state.blocksize, state.quant_type, list(state.shape), dtype)
+    return widen_4bit(packed, state, dtype)
 
 
 def recomputing() -> bool:
@@ -81,9 +83,12 @@ def _kept_copy(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
         kept = Kept(widened(packed, state, dtype), packed)
         setattr(state, _KEPT, kept)
 
+        # the engine holds the callback until the whole backward has ended, and with it every layer's copy if it named one
+        left = weakref.ref(kept)
+
         def drop() -> None:
             # an output that nobody used has no backward
-            if getattr(state, _KEPT, None) is kept:
+            if left() is not None and getattr(state, _KEPT, None) is left():
                 delattr(state, _KEPT)
 
         torch.autograd.Variable._execution_engine.queue_callback(drop)  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ def add_branch(y_TO: Tensor, x_TK: Tensor, keep_TK: Tensor | None, a_RK: Tensor,
     ->      fp32[T R]
     """
     xa_TR = torch.empty(x_TK.shape[0], a_RK.shape[0], dtype=torch.float32, device=x_TK.device)
-    for rows in row_blocks(x_TK.shape[0], x_TK.shape[1] + y_TO.shape[1]):
+    for rows in row_blocks(x_TK.shape[0], x_TK.shape[1] + y_TO.shape[1], x_TK.device):
         xa_TR[rows] = _kept(x_TK, keep_TK, rows) @ a_RK.t()
         y_TO[rows] = torch.addmm(y_TO[rows].float(), xa_TR[rows], b_OR.t(), alpha=scale).to(y_TO.dtype)
     return xa_TR
@@ -53,7 +53,7 @@ def gradients(
     """
     da = torch.zeros_like(a_RK) if needs_a else None
     db = torch.zeros_like(b_OR) if needs_b else None
-    for rows in row_blocks(dy_TO.shape[0], dy_TO.shape[1] + a_RK.shape[1]):
+    for rows in row_blocks(dy_TO.shape[0], dy_TO.shape[1] + a_RK.shape[1], dy_TO.device):
         dy_fp32 = dy_TO[rows].float()
         if db is not None:
             assert xa_TR is not None

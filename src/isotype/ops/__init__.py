@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .gelu_mul.function import gelu_mul as gelu_mul
     from .linear_cross_entropy.function import TokenStatistics as TokenStatistics
     from .linear_cross_entropy.function import linear_cross_entropy as linear_cross_entropy
+    from .linear_log_probs.function import TokenLogProbs as TokenLogProbs
+    from .linear_log_probs.function import linear_log_probs as linear_log_probs
     from .rms_norm.function import add_rms_norm as add_rms_norm
     from .rms_norm.function import rms_norm as rms_norm
     from .rope.function import rope as rope
@@ -28,6 +30,8 @@ _LAZY = {
     "cross_entropy": "isotype.ops.cross_entropy.function",
     "linear_cross_entropy": "isotype.ops.linear_cross_entropy.function",
     "TokenStatistics": "isotype.ops.linear_cross_entropy.function",
+    "linear_log_probs": "isotype.ops.linear_log_probs.function",
+    "TokenLogProbs": "isotype.ops.linear_log_probs.function",
     "rms_norm": "isotype.ops.rms_norm.function",
     "add_rms_norm": "isotype.ops.rms_norm.function",
     "rope": "isotype.ops.rope.function",

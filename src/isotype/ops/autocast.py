@@ -8,15 +8,21 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from ..environment import planned
+
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype autocast would use on `x`'s device, or None where it is off."""
+    if planned.is_planned(x.device):
+        return planned.autocast_dtype()
     # torch.is_autocast_enabled() without an argument answers for CUDA only
     return torch.get_autocast_dtype(x.device.type) if _is_on(x.device.type) else None
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[object]:
     """A block in which no op on `x`'s device is cast behind the op's back; free where autocast is already off."""
+    if planned.is_planned(x.device):
+        return planned.autocast_off()
     return torch.autocast(x.device.type, enabled=False) if _is_on(x.device.type) else nullcontext()
 
 

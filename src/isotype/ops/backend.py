@@ -10,22 +10,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..environment.planned import is_planned, stands_for
 from .compiled import DTYPES, CppKernels
+from .probe import why_no_kernels
 
 BACKENDS = ("triton", "cpp", "eager")
 
 _forced: ContextVar[str | None] = ContextVar("isotype_ops_backend", default=None)
-
-
-@cache
-def has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 @contextmanager
@@ -47,7 +43,32 @@ def triton_runs(x: Tensor) -> bool:
     forced = _forced.get()
     if forced is not None:
         return forced == "triton"
-    return x.is_cuda and x.dtype != torch.float64 and has_triton()
+    return x.is_cuda and x.dtype != torch.float64 and not why_no_kernels(x.device)
+
+
+def fused_runs(x: Tensor) -> bool:
+    """`triton_runs`, or a plan for a device where it will be so: for ops whose kernel is one library op with its own fake results."""
+    return triton_runs(x) or (is_planned(x.device) and stands_for(x.device) != "cpu" and x.dtype != torch.float64)
+
+
+@cache
+def widens_products(operand: torch.dtype, kind: str, index: int | None) -> bool:
+    """Whether a product of bf16 or fp16 may return its fp32 sums (`out_dtype`): on CUDA, and for bf16 from compute capability 8.0 on."""
+    if kind != "cuda" or operand not in (torch.bfloat16, torch.float16):
+        return False
+    if operand == torch.float16 or not torch.cuda.is_available():
+        # without a GPU this is asked for a plan, whose device is a recent one
+        return True
+    return torch.cuda.get_device_capability(index)[0] >= 8
+
+
+def keeps_fp32_sums(operand: torch.dtype, device: torch.device) -> bool:
+    return widens_products(operand, stands_for(device), device.index)
+
+
+def rows_can_be_counted(x: Tensor) -> bool:
+    """Whether asking how many elements of `x` fulfil a condition costs nothing: on any device but a CPU the host would wait for it."""
+    return stands_for(x.device) == "cpu"
 
 
 def cpp_allowed() -> bool:
@@ -59,8 +80,8 @@ def cpp_runs(kernels: CppKernels, *tensors: Tensor) -> bool:
     """Whether the op's C++ kernels run on these tensors: not for fp64, not in a graph, and only where a compiler built them."""
     if not cpp_allowed():
         return False
-    if isinstance(tensors[0], FakeTensor) and tensors[0].device.type != "cpu":
-        # a plan for another device: its kernels make the results that these make, and nothing on the way
+    if (isinstance(tensors[0], FakeTensor) and tensors[0].device.type != "cpu") or is_planned(tensors[0].device):
+        # a plan for another device: its kernels also allocate their results only
         return _forced.get() == "cpp" and all(t.dtype in DTYPES for t in tensors)
     return kernels.take(*tensors)
 

@@ -1,49 +1,87 @@
-"""Attention on a CPU: transformers' "sdpa" function, which a forward finds in a table of its globals, becomes one that calls `attention`.
+"""Attention: transformers' function of it, which a forward finds in a table of its globals, becomes one that calls `attention`.
 
-PyTorch's own takes three to four times as long in bf16 there. Whatever the op does not compute (dropout, other dtypes, a bias, few queries
-as in generation, a compiled graph) goes to the original, call by call; so does every other implementation.
+On a CPU PyTorch's own takes three to four times as long in bf16. On a GPU the op takes packed documents, sliding windows and softcaps
+without a mask of positions x positions; its output and logsumexp can be kept for a recompute. Whatever the op does not compute (dropout,
+a bias, few queries as in generation, a compiled graph) goes to the original, call by call; so does every other implementation.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..environment.planned import planned_for
+from ..errors import UsageError
 from ..ops import attention
-from ..ops.attention.function import kernels_take
+from ..ops.attention import backend_of
+from ..ops.attention.choice import on_a_gpu
 from ..ops.autocast import autocast_dtype
+from .document_mask import DocumentMask, why_mask_is_read
 from .private import Replacement, why_not_rebuilt
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 # below so many queries PyTorch's forward is as fast: most lanes of a block of 64 would be empty
 FEW = 32
-# arguments that change the result, where they are given
-BEYOND = ("softcap", "position_bias", "cache", "s_aux", "output_attentions")
+# arguments that change the result, where they are given, and that the op does not take
+BEYOND = ("position_bias", "cache", "s_aux", "output_attentions")
 
 
-def is_candidate(module: nn.Module) -> bool:
-    """Whether the module's forward looks its attention function up in transformers' table, and would find "sdpa" there."""
+def implementation_of(module: nn.Module) -> str | None:
+    """Under which name the module's forward looks its attention function up in transformers' table; None where it does not."""
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType) or TABLE not in forward.__code__.co_names:
-        return False
+        return None
     table, config = forward.__globals__.get(TABLE), getattr(module, "config", None)
-    return hasattr(table, "get_interface") and getattr(config, "_attn_implementation", None) == "sdpa"
+    return getattr(config, "_attn_implementation", None) if hasattr(table, "get_interface") else None
 
 
-def find(module: nn.Module) -> tuple[Replacement | None, str]:
-    """What takes the place of the table, or None, and why."""
+def softcap_of(module: nn.Module) -> float | None:
+    return getattr(getattr(module, "config", None), "attn_logit_softcapping", None)
+
+
+def is_candidate(module: nn.Module, device_type: str) -> bool:
+    """Whether the module's attention function is "sdpa", or on a GPU the only other one that computes its softcap."""
+    found = implementation_of(module)
+    return found == "sdpa" or (found == "eager" and device_type != "cpu" and softcap_of(module) is not None)
+
+
+def find(module: nn.Module, device_type: str) -> tuple[Replacement | None, str]:
+    """What takes the place of the table, or None; and why, or on a GPU which back ends will run."""
     forward: Any = type(module).forward
     reason = why_not_rebuilt(forward)
-    return (None, reason) if reason else (Replacement(TABLE, Functions), "")
+    if reason:
+        return None, reason
+    made = Replacement(TABLE, Functions)
+    return made, "" if device_type == "cpu" else back_ends(module)
+
+
+def back_ends(module: nn.Module) -> str:
+    """The back ends of a training step in bf16 on the device of the module's weights."""
+    device = next((p.device for p in module.parameters()), torch.device("meta"))
+    device = device if device.type == "cuda" else torch.device("meta")
+    config: Any = getattr(module, "config", None)
+    depth = getattr(module, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    x = torch.empty(1, 1, 128, depth, dtype=torch.bfloat16, device="meta")
+    with nullcontext() if device.type == "cuda" else planned_for("cuda"):
+
+        def one(packed: bool) -> str:
+            window = getattr(module, "sliding_window", None)
+            return on_a_gpu(
+                x.dtype, x, x, causal=True, masked=False, window=window, softcap=softcap_of(module), packed=packed, device=device
+            )
+
+        row, packed = one(False), one(True)
+    return f"{row} in bf16" if row == packed else f"{row} in bf16, {packed} for packed documents"
 
 
 class Functions:
-    """transformers' table of attention functions, with another one for "sdpa"."""
+    """transformers' table of attention functions, with another one for "sdpa", and for "eager" where that is asked for with a softcap."""
 
     def __init__(self, table: Any) -> None:
         self.table = table
@@ -53,17 +91,23 @@ class Functions:
     def get_interface(self, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         original = self.table.get_interface(implementation, default)
         # a user may have registered another function under that name
-        transformers_own = getattr(original, "__module__", None) == "transformers.integrations.sdpa_attention"
-        if implementation != "sdpa" or not transformers_own or torch.compiler.is_compiling():
+        own = "transformers.integrations.sdpa_attention" if implementation == "sdpa" else getattr(default, "__module__", None)
+        known = implementation in ("sdpa", "eager") and getattr(original, "__module__", None) == own
+        if not known or torch.compiler.is_compiling():
             return original
-        return self.made.setdefault(original, on_cpu(original))
+        if original not in self.made:
+            self.made[original] = by_the_op(original, eager=implementation == "eager")
+        return self.made[original]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.table, name)
 
 
-def on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' sdpa function (module, query, key, value, mask) -> ([B S N D], None), by `attention` where its kernels run."""
+def by_the_op(original: Callable[..., Any], *, eager: bool) -> Callable[..., Any]:
+    """transformers' attention function (module, query, key, value, mask) -> ([B S N D], None), by `attention` where it serves.
+
+    eager  the original is the model's own, which is asked for by name where nobody wants anything else, or because it alone knows softcaps
+    """
 
     def forward(
         module: nn.Module,
@@ -76,10 +120,46 @@ def on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
         is_causal: bool | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
+        options = {"dropout": dropout, "scaling": scaling} | ({} if eager else {"is_causal": is_causal}) | others
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         beyond = dropout or query.shape[2] < FEW or any(others.get(name) is not None and others[name] is not False for name in BEYOND)
-        if beyond or not kernels_take(autocast_dtype(query) or query.dtype, query, key, value, attention_mask):
-            return original(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
-        causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if isinstance(attention_mask, DocumentMask):
+            if beyond or not causal:
+                raise UsageError(
+                    "a mask of documents reached an attention that cannot read it", fix="model.attention: flash, or no packing"
+                )
+            window = others.get("sliding_window")
+            window = None if window is None or window >= query.shape[2] else window
+            documents = None if attention_mask.documents.whole_rows and window is None else attention_mask.documents
+            made = attention(
+                query, key, value, causal=True, scale=scaling, window=window, softcap=others.get("softcap"), documents=documents
+            )
+            return made.transpose(1, 2).contiguous(), None
+        if beyond or eager or others.get("softcap") is not None:
+            return original(module, query, key, value, attention_mask, **options)
+        causal = causal and attention_mask is None
+        dtype = autocast_dtype(query) or query.dtype
+        if attention_mask is not None and attention_mask.dtype != torch.bool:
+            return original(module, query, key, value, attention_mask, **options)
+        if backend_of(dtype, query, key, value, attention_mask, causal=causal) == "sdpa":
+            return original(module, query, key, value, attention_mask, **options)
         return attention(query, key, value, mask=attention_mask, causal=causal, scale=scaling).transpose(1, 2).contiguous(), None
 
     return forward
+
+
+def why_no_document_mask(model: nn.Module) -> str:
+    """Why bounds alone cannot keep documents apart in this model, or "": all its attention runs the op, and nothing else reads a mask."""
+    layers = [(name, module) for name, module in model.named_modules() if implementation_of(module) is not None]
+    for name, module in layers:
+        forward = vars(module).get("forward")
+        table = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get(TABLE)
+        if not isinstance(table, Functions):
+            return f"{name} runs its own attention"
+        if implementation_of(module) not in ("sdpa", "eager"):
+            return f"{name} runs {implementation_of(module)}"
+        if getattr(module, "attention_dropout", 0.0) and module.training:
+            return f"{name} has dropout"
+        if implementation_of(module) == "eager" and softcap_of(module) is None:
+            return f"{name} runs eager"
+    return why_mask_is_read(model) if layers else "it has no attention layer that is known"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ..environment import planned
 from ..errors import IsotypeError
 from ..ops import cross_entropy, linear_cross_entropy
 from ..ops.autocast import autocast_dtype, autocast_off, product_dtype
@@ -28,6 +30,8 @@ from .weight_changes import change_count
 
 # Where a training step turned deferred logits into real ones: place -> times
 materialised: Counter[str] = Counter()
+# What answered for deferred logits: op -> times
+answered: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -74,12 +78,13 @@ class Recipe:
         # post tanh(pre x) is the op's softcap tanh(scale x / softcap)
         scale, cap = (self.pre, None) if self.post is None else (self.pre * self.post, self.post)
         with _as_then(self):
+            answered["linear_cross_entropy"] += 1
             return linear_cross_entropy(self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap, **options)
 
 
-def _as_then(recipe: Recipe) -> torch.autocast:
+def _as_then(recipe: Recipe) -> AbstractContextManager[Any]:
     """Autocast as it was when the head was called: a loss computed outside it uses the same product."""
-    return torch.autocast(recipe.hidden.device.type, dtype=recipe.cast, enabled=recipe.cast is not None)
+    return planned.autocast(recipe.hidden.device.type, recipe.cast)
 
 
 class DeferredLogits(Tensor):
@@ -242,6 +247,11 @@ def _rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
     return _with(x, hidden=x.recipe.hidden[parts])
 
 
+def _index_select(x: DeferredLogits, dim: Any = None, index: Any = None, **rest: Any) -> DeferredLogits | None:
+    plain = not rest and dim == 0 and isinstance(index, Tensor) and x.recipe.hidden.dim() == 2
+    return _with(x, hidden=x.recipe.hidden.index_select(0, index)) if plain else None
+
+
 def _cross_entropy(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
     reduction: str = "mean", label_smoothing: float = 0.0,
@@ -301,6 +311,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.detach, torch.detach), _detach),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _view),
     Tensor.__getitem__: _rows,
+    **dict.fromkeys((Tensor.index_select, torch.index_select), _index_select),
     Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
 }
 _METADATA = {

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..precision.apply import inner_model
+from . import fused_head
 from .deferred import defer
 from .instances import KERNEL_LIBRARIES, foreign, library_of, put, settings_of, taken
 from .manifest import Manifest
@@ -54,7 +56,7 @@ def has_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook of the causal LM: its forward has labels, so the logits will go into a loss."""
-    if kwargs.get("fused_lm_head"):
+    if kwargs.get("fused_lm_head") and fused_head.placed(inner_model(model)) is None:
         _passed_by(model)
     if has_labels(model, args, kwargs):
         _forwards.depth = getattr(_forwards, "depth", 0) + 1
@@ -95,15 +97,19 @@ def place(model: nn.Module, manifest: Manifest) -> tuple[nn.Module | None, str |
     if reason is not None:
         return head, None, reason
     # a fused loss of TRL's or Liger's replaces the model's forward, on the instance or on its class, and never calls the head
-    other = foreign(model)
+    inner = inner_model(model)
+    by_trl = fused_head.of(inner) is not None
+    other = fused_head.why_not(inner) if by_trl else foreign(model)
     if other is not None:
         return head, None, f"the model: {other}, which may have a loss of its own"
     if library_of(F.cross_entropy) in KERNEL_LIBRARIES:
         return head, None, f"torch's cross_entropy was replaced by {library_of(F.cross_entropy)}"
+    if by_trl:
+        fused_head.place(inner)
     put(head, head_forward, HeadSettings(manifest))
     model.register_forward_pre_hook(before_forward, with_kwargs=True)
     model.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
-    return head, "linear_cross_entropy", "deferred logits"
+    return (head, "linear_log_probs", "for TRL's fused head") if by_trl else (head, "linear_cross_entropy", "deferred logits")
 
 
 def remove_hooks(model: nn.Module) -> None:

@@ -62,7 +62,8 @@ def put_method(module: nn.Module, method: InstanceMethod, settings: Any, places:
 
 
 def settings_of(module: nn.Module) -> Any:
-    return module.__dict__[_MARK][0]
+    """What `put` was given for this instance; None where nothing was put."""
+    return module.__dict__.get(_MARK, (None,))[0]
 
 
 def take_back(module: nn.Module) -> int:

@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..lora import cpp as rank_products
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..ops.compiled import missing
+from ..ops.probe import why_no_kernels
 from ..precision import Precision
 from . import attention, gated, generation, head, norms, rotary
 from .base import base_notes
@@ -60,6 +61,9 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
         # without their C++ kernels these ops are formulas of plain PyTorch: no faster than the model's own
         but = " but for norms, whose output is declared" if out_dtype else ""
         manifest.notes.append(f"{why_not}: norms, rotary, attention and gated MLPs are left to the model on this CPU{but}")
+    for device in sorted({p.device for p in model.parameters() if p.is_cuda}, key=str):
+        if fault := why_no_kernels(device):
+            manifest.notes.append(f"{device}: {fault}: norms, rotary, gated MLPs and losses run as plain PyTorch there")
     # first, because a gated MLP asks whether its layers are fused
     adapters = [Entry("lora", line.module, line.kind, line.op, line.reason) for line in fuse_lora(model, branch_fp32=lora_branch == "fp32")]
     if on_cpu and any(entry.op for entry in adapters):
@@ -119,9 +123,11 @@ def _row_ops(name: str, module: nn.Module, manifest: Manifest, out_dtype: torch.
 def _attention(name: str, module: nn.Module, manifest: Manifest, kind: bool | str, on_cpu: bool) -> None:
     """The two functions that an attention layer's forward calls, in one rebuilt forward."""
     found: list[Replacement] = []
-    parts = [("rotary", "rope", rotary.is_candidate, lambda: rotary.find(module, kind))]
-    if on_cpu:
-        parts.append(("attention", "attention", attention.is_candidate, lambda: attention.find(module)))
+    device_type = "cpu" if on_cpu else "cuda"
+    parts = [
+        ("rotary", "rope", rotary.is_candidate, lambda: rotary.find(module, kind)),
+        ("attention", "attention", lambda m: attention.is_candidate(m, device_type), lambda: attention.find(module, device_type)),
+    ]
     for part, op, fits, find in parts:
         if not fits(module):
             continue

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..dtypes import to_torch
+from ..environment import planned
 from ..instance_method import MadeMethod
 from .kept import is_kept, kept_modules, names_kept
 from .precision import Precision
@@ -23,15 +24,39 @@ _STATE = "_isotype_precision"
 
 
 class _State:
-    """What a wrapped forward needs to know; lives on the model, is copied with it."""
+    """What a wrapped forward needs to know; lives on the model, is copied with it.
+
+    forward   the instance's own forward before, or None for its class's
+    methods   the forwards that were put in the place of others
+    settings  (module, attribute, value before) of each attribute that was changed
+    """
 
     def __init__(self, precision: Precision, device_type: str, forward: Any) -> None:
         self.precision, self.device_type, self.dtype, self.forward = precision, device_type, precision.compute, forward
+        self.methods: list[MadeMethod] = []
+        self.settings: list[tuple[nn.Module, str, Any]] = []
+
+    def put(self, method: MadeMethod) -> None:
+        self.methods.append(method)
+        method.put()
+
+    def change(self, module: nn.Module, attribute: str, value: Any) -> None:
+        self.settings.append((module, attribute, getattr(module, attribute)))
+        setattr(module, attribute, value)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        # fp32 switches autocast off, so that a caller's own autocast cannot narrow a declared fp32 run
+        return planned.autocast(self.device_type, to_torch(self.dtype) if self.dtype != "fp32" else None)
+
+
+class _BackboneState:
+    """The same for the model without its head, which some losses call past the whole model's forward: its autocast is the whole model's."""
+
+    def __init__(self, whole: _State, forward: Any) -> None:
+        self.whole, self.forward = whole, forward
 
     def autocast(self) -> torch.autocast:
-        # fp32 switches autocast off, so that a caller's own autocast cannot narrow a declared fp32 run
-        enabled = self.dtype != "fp32"
-        return torch.autocast(self.device_type, dtype=to_torch(self.dtype) if enabled else None, enabled=enabled)
+        return self.whole.autocast()
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -68,36 +93,68 @@ def declared_dtype(model: nn.Module, full: str, parameter: Tensor, precision: Pr
     return "fp32" if is_kept(full, names_kept(inner_model(model), to_torch(word))) else word
 
 
-def apply_precision(model: nn.Module, precision: Precision, *, device_type: str) -> None:
+def apply_precision(model: nn.Module, precision: Precision, *, device_type: str, cast: bool = True) -> None:
     """Makes `model` keep `precision` in training, evaluation and generation.
 
     Casts parameters by `requires_grad`, so adapters are attached and frozen weights are frozen before. PEFT's own widening of
     activations to the adapter's dtype is switched off: A and B are cast down instead, which is tiny.
+
+    cast  False where the caller has given the parameters their dtypes
     """
-    cast_parameters(model, precision)
+    if cast:
+        cast_parameters(model, precision)
     inner = inner_model(model)
     if hasattr(inner, _STATE):
         raise ValueError("this model has a precision already")
     state = _State(precision, device_type, inner.__dict__.get("forward"))
     setattr(inner, _STATE, state)
 
-    MadeMethod(_in_its_precision, (), inner).put()
+    state.put(MadeMethod(_in_its_precision, (), inner))
+    backbone = _backbone(inner)
+    if backbone is not None:
+        setattr(backbone, _STATE, _BackboneState(state, backbone.__dict__.get("forward")))
+        state.put(MadeMethod(_in_its_precision, (), backbone))
     kept = kept_modules(inner, to_torch(precision.compute))
     for block in _blocks_of_transformers(inner):
         block.register_forward_hook(_NarrowFirst(to_torch(precision.compute)))
     for module in inner.modules():
         if precision.compute != "fp32" and _has_stacked_weights(module, to_torch(precision.compute)):
-            MadeMethod(_multiplying_in, (to_torch(precision.compute),), module).put()
+            state.put(MadeMethod(_multiplying_in, (to_torch(precision.compute),), module))
         if is_narrowed(module, kept):
             module.register_forward_hook(_Narrow(to_torch(precision.compute)))
         if hasattr(module, "cast_input_dtype_enabled"):
-            module.cast_input_dtype_enabled = False
+            state.change(module, "cast_input_dtype_enabled", False)
         if hasattr(module, "compute_type_is_set"):
             # a 4-bit layer has a dtype of its own for products: the library's default, the file's, or the first input's
-            module.compute_dtype, module.compute_type_is_set = to_torch(precision.compute), True
+            state.change(module, "compute_dtype", to_torch(precision.compute))
+            state.change(module, "compute_type_is_set", True)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # bitsandbytes repacks the weight in place on the first forward without gradients, and later gradients are wrong
-            module.support_avx512bf16_for_cpu = False
+            state.change(module, "support_avx512bf16_for_cpu", False)
+
+
+def remove_precision(model: nn.Module) -> None:
+    """Undoes `apply_precision`, but for the dtypes of the parameters. A model without a precision stays as it is."""
+    inner = inner_model(model)
+    state: _State | None = inner.__dict__.pop(_STATE, None)
+    if state is None:
+        return
+    for method in reversed(state.methods):
+        method.take_back()
+    backbone = _backbone(inner)
+    if backbone is not None:
+        backbone.__dict__.pop(_STATE, None)
+    for module, attribute, value in reversed(state.settings):
+        setattr(module, attribute, value)
+    for module in inner.modules():
+        for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _Narrow | _NarrowFirst)]:
+            del module._forward_hooks[key]
+
+
+def _backbone(inner: nn.Module) -> nn.Module | None:
+    """The model without its head, where transformers has one inside."""
+    found = getattr(inner, "base_model", None)
+    return found if isinstance(found, nn.Module) and found is not inner else None
 
 
 def is_narrowed(module: nn.Module, kept: set[nn.Module]) -> bool:
@@ -111,7 +168,7 @@ def _in_its_precision(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: _State = getattr(self, _STATE)
+        state: _State | _BackboneState = getattr(self, _STATE)
         run = state.forward if state.forward is not None else functools.partial(type(self).forward, self)
         with state.autocast():
             return run(*args, **kwargs)

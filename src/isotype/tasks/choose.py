@@ -37,6 +37,6 @@ def train(
     )
 
 
-def plan(loaded: LoadedConfig) -> Plan:
-    """What `train` would do. Raises UsageError as it would."""
-    return plan_task(task_of(loaded.config), loaded.sources)
+def plan(loaded: LoadedConfig, *, device: str | None = None, ledger: bool = False) -> Plan:
+    """What `train` would do, here or on another `device`, with the launches of one step where `ledger`. Raises UsageError as it would."""
+    return plan_task(task_of(loaded.config), loaded.sources, device=device, ledger=ledger)

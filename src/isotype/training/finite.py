@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..config.schema import TrainSection
 from ..errors import RunError
 from ..precision.apply import inner_model
 from ..precision.observe import floating_tensors
@@ -55,9 +54,9 @@ def non_finite_gradients(model: nn.Module, gradient: Callable[[nn.Parameter], Te
     return bad[::-1]
 
 
-def calmer_steps(train: TrainSection) -> str:
+def calmer_steps(learning_rate: float, clip: float | None) -> str:
     """What keeps updates smaller, beyond what is set already."""
-    return f"lower train.learning_rate (it is {train.learning_rate:g})" + ("" if train.clip else ", or set train.clip")
+    return f"lower train.learning_rate (it is {learning_rate:g})" + ("" if clip else ", or set train.clip")
 
 
 def non_finite_error(
@@ -67,10 +66,11 @@ def non_finite_error(
     step: int,
     what: str,
     gradient: Callable[[nn.Parameter], Tensor | None],
-    train: TrainSection,
+    learning_rate: float,
+    clip: float | None,
     compute: str,
 ) -> RunError:
-    """NF001 with the step, the module, and what to look at; advice only beyond what `train` and `compute` have already.
+    """NF001 with the step, the module, and what to look at; advice only beyond what is set already.
 
     passes  the forward pass of each micro-batch, to be run again
     """
@@ -80,15 +80,16 @@ def non_finite_error(
     if weights:
         where, fix = (
             f"parameter {weights[0]} is not finite",
-            f"it was so before this step: resume from an earlier checkpoint, and {calmer_steps(train)}",
+            f"it was so before this step: resume from an earlier checkpoint, and {calmer_steps(learning_rate, clip)}",
         )
     elif module:
         where, fix = (
             f"first in the output of {module}",
-            f"activations overflow: {calmer_steps(train)}" + (", or precision.compute: bf16, whose range is fp32's" * (compute == "fp16")),
+            f"activations overflow: {calmer_steps(learning_rate, clip)}"
+            + (", or precision.compute: bf16, whose range is fp32's" * (compute == "fp16")),
         )
     elif gradients:
-        where, fix = f"first in the gradient of {gradients[0]}", f"{calmer_steps(train)}, or look at this step's rows"
+        where, fix = f"first in the gradient of {gradients[0]}", f"{calmer_steps(learning_rate, clip)}, or look at this step's rows"
     else:
         where, fix = "in the loss itself", "look at this step's rows"
     return RunError(f"step {step}: {what} is not finite, {where}", code="NF001", fix=fix)

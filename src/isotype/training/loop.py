@@ -324,7 +324,7 @@ class Loop:
         if bad := first_non_finite_trained(self.model):
             raise RunError(
                 f"step {self.progress.step}: parameter {bad} is not finite after the update: not saved", code="NF001",
-                fix=f"{calmer_steps(self.config.train)}, and resume",
+                fix=f"{calmer_steps(self.config.train.learning_rate, self.config.train.clip)}, and resume",
             )  # fmt: skip
         self.metrics.sync()
         random_tensors, random_json = random_state()

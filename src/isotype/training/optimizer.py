@@ -14,21 +14,10 @@ from torch import Tensor, nn
 from ..config.schema import TrainSection
 from ..dtypes import to_torch
 from ..errors import UsageError
+from ..ops.adamw import AdamwNumbers, adamw_
 from ..precision.precision import Precision
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
-
-
-def stochastic_round_(target_bf16: Tensor, value_fp32: Tensor, generator: torch.Generator) -> None:
-    """Writes fp32 into bf16, up or down with probability by distance, so that the mean is kept.
-
-    The 16 bits that bf16 drops are added to 16 random bits; a carry rounds up. Exact values stay; infinities stay.
-    """
-    noise = torch.randint(0, 1 << 16, value_fp32.shape, dtype=torch.int32, device=value_fp32.device, generator=generator)
-    bits = value_fp32.view(torch.int32) + noise
-    bits &= -65536
-    rounded = bits.view(torch.float32)
-    target_bf16.copy_(torch.where(value_fp32.isfinite(), rounded, value_fp32))
 
 
 class MixedAdamW(torch.optim.Optimizer):
@@ -60,40 +49,34 @@ class MixedAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         steps = {int(self.state[p]["step"]) for g in self.param_groups for p in g["params"] if self.state[p]}
         self._reseed(max(steps, default=0) + 1)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                gradient = self._gradient(parameter)
-                if gradient is not None:
-                    self._update(parameter, gradient, group)
+        every = ((parameter, group) for group in self.param_groups for parameter in group["params"])
+        for place, (parameter, group) in enumerate(every):
+            gradient = self._gradient(parameter)
+            if gradient is not None:
+                self._update(parameter, gradient, group, place)
 
-    def _update(self, p: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, p: nn.Parameter, gradient: Tensor, group: dict[str, Any], place: int) -> None:
         state = self.state[p]
         if not state:
             state["step"] = 0
             state["exp_avg"] = torch.zeros_like(p, dtype=self._state_dtype)
             state["exp_avg_sq"] = torch.zeros_like(p, dtype=self._state_dtype)
         state["step"] += 1
-        beta1, beta2 = group["betas"]
-        g_fp32 = gradient.float()
-        mean_fp32 = state["exp_avg"].float().lerp_(g_fp32, 1 - beta1)
-        square_fp32 = state["exp_avg_sq"].float().mul_(beta2).addcmul_(g_fp32, g_fp32, value=1 - beta2)
-        state["exp_avg"].copy_(mean_fp32)
-        state["exp_avg_sq"].copy_(square_fp32)
-        denominator = (square_fp32 / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
-        # .float() of an fp32 weight is the weight itself: the update is then in place and there is nothing to store
-        weight_fp32 = p.detach().float()
-        weight_fp32.mul_(1 - group["lr"] * group["weight_decay"])
-        weight_fp32.addcdiv_(mean_fp32, denominator, value=-group["lr"] / (1 - beta1 ** state["step"]))
-        if p.dtype == torch.float32:
-            return
-        if self._stochastic:
-            stochastic_round_(p, weight_fp32, self._generators[p.device])
-        else:
-            p.copy_(weight_fp32)
+        numbers = AdamwNumbers(
+            lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"],
+            step=state["step"],
+        )  # fmt: skip
+        adamw_(
+            p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"], numbers,
+            # another number for each parameter and step; both stay within 63 bits
+            seed=(self._seed * 1_000_003 + state["step"]) % 2**40 * 2**20 + place % 2**20,
+            generator=self._generators[p.device] if self._stochastic else None,
+        )  # fmt: skip
 
     def _reseed(self, step: int) -> None:
         for device in {p.device for group in self.param_groups for p in group["params"]}:
-            generator = self._generators.setdefault(device, torch.Generator(device))
+            # meta tensors draw nothing, and have no generator
+            generator = self._generators.setdefault(device, torch.Generator("cpu" if device.type == "meta" else device))
             generator.manual_seed(self._seed * 1_000_003 + step)
 
 
@@ -112,7 +95,8 @@ def build_optimizer(model: nn.Module, train: TrainSection, precision: Precision,
         except ImportError:
             raise UsageError("train.optimizer: adamw8bit needs bitsandbytes", fix="pip install 'isotype[quant]'") from None
         return bitsandbytes.optim.AdamW8bit(groups, lr=train.learning_rate, betas=betas, eps=train.epsilon)
-    if precision.trainable == precision.grads == precision.optimizer == "fp32":
+    # torch's fused AdamW refuses meta tensors, with which a memory plan runs; MixedAdamW's kernel has its operands and results
+    if precision.trainable == precision.grads == precision.optimizer == "fp32" and not any(p.is_meta for p in trainable):
         return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.epsilon, fused=True)
     return MixedAdamW(
         groups,

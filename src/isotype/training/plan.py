@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config.schema import RunConfig
-from ..environment.hardware import Hardware
+from ..environment.hardware import Hardware, by_name, detect
+from ..errors import UsageError
 from ..model import attention
 from ..precision.resolve import Resolved
+from .ledger.step import Ledger, step_ledger
 from .memory.device import peak_memory, shown
 from .memory.plan import MemoryPlan
 from .memory.recomputation import NONE, Checkpointing
@@ -40,6 +42,7 @@ class Plan:
     checkpointing: Checkpointing
     process: int = 0
     notes: Sequence[str] = field(default=())
+    ledger: Ledger | None = None
 
     @property
     def peak(self) -> int:
@@ -62,6 +65,7 @@ class Plan:
             "checkpointing": {**self.checkpointing.as_settings(), "of": self.checkpointing.of, "reason": self.checkpointing.reason},
             "memory": {**self.memory.as_json(), "process": self.process, "peak_with_process": self.peak, "fits": self.fits},
             "notes": list(self.notes),
+            **({} if self.ledger is None else {"ledger": self.ledger.as_json()}),
         }
 
     def as_text(self) -> str:
@@ -84,6 +88,7 @@ class Plan:
             *self._memory_lines(),
             *[f"warning     {f.code} {f.message}; {f.fix}" for f in self.resolved.warnings],
             *[f"note        {note}" for note in self.notes],
+            *([] if self.ledger is None else [self.ledger.as_text()]),
         ]
         return "\n".join(lines)
 
@@ -106,12 +111,19 @@ class Plan:
         return lines
 
 
-def plan(task: Task, sources: Mapping[str, str]) -> Plan:
-    """Works out everything that can be known before the weights are loaded. Raises UsageError as `train` would."""
+def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, ledger: bool = False) -> Plan:
+    """Works out everything that can be known before the weights are loaded. Raises UsageError as `train` would.
+
+    device  plans for this one, as published, instead of the one that is here
+    ledger  records the launches of one step too
+    """
     config = task.config
     quiet_libraries()
-    basis = settle(task, sources)
-    hardware, precision = basis.hardware, basis.resolved.precision
+    hardware = detect(config.model.device if device is None else "cpu") if device in (None, "cpu") else by_name(str(device))
+    if ledger and hardware.kind == "cpu":
+        raise UsageError("--ledger lists the launches of a GPU, and this plan is for a CPU", fix="isotype plan --ledger --device h200")
+    basis = settle(task, sources, hardware)
+    precision = basis.resolved.precision
     made = task.outline(precision, device_type=basis.device.type)
     architecture, notes = task.model_notes(made, precision)
     process = peak_memory(basis.device) if basis.device.type == "cpu" else 0
@@ -136,6 +148,19 @@ def plan(task: Task, sources: Mapping[str, str]) -> Plan:
         checkpointing=checkpointing,
         process=process,
         notes=tuple(notes),
+        ledger=None
+        if not ledger
+        else step_ledger(
+            made,
+            config.train,
+            precision,
+            hardware,
+            task.step_outline(precision),
+            rank=config.adapter.r if config.adapter.kind == "lora" else 0,
+            checkpointing=checkpointing,
+            memory=memory,
+            packing=config.data.packing,
+        ),
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.schema import RunConfig
+from ..config.sizes import bytes_of
 from ..environment.hardware import Hardware, detect
 from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
@@ -64,10 +65,13 @@ def resolve_precision(
     )
 
 
-def settle(task: Task, sources: Mapping[str, str]) -> Basis:
-    """Device and precision, then the data. Cheap things first, so that a mistake costs seconds. Raises UsageError."""
+def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = None) -> Basis:
+    """Device and precision, then the data. Cheap things first, so that a mistake costs seconds. Raises UsageError.
+
+    hardware  settles for this device instead of the one that is here
+    """
     config = task.config
-    hardware = detect(config.model.device)
+    hardware = hardware or detect(config.model.device)
     device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
     check_settings(config.train, device_type=device.type)
     resolved = resolve_precision(config, sources, hardware, task.roles)
@@ -106,7 +110,8 @@ def choose_checkpointing(task: Task, basis: Basis, model: nn.Module) -> Checkpoi
         return_freed_blocks()  # else the process would grow past the plan
     if train.gradient_checkpointing != AUTO:
         return as_configured(model, train)
-    if not near:
+    target = None if train.memory is None else bytes_of(train.memory)
+    if not near and (target is None or most - besides <= target):
         return Checkpointing(NONE, reason=f"auto: the step cannot take more than {shown(most)} of {shown(has)}")
     made = task.outline(precision, device_type=device.type)
     found, _ = planned_checkpointing(task, basis, made, has=has, besides=besides)
@@ -124,7 +129,8 @@ def planned_checkpointing(task: Task, basis: Basis, made: Outline, *, has: int, 
         checkpointing = as_configured(made.model, train)
         return checkpointing, simulate(checkpointing)
     layers = len(checkpointable(made.model))
-    return auto_checkpointing(simulate, layers=layers, has=has, besides=besides, device_type=basis.device.type)
+    target = None if train.memory is None else bytes_of(train.memory)
+    return auto_checkpointing(simulate, layers=layers, has=has, besides=besides, device_type=basis.device.type, target=target)
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:

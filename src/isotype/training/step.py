@@ -45,7 +45,7 @@ class Stepper:
         self.loss_sum = loss_sum
         self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
         self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for whoever observes
-        self._sampled = _sampled_elements(accumulator.parameters)
+        self._sampled = sampled_elements(accumulator.parameters)
 
     def accumulate(self, batches: Sequence[Batch]) -> Tensor:
         """Forward and backward of every micro-batch; returns the mean loss over all their weights."""
@@ -96,8 +96,9 @@ class Stepper:
         """NF001 with the module where a non-finite number appears first."""
         passes = [partial(self.loss_sum, self.model, batch) for batch in batches]
         return non_finite_error(
-            self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, train=self.train, compute=self.precision.compute
-        )
+            self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, learning_rate=self.train.learning_rate,
+            clip=self.train.clip, compute=self.precision.compute,
+        )  # fmt: skip
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
@@ -111,7 +112,7 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(list(norms)))
 
 
-def _sampled_elements(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+def sampled_elements(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
     """Fixed places, the same in every run: parameters spread evenly over the model, elements evenly over a parameter."""
     stride = max(1, math.ceil(len(parameters) / SAMPLED_PARAMETERS))
     return [

@@ -1,3 +1,4 @@
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,3 +67,33 @@ def test_a_weighted_stream_resumes_at_its_position(start):
     resumed = RowStream(every, seed=3, shuffle=True, shares=mix)
     resumed.restore(whole.state())
     assert resumed.take(25) == whole.take(25)
+
+
+def test_counted_rows_are_where_a_next_token_is_supervised() -> None:
+    batch = collate([Row((1, 2, 3, 4), (IGNORED, 2, IGNORED, 4), 0), Row((5, 6), (5, 6), 1)], pad_id=0)
+    assert batch.input_ids.shape == (2, 8)
+    assert batch.counted is not None
+    assert batch.counted.tolist() == [0, 2, 8]
+    assert batch.supervised == 3
+
+
+def test_the_loss_of_counted_rows_is_the_loss(monkeypatch) -> None:
+    from isotype.tasks.language import loss
+    from tests.models import tiny
+
+    model = tiny("llama")
+    batch = collate([Row((4, 5, 6, 7, 8), (IGNORED, IGNORED, 6, 7, 8), 0), Row((9, 10, 11), (9, IGNORED, 11), 1)], pad_id=0)
+    wanted = loss.batch_loss_sum(model, batch)
+    wanted.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    rows = []
+    original = torch.nn.functional.cross_entropy
+    monkeypatch.setattr(loss, "stands_for", lambda device: "cuda")
+    monkeypatch.setattr(loss.F, "cross_entropy", lambda x, *a, **k: (rows.append(x.shape[0]), original(x, *a, **k))[1])
+    found = loss.batch_loss_sum(model, batch)
+    found.backward()
+    assert rows == [batch.supervised]
+    torch.testing.assert_close(found, wanted)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, grads[name], msg=name)

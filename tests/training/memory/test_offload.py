@@ -6,6 +6,7 @@ before, what it writes is not a number until then, and memory it reads may not h
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isotype.training.memory.offload import BUFFERS, Away, HostMemory
+from isotype.training.memory.offload import BUFFERS, Away, HostMemory, Streamed
 
 
 def chain(memory, x, layers):
@@ -195,3 +196,43 @@ def test_a_wait_that_is_left_out_is_seen(forgotten, monkeypatch):
     wrong = not all(torch.equal(a, b) for a, b in zip(found, gradients_with(plainly), strict=True))
     gc.collect()
     assert late.too_early if forgotten == "the way out" else wrong
+
+
+def test_each_device_copies_on_its_own_stream_and_waits_on_its_own(monkeypatch):
+    """A model spread over two GPUs, played by stand-ins that write down who waits for whom."""
+    log = []
+
+    class Stream:
+        def __init__(self, device, kind="copy"):
+            self.name = f"{kind} {device}"
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+        def record_event(self):
+            return f"end of {self.name}"
+
+        def wait_event(self, event):
+            log.append(f"{self.name} waits for {event}")
+
+    class Placed:
+        def __init__(self, device):
+            self.device, self.is_cuda = torch.device(device), device.startswith("cuda")
+
+        def copy_(self, source, non_blocking):
+            log.append(f"{source.device} to {self.device}")
+
+        def detach(self):
+            return self
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, "compute"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    copies = Streamed()
+    copies(Placed("cpu"), Placed("cuda:0")).wait()
+    copies(Placed("cuda:1"), Placed("cpu")).wait()
+    assert log == [
+        *("copy cuda:0 waits for compute cuda:0", "cuda:0 to cpu", "compute cuda:0 waits for end of copy cuda:0"),
+        *("copy cuda:1 waits for compute cuda:1", "cpu to cuda:1", "compute cuda:1 waits for end of copy cuda:1"),
+    ]
+    assert len(copies.streams) == 2

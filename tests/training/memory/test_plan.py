@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoConfig
 
 from isotype.config.load import load
@@ -40,17 +39,27 @@ def test_held_memory_is_counted_exactly():
     assert memory.peak > memory.frozen + memory.trained + memory.optimizer + memory.activations
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch reaches a GPU here: its step is simulated")
-@pytest.mark.parametrize("overrides", [["precision.preset=bf16-lora"], ["precision.preset=fp32", "adapter.kind=none"]])
-def test_a_gpu_that_pytorch_does_not_reach_is_said_and_does_not_end_the_interpreter(overrides):
-    config = load(None, ["train.gradient_checkpointing=none", *overrides]).config
-    precision = Precision.preset(config.precision.preset)
-    made = outline(AutoConfig.for_model(**LLAMA), config, precision, device_type="cuda")
-    checkpointing = as_configured(made.model, config.train)
-    largest = step_outline(config, precision, length=32)
-    memory = plan_memory(made, config.train, precision, largest, checkpointing=checkpointing, device_type="cuda")
-    assert memory.not_simulated == "this PyTorch reaches no GPU to plan a step for"
-    assert memory.peak == memory.held > 0
+@pytest.mark.parametrize(
+    ("preset", "packing"),
+    [("fp32", False), ("bf16-lora", True), ("nf4-lora", False), ("bf16-pure", True), ("bf16-mixed", False), ("fp16-mixed", False)],
+)
+def test_a_gpus_step_is_simulated_without_one(preset, packing):
+    if preset == "nf4-lora":
+        pytest.importorskip("bitsandbytes")
+    kind = "lora" if preset.endswith("-lora") or preset == "fp32" else "none"
+    config = load(None, [f"precision.preset={preset}", f"adapter.kind={kind}", f"data.packing={packing}"]).config
+    precision = Precision.preset(preset)
+    plans = {}
+    for way in ("none", "layers", "layers+offload"):
+        made = outline(AutoConfig.for_model(**LLAMA), config, precision, device_type="cuda")
+        what = as_configured(made.model, config.train.model_copy(update={"gradient_checkpointing": way}))
+        largest = step_outline(config, precision, length=500, device_type="cuda")
+        plans[way] = plan_memory(made, config.train, precision, largest, checkpointing=what, device_type="cuda")
+        assert plans[way].not_simulated is None
+        assert plans[way].length == 512
+    peaks = [plans[way].peak for way in ("none", "layers", "layers+offload")]
+    assert peaks[0] > peaks[1] >= peaks[2] > plans["none"].held
+    assert plans["none"].activations > plans["layers"].activations > plans["layers+offload"].activations
 
 
 def test_tied_weights_are_counted_once():

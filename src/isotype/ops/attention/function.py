@@ -10,33 +10,85 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...dtypes import name
-from ...errors import DtypeError, ShapeError
+from ...environment.planned import is_planned, stands_for
+from ...errors import DtypeError, ShapeError, UsageError
 from ..autocast import autocast_dtype, autocast_off
 from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs
-from . import cpp
-from .reference import attention_reference
+from ..recompute import attention_results
+from . import cpp, cuda, flex
+from .choice import Backend, on_a_gpu
+from .documents import Documents
+from .reference import attention_reference, in_window
 
 
 class Attention(torch.autograd.Function):
     """Saves query, key, value, the output, and one fp32 logsumexp a query: never a [queries x keys] matrix."""
 
     @staticmethod
-    def forward(ctx: Any, q_BNSD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        q_BNSD: Tensor,
+        k_BMTD: Tensor,
+        v_BMTD: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        backend: Backend,
+        documents: Documents | None,
+        window: int | None,
+    ) -> Tensor:
+        def run() -> tuple[Tensor, ...]:
+            if backend == "flash":
+                return cuda.flash_forward(q_BNSD, k_BMTD, v_BMTD, documents, window, causal, scale)
+            if backend == "cudnn":
+                return cuda.cudnn_forward(q_BNSD, k_BMTD, v_BMTD, causal, scale)
+            return cpp.attention_forward(q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
+
         with autocast_off(q_BNSD):
-            out_BNSD, lse_BNS = cpp.attention_forward(q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
-        ctx.save_for_backward(q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, lse_BNS)
-        ctx.causal, ctx.scale = causal, scale
+            out_BNSD, *kept = attention_results(run)
+        ctx.save_for_backward(q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, *kept)
+        ctx.causal, ctx.scale, ctx.backend, ctx.documents, ctx.window = causal, scale, backend, documents, window
         return out_BNSD
 
     @staticmethod
     def backward(ctx: Any, dy_BNSD: Tensor) -> tuple[Tensor | None, ...]:
-        q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, lse_BNS = ctx.saved_tensors
+        q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, *kept = ctx.saved_tensors
+        rest = (None,) * 6
         if differentiated_again():
-            again = partial(attention_reference, mask=mask, causal=ctx.causal, scale=ctx.scale)
-            return *reference_gradients(again, (q_BNSD, k_BMTD, v_BMTD), dy_BNSD), None, None, None
+            if ctx.documents is not None:
+                mask = ctx.documents.mask(q_BNSD.shape[0], q_BNSD.shape[2])
+            again = partial(attention_reference, mask=mask, causal=ctx.causal, scale=ctx.scale, window=ctx.window)
+            return *reference_gradients(again, (q_BNSD, k_BMTD, v_BMTD), dy_BNSD), *rest
+        inputs = (dy_BNSD, q_BNSD, k_BMTD, v_BMTD, out_BNSD, tuple(kept))
         with autocast_off(q_BNSD):
-            grads = cpp.attention_backward(q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, lse_BNS, dy_BNSD, ctx.causal, ctx.scale)
-        return *grads, None, None, None
+            if ctx.backend == "flash":
+                return *cuda.flash_backward(*inputs, ctx.documents, ctx.window, ctx.causal, ctx.scale), *rest
+            if ctx.backend == "cudnn":
+                return *cuda.cudnn_backward(*inputs, ctx.causal, ctx.scale), *rest
+            grads = cpp.attention_backward(q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, kept[0], dy_BNSD, ctx.causal, ctx.scale)
+        return *grads, *rest
+
+
+def backend_of(
+    dtype: torch.dtype,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    window: int | None = None,
+    softcap: float | None = None,
+    packed: bool = False,
+) -> Backend:
+    """What computes attention of these in `dtype`: see `choice`."""
+    if key.shape != value.shape:
+        return "sdpa" if softcap is None else "plain"
+    if stands_for(query.device) == "cuda" and not torch.compiler.is_compiling():
+        return on_a_gpu(dtype, query, key, causal=causal, masked=mask is not None, window=window, softcap=softcap, packed=packed)
+    if softcap is not None:
+        return "plain"
+    return "cpp" if not packed and window is None and kernels_take(dtype, query, key, value, mask) else "sdpa"
 
 
 def kernels_take(dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -53,23 +105,39 @@ def kernels_take(dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, 
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    documents: Documents | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention, without a [queries x keys] matrix in memory.
+    """Scaled dot-product attention, without a [queries x keys] matrix in memory where a kernel exists for what is asked (`backend_of`).
 
     query       F[B N S D]   autocast's dtype where that is on
     key, value  F[B M T D]   N a multiple of M: query heads share key heads in order
     mask        bool[B or 1, 1 or N, S, T], true where a query attends to a key
     causal      query i attends to keys 0 to i only
     scale       of the products; 1 / sqrt(D) by default
+    window      a query attends to itself and the window - 1 keys before it; those after it are left to `causal`
+    softcap     scores become softcap * tanh(score / softcap)
+    documents   rows are packed: a query attends to keys of its own document; S = T
     ->          F[B N S D]; zeros for a query that attends to no key
     inside      scores, their softmax and all sums fp32; probabilities narrowed to F before their product with value
     grads       query: F   key: F   value: F   (those of shared heads are summed in fp32)
-    In bf16 on a CPU this runs C++ kernels (FlashAttention-2's recurrences, Dao 2023, with queries as vector lanes); elsewhere, and in
-    other dtypes, PyTorch's scaled_dot_product_attention.
-    Raises  DtypeError DT001 when the dtypes differ without autocast; ShapeError SH001
+    In bf16 on a CPU this runs C++ kernels (FlashAttention-2's recurrences, Dao 2023, with queries as vector lanes); on a GPU cuDNN's or
+    FlashAttention's; elsewhere, and in other dtypes, PyTorch's scaled_dot_product_attention.
+    Raises  DtypeError DT001 when the dtypes differ without autocast; ShapeError SH001; UsageError for a window or softcap below its range
     """
     _check(query, key, value)
+    if window is not None and window < 1:
+        raise UsageError(f"window is {window}: expected 1 key or more")
+    if softcap is not None and softcap <= 0:
+        raise UsageError(f"softcap is {softcap}: expected a positive number")
     cast = autocast_dtype(query)
     if cast is not None and query.dtype != torch.float64:
         query, key, value = (t.to(cast) for t in (query, key, value))
@@ -77,15 +145,38 @@ def attention(
         raise DtypeError(
             f"query, key and value are {name(query.dtype)}, {name(key.dtype)} and {name(value.dtype)}: expected one", code="DT001"
         )
+    given, scale = scale, query.shape[-1] ** -0.5 if scale is None else scale
     if reference_runs():
-        return attention_reference(query, key, value, mask=mask, causal=causal, scale=scale)
-    if kernels_take(query.dtype, query, key, value, mask):
-        return Attention.apply(query, key, value, mask, causal, query.shape[-1] ** -0.5 if scale is None else scale)
-    if mask is not None and causal:
-        mask, causal = mask & torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril(), False
+        mask = _with_documents(mask, documents, query)
+        return attention_reference(query, key, value, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
+    packed = documents is not None
+    backend = backend_of(query.dtype, query, key, value, mask, causal=causal, window=window, softcap=softcap, packed=packed)
+    if backend == "flex" and is_planned(query.device):
+        # a plan runs no compiler: FlashAttention has the operands and results of flex_attention's kernel
+        backend = "flash"
+    if backend in ("cpp", "flash", "cudnn"):
+        return Attention.apply(query, key, value, mask, causal, scale, backend, documents, window)
+    if backend == "flex":
+        assert softcap is not None
+        return flex.attention(query, key, value, mask, causal, scale, window, softcap, documents)
+    mask = _with_documents(mask, documents, query)
+    if backend == "plain":
+        return attention_reference(query, key, value, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap)
+    if (mask is not None and causal) or window is not None:
+        allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        allowed = allowed.tril() if causal else allowed
+        allowed = allowed if window is None else in_window(allowed, window)
+        mask, causal = allowed if mask is None else mask & allowed, False
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        query, key, value, attn_mask=mask, is_causal=causal, scale=given, enable_gqa=query.shape[1] != key.shape[1]
     )
+
+
+def _with_documents(mask: Tensor | None, documents: Documents | None, query: Tensor) -> Tensor | None:
+    if documents is None:
+        return mask
+    apart = documents.mask(query.shape[0], query.shape[2])
+    return apart if mask is None else mask & apart
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..autocast import wide
+from ..backend import rows_can_be_counted
 from .rule import LossRule
 
 # fp32 values a block: 1 MiB on a CPU (an L2 of 1 MiB a core, two buffers); a GPU needs more in flight
@@ -155,5 +156,9 @@ def token_statistics(logits_TV: Tensor, targets_T: Tensor, lse_T: Tensor, rule: 
 
 def zero_ignored_(gradient_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Tensor:
     """Ignored rows get exactly 0, also where their logits are not finite."""
-    ignored = (targets_T == rule.ignore_index).nonzero().squeeze(-1)
-    return gradient_TV.index_fill_(0, ignored, 0) if ignored.numel() else gradient_TV
+    ignored_T = targets_T == rule.ignore_index
+    if not rows_can_be_counted(targets_T):
+        return gradient_TV.masked_fill_(ignored_T.unsqueeze(-1), 0)
+    # most batches have none, and a mask would write every row again
+    ignored_N = ignored_T.nonzero().squeeze(-1)
+    return gradient_TV.index_fill_(0, ignored_N, 0) if ignored_N.numel() else gradient_TV

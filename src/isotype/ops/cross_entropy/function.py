@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from ...environment.planned import is_planned, stands_for
 from ..autocast import autocast_off, wide
 from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
 from ..library import library_op
@@ -26,6 +27,10 @@ def paths(x: Tensor) -> Any:
         from . import kernels
 
         return kernels
+    if is_planned(x.device) and stands_for(x.device) != "cpu" and x.dtype != torch.float64:
+        from . import planned
+
+        return planned
     return cpp if cpp_runs(cpp.KERNELS, x) else eager
 
 

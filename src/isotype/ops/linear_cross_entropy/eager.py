@@ -8,12 +8,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...environment.planned import stands_for
 from ..autocast import wide
+from ..backend import rows_can_be_counted
 from ..cross_entropy import eager as rows_eager
 from ..cross_entropy.rule import LossRule
 from .chunks import extent
@@ -114,21 +117,21 @@ def forward_with_gradients(
 
     out = like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk)
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
-    kept_N = (targets_T != rule.ignore_index).nonzero().squeeze(-1)
-    whole = kept_N.numel() == targets_T.numel()
-    if not kept_N.numel():
+    kept_N = _rows_to_compute(targets_T, rule)
+    count = targets_T.numel() if kept_N is None else kept_N.numel()
+    if not count:
         out.dweight_VH.zero_()
     weight_VH = weight_VH.to(operand)
     bias_V = None if bias_V is None else bias_V.to(result_dtype(operand, device))
-    count, classes = min(chunk, kept_N.numel()), weight_VH.shape[0]
-    logits = rows_of_logits(count, classes, result_dtype(operand, device), device)
+    most, classes = min(chunk, count), weight_VH.shape[0]
+    logits = rows_of_logits(most, classes, result_dtype(operand, device), device)
     wants_gradient = want_dhidden or want_dweight or want_dbias
-    dlogits = logits if logits.dtype == operand else rows_of_logits(count if wants_gradient else 0, classes, operand, device)
+    dlogits = logits if logits.dtype == operand else rows_of_logits(most if wants_gradient else 0, classes, operand, device)
     into, back = gradient_factors(operand, upstream)
     head = HeadGradient(out.dweight_VH, back)
     compute = paths(logits)
-    for start in range(0, kept_N.numel(), chunk):
-        rows: slice | Tensor = slice(start, min(start + chunk, targets_T.numel())) if whole else kept_N[start : start + chunk]
+    for start in range(0, count, chunk):
+        rows: slice | Tensor = slice(start, min(start + chunk, count)) if kept_N is None else kept_N[start : start + chunk]
         x_NH, targets_N = hidden_TH[rows].to(operand), targets_T[rows]
         z_NV = product(x_NH, weight_VH.t(), logits[: x_NH.shape[0]])
         if bias_V is not None:
@@ -137,7 +140,11 @@ def forward_with_gradients(
             loss, lse = compute.cross_entropy_forward(z_NV, targets_N, rule)
             out.loss_T[rows], out.lse_T[rows] = loss, lse
         if want_statistics:
-            out.log_prob_T[rows], out.entropy_T[rows], out.top1_T[rows] = rows_eager.token_statistics(z_NV, targets_N, lse, rule)
+            log_prob, entropy, top1 = rows_eager.token_statistics(z_NV, targets_N, lse, rule)
+            if kept_N is None:
+                ignored = targets_N == rule.ignore_index
+                log_prob, entropy, top1 = log_prob.masked_fill(ignored, 0), entropy.masked_fill(ignored, 0), top1.masked_fill(ignored, -1)
+            out.log_prob_T[rows], out.entropy_T[rows], out.top1_T[rows] = log_prob, entropy, top1
         if not wants_gradient:
             continue
         g_NV = dlogits[: x_NH.shape[0]]
@@ -156,6 +163,15 @@ def forward_with_gradients(
     return out
 
 
+def _rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | None:
+    """int[N], the rows that are not ignored, or None for all of them: where counting them would make the host wait for the device, ignored
+    rows are computed and masked. A caller that knows its labels on the host selects the rows before the op."""
+    if not rows_can_be_counted(targets_T):
+        return None
+    kept_N = (targets_T != rule.ignore_index).nonzero().squeeze(-1)
+    return None if kept_N.numel() == targets_T.numel() else kept_N
+
+
 def backward_by_vocabulary(
     hidden_TH: Tensor,
     weight_VH: Tensor,
@@ -170,15 +186,46 @@ def backward_by_vocabulary(
     """Gradients of hidden, weight and bias for any upstream gradient a row, in fp32 or the product's dtype; empty where not wanted."""
     from ..cross_entropy.function import paths
 
+    kept_N = _rows_to_compute(targets_T, rule)
+    rows: slice | Tensor = slice(None) if kept_N is None else kept_N
+    targets_N, lse_N = targets_T[rows], lse_T[rows]
+    dloss_N = dloss_T[rows].to(wide(hidden_TH.dtype)).masked_fill(targets_N == rule.ignore_index, 0)
+
+    def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
+        given = dloss_N if factor is None else dloss_N * factor
+        paths(z).cross_entropy_backward(z, targets_N, lse_N, given, rule, out, weight_VH.shape[0], first)
+
+    return by_vocabulary(hidden_TH, weight_VH, bias_V, rows, largest(dloss_N), gradient, want_dhidden, want_dweight)
+
+
+def largest(*upstream_N: Tensor) -> Tensor:
+    """The largest upstream gradient of any row: what a narrow gradient of the logits must be kept in range of."""
+    tiny = torch.finfo(upstream_N[0].dtype).tiny
+    return torch.stack([u.abs().amax() if u.numel() else u.new_ones(()) for u in upstream_N]).amax().clamp_min(tiny)
+
+
+def by_vocabulary(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    rows: slice | Tensor,
+    unit: Tensor,
+    gradient: Callable[[Tensor, Tensor, int, Tensor | None], None],
+    want_dhidden: bool,
+    want_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden, weight and bias from those of the logits, which are computed again, a block of the vocabulary at a time.
+
+    rows      to compute: those that are not ignored, or all, where the upstream gradients of ignored ones are 0
+    unit      the size of their upstream gradients
+    gradient  (z, out, first, factor): writes the gradient of the block's logits `z` to `out`; `first` is the class of column 0, and every
+              upstream gradient is multiplied by `factor` where there is one
+    """
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
     result, fp32 = result_dtype(operand, device), wide(hidden_TH.dtype)
-    kept_N = (targets_T != rule.ignore_index).nonzero().squeeze(-1)
-    x_NH, targets_N, lse_N = hidden_TH[kept_N].to(operand), targets_T[kept_N], lse_T[kept_N]
-    dloss_N = dloss_T[kept_N].to(fp32)
-    # the largest row's upstream gradient is what a narrow dlogits must be kept in range of
-    unit = dloss_N.abs().amax().clamp_min(torch.finfo(fp32).tiny) if dloss_N.numel() else dloss_N.new_ones(())
+    x_NH = hidden_TH[rows].to(operand)
     into, back = gradient_factors(operand, unit)
-    dloss_N = dloss_N if back is None else dloss_N / unit * into
+    factor = None if back is None else into / unit
     classes, size = weight_VH.shape[0], extent(weight_VH.shape[0], x_NH.shape[0], result.itemsize, device, head=True)
     dx_NH = torch.zeros(x_NH.shape, dtype=fp32, device=device)
     dweight_VH = torch.empty(weight_VH.shape if want_dweight else (0,), dtype=kept_dtype(hidden_TH.dtype, device), device=device)
@@ -190,7 +237,7 @@ def backward_by_vocabulary(
         if bias_V is not None:
             z.add_(bias_V[block].to(z.dtype))
         g = z if result == operand else torch.empty(z.shape, dtype=operand, device=device)
-        paths(z).cross_entropy_backward(z, targets_N, lse_N, dloss_N, rule, g, classes, start)
+        gradient(z, g, start, factor)
         if want_dweight:
             HeadGradient(dweight_VH[block], back).add(g, x_NH)
         if bias_V is not None:
@@ -199,7 +246,7 @@ def backward_by_vocabulary(
             dx_NH += product_over_classes(g, w, torch.empty(x_NH.shape, dtype=result, device=device))
     dhidden_TH = torch.zeros(hidden_TH.shape if want_dhidden else (0,), dtype=fp32, device=device)
     if want_dhidden:
-        dhidden_TH[kept_N] = dx_NH if back is None else dx_NH.mul_(back)
+        dhidden_TH[rows] = dx_NH if back is None else dx_NH.mul_(back)
     return dhidden_TH, dweight_VH, dbias_V
 
 
@@ -208,7 +255,7 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.compiler.is_compiling() or x.numel() < 2**22 or x.dtype == dtype == factor.dtype:
         return (x * factor).to(dtype)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if x.is_cuda:
+    if stands_for(x.device) == "cuda":
         # one kernel, which widens and narrows value by value; the parts below would be 1,500 launches for a head of 128k x 4,096
         return torch.mul(x, factor, out=out)
     step = max(1, 2**20 // max(1, x[0].numel()))

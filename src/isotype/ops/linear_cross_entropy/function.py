@@ -18,6 +18,7 @@ from . import eager
 from .chunks import extent
 from .products import operand_dtype, result_dtype
 from .reference import linear_cross_entropy_reference
+from .weighted import check_weights, weighted_losses, weights_of_tokens
 
 
 class TokenStatistics(NamedTuple):
@@ -26,11 +27,15 @@ class TokenStatistics(NamedTuple):
     log_probs  fp32[*n]   of the target
     entropy    fp32[*n]   nats
     top1       int64[*n]  the most likely class
+    logsumexp  fp32[*n]
+    z_loss     fp32[*n]   z_loss times logsumexp^2, what it adds to the token's loss
     """
 
     log_probs: Tensor
     entropy: Tensor
     top1: Tensor
+    logsumexp: Tensor
+    z_loss: Tensor
 
 
 def _fake_forward(hidden_TH, weight_VH, bias_V, targets_T, upstream, ignore_index, smoothing, scale, softcap, z_loss, chunk, *want):  # type: ignore[no-untyped-def]
@@ -125,7 +130,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         want: tuple[bool, bool, bool],
         statistics: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         head = want[1] or want[2]
         ctx.later = head and items is None
         now = (False, False, False) if ctx.later else want
@@ -150,7 +155,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, made.lse_T)
         else:
             ctx.save_for_backward(made.dhidden_TH, made.dweight_VH, made.dbias_V, None if mean else items)
-        extra = made.log_prob_T, made.entropy_T, made.top1_T
+        extra = made.log_prob_T, made.entropy_T, made.top1_T, made.lse_T if statistics else made.lse_T.new_empty(0)
         ctx.mark_non_differentiable(*extra)
         return loss, *extra
 
@@ -192,6 +197,8 @@ def linear_cross_entropy(
     num_items: int | float | Tensor | None = None,
     chunk: int | None = None,
     statistics: bool = False,
+    class_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
 ) -> Any:
     """`cross_entropy(F.linear(hidden, weight, bias), targets)` without ever holding tokens x vocabulary logits.
 
@@ -199,6 +206,8 @@ def linear_cross_entropy(
     weight   W[V H]    any float dtype, frozen or trainable
     targets  int[*n]   classes 0..V-1, or ignore_index: those rows are not computed
     bias     B[V]
+    class_weights  float[V]   as PyTorch's `weight`: a mean divides by their sum over the targets
+    token_weights  float[*n]  times each token's loss; a mean divides by their sum; may have a gradient
     ->       fp32[]    fp32[*n] with reduction="none"; fp64 for fp64 inputs; with statistics=True a pair (loss, TokenStatistics)
     inside   the product in autocast's dtype, or the promoted one of hidden and weight; the loss in fp32, as `cross_entropy`
     grads    hidden: X   weight: W   bias: B   accumulated over chunks in fp32
@@ -215,6 +224,15 @@ def linear_cross_entropy(
         tuple(hidden.shape[:-1]), targets, weight.shape[0], reduction, num_items, ignore_index=ignore_index,
         label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss,
     )  # fmt: skip
+    if class_weights is not None or token_weights is not None:
+        check_weights(class_weights, token_weights, targets, weight.shape[0], rule)
+        if statistics:
+            raise UsageError("statistics=True has no effect with weights", fix="linear_log_probs gives every per-token value")
+        losses = weighted_losses(hidden, weight, bias, targets, rule, class_weights, token_weights, chunk)
+        if reduction == "none":
+            return losses
+        counted = weights_of_tokens(targets, class_weights, token_weights, ignore_index).sum() if num_items is None else num_items
+        return losses.sum() if reduction == "sum" else losses.sum() / counted
     if reference_runs():
         if statistics:
             raise UsageError("statistics=True is not available under torch.func or forward-mode AD", fix="call without it there")
@@ -235,7 +253,10 @@ def linear_cross_entropy(
             hidden_TH, weight, bias, targets_T, items, reduction == "mean", rule.values, dtype, chunk, want, statistics
         )
         loss = loss.reshape(targets.shape) if reduction == "none" else loss
-    return (loss, TokenStatistics(*(s.reshape(targets.shape) for s in seen))) if statistics else loss
+    if not statistics:
+        return loss
+    log_probs, entropy, top1, lse = (s.reshape(targets.shape) for s in seen)
+    return loss, TokenStatistics(log_probs, entropy, top1, lse, z_loss * lse.square())
 
 
 def counted_items(

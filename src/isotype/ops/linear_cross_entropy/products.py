@@ -1,7 +1,8 @@
 """The matrix products of the head, each with its dtype decided by the caller, and with the widest result the device can give.
 
 A CUDA product of bf16 or fp16 keeps its fp32 accumulator (`out_dtype`), which cuts the gradient error about tenfold; a CPU product has
-no such output. A CPU product of fp16 runs in fp32: it is no slower without native fp16, and does not overflow.
+no such output, nor has bf16 on a GPU older than compute capability 8.0. A CPU product of fp16 runs in fp32: it is no slower without native
+fp16, and does not overflow.
 """
 
 from __future__ import annotations
@@ -9,17 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_HALF = (torch.bfloat16, torch.float16)
+from ...environment.planned import stands_for
+from ..backend import keeps_fp32_sums
 
 
 def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype in which operands meet, for a product declared as `dtype`."""
-    return torch.float32 if dtype == torch.float16 and device.type != "cuda" else dtype
+    return torch.float32 if dtype == torch.float16 and stands_for(device) != "cuda" else dtype
 
 
 def result_dtype(operand: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of a product's result."""
-    return torch.float32 if device.type == "cuda" and operand in _HALF else operand
+    return torch.float32 if keeps_fp32_sums(operand, device) else operand
 
 
 def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -36,7 +38,7 @@ def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Te
 def rows_of_logits(rows: int, classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Room for logits or their gradient. On a GPU rows start at multiples of 64 values: cuBLAS's fast kernels want 16 bytes of alignment,
     and a vocabulary with a few added tokens (32,001) has it in no row but one of eight."""
-    apart = -(-classes // 64) * 64 if device.type == "cuda" else classes
+    apart = -(-classes // 64) * 64 if stands_for(device) == "cuda" else classes
     return torch.empty(rows, apart, dtype=dtype, device=device)[:, :classes]
 
 
@@ -58,6 +60,6 @@ def add_product_(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
 
 def product_over_classes(dlogits_NV: Tensor, weight_VH: Tensor, out_NH: Tensor) -> Tensor:
     """`dlogits @ weight` into `out`. On a CPU its transpose is made and turned over: 12% faster at 1024 x 32,000 x 2048 in bf16."""
-    if dlogits_NV.device.type == "cpu" and out_NH.dtype == dlogits_NV.dtype:
+    if stands_for(dlogits_NV.device) == "cpu" and out_NH.dtype == dlogits_NV.dtype:
         return out_NH.copy_(torch.mm(weight_VH.t(), dlogits_NV.t()).t())
     return product(dlogits_NV, weight_VH, out_NH)

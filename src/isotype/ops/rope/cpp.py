@@ -11,7 +11,7 @@ from ..library import library_op
 KERNELS = CppKernels(__file__, rotate="d" + "p" * 4 + "i" * 14)
 
 
-def _like(x_BNSD: Tensor) -> Tensor:
+def like(x_BNSD: Tensor) -> Tensor:
     """In the order of x in memory: a projection's [B S N D], seen as [B N S D], needs no copy on its way back."""
     y_BNSD = torch.empty_like(x_BNSD)
     return y_BNSD if y_BNSD.stride(-1) == 1 else torch.empty_like(x_BNSD, memory_format=torch.contiguous_format)
@@ -19,10 +19,10 @@ def _like(x_BNSD: Tensor) -> Tensor:
 
 @library_op(
     "rope_cpp(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor",
-    fake=lambda x, cos, sin, interleaved, back: _like(x),
+    fake=lambda x, cos, sin, interleaved, back: like(x),
 )
 def _rotate(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> Tensor:
-    y_BNSD = _like(x_BNSD)
+    y_BNSD = like(x_BNSD)
     x_BNSD = x_BNSD if x_BNSD.stride(-1) == 1 else x_BNSD.contiguous()
     cos_BSR, sin_BSR = (t.to(torch.float32).contiguous() for t in (cos_BSR, sin_BSR))
     KERNELS(

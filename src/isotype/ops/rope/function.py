@@ -9,37 +9,54 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ..autocast import autocast_off
-from ..backend import cpp_runs, differentiated_again, reference_runs, triton_runs
+from ..backend import cpp_runs, differentiated_again, fused_runs, reference_runs
+from ..library import library_op
 from . import cpp, eager
 from .reference import rope_reference
 
 
-def _paths(x: Tensor) -> Any:
-    if triton_runs(x):
-        from . import kernels
+def _fake_pair(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return cpp.like(q), cpp.like(k)
 
-        return kernels
-    return cpp if cpp_runs(cpp.KERNELS, x) else eager
+
+@library_op("rope_pair(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool back) -> (Tensor, Tensor)", fake=_fake_pair)
+def _rotate_pair(q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:
+    from . import kernels
+
+    return kernels.rotate_pair(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved=interleaved, back=back)
 
 
 class Rotate(torch.autograd.Function):
     """Saves the tables alone: the backward of a rotation is the rotation back, and so on to any order."""
 
     @staticmethod
-    def forward(ctx: Any, x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> Tensor:
+    def forward(
+        ctx: Any, q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos_BSR, sin_BSR)
         ctx.interleaved, ctx.back = interleaved, back
-        return rotated(x_BNSD, cos_BSR, sin_BSR, interleaved, back)
+        return rotated(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back)
 
     @staticmethod
-    def backward(ctx: Any, dy_BNSD: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dq_BNSD: Tensor, dk_BMSD: Tensor) -> tuple[Tensor | None, ...]:
         rotation: Any = Rotate.apply if differentiated_again() else rotated
-        return rotation(dy_BNSD, *ctx.saved_tensors, ctx.interleaved, not ctx.back), None, None, None, None
+        return *rotation(dq_BNSD, dk_BMSD, *ctx.saved_tensors, ctx.interleaved, not ctx.back), None, None, None, None
 
 
-def rotated(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> Tensor:
-    with autocast_off(x_BNSD):
-        return _paths(x_BNSD).rotate(x_BNSD, cos_BSR, sin_BSR, interleaved=interleaved, back=back)
+def rotated(q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:
+    with autocast_off(q_BNSD):
+        if q_BNSD.dtype == k_BMSD.dtype and fused_runs(q_BNSD):
+            return _rotate_pair(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, back)
+        q, k = (_one(x, cos_BSR, sin_BSR, interleaved, back) for x in (q_BNSD, k_BMSD))
+        return q, k
+
+
+def _one(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> Tensor:
+    if fused_runs(x_BNSD):
+        # q and k of two dtypes: each in a launch of its own, beside no heads at all
+        return _rotate_pair(x_BNSD, x_BNSD[:, :0], cos_BSR, sin_BSR, interleaved, back)[0]
+    path: Any = cpp if cpp_runs(cpp.KERNELS, x_BNSD) else eager
+    return path.rotate(x_BNSD, cos_BSR, sin_BSR, interleaved=interleaved, back=back)
 
 
 def rope(
@@ -66,4 +83,5 @@ def rope(
             raise ShapeError(f"{name} has {x.shape[-1]} dimensions where {cos.shape[-1]} pairs need {2 * cos.shape[-1]}", code="SH001")
     if reference_runs():
         return rope_reference(q, k, cos, sin, interleaved=interleaved)
-    return Rotate.apply(q, cos, sin, interleaved, False), Rotate.apply(k, cos, sin, interleaved, False)
+    rotated_q, rotated_k = Rotate.apply(q, k, cos, sin, interleaved, False)
+    return rotated_q, rotated_k

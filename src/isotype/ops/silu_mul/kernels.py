@@ -74,10 +74,16 @@ def silu_mul_gradients(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Te
     return _backward(gate, up, dy, product=True)
 
 
+def silu_mul_gradients_(gate: Tensor, up: Tensor, dy: Tensor) -> None:
+    """`silu_mul_gradients` over gate, up and dy themselves."""
+    _backward(gate, up, dy, product=True, over=True)
+
+
 @on_its_device
-def _backward(gate: Tensor, up: Tensor, dy: Tensor, *, product: bool) -> tuple[Tensor, Tensor, Tensor]:
-    dgate, dup = _empty(gate), _empty(up)
-    out = _empty(gate) if product else dgate
+def _backward(gate: Tensor, up: Tensor, dy: Tensor, *, product: bool, over: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """over: the results are written over the inputs, which are contiguous: a program has read its block before it writes it"""
+    dgate, dup = (gate, up) if over else (_empty(gate), _empty(up))
+    out = dy if over else _empty(gate) if product else dgate
     if dy.numel():
         g_RC, u_RC, d_RC = as_rows(gate, up, dy)
         rows, columns = g_RC.shape

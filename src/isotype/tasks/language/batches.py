@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...data.rows import IGNORED, LoadedData, Row
+from ...ops.attention import Documents
 from ...training.feed import Feed, RowStream
 
-MULTIPLE = 8  # rows are padded to it: half-precision products prefer aligned sizes
+# Rows are padded to a multiple: half-precision products prefer aligned sizes. On a GPU cuDNN's attention also builds a plan for each new
+# length, about 170 ms on an H100, so that there are few of them.
+MULTIPLE, MULTIPLE_OF_SHORT_ROWS, MULTIPLE_ON_A_GPU = 8, 32, 128
+
+
+def padded_length(longest: int, device_type: str) -> int:
+    """Of a batch whose longest row has so many tokens."""
+    short = longest <= MULTIPLE_ON_A_GPU
+    multiple = MULTIPLE if device_type == "cpu" else MULTIPLE_OF_SHORT_ROWS if short else MULTIPLE_ON_A_GPU
+    return longest + -longest % multiple
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,9 @@ class Batch:
     tokens             real ones
     supervised         those that a causal loss counts
     position_ids       int[B T]  of packed rows, beginning at 0 in each document: transformers keeps documents apart by them
+    counted            int[N]    where in the flattened B x T a next token is supervised, sorted; made on the host, so that a device's loss
+                                 computes those rows alone without telling the host how many there are; None where every row is counted
+    documents          of packed rows, where each begins, made on the host
     """
 
     input_ids: Tensor
@@ -32,6 +46,8 @@ class Batch:
     tokens: int
     supervised: int
     position_ids: Tensor | None = None
+    counted: Tensor | None = None
+    documents: Documents | None = None
 
     @property
     def rows(self) -> int:
@@ -49,11 +65,14 @@ class Batch:
         return f"{self.rows} rows of {self.input_ids.shape[1]} tokens"
 
     def to(self, device: torch.device) -> Batch:
-        ids, mask, labels, positions = (
+        ids, mask, labels, positions, counted = (
             None if t is None else t.to(device, non_blocking=True)
-            for t in (self.input_ids, self.attention_mask, self.labels, self.position_ids)
+            for t in (self.input_ids, self.attention_mask, self.labels, self.position_ids, self.counted)
         )
-        return Batch(ids, mask, labels, self.tokens, self.supervised, positions)  # type: ignore[arg-type]  # the first is never None
+        documents = None if self.documents is None else self.documents.to(device)
+        return replace(
+            self, input_ids=ids, attention_mask=mask, labels=labels, position_ids=positions, counted=counted, documents=documents
+        )  # fmt: skip
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -65,21 +84,21 @@ class Batch:
         """Packed rows one after the other, as varlen attention takes them. The first label of each is masked already."""
         assert self.position_ids is not None, "only packed rows may lie in one"
         ids, labels, positions = (t.reshape(1, -1) for t in (self.input_ids, self.labels, self.position_ids))
-        return Batch(ids, None, labels, self.tokens, self.supervised, positions)
+        return replace(self, input_ids=ids, attention_mask=None, labels=labels, position_ids=positions)
 
 
-def collate(rows: Sequence[Row], *, pad_id: int) -> Batch:
-    """Pads on the right to the longest row, rounded up to a multiple of 8; padding is never supervised.
+def collate(rows: Sequence[Row], *, pad_id: int, device_type: str = "cpu") -> Batch:
+    """Pads on the right to the longest row, rounded up to the multiple that `device_type` wants; padding is never supervised.
 
     Rows of one document each get a mask. Where one is packed, all get positions instead, and padding is a document of its own.
     """
-    longest = max(len(row.input_ids) for row in rows)
-    longest += -longest % MULTIPLE
+    longest = padded_length(max(len(row.input_ids) for row in rows), device_type)
     input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.long)
     labels = torch.full((len(rows), longest), IGNORED, dtype=torch.long)
     mask = torch.zeros((len(rows), longest), dtype=torch.long)
     packed = any(row.documents for row in rows)
     positions = torch.empty_like(mask) if packed else None
+    lengths: list[int] = []
     for i, row in enumerate(rows):
         n = len(row.input_ids)
         input_ids[i, :n] = torch.tensor(row.input_ids, dtype=torch.long)
@@ -88,10 +107,12 @@ def collate(rows: Sequence[Row], *, pad_id: int) -> Batch:
         if positions is not None:
             labels[i, 0] = IGNORED
             parts = [*(row.documents or (n,)), longest - n]
+            lengths += parts
             positions[i] = torch.cat([torch.arange(part) for part in parts])
     # the first label of a row predicts nothing: the loss looks at labels[1:]
-    supervised = int((labels[:, 1:] != IGNORED).sum())
-    return Batch(input_ids, None if packed else mask, labels, int(mask.sum()), supervised, positions)
+    counted = (F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten() != IGNORED).nonzero().squeeze(-1)
+    documents = Documents.of(lengths) if packed else None
+    return Batch(input_ids, None if packed else mask, labels, int(mask.sum()), counted.numel(), positions, counted, documents)
 
 
 def row_feed(data: LoadedData, *, seed: int, shuffle: bool) -> Feed[Row]:

@@ -23,7 +23,8 @@ def evaluate(
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     with evaluation_mode(model):
         for start in range(0, len(by_length), batch_size):
-            batch = collate([rows[i] for i in by_length[start : start + batch_size]], pad_id=pad_id).to(device)
+            chosen = [rows[i] for i in by_length[start : start + batch_size]]
+            batch = collate(chosen, pad_id=pad_id, device_type=device.type).to(device)
             total += batch_loss_sum(model, batch, dtype=loss_dtype).double().cpu()
             tokens += batch.supervised
     return Evaluation(float(total) / max(1, tokens), tokens)

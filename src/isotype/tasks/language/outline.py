@@ -15,6 +15,7 @@ from ...errors import UsageError
 from ...model.adapter import attach_adapter
 from ...model.attention import AUTO, attention_options, explain
 from ...model.load import require_bitsandbytes
+from ...ops.attention import Documents
 from ...optimize import optimize
 from ...precision.apply import apply_precision, generating
 from ...precision.precision import Precision
@@ -23,7 +24,7 @@ from ...training.memory.quantised_outline import quantise_outline
 from ...training.quiet import without_warnings
 from ...training.task import Outline, StepOutline, micro_batch
 from ...training.undisturbed import evaluation_mode
-from .batches import MULTIPLE, Batch
+from .batches import Batch, padded_length
 from .loss import batch_loss_sum
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
     return Outline(model, trainable, total + (0 if every_weight else trainable))
 
 
-def of_data(config: RunConfig, precision: Precision, data: LoadedData, prompts: Sequence[SamplePrompt]) -> StepOutline:
+def of_data(
+    config: RunConfig, precision: Precision, data: LoadedData, prompts: Sequence[SamplePrompt], *, device_type: str = "cpu"
+) -> StepOutline:
     """The largest step, evaluation and sample of a run on this data."""
     longest = max((len(prompt.input_ids) for prompt in prompts), default=0)
     return step_outline(
@@ -72,11 +75,19 @@ def of_data(config: RunConfig, precision: Precision, data: LoadedData, prompts: 
         eval_rows=min(micro_batch(config.train), len(data.eval)),
         eval_length=max(row_lengths(data.eval), default=0),
         sample_length=longest + config.run.sample_tokens if longest and config.run.sample_every != 0 else 0,
+        device_type=device_type,
     )
 
 
 def step_outline(
-    config: RunConfig, precision: Precision, *, length: int, eval_rows: int = 0, eval_length: int = 0, sample_length: int = 0
+    config: RunConfig,
+    precision: Precision,
+    *,
+    length: int,
+    eval_rows: int = 0,
+    eval_length: int = 0,
+    sample_length: int = 0,
+    device_type: str = "cpu",
 ) -> StepOutline:
     """The same from lengths in tokens; 0 where a run does not evaluate or sample.
 
@@ -84,14 +95,14 @@ def step_outline(
     sample_length  of the longest prompt with its answer
     Packed rows bring a mask of every document instead of the causal one that attention makes itself.
     """
-    packing, rows, length = config.data.packing, config.train.batch_size, padded(length)
+    packing, rows, length = config.data.packing, config.train.batch_size, padded_length(length, device_type)
 
     def loss_sum(model: nn.Module, batch: Any) -> Tensor:
         return batch_loss_sum(model, batch, dtype=precision.loss)
 
     def evaluation(model: nn.Module, device: torch.device) -> None:
         with evaluation_mode(model):
-            loss_sum(model, _batch(eval_rows, padded(eval_length), device, packing=packing))
+            loss_sum(model, _batch(eval_rows, padded_length(eval_length, device_type), device, packing=packing))
 
     return StepOutline(
         rows=rows,
@@ -101,10 +112,6 @@ def step_outline(
         evaluation=evaluation if eval_rows else None,
         sampling=_sampling(sample_length) if sample_length else None,
     )
-
-
-def padded(length: int) -> int:
-    return length + -length % MULTIPLE
 
 
 def _sampling(length: int) -> Callable[[nn.Module, torch.device], None]:
@@ -121,7 +128,11 @@ def _sampling(length: int) -> Callable[[nn.Module, torch.device], None]:
 def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Batch:
     ids_BT, mask_BT, labels_BT = (torch.empty(rows, length, dtype=torch.long, device=device) for _ in range(3))
     mask, positions = (None, mask_BT) if packing else (mask_BT, None)
-    return Batch(ids_BT, mask, labels_BT, rows * length, rows * (length - 1), positions)
+    supervised = rows * (length - 1)
+    counted = torch.empty(supervised, dtype=torch.long, device=device)
+    # as many documents as rows: how many there really are changes no tensor's size but their bounds'
+    documents = Documents.rows(rows, length, device)._replace(whole_rows=False) if packing else None
+    return Batch(ids_BT, mask, labels_BT, rows * length, supervised, positions, counted, documents)
 
 
 def _with_adapter(base: Any, config: RunConfig) -> nn.Module:

@@ -27,12 +27,12 @@ from ...precision.quantised_base import check_base, check_share, of_config
 from ...training.feed import Feed
 from ...training.memory.bound import most_bytes
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, micro_batch
-from .batches import Batch, collate, row_feed
+from .batches import Batch, collate, padded_length, row_feed
 from .checks import CHECKS
 from .evaluate import evaluate
 from .flops import step_flops
 from .loss import batch_loss_sum
-from .outline import of_data, outline, padded
+from .outline import of_data, outline
 from .result import load_result, save_model
 from .sample import Sample, sample
 
@@ -53,6 +53,7 @@ class LanguageTask:
     data: LoadedData
     prompts: Sequence[SamplePrompt]
     source: Source
+    device_type = "cpu"  # of the model that was built or outlined last: rows are padded as it wants them
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -78,7 +79,7 @@ class LanguageTask:
         self.prompts = prompts_of_run(config.run, data, self.tokenizer)
 
     def build_model(self, precision: Precision, device: torch.device, folder: Path) -> tuple[nn.Module, Manifest]:
-        config = self.config
+        config, self.device_type = self.config, device.type
         dtype = precision.trainable if config.adapter.kind == "none" else precision.unquantised
         self.source = base_source(config.model, self.tokenizer, folder=folder, seed=config.train.seed, dtype=dtype)
         return build_model(config, precision, self.source, self.tokenizer, device)
@@ -101,14 +102,15 @@ class LanguageTask:
         return load_architecture(self.config.model, self.tokenizer)
 
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
+        self.device_type = device_type
         return outline(self.architecture(), self.config, precision, device_type=device_type)
 
     def step_outline(self, precision: Precision) -> StepOutline:
-        return of_data(self.config, precision, self.data, self.prompts)
+        return of_data(self.config, precision, self.data, self.prompts, device_type=self.device_type)
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
         length = len(self.data.longest(1)[0].input_ids)
-        return most_bytes(model, self.config.train, precision, length=padded(length))
+        return most_bytes(model, self.config.train, precision, length=padded_length(length, self.device_type))
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return CHECKS
@@ -116,7 +118,7 @@ class LanguageTask:
     # training
 
     def collate(self, rows: Sequence[Row]) -> Batch:
-        return collate(rows, pad_id=self.tokenizer.pad_token_id)
+        return collate(rows, pad_id=self.tokenizer.pad_token_id, device_type=self.device_type)
 
     def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
         return batch_loss_sum(model, batch, dtype=dtype)

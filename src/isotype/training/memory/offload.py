@@ -10,29 +10,45 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.checkpoint import checkpoint
+
+from .layer_call import call_and_recompute
 
 BUFFERS = 2
 SMALLEST = 1 << 14  # bytes: below, a copy's own cost is more than what it frees
 
 
 class Streamed:
-    """Copies on a CUDA stream of their own, each begun after what the compute stream has been given so far."""
+    """Copies on one CUDA stream a device, each begun after what that device's compute stream has been given so far."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+    def __init__(self) -> None:
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def __call__(self, to: Tensor, source: Tensor) -> Any:
-        """Begins the copy and gives its event, for which the compute stream can be made to wait."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
+    def __call__(self, to: Tensor, source: Tensor) -> Copied:
+        """Begins the copy between the host and a device, for whose end that device's compute stream can be made to wait."""
+        device = to.device if to.is_cuda else source.device
+        if device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device)
+        stream = self.streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
             to.copy_(source.detach(), non_blocking=True)
-            return self.stream.record_event()
+            return Copied(stream.record_event(), device)
+
+
+class Copied:
+    """The end of a copy. An event's own `wait` is of the current device's stream, which need not be the tensor's."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self.event, self.device = event, device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 class Away:
@@ -40,9 +56,9 @@ class Away:
 
     def __init__(self, tensor: Tensor, before: Away | None) -> None:
         self.dtype, self.shape, self.device = tensor.dtype, tensor.shape, tensor.device
-        # a memory plan counts the device's bytes: its host tensors have none
-        host = "meta" if isinstance(tensor, FakeTensor) else "cpu"
-        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, device=host, pin_memory=tensor.is_cuda and host == "cpu")
+        # a memory plan counts the device's bytes: its host tensors have none, whatever their shape says
+        planned = tensor.is_meta or isinstance(tensor, FakeTensor)
+        self.host = torch.empty(0 if planned else tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda and not planned)
         self.here: Tensor | None = tensor.detach()  # the graph would hold what it needs anyway, and more
         self.copied: Any = None
         self.spent = False
@@ -58,20 +74,22 @@ class Away:
 class HostMemory:
     """A checkpoint function for transformers' layers. Without a CUDA device the copies are plain ones, on the spot.
 
+    call    runs a layer under checkpointing
     copies  begins a copy and gives something whose `wait()` makes later work wait for it; made for the first CUDA tensor
     """
 
-    def __init__(self, copies: Callable[[Tensor, Tensor], Any] | None = None) -> None:
+    def __init__(self, copies: Callable[[Tensor, Tensor], Any] | None = None, *, call: Callable[..., Any] | None = None) -> None:
         self.leaving: deque[Away] = deque()
+        self.call = call or partial(call_and_recompute, keep_attention=False)
         self.copies = copies
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         # checkpoint saves the layer's inputs outside its own hooks: these see them and nothing else
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-            return checkpoint(function, *args, use_reentrant=False)
+            return self.call(function, *args, put=self.pack, get=self.unpack)
 
     def __deepcopy__(self, memo: Any) -> HostMemory:
-        return HostMemory()
+        return HostMemory(call=self.call)
 
     def pack(self, tensor: Tensor) -> Tensor | Away:
         if tensor.numel() * tensor.element_size() < SMALLEST or not tensor.is_floating_point():
@@ -108,10 +126,10 @@ class HostMemory:
             self._copy(away, away.here, away.host)
 
     def _copy(self, away: Away, to: Tensor, source: Tensor) -> None:
-        if isinstance(source, FakeTensor):
+        if any(t.is_meta or isinstance(t, FakeTensor) for t in (to, source)):
             return
         if self.copies is None and away.device.type == "cuda":
-            self.copies = Streamed(away.device)
+            self.copies = Streamed()
         if self.copies is None:
             to.copy_(source)
         else:

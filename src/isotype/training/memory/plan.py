@@ -8,8 +8,8 @@ blocks, as glibc does, sits above it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...config.schema import TrainSection
 from ...dtypes import to_torch
+from ...environment.planned import planned_for
 from ...errors import UsageError
 from ...ops.backend import using
 from ...ops.linear_cross_entropy.scratch import scratch as head_scratch
@@ -82,15 +83,11 @@ def plan_memory(
 
     made     the task's outline; its parameters become fake ones here
     largest  the task's largest step, evaluation and sample
-    A GPU's step is simulated where PyTorch reaches one; elsewhere what is held is exact, and `not_simulated` says why there is no more.
+    A GPU's step is simulated on meta tensors that stand for its own, whether a GPU is here or not. Where a step cannot be simulated, what
+    is held is exact, and `not_simulated` says why there is no more.
     """
     held = _held(made.model, train, precision)
     apply_checkpointing(made.model, checkpointing)
-    if device_type == "cuda" and not torch.cuda.is_available():
-        # autograd asks a device for its guard, also of a tensor without data: without CUDA that ends the interpreter, past every except
-        return replace(
-            held, peak=held.held, rows=largest.rows, length=largest.length, not_simulated="this PyTorch reaches no GPU to plan a step for"
-        )
     try:
         return _simulated(made.model, train, precision, largest, device_type=device_type, held=held)
     except UsageError:
@@ -127,12 +124,10 @@ def _bytes(tensor: Tensor) -> int:
 def _simulated(
     model: nn.Module, train: TrainSection, precision: Precision, largest: StepOutline, *, device_type: str, held: MemoryPlan
 ) -> MemoryPlan:
-    live = LiveBytes(device_type, {**scratch(), **head_scratch()})
-    # on a CPU without a compiler the ops are plain PyTorch, and take more; elsewhere there are kernels
-    kernels = nullcontext() if device_type == "cpu" else using("cpp")
-    device = torch.device(device_type)
-    with FakeTensorMode(allow_non_fake_inputs=True), live, without_warnings(), kernels:
-        _make_fake(model, device)
+    device = torch.device("cpu" if device_type == "cpu" else "meta")
+    live = LiveBytes(device.type, {**scratch(), **head_scratch()})
+    with without_data(device_type), live, without_warnings():
+        make_fake(model, device)
         accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
         plain = train.model_copy(update={"optimizer": "adamw"}) if train.optimizer == "adamw8bit" else train
         optimizer = build_optimizer(model, plain, precision, accumulator.gradient)
@@ -144,7 +139,7 @@ def _simulated(
         # the first step makes the optimizer's states, so the second is the one that counts
         stepper.accumulate([batch])
         if train.optimizer == "adamw8bit":
-            states = [torch.empty(held.optimizer, dtype=torch.uint8, device=device_type)]
+            states = [torch.empty(held.optimizer, dtype=torch.uint8, device=device)]
         else:
             states = []
             optimizer.step()
@@ -198,7 +193,7 @@ def _sampling(model: nn.Module, live: LiveBytes, largest: StepOutline, device: t
         return None
 
 
-def _make_fake(model: nn.Module, device: torch.device) -> None:
+def make_fake(model: nn.Module, device: torch.device) -> None:
     """Replaces parameters and buffers on the meta device by fake ones; tied parameters stay tied."""
     memo: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -212,3 +207,15 @@ def _make_fake(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+
+
+@contextmanager
+def without_data(device_type: str) -> Iterator[None]:
+    """Operators compute shapes and dtypes only: of fake tensors on a CPU, of meta tensors that stand for another device's."""
+    if device_type == "cpu":
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+        return
+    # each op as one operator that makes its results, as its kernels do
+    with planned_for(device_type), using("cpp"):
+        yield

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ...config.schema import TrainSection
 from ...errors import UsageError
+from .layer_call import call_and_recompute
 from .offload import HostMemory
 
 NONE, LAYERS, OFFLOAD, AUTO = "none", "layers", "layers+offload", "auto"
@@ -23,25 +24,32 @@ NONE, LAYERS, OFFLOAD, AUTO = "none", "layers", "layers+offload", "auto"
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """What a run does. `layers`: positions of those that recompute, among `of`; `reason`: the file, or what `auto` found."""
+    """What a run does. `layers`: positions of those that recompute, among `of`; `reason`: the file, or what `auto` found;
+    `keep_attention`: their attentions' outputs are kept."""
 
     kind: str
     layers: tuple[int, ...] = ()
     of: int = 0
     reason: str = "train.gradient_checkpointing"
+    keep_attention: bool = False
 
     def __str__(self) -> str:
         if self.kind == NONE:
             return f"none ({self.reason})"
         n = len(self.layers)
         which = "all" if n == self.of else f"the first {n}" if self.layers == tuple(range(n)) else " ".join(map(str, self.layers))
-        return f"{self.kind}: {which} of {self.of} ({self.reason})"
+        kept = ", attention kept" if self.keep_attention else ""
+        return f"{self.kind}: {which} of {self.of}{kept} ({self.reason})"
 
     def as_settings(self) -> dict[str, Any]:
         """The configuration that gives exactly this."""
         n = len(self.layers)
         given: Any = "all" if n == self.of else n if self.layers == tuple(range(n)) else list(self.layers)
-        return {"train.gradient_checkpointing": self.kind, "train.checkpointed_layers": "all" if self.kind == NONE else given}
+        return {
+            "train.gradient_checkpointing": self.kind,
+            "train.checkpointed_layers": "all" if self.kind == NONE else given,
+            "train.keep_attention": self.keep_attention,
+        }
 
 
 def check_settings(train: TrainSection, *, device_type: str) -> None:
@@ -57,6 +65,13 @@ def check_settings(train: TrainSection, *, device_type: str) -> None:
             f"train.checkpointed_layers: {train.checkpointed_layers} has no effect with train.gradient_checkpointing: {kind}",
             fix="train.gradient_checkpointing: layers",
         )
+    if kind in (NONE, AUTO) and train.keep_attention:
+        raise UsageError(
+            f"train.keep_attention has no effect with train.gradient_checkpointing: {kind}",
+            fix="train.gradient_checkpointing: layers, or leave train.keep_attention to auto",
+        )
+    if kind != AUTO and train.memory is not None:
+        raise UsageError(f"train.memory has no effect with train.gradient_checkpointing: {kind}", fix="train.gradient_checkpointing: auto")
 
 
 def as_configured(model: nn.Module, train: TrainSection) -> Checkpointing:
@@ -70,7 +85,9 @@ def as_configured(model: nn.Module, train: TrainSection) -> Checkpointing:
             f"train.gradient_checkpointing: {train.gradient_checkpointing}: this architecture marks no layers that could be recomputed",
             fix="train.gradient_checkpointing: none",
         )
-    return Checkpointing(train.gradient_checkpointing, chosen(train.checkpointed_layers, of), of)
+    return Checkpointing(
+        train.gradient_checkpointing, chosen(train.checkpointed_layers, of), of, keep_attention=train.keep_attention
+    )  # fmt: skip
 
 
 def chosen(layers: str | int | list[int], of: int) -> tuple[int, ...]:
@@ -101,14 +118,11 @@ def checkpointable(model: nn.Module) -> list[nn.Module]:
 
 def apply_checkpointing(model: nn.Module, what: Checkpointing) -> None:
     """Sets every layer's switch, on or off. May be called again with something else."""
-    function: Callable[..., Any] = HostMemory() if what.kind == OFFLOAD else recomputed
+    keep: Callable[..., Any] = partial(call_and_recompute, keep_attention=what.keep_attention)
+    function = HostMemory(call=keep) if what.kind == OFFLOAD else keep
     for position, layer in enumerate(checkpointable(model)):
         layer.gradient_checkpointing = WhileRecording() if position in what.layers else False  # type: ignore[assignment]
         layer._gradient_checkpointing_func = function  # type: ignore[assignment]
-
-
-def recomputed(function: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(function, *args, use_reentrant=False)
 
 
 class WhileRecording:

@@ -80,8 +80,11 @@ class Outcome:
         ]
 
 
-def preflight(subject: Subject[Any], skips: Mapping[str, str]) -> Outcome:
-    """Runs what is due, writes preflight.json, and raises PreflightError with every error found. A resumed run: static checks only."""
+def preflight(subject: Subject[Any], skips: Mapping[str, str], *, checks: Mapping[str, tuple[Check, ...]] = CHECKS) -> Outcome:
+    """Runs what is due, writes preflight.json, and raises PreflightError with every error found. A resumed run: static checks only.
+
+    checks  by phase, beside the task's own
+    """
     record = subject.folder / RECORD
     before = _read(record) if subject.resuming else {}
     skipped = (skipped_before(record) if subject.resuming else {}) | dict(skips)
@@ -91,7 +94,7 @@ def preflight(subject: Subject[Any], skips: Mapping[str, str]) -> Outcome:
         if outcome.refused or (subject.resuming and phase != "static"):
             break
         started = time.perf_counter()
-        for check in (*CHECKS.get(phase, ()), *own.get(phase, ())):
+        for check in (*checks.get(phase, ()), *own.get(phase, ())):
             if check.codes[0] not in skipped:
                 outcome.findings += [f for f in check.run(subject) if f.code not in skipped]
                 outcome.ran += [code for code in check.codes if code not in skipped]

@@ -66,6 +66,6 @@ def _beginning(row: Row) -> Row:
 
 
 def _logits(model: nn.Module, row: Row, pad_id: int, device: torch.device) -> Tensor:
-    batch = collate([row], pad_id=pad_id).to(device)
+    batch = collate([row], pad_id=pad_id, device_type=device.type).to(device)
     batch = batch.as_one_row() if takes_one_row(model) else batch
     return model(**batch.inputs).logits[0]

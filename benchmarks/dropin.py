@@ -1,0 +1,288 @@
+"""Attached trainers beside unmodified ones: the same curves, speed, memory, and what watching costs.
+
+python -m benchmarks.dropin curves              every trainer x full, LoRA, QLoRA x checkpointing: benchmarks/results/dropin.json
+python -m benchmarks.dropin speed SFT           tokens/s of one step, alternating, and its memory, at 160M
+python -m benchmarks.dropin overhead            CPU time of everything that watches, in alternating pairs
+python -m benchmarks.dropin table               writes the table into docs/trainers.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results" / "dropin.json"
+PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
+BEGIN, END = "<!-- table: python -m benchmarks.dropin table -->", "<!-- end of table -->"
+FORMS = ("full", "lora", "qlora")
+
+
+# --- curves
+
+
+def one_cell(name: str, form: str, checkpointing: bool, folder: Path) -> dict[str, Any]:
+    """The largest difference of three steps' losses and gradient norms between an unmodified and an attached trainer."""
+    from tests.integrations.trainers import TRAINERS, Setting, curve
+
+    from isotype.integrations import attach
+
+    if name == "Reward" and form == "qlora":
+        return {"trainer": name, "form": form, "checkpointing": checkpointing, "skipped": "the test's classifier is not quantised"}
+    bf16 = form == "qlora"  # bitsandbytes on a CPU: bf16 products; the others in fp32
+    setting = Setting(folder, form, bf16, checkpointing=checkpointing, stored=torch.bfloat16 if bf16 else torch.float32)
+    want = curve(TRAINERS[name](setting))
+    trainer = TRAINERS[name](setting)
+    attached = attach(trainer, "nf4-lora" if bf16 else "fp32", quiet=True)
+    got = curve(trainer)
+    manifest = json.loads((folder / "out" / "isotype" / "manifest.json").read_text())
+    heads = sorted(c["op"] for c in manifest["first_step"] if c["part"] == "head")
+    return {
+        "trainer": name, "form": form, "checkpointing": checkpointing, "precision": str(attached.precision),
+        "loss": max(abs(a - b) for a, b in zip(want[::2], got[::2])),
+        "gradient_norm": max(abs(a - b) / max(abs(a), 1e-3) for a, b in zip(want[1::2], got[1::2])),
+        "steps": len(got) // 2, "places": len(attached.manifest.replaced), "heads": heads,
+    }  # fmt: skip
+
+
+def curves(names: list[str], forms: list[str]) -> list[dict[str, Any]]:
+    from tests.integrations.trainers import TRAINERS
+
+    cells = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in names or list(TRAINERS):
+            for form in forms:
+                for checkpointing in (False, True):
+                    try:
+                        cell = one_cell(name, form, checkpointing, Path(temporary))
+                    except Exception as error:
+                        said = str(error).split("\n")[0][:200]
+                        cell = {"trainer": name, "form": form, "checkpointing": checkpointing, "failed": f"{type(error).__name__}: {said}"}
+                    cells.append(cell)
+                    print(json.dumps(cell), file=sys.stderr, flush=True)
+                    gc.collect()
+    return cells
+
+
+def table(cells: list[dict[str, Any]]) -> str:
+    """Markdown: a row a trainer, a column a form; what each cell says is explained below the table in the page."""
+
+    def shown(cell: dict[str, Any] | None) -> str:
+        if cell is None:
+            return ""
+        if "skipped" in cell:
+            return "not tried"
+        return cell["failed"] if "failed" in cell else f"{cell['loss']:.0e} / {cell['gradient_norm']:.0e}"
+
+    by = {(c["trainer"], c["form"], c["checkpointing"]): c for c in cells}
+    names = list(dict.fromkeys(c["trainer"] for c in cells))
+    columns = [(form, checkpointing) for form in FORMS for checkpointing in (False, True)]
+    titles = [f"{form}{', checkpointing' if checkpointing else ''}" for form, checkpointing in columns]
+    lines = ["| trainer | head answered by | " + " | ".join(titles) + " |", "|---" * (len(columns) + 2) + "|"]
+    for name in names:
+        heads = {op for c in cells if c["trainer"] == name for op in c.get("heads", []) if not op.startswith("logits computed")}
+        row = [shown(by.get((name, *column))) for column in columns]
+        lines.append(f"| {name} | {', '.join(sorted(heads)) or 'the model'} | " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def write_table() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n{table(json.loads(RESULTS.read_text())['curves'])}\n{END}{after}", encoding="utf-8")
+
+
+# --- speed and memory
+
+
+def large(layers: int = 16) -> Any:
+    """A Llama of 162M parameters, random, in bf16."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama", vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=12,
+        num_key_value_heads=12, max_position_embeddings=1024, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def large_trainer(name: str, folder: Path, *, length: int, rows: int, checkpointing: bool, layers: int) -> Any:
+    import datasets
+    import trl
+    from peft import LoraConfig
+    from tests.integrations.trainers import tokenizer
+
+    datasets.disable_progress_bars()
+    g = torch.Generator().manual_seed(0)
+
+    def ids(n: int) -> list[int]:
+        return torch.randint(3, 90, (n,), generator=g).tolist()
+
+    common = {
+        "output_dir": str(folder), "use_cpu": True, "bf16": True, "max_steps": 10, "per_device_train_batch_size": rows, "report_to": [],
+        "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": checkpointing, "max_length": length, "learning_rate": 1e-4,
+    }  # fmt: skip
+    peft = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = large(layers)
+    if name == "SFT":
+        data = datasets.Dataset.from_dict({"input_ids": [ids(length) for _ in range(rows)]})
+        return trl.SFTTrainer(model, args=trl.SFTConfig(**common), train_dataset=data, processing_class=tokenizer(), peft_config=peft)
+    words = [" ".join(f"w{i}" for i in ids(length // 2 - 2)) for _ in range(3 * rows)]
+    data = datasets.Dataset.from_dict({"prompt": words[:rows], "chosen": words[rows : 2 * rows], "rejected": words[2 * rows :]})
+    return trl.DPOTrainer(model, args=trl.DPOConfig(**common), train_dataset=data, processing_class=tokenizer(), peft_config=peft)
+
+
+class Step:
+    """Forward and backward of one batch, as the trainer's own training_step makes them."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        trainer.model = trainer.accelerator.prepare_model(trainer.model)
+        trainer.current_gradient_accumulation_steps = 1
+        self.inputs = trainer.data_collator([trainer.train_dataset[i] for i in range(len(trainer.train_dataset))])
+        ids = self.inputs["input_ids"]
+        self.tokens = ids.numel()
+
+    def __call__(self) -> tuple[float, float]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        self.trainer.training_step(self.trainer.model, dict(self.inputs))
+        took = time.perf_counter() - wall, time.process_time() - cpu
+        self.trainer.model.zero_grad()
+        return took
+
+
+def peak_of(step: Step) -> int:
+    """Bytes that the process grew by in one step, above what it held before."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier steps freed would hide what this one takes
+    Path("/proc/self/clear_refs").write_text("5")
+
+    def status(key: str) -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+        return int(line.split()[1]) * 1024
+
+    before = status("VmRSS")
+    step()
+    return status("VmHWM") - before
+
+
+def speed(name: str, *, length: int, rows: int, pairs: int, checkpointing: bool, layers: int) -> dict[str, Any]:
+    from isotype.integrations import attach
+
+    with tempfile.TemporaryDirectory() as folder:
+        steps = {}
+        for way in ("unmodified", "attached"):
+            trainer = large_trainer(name, Path(folder), length=length, rows=rows, checkpointing=checkpointing, layers=layers)
+            if way == "attached":
+                attach(trainer, "bf16-lora", quiet=True, preflight=False, record=False)
+            steps[way] = Step(trainer)
+            steps[way]()
+        memory = {way: peak_of(step) for way, step in steps.items()}
+        times: dict[str, list[tuple[float, float]]] = {way: [] for way in steps}
+        for i in range(pairs):
+            for way in sorted(steps, reverse=bool(i % 2)):
+                times[way].append(steps[way]())
+    wall = {way: statistics.median(t[0] for t in of) for way, of in times.items()}
+    cpu = {way: statistics.median(t[1] for t in of) for way, of in times.items()}
+    return {
+        "trainer": name, "rows": rows, "length": length, "checkpointing": checkpointing, "layers": layers, "pairs": pairs,
+        "tokens_per_second": {way: steps[way].tokens / wall[way] for way in steps}, "cpu_seconds": cpu,
+        "step_mib": {way: n / 2**20 for way, n in memory.items()},
+        "speed_ratio": wall["unmodified"] / wall["attached"], "cpu_ratio": cpu["unmodified"] / cpu["attached"],
+        "memory_ratio": memory["attached"] / max(1, memory["unmodified"]),
+    }  # fmt: skip
+
+
+def overhead(*, pairs: int, layers: int) -> dict[str, Any]:
+    """CPU time of a step with and without the guards, on one attached trainer: the median of the pairs' ratios."""
+    from isotype.integrations import attach
+    from isotype.integrations.guards import Guards
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = large_trainer("SFT", Path(folder), length=256, rows=2, checkpointing=False, layers=layers)
+        attached = attach(trainer, "bf16-lora", quiet=True, preflight=False, record=False)
+        guards = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Guards))
+        step = Step(trainer)
+        plain = guards.methods.original("training_step")
+        optimizer = torch.optim.AdamW([p for p in trainer.model.parameters() if p.requires_grad], lr=1e-4)
+
+        def run(watched: bool) -> float:
+            cpu = time.process_time()
+            (trainer.training_step if watched else plain)(trainer.model, dict(step.inputs))
+            norm = trainer._clip_grad_norm if watched else guards.methods.original("_clip_grad_norm")
+            norm(trainer.model)
+            if watched:
+                guards.on_pre_optimizer_step(None, None, None)
+            optimizer.step()
+            if watched:
+                guards.on_optimizer_step(None, None, None)
+            trainer.model.zero_grad()
+            return time.process_time() - cpu
+
+        trainer.optimizer = trainer.accelerator.prepare_optimizer(optimizer)
+        guards.on_train_begin(None, None, None)
+        run(True), run(False)
+        ratios = []
+        for i in range(pairs):
+            seconds = {watched: run(watched) for watched in ((True, False) if i % 2 else (False, True))}
+            ratios.append(seconds[True] / seconds[False] - 1)
+        assert attached.manifest.replaced
+    return {"pairs": pairs, "layers": layers, "overhead": statistics.median(ratios), "each": ratios}
+
+
+def keep(key: str, value: Any) -> None:
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if key == "curves":
+        fresh = {(c["trainer"], c["form"], c["checkpointing"]) for c in value}
+        value = [c for c in found.get(key, []) if (c["trainer"], c["form"], c["checkpointing"]) not in fresh] + value
+    elif key in found:
+        value = [*[v for v in found[key] if v.get("trainer") != value[0].get("trainer")], *value]
+    RESULTS.write_text(json.dumps(found | {key: value}, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["curves", "speed", "overhead", "table"])
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--forms", nargs="*", default=list(FORMS))
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--checkpointing", action="store_true")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    import datasets
+
+    datasets.disable_progress_bars()
+    if given.what == "curves":
+        keep("curves", curves(given.names, given.forms))
+    elif given.what == "speed":
+        for name in given.names or ["SFT"]:
+            found = speed(
+                name, length=given.length, rows=given.rows, pairs=given.pairs, checkpointing=given.checkpointing, layers=given.layers
+            )
+            keep("speed", [found])
+            print(json.dumps(found, indent=1))
+    elif given.what == "overhead":
+        found = overhead(pairs=given.pairs, layers=given.layers)
+        keep("overhead", [found])
+        print(json.dumps(found, indent=1))
+    else:
+        write_table()
+
+
+if __name__ == "__main__":
+    main()

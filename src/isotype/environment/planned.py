@@ -1,0 +1,106 @@
+"""Running code without data for a device that is not here: tensors on the meta device stand for tensors there.
+
+PyTorch's fake tensors of a CUDA device need CUDA: autograd asks for the device's guard and ends the interpreter. Meta tensors need nothing
+and have no autocast: inside `planned_for` autocast is a value of this module, which the ops read and which plain products follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+
+class _State:
+    """Plain attributes: the graphs that Dynamo traces read them too."""
+
+    device_type: str | None = None
+    cast: torch.dtype | None = None
+
+
+_PRODUCTS = {
+    F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum, F.scaled_dot_product_attention,
+    F.conv1d, F.conv2d, Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm,
+}  # fmt: skip
+
+
+def is_planned(device: torch.device) -> bool:
+    """Whether tensors of this device stand for another one's now."""
+    return device.type == "meta" and _State.device_type is not None
+
+
+def stands_for(device: torch.device) -> str:
+    """The type of the device whose code runs on this device's tensors: its own, or, of meta tensors, the planned one."""
+    return (_State.device_type or device.type) if device.type == "meta" else device.type
+
+
+@contextmanager
+def planned_for(device_type: str) -> Iterator[None]:
+    """Within this block meta tensors take the paths that tensors of `device_type` take."""
+    before, _State.device_type = _State.device_type, device_type
+    try:
+        with _FollowsAutocast():
+            yield
+    finally:
+        _State.device_type = before
+
+
+def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """torch.autocast in `dtype`, or off for None; inside `planned_for` the same for meta tensors."""
+    if _State.device_type is None:
+        return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
+    return planned_autocast(dtype)
+
+
+def autocast_dtype() -> torch.dtype | None:
+    """Of meta tensors inside `planned_for`."""
+    return _State.cast
+
+
+@contextmanager
+def planned_autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    before, _State.cast = _State.cast, dtype
+    try:
+        yield
+    finally:
+        _State.cast = before
+
+
+def autocast_off() -> AbstractContextManager[Any]:
+    return nullcontext() if _State.cast is None else planned_autocast(None)
+
+
+def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, under this moment's planned autocast whenever it is called; itself outside `planned_for`."""
+    if _State.device_type is None:
+        return function
+    cast = _State.cast
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # inside backward PyTorch has taken the mode off: `backward` itself went through it
+        with planned_autocast(cast), _FollowsAutocast():
+            return function(*args, **kwargs)
+
+    return run
+
+
+class _FollowsAutocast(TorchFunctionMode):
+    """Casts the operands of plain products as autocast does."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        dtype = _State.cast
+        if dtype is None or function not in _PRODUCTS:
+            return function(*args, **kwargs)
+
+        def cast(x: Any) -> Any:
+            narrow = isinstance(x, Tensor) and x.device.type == "meta" and x.is_floating_point() and x.dtype != torch.float64
+            return x.to(dtype) if narrow else x
+
+        return function(*tree_map(cast, args), **tree_map(cast, kwargs))

@@ -1,0 +1,138 @@
+"""`attach(trainer, precision=...)` and `detach(trainer)`: one owner of precision, Isotype's ops, guards, and all of it undone.
+
+It happens when the trainer is complete, because PEFT and TRL build inside the trainer what is to be fused; on instances only; and either
+whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..errors import UsageError
+from ..optimize import optimize, restore
+from ..precision.apply import apply_precision, remove_precision
+from .accelerate_autocast import Autocast
+from .attachment import Attachment
+from .evaluation import Evaluation
+from .guards import Guards, overridden
+from .owners import claims, resolve_for
+from .record import Record
+from .refusals import ATTACHED, check_skips, check_trainer
+from .weights import Weights
+
+# models beside the trained one that a trainer runs without gradients: TRL's reference and teacher
+READ_ONLY = ("ref_model", "teacher_model")
+
+
+def attach(
+    trainer: Any,
+    precision: Any = "auto",
+    *,
+    skip: Mapping[str, str] | None = None,
+    preflight: bool = True,
+    record: bool = True,
+    reversible: bool = True,
+    quiet: bool = False,
+) -> Attachment:
+    """Gives a Hugging Face trainer Isotype's precision, ops, fused LoRA, safe generation and guards. Call it before `trainer.train()`.
+
+    trainer     a transformers.Trainer or a subclass of it, complete: TRL's too
+    precision   a preset's name, its short text form, a Precision, or auto: what the arguments ask for, else what the device does best
+    skip        checks of the preflight to leave out: code -> why
+    preflight   checks model, arguments and rows in `on_train_begin`, and rehearses a step, an evaluation and a generation
+    record      writes output_dir/isotype/: manifest, observed precision, preflight, environment, report.html
+    reversible  keeps, in host memory, what narrowing frozen weights to their declared dtype would lose, so that `detach` is exact
+    quiet       does not print
+    ->          the Attachment: who claimed the precision, and what was replaced where
+    Raises      UsageError in one sentence, and the trainer is as it was
+    """
+    check_trainer(trainer)
+    skips = check_skips(skip or {}, preflight=preflight, record=record)
+    resolved = resolve_for(trainer, precision)
+    attached = Attachment(trainer, resolved, claims(trainer, resolved.precision))
+    try:
+        guards = _put_on(attached, reversible=reversible)
+        if record:
+            kept = Record(attached, guards, preflight=preflight, skip=skips)
+            attached.undo.append(kept.remove)
+            kept.install()
+    except BaseException:
+        _take_off(attached)
+        raise
+    trainer.__dict__[ATTACHED] = attached
+    if not quiet and trainer.is_world_process_zero():
+        print(attached)
+    return attached
+
+
+def detach(trainer: Any) -> list[str]:
+    """Undoes `attach`: the next step is an untouched trainer's, bit for bit. Gives a line for what could not be put back.
+
+    Raises  UsageError for a trainer that is not attached, or is training
+    """
+    attached = getattr(trainer, "__dict__", {}).get(ATTACHED)
+    if attached is None:
+        raise UsageError("this trainer is not attached", fix="attach(trainer) before")
+    if trainer.is_in_train:
+        raise UsageError("this trainer is training", fix="detach(trainer) after trainer.train()")
+    del trainer.__dict__[ATTACHED]
+    return _take_off(attached)
+
+
+def models_of(trainer: Any) -> dict[str, nn.Module]:
+    """The trained model, and those that the trainer only reads."""
+    named = {"model": trainer.model, **{name: getattr(trainer, name, None) for name in READ_ONLY}}
+    return {name: model for name, model in named.items() if isinstance(model, nn.Module)}
+
+
+def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
+    trainer, precision = attached.trainer, attached.precision
+    models, device = models_of(trainer), trainer.args.device.type
+    autocast = Autocast(trainer.accelerator)
+    attached.undo.append(autocast.give_back)
+    autocast.take(list(models.values()), precision)
+    weights = Weights()
+    attached.undo.append(weights.restore)
+    for name, model in models.items():
+        weights.cast(model, precision, frozen=name != "model", keep=reversible)
+        # before the precision, which wraps the forward that the ops look at
+        attached.undo.append(lambda model=model: _unoptimize(model))
+        attached.manifests[name] = optimize(model, precision, device_type=device)
+        apply_precision(model, precision, device_type=device, cast=False)
+    if weights.kept_bytes:
+        attached.notes.append(
+            f"{weights.kept_bytes / 2**20:.0f} MiB of weights as they were are kept for detach(); attach(..., reversible=False) keeps none"
+        )
+    guards = Guards(trainer, precision.compute)
+    for part in (guards, Evaluation(trainer)):
+        attached.undo.append(part.remove)
+        part.install()
+    _one_graph_for_every_rank(attached)
+    for method in ("training_step", "compute_loss"):
+        if own := overridden(trainer, method):
+            attached.notes.append(f"{own} runs as it is; logits that it reads are computed, counted and named with their line")
+    return guards
+
+
+def _unoptimize(model: nn.Module) -> None:
+    remove_precision(model)
+    restore(model)
+
+
+def _one_graph_for_every_rank(attached: Attachment) -> None:
+    """DDP's search for unused parameters, Trainer's default for PEFT models, walks the outputs and makes deferred logits real."""
+    args = attached.trainer.args
+    if args.world_size > 1 and args.ddp_find_unused_parameters is None:
+        args.ddp_find_unused_parameters = False
+        attached.undo.append(lambda: setattr(args, "ddp_find_unused_parameters", None))
+        attached.notes.append("ddp_find_unused_parameters=False: the search makes every rank's logits real")
+
+
+def _take_off(attached: Attachment) -> list[str]:
+    said: list[str] = []
+    while attached.undo:
+        said += attached.undo.pop()() or []
+    return said

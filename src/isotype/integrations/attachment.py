@@ -1,0 +1,60 @@
+"""What `attach` did to a trainer: printed once, kept for `detach`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..optimize import Manifest
+from ..precision.precision import Precision
+from ..precision.resolve import Resolved
+from .owners import Claim
+
+
+@dataclass
+class Attachment:
+    """`print(attachment)` shows who claimed the precision, what was replaced, and what was left alone.
+
+    claims     every owner of precision with its value and what became of it
+    manifests  model ("model", "ref_model", ...) -> what `optimize` replaced there
+    notes      what else is worth a line
+    undo       in reverse order, what takes it away again
+    """
+
+    trainer: Any
+    resolved: Resolved
+    claims: list[Claim]
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    undo: list[Any] = field(default_factory=list)
+
+    @property
+    def precision(self) -> Precision:
+        return self.resolved.precision
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the trained model."""
+        return self.manifests["model"]
+
+    def lines(self) -> list[str]:
+        trainer = type(self.trainer).__name__
+        shown = [f"isotype attached to {trainer}: precision {self.precision} ({self.resolved.why_preset})"]
+        shown += [f"  claimed by  {claim}" for claim in self.claims]
+        for name, manifest in self.manifests.items():
+            shown += [f"  {name}: {line}" if i == 0 else f"    {line}" for i, line in enumerate(str(manifest).splitlines())]
+        return [*shown, *(f"  note        {note}" for note in self.notes)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the record and --json."""
+        return {
+            "trainer": f"{type(self.trainer).__module__}.{type(self.trainer).__name__}",
+            "precision": str(self.precision),
+            "declared": self.resolved.as_json(),
+            "claims": [{"owner": c.owner, "value": c.value, "now": c.now} for c in self.claims],
+            "models": {name: manifest.to_dict() for name, manifest in self.manifests.items()},
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())

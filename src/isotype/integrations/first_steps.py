@@ -1,0 +1,109 @@
+"""What ran in the first step of an attached trainer: fused calls and others, with the reason; and the dtypes of the second.
+
+The observer hooks every module, which layers with a fused LoRA leave to PEFT's own code: the two are not done in the same step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from ..lora.plain import lora_layers, why_not_fused
+from ..optimize import fused_head
+from ..optimize.deferred import answered, materialised
+from ..precision.observe import Observation, Observer
+from ..precision.observe.record import as_written, noted
+from .attachment import Attachment
+
+_COUNTED = ("norm", "gated mlp", "rotary", "attention", "4-bit")
+
+
+class FirstSteps:
+    """Counts calls in the first step of a training and observes dtypes in the second; every other step costs nothing."""
+
+    def __init__(self, attached: Attachment) -> None:
+        self.attached, self.model = attached, attached.trainer.model
+        self.observer = Observer(self.model, attached.precision)
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.seen: Observation | None = None
+        self.steps = 0
+        self.watching = False
+        self._stack = ExitStack()
+        self._hooks: list[Any] = []
+
+    def begin(self, step: int) -> None:
+        """At the beginning of a step, whose number is `step`."""
+        self.steps += 1
+        self.watching = self.steps <= 2
+        if self.steps == 1:
+            self._begin_counting()
+        elif self.steps == 2:
+            # accelerate's optimizer is around the one whose step is watched
+            optimizer = getattr(self.attached.trainer.optimizer, "optimizer", self.attached.trainer.optimizer)
+            self.seen = self._stack.enter_context(self.observer.watch(step, optimizer=optimizer, gradient=lambda p: p.grad))
+
+    def _begin_counting(self) -> None:
+        for entry in self.attached.manifest.entries:
+            if entry.part in _COUNTED:
+                self._count(self.model.get_submodule(entry.place), entry.part, entry.op or f"left alone: {entry.why}")
+        for _, layer in lora_layers(self.model):
+            self._hooks.append(layer.register_forward_pre_hook(self._count_lora))
+        self._materialised, self._before = Counter(materialised), self._heads()
+
+    def end(self) -> None:
+        """After the update of a step that was watched."""
+        self.stop()
+        if self.seen is not None:
+            return
+        for op, count in (self._heads() - self._before).items():
+            self.calls["head", op] += count
+        for where, count in (Counter(materialised) - self._materialised).items():
+            self.calls["head", f"logits computed: {where}"] += count
+
+    def stop(self) -> None:
+        """Takes every hook off."""
+        self.watching = False
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._stack.close()
+
+    def _count(self, module: nn.Module, part: str, op: str) -> None:
+        def hook(*_: Any) -> None:
+            self.calls[part, op] += 1
+
+        self._hooks.append(module.register_forward_pre_hook(hook))
+
+    def _count_lora(self, layer: nn.Module, args: Any) -> None:
+        reason = why_not_fused(layer)
+        self.calls["lora", f"PEFT's own code: {reason}" if reason else "lora_linear"] += 1
+
+    def _heads(self) -> Counter[str]:
+        found = Counter(answered)
+        for module in self.model.modules():
+            head = fused_head.placed(module)
+            found += Counter(
+                {op if op == "linear_log_probs" else f"TRL's own code: {op}": n for op, n in head.calls.items()} if head else {}
+            )
+        return found
+
+    @property
+    def promotions(self) -> int:
+        """Module outputs wider than `compute` that the declaration does not speak of."""
+        return sum(self.seen.promotions.values()) if self.seen is not None else 0
+
+    def calls_json(self) -> list[dict[str, Any]]:
+        return [{"part": part, "op": op, "calls": n} for (part, op), n in sorted(self.calls.items())]
+
+    def precision_json(self) -> dict[str, Any]:
+        """precision.json, as a run of Isotype's own writes it."""
+        resolved = self.attached.resolved
+        return {
+            "precision": str(resolved.precision),
+            "preset": resolved.preset,
+            "declared": resolved.as_json(),
+            **as_written(noted({}, self.seen) if self.seen is not None else {}),
+        }

@@ -1,0 +1,140 @@
+"""What watches a trainer's steps: a non-finite loss or gradient stops the run, and the logs say whether updates took.
+
+The loss is looked at after each micro-batch, before any weight moves; Trainer's own filter, which logs 0.0 instead, is off meanwhile.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import Trainer, TrainerCallback
+
+from ..errors import RunError
+from ..precision.apply import inner_model
+from ..precision.observe import share_changed
+from ..training.finite import non_finite_error
+from ..training.step import sampled_elements
+from .methods import Methods
+from .trainer_words import in_trainers_words
+
+
+class LastCall:
+    """Forward pre-hook of the inner model: what it was called with last, to find the module where a number stopped being finite."""
+
+    def __init__(self) -> None:
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training:
+            self.arguments = args, kwargs
+
+
+class Guards(TrainerCallback):
+    """One trainer's guards. `install` puts them on, `remove` takes them off.
+
+    extra  metrics for the trainer's next training log
+    """
+
+    def __init__(self, trainer: Any, compute: str) -> None:
+        self.trainer, self.compute, self.methods = trainer, compute, Methods(trainer)
+        self.extra: dict[str, float] = {}
+        self._sampled: list[tuple[nn.Parameter, Tensor]] = []
+        self._before: list[Tensor] = []
+        self._filter = trainer.args.logging_nan_inf_filter
+        self._last_call = LastCall()
+        self._hook: Any = None
+
+    def install(self) -> None:
+        self.trainer.args.logging_nan_inf_filter = False
+        self.methods.wrap("training_step", self._training_step)
+        self.methods.wrap("_clip_grad_norm", self._clip_grad_norm)
+        self.methods.wrap("_get_grad_norm", self._get_grad_norm)
+        self.methods.wrap("log", self._log)
+        self._hook = inner_model(self.trainer.model).register_forward_pre_hook(self._last_call, with_kwargs=True)
+        self.trainer.add_callback(self)
+
+    def remove(self) -> None:
+        self.trainer.remove_callback(self)
+        if self._hook is not None:
+            self._hook.remove()
+        self.methods.restore()
+        self.trainer.args.logging_nan_inf_filter = self._filter
+
+    def _training_step(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        loss = original(*args, **kwargs)
+        if not math.isfinite(float(loss)):
+            raise self._not_finite("the loss")
+        self._last_call.arguments = None
+        return loss
+
+    def _clip_grad_norm(self, original: Callable[..., Any], model: nn.Module) -> Any:
+        """torch's own two halves of clipping, with a look between them: clipping by nan would make every gradient nan."""
+        trainer = self.trainer
+        if self._scaled or type(trainer)._clip_grad_norm is not Trainer._clip_grad_norm:
+            return original(model)
+        norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        self._check(norm)
+        clip_grads_with_norm_(model.parameters(), trainer.args.max_grad_norm, norm)
+        return norm
+
+    def _get_grad_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        norm = original(*args, **kwargs)
+        self._check(norm)
+        return norm
+
+    @property
+    def _scaled(self) -> bool:
+        """Under loss scaling an overflow is expected now and then: the scaler skips that update."""
+        return getattr(self.trainer.accelerator, "scaler", None) is not None
+
+    def _check(self, norm: Any) -> None:
+        if not self._scaled and norm is not None and not math.isfinite(float(norm)):
+            raise self._not_finite("the gradient")
+
+    def _log(self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs.update(self.extra)
+        original(logs, *args, **kwargs)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._sampled = sampled_elements([p for p in self.trainer.model.parameters() if p.requires_grad])
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._before = self._look()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.trainer.accelerator.optimizer_step_was_skipped:
+            self.extra["share_changed"] = share_changed(self._before, self._look())
+        self._before = []
+
+    def _look(self) -> list[Tensor]:
+        return [p.detach().flatten()[index] for p, index in self._sampled]
+
+    def _not_finite(self, what: str) -> RunError:
+        """NF001 with the step and where the first such number is; the fix names the trainer's own arguments."""
+        called, model = self._last_call.arguments, inner_model(self.trainer.model)
+        passes = [lambda: model(*called[0], **called[1])] if called is not None else []
+        args = self.trainer.args
+        error = non_finite_error(
+            self.trainer.model, passes, step=self.trainer.state.global_step + 1, what=what, gradient=lambda p: p.grad,
+            learning_rate=args.learning_rate, clip=args.max_grad_norm or None, compute=self.compute,
+        )  # fmt: skip
+        return RunError(error.message, code="NF001", fix=in_trainers_words(error.fix or ""))
+
+
+def overridden(trainer: Any, method: str) -> str | None:
+    """`Class.method at file:line` where a user's own class, not transformers' or TRL's, defines this method."""
+    for cls in type(trainer).__mro__:
+        if method in cls.__dict__:
+            if cls.__module__.partition(".")[0] in ("transformers", "trl"):
+                return None
+            function = inspect.unwrap(cls.__dict__[method])
+            code = getattr(function, "__code__", None)
+            at = f" at {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" if code else ""
+            return f"{cls.__name__}.{method}{at}"
+    return None

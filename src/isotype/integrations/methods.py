@@ -1,0 +1,43 @@
+"""Replacing a method on one trainer, and putting it back. No class is touched."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+_ABSENT = object()
+
+
+class Methods:
+    """The methods of one trainer that are wrapped, in order."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.before: list[tuple[str, Any]] = []
+        self.originals: dict[str, Callable[..., Any]] = {}
+
+    def wrap(self, name: str, around: Callable[..., Any]) -> None:
+        """`around(original, *args, **kwargs)` is called instead of `trainer.name`; `original` is the bound method that was there."""
+        trainer, original = self.trainer, getattr(self.trainer, name)
+        self.originals[name] = original
+        self.before.append((name, trainer.__dict__.get(name, _ABSENT)))
+
+        @functools.wraps(original)
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        setattr(trainer, name, MethodType(wrapped, trainer))
+
+    def original(self, name: str) -> Callable[..., Any]:
+        """The bound method below the wrapper."""
+        return self.originals[name]
+
+    def restore(self) -> None:
+        for name, before in reversed(self.before):
+            if before is _ABSENT:
+                delattr(self.trainer, name)
+            else:
+                setattr(self.trainer, name, before)
+        self.before.clear()

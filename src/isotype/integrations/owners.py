@@ -1,0 +1,181 @@
+"""Who else claims the precision of a trainer: its arguments, the environment, accelerate, the checkpoint, PEFT and TRL.
+
+`claims` lists them with their values; `resolve_for` turns what the caller asked for into one `Precision`, or refuses a contradiction.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..dtypes import name as dtype_name
+from ..environment.hardware import detect
+from ..errors import UsageError
+from ..precision.apply import inner_model, is_quantised
+from ..precision.precision import Precision
+from ..precision.presets import PRESETS
+from ..precision.quantised_base import check_base, of_model
+from ..precision.resolve import Resolved, resolve
+from ..training.preflight.updates import TYPICAL, stuck_share
+
+_WORDS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}  # accelerate's names
+
+
+@dataclass(frozen=True)
+class Claim:
+    """owner: who; value: what it says; now: what becomes of it under the attached precision."""
+
+    owner: str
+    value: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.owner:22s} {self.value:44s} {self.now}"
+
+
+def is_adapter(parameter_name: str) -> bool:
+    return ".lora_" in parameter_name
+
+
+def dtypes_of(parameters: Iterable[nn.Parameter]) -> str:
+    """`bf16 x 12, fp32 x 3`: floating parameters that are not quantised, by dtype."""
+    counted = Counter(dtype_name(p.dtype) for p in parameters if p.is_floating_point() and not is_quantised(p))
+    return ", ".join(f"{word} x {n}" for word, n in counted.most_common()) or "none"
+
+
+def adapter_kind(model: nn.Module) -> str:
+    """`lora` where an adapter library's weights are trained, else `none`."""
+    return "lora" if any(p.requires_grad and is_adapter(n) for n, p in model.named_parameters()) else "none"
+
+
+def asked_by_arguments(trainer: Any) -> str | None:
+    """The dtype that TrainingArguments ask for, or None where they ask for none."""
+    return "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else None
+
+
+def resolve_for(trainer: Any, precision: Any) -> Resolved:
+    """One precision for this trainer. Raises UsageError with both values for a contradiction."""
+    model, device = trainer.model, trainer.args.device.type
+    hardware = detect("cpu" if device == "cpu" else "auto")
+    adapter, quantised = adapter_kind(model), of_model(inner_model(model))
+    given = asked_by_arguments(trainer)
+    if isinstance(precision, Precision):
+        preset, overrides = _parts(str(precision))
+    elif not isinstance(precision, str):
+        raise UsageError(f"precision is a {type(precision).__name__}: expected a preset's name, a Precision, or auto")
+    elif precision == "auto" and quantised is not None:
+        preset, overrides = "nf4-lora", {}
+    elif precision == "auto" and given is not None:
+        preset = "fp16-mixed" if given == "fp16" else "bf16-mixed" if adapter == "none" else "bf16-lora"
+        overrides = {}
+    elif precision == "auto":
+        preset, overrides = "auto", {}
+    else:
+        preset, overrides = _parts(precision)
+    resolved = resolve(
+        {"preset": preset, **overrides},
+        device=hardware,
+        adapter=adapter,
+        optimizer="adamw8bit" if "8bit" in str(trainer.args.optim) else "adamw",
+        sources={"precision.preset": f"attach(precision={str(precision)!r})", "adapter.kind": "the trainer's model"},
+    )
+    _check(trainer, resolved.precision, preset)
+    if resolved.precision.base == "nf4" and quantised is None:
+        raise UsageError(
+            f"precision {preset}: base nf4, but the trainer's model is not quantised (its weights: {dtypes_of(model.parameters())})",
+            fix="load it with BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4'), or precision='bf16-lora'",
+        )
+    check_base(quantised, resolved.precision, "of the trainer")
+    return resolved
+
+
+def _parts(text: str) -> tuple[str, dict[str, str]]:
+    """A precision's short text form as a preset and what differs from it. Raises UsageError PR000."""
+    precision = Precision.parse(text)
+    preset = text.split()[0]
+    return preset, {role: value for role, value in precision.items() if value != getattr(PRESETS[preset], role)}
+
+
+def _check(trainer: Any, precision: Precision, preset: str) -> None:
+    """The arguments and accelerate against the precision."""
+    given, there = asked_by_arguments(trainer), _WORDS.get(trainer.accelerator.mixed_precision, trainer.accelerator.mixed_precision)
+    if there == "fp8":
+        raise UsageError("accelerate's mixed_precision is fp8, and no precision declares that", fix="mixed_precision: bf16")
+    if given is not None and given != precision.compute:
+        by = " (TRL's configurations set it by default)" if given == "bf16" and type(trainer).__module__.startswith("trl.") else ""
+        raise UsageError(
+            f"{given}=True in the trainer's arguments{by}, and precision {preset} computes in {precision.compute}",
+            fix=f"{given}=False, or precision='{'fp16-mixed' if given == 'fp16' else 'bf16-mixed'}'",
+        )
+    variable = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if given is None and there != "fp32" and there != precision.compute:
+        where = f"ACCELERATE_MIXED_PRECISION={variable}" if variable else "accelerate's configuration"
+        raise UsageError(
+            f"{where} asks for {there}, and precision {preset} computes in {precision.compute}",
+            fix=f"unset it, or {there}=True in the arguments with a precision that computes in {there}",
+        )
+    if precision.loss_scaling == "dynamic" and getattr(trainer.accelerator, "scaler", None) is None:
+        raise UsageError(
+            f"precision {preset} scales the loss, and this trainer was built without a gradient scaler", fix="fp16=True in the arguments"
+        )
+    if precision.trainable != "fp32" or precision.grads != "fp32":
+        raise UsageError(
+            f"precision {preset}: trainable {precision.trainable}, grads {precision.grads}: "
+            "trainers keep gradients in the weights' own dtype, and bf16 ones are not summed in fp32 there",
+            fix="precision='bf16-mixed' (fp32 weights), or isotype train with bf16-pure",
+        )
+
+
+def claims(trainer: Any, precision: Precision) -> list[Claim]:
+    """Every owner with its value and what becomes of it; read before anything is changed."""
+    model, args = trainer.model, trainer.args
+    here = f"{precision.compute}, on the inner model"
+    given = asked_by_arguments(trainer)
+    found = [Claim("training arguments", f"{given}=True" if given else "bf16=False, fp16=False", f"compute {here}")]
+    if variable := os.environ.get("ACCELERATE_MIXED_PRECISION"):
+        found.append(Claim("environment", f"ACCELERATE_MIXED_PRECISION={variable}", "agrees" if given else "overridden"))
+    now = "had no autocast"
+    if trainer.accelerator.native_amp:
+        scaled = precision.loss_scaling != "none"
+        now = "keeps its wrapper: the gradient scaler needs it" if scaled else "wraps no forward"
+    found.append(Claim("accelerate", f"mixed_precision {trainer.accelerator.mixed_precision}", now))
+    named = list(model.named_parameters())
+    trained = [(n, p) for n, p in named if p.requires_grad]
+    found.append(Claim("checkpoint, frozen", dtypes_of(p for _, p in named if not p.requires_grad), f"base {precision.unquantised}"))
+    adapters = [p for n, p in trained if is_adapter(n)]
+    rest = [p for n, p in trained if not is_adapter(n)]
+    if rest:
+        found.append(Claim("checkpoint, trained", dtypes_of(rest), f"trainable {precision.trainable}" + _vanishing(trainer, rest)))
+    if adapters:
+        by = "TRL's cast" if _cast_by_trl(trainer, adapters) else "PEFT"
+        found.append(Claim(f"{by}, adapters", dtypes_of(adapters), f"{precision.trainable} masters" + _vanishing(trainer, adapters)))
+        if any(getattr(m, "cast_input_dtype_enabled", False) for m in model.modules()):
+            found.append(Claim("PEFT's casts", "activations widened to the adapter's dtype", "off: A and B are cast down instead"))
+    if getattr(args, "cast_lm_head_to_fp32", False):
+        found.append(Claim("TRL's cast", "cast_lm_head_to_fp32=True", "kept: the head's product is fp32"))
+    for flag in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, flag, False):
+            found.append(Claim("training arguments", f"{flag}=True", "evaluation computes in the precision, weights stay"))
+    return found
+
+
+def _cast_by_trl(trainer: Any, adapters: list[nn.Parameter]) -> bool:
+    """TRL casts the adapters of quantised models to bf16."""
+    low = any(dtype_name(p.dtype) == "bf16" for p in adapters)
+    return low and any(cls.__module__.startswith("trl.") for cls in type(trainer).__mro__)
+
+
+def _vanishing(trainer: Any, parameters: list[nn.Parameter]) -> str:
+    """What bf16 weights trained as they are would lose: named, because the trainer itself says nothing."""
+    low = [p for p in parameters if dtype_name(p.dtype) in ("bf16", "fp16")]
+    update = trainer.args.learning_rate * TYPICAL
+    total = sum(p.numel() for p in low)
+    if not total or not update:
+        return ""
+    share = sum(stuck_share(p, update) * p.numel() for p in low) / total
+    return f"; trained as they are, {share:.0%} of {dtype_name(low[0].dtype)} updates at {trainer.args.learning_rate:g} would vanish"

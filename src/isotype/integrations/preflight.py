@@ -1,0 +1,90 @@
+"""The preflight of an attached trainer: Isotype's own checks on the trainer's model, arguments and rows, before step 1.
+
+Checks that need a run file are left out, and those that the trainer cannot be rehearsed for, each with its reason. Nothing is drawn,
+updated or logged by it: a run with preflight is the run without, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..errors import PreflightError
+from ..tasks.language.checks.labels import end_never_learnt, nothing_to_learn
+from ..tasks.language.checks.positions import beyond_the_positions
+from ..tasks.language.checks.tokens import beyond_the_embeddings, untrained_new_tokens
+from ..training.preflight.check import Check, Outcome, preflight
+from ..training.preflight.rehearsal import rehearsed_evaluation, rehearsed_samples, rehearsed_step
+from ..training.preflight.updates import vanishing_updates
+from .attachment import Attachment
+from .trainer_rows import TrainerRows
+from .trainer_subject import subject_of, tokenizer_of
+from .trainer_words import in_trainers_words
+
+_ROWS = (Check(("PF005",), nothing_to_learn), Check(("PF020",), beyond_the_positions))
+_TOKENS = (Check(("PF007",), end_never_learnt), Check(("PF008",), beyond_the_embeddings), Check(("PF009",), untrained_new_tokens))
+_STEP = (Check(("PF012", "PF013", "PF014", "PF015"), rehearsed_step), Check(("PF017",), rehearsed_samples))
+_EVALUATION = (Check(("PF016",), rehearsed_evaluation),)
+
+
+def run_preflight(attached: Attachment, folder: Path, skip: Mapping[str, str], *, resuming: bool) -> Outcome:
+    """Raises  PreflightError with every error found; `attach(..., skip={"PF003": "why"})` leaves a check out."""
+    trainer = attached.trainer
+    rows = TrainerRows.of(trainer)
+    checks: dict[str, tuple[Check, ...]] = {"static": (Check(("PF003",), vanishing_updates),)}
+    skipped = dict(skip)
+    why_not = _why_not_rehearsed(trainer, rows)
+    without = rows.why_no_tokens if not rows.tokens else "" if tokenizer_of(trainer) else "the trainer has no processing_class"
+    unplanned = "eval_strategy is no" if str(trainer.args.eval_strategy.value) == "no" else ""
+    for phase, these, why in (
+        ("data", _ROWS, "" if rows.tokens else rows.why_no_tokens),
+        ("data", _TOKENS, without),
+        ("real", _STEP, why_not),
+        ("real", _EVALUATION, why_not or unplanned),
+    ):
+        if why:
+            skipped |= dict.fromkeys((code for check in these for code in check.codes), why)
+        else:
+            checks[phase] = (*checks.get(phase, ()), *these)
+    with numbers_restored(trainer):
+        try:
+            return preflight(subject_of(attached, rows, folder, resuming=resuming), skipped, checks=checks)
+        except PreflightError as error:
+            first = error.message.partition(": ")[2].split("\n")[0].split(", ")[0]
+            fix = f'mend it, or attach(..., skip={{"{first}": "why it does not matter here"}})'
+            raise PreflightError(in_trainers_words(error.message), fix=fix) from None
+
+
+def _why_not_rehearsed(trainer: Any, rows: TrainerRows) -> str:
+    if trainer.args.world_size > 1:
+        return "several processes: a rehearsed backward would meet DDP's hooks"
+    if getattr(trainer.accelerator, "scaler", None) is not None:
+        return "fp16: the gradient scaler would count the rehearsed step"
+    if hasattr(trainer, "_generate_and_score_completions") or hasattr(trainer, "reward_funcs"):
+        return "the trainer makes its rows by generation in its first step"
+    return "" if rows.largest else rows.why_no_tokens
+
+
+@contextmanager
+def numbers_restored(trainer: Any) -> Iterator[None]:
+    """The trainer's own counters and metrics, as they were: TRL's `compute_loss` adds to them."""
+    before = {name: copy.deepcopy(value) for name, value in vars(trainer).items() if _numbers(value)}
+    try:
+        yield
+    finally:
+        vars(trainer).update(before)
+
+
+def _numbers(value: Any, depth: int = 0) -> bool:
+    """Whether this is a number, a text, or a container of such."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return True
+    if depth > 3:
+        return False
+    if type(value) in (dict, defaultdict):
+        return all(_numbers(v, depth + 1) for v in value.values())
+    return type(value) in (list, tuple, deque) and all(_numbers(v, depth + 1) for v in value)

@@ -1,0 +1,31 @@
+"""The numbers of one AdamW update."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class AdamwNumbers(NamedTuple):
+    """Of Loshchilov and Hutter 2019; `step` counts from 1."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+
+    @property
+    def decay(self) -> float:
+        """What the weight is multiplied by first."""
+        return 1 - self.lr * self.weight_decay
+
+    @property
+    def size(self) -> float:
+        """Of the step, with the first moment's bias correction."""
+        return self.lr / (1 - self.beta1**self.step)
+
+    @property
+    def correction(self) -> float:
+        """Of the second moment."""
+        return 1 / (1 - self.beta2**self.step)

@@ -1,0 +1,231 @@
+"""`linear_log_probs`: per-token values of a head's logits with gradients, and its autograd function. T tokens, H hidden, V vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError, UsageError
+from ..autocast import autocast_off, product_dtype, wide
+from ..backend import differentiated_again, reference_runs
+from ..cross_entropy.arguments import checked_rule
+from ..cross_entropy.rule import LossRule
+from ..library import library_op
+from ..linear_cross_entropy.chunks import extent
+from ..linear_cross_entropy.eager import kept_dtype, scaled
+from ..linear_cross_entropy.products import operand_dtype, result_dtype
+from . import eager
+from .reference import linear_log_probs_reference
+from .rows import Wanted
+
+OUTPUTS = ("log_probs", "entropy", "logsumexp", "log_sum_sq_probs", "mean_logits", "top1")
+_RULE = "int ignore_index, float scale, float softcap"
+
+
+class TokenLogProbs(NamedTuple):
+    """One value a token, 0 where ignored (top1: -1); None for what was not asked for.
+
+    log_probs         fp32[*n]   of the target; has a gradient
+    entropy           fp32[*n]   nats; has a gradient
+    logsumexp         fp32[*n]   has a gradient: z-loss is its square
+    log_sum_sq_probs  fp32[*n]   log of the sum of p^2
+    mean_logits       fp32[*n]   over the vocabulary, after scale, softcap and temperature
+    top1              int64[*n]  the most likely class, the first of equals
+    """
+
+    log_probs: Tensor | None
+    entropy: Tensor | None
+    logsumexp: Tensor | None
+    log_sum_sq_probs: Tensor | None
+    mean_logits: Tensor | None
+    top1: Tensor | None
+
+
+def _fake_forward(hidden_TH, weight_VH, bias_V, targets_T, ignore_index, scale, softcap, chunk, *want):  # type: ignore[no-untyped-def]
+    made = eager.like(hidden_TH, Wanted(*want[:4]), want[4])
+    return (*made.values, made.dlog_probs_TH)
+
+
+@library_op(
+    f"linear_log_probs_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, {_RULE}, int chunk, bool want_entropy, "
+    "bool want_log_sum_sq_probs, bool want_mean_logits, bool want_top1, bool want_dhidden) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_forward,
+)
+def _forward(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    chunk: int,
+    *want: bool,
+) -> tuple[Tensor, ...]:
+    rule = LossRule(ignore_index=ignore_index, logit_scale=scale, softcap=softcap)
+    made = eager.forward(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, Wanted(*want[:4]), want[4])
+    return (*made.values, made.dlog_probs_TH)
+
+
+def _fake_backward(hidden_TH, weight_VH, bias_V, targets_T, *rest):  # type: ignore[no-untyped-def]
+    fp32 = wide(hidden_TH.dtype)
+    return (
+        hidden_TH.new_empty(hidden_TH.shape if rest[-2] else (0,), dtype=fp32),
+        weight_VH.new_empty(weight_VH.shape if rest[-1] else (0,), dtype=kept_dtype(hidden_TH.dtype, hidden_TH.device)),
+        weight_VH.new_empty(weight_VH.shape[0] if bias_V is not None else 0, dtype=fp32),
+    )
+
+
+@library_op(
+    "linear_log_probs_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor lse, Tensor? entropy, "
+    f"Tensor? dlog_probs, Tensor? dlse, Tensor? dentropy, {_RULE}, bool want_dhidden, bool want_dweight) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_backward,
+)
+def _backward(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    lse_T: Tensor,
+    entropy_T: Tensor | None,
+    dlog_probs_T: Tensor | None,
+    dlse_T: Tensor | None,
+    dentropy_T: Tensor | None,
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    want_dhidden: bool,
+    want_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rule = LossRule(ignore_index=ignore_index, logit_scale=scale, softcap=softcap)
+    return eager.backward(
+        hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T, (dlog_probs_T, dlse_T, dentropy_T), rule, want_dhidden, want_dweight
+    )
+
+
+class LinearLogProbs(torch.autograd.Function):
+    """Decides the product's dtype once and switches autocast off; a gradient that never arrives is not computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        rule: tuple[int, float, float],
+        dtype: torch.dtype,
+        chunk: int,
+        wanted: Wanted,
+        want: tuple[bool, bool, bool],
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        now = want[0] and not (want[1] or want[2])
+        with autocast_off(hidden_TH):
+            *values, dlog_probs_TH = _forward(
+                hidden_TH.to(dtype),
+                weight_VH.to(dtype),
+                None if bias_V is None else bias_V.to(dtype),
+                targets_T,
+                *rule,
+                chunk,
+                *wanted,
+                now,
+            )
+        ctx.rule, ctx.dtype, ctx.want = rule, dtype, want
+        ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
+        _, lse_T, entropy_T, *without_gradient = values
+        ctx.save_for_backward(
+            hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T if wanted.entropy else None, dlog_probs_TH if now else None
+        )
+        ctx.mark_non_differentiable(*without_gradient)
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, dlog_probs_T: Tensor | None, dlse_T: Tensor | None, dentropy_T: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if differentiated_again():
+            raise UsageError(
+                "linear_log_probs has no second derivative (create_graph=True): what it keeps are gradients, not logits",
+                fix="the log-probabilities of F.linear(hidden, weight), or torch.func.hessian of this op, which use all logits at once",
+            )
+        hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T, made_TH = ctx.saved_tensors
+        grads: list[Tensor | None] = [None, None, None]
+        if dlog_probs_T is None and dlse_T is None and dentropy_T is None:
+            return (*grads, None, None, None, None, None, None)
+        with autocast_off(hidden_TH):
+            if made_TH is not None and dlse_T is None and dentropy_T is None:
+                assert dlog_probs_T is not None
+                grads[0] = scaled(made_TH, dlog_probs_T.unsqueeze(-1), ctx.dtypes[0])
+            else:
+                bias = None if bias_V is None else bias_V.to(ctx.dtype)
+                upstream = [None if u is None else u.contiguous() for u in (dlog_probs_T, dlse_T, dentropy_T)]
+                made = _backward(
+                    hidden_TH.to(ctx.dtype), weight_VH.to(ctx.dtype), bias, targets_T, lse_T, entropy_T, *upstream, *ctx.rule, *ctx.want[:2]
+                )
+                grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
+        return (*grads, None, None, None, None, None, None)
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    outputs: tuple[str, ...] = ("log_probs",),
+    ignore_index: int = -100,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> TokenLogProbs:
+    """Per-token log-probabilities of `F.linear(hidden, weight, bias)`, and what else `outputs` names, without tokens x vocabulary logits.
+
+    hidden   X[*n H]   any float dtype
+    weight   W[V H]    any float dtype, frozen or trainable
+    targets  int[*n]   classes 0..V-1, or ignore_index: those rows are not computed
+    bias     B[V]
+    ->       TokenLogProbs of fp32[*n]; fp64 for fp64 inputs
+    inside   the product in autocast's dtype, or the promoted one of hidden and weight; the rest in fp32, on
+             softcap * tanh(logit_scale * logits / softcap) / temperature
+    grads    hidden: X   weight: W   bias: B   through log_probs, entropy and logsumexp, for any upstream gradient a token
+    chunk is the number of rows whose logits exist at once; by default it follows from V and a budget of bytes, never from free memory.
+    Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
+    """
+    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[-1]:
+        raise ShapeError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)}: expected [*n H] and [V H]", code="SH001")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ShapeError(f"bias {list(bias.shape)}: expected [{weight.shape[0]}]", code="SH001")
+    unknown = set(outputs) - set(OUTPUTS)
+    if unknown or not outputs:
+        raise UsageError(f"outputs names {', '.join(sorted(unknown)) or 'nothing'}: expected some of {', '.join(OUTPUTS)}")
+    if not temperature > 0.0:
+        raise UsageError(f"temperature is {temperature}: expected a positive number")
+    if chunk is not None and chunk < 1:
+        raise UsageError(f"chunk is {chunk}: expected 1 row or more")
+    rule = checked_rule(
+        tuple(hidden.shape[:-1]), targets, weight.shape[0], "none", None, ignore_index=ignore_index, label_smoothing=0.0,
+        logit_scale=logit_scale, softcap=softcap, z_loss=0.0,
+    )  # fmt: skip
+    if reference_runs():
+        every = linear_log_probs_reference(
+            hidden, weight, targets, bias=bias, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, temperature=temperature
+        )
+        return TokenLogProbs(*(x if name in outputs else None for name, x in zip(OUTPUTS, every)))
+    dtype = product_dtype(hidden, weight)
+    on = torch.is_grad_enabled()
+    want = (on and hidden.requires_grad, on and weight.requires_grad, on and bias is not None and bias.requires_grad)
+    if chunk is None:
+        held = result_dtype(operand_dtype(dtype, hidden.device), hidden.device)
+        chunk = extent(targets.numel(), weight.shape[0], held.itemsize, hidden.device, head=False)
+    # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
+    values = rule.ignore_index, rule.logit_scale / temperature, rule.softcap / temperature
+    wanted = Wanted(*(name in outputs for name in ("entropy", "log_sum_sq_probs", "mean_logits", "top1")))
+    log_probs, lse, entropy, squares, mean, top1 = LinearLogProbs.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), values, dtype, chunk, wanted, want
+    )
+    every = (log_probs, entropy, lse, squares, mean, top1)
+    return TokenLogProbs(*(x.reshape(targets.shape) if name in outputs else None for name, x in zip(OUTPUTS, every)))

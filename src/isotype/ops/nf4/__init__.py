@@ -1,0 +1,3 @@
+from .function import widen_4bit
+
+__all__ = ["widen_4bit"]

@@ -1,0 +1,108 @@
+"""Every launch of a step that runs on meta tensors: what each operator reads, writes and multiplies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ...ops.cross_entropy.rule import LossRule
+from ...ops.linear_cross_entropy import eager as head
+from ...ops.recompute import is_recomputing
+from .rows import Kind, Row
+
+aten = torch.ops.aten
+# no launch: memory is handed out, or a tensor's description is asked for
+_FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift_fresh", "resize_"}
+# the first argument is written without being read
+_WRITES = {"copy_", "zero_", "fill_"}
+_GATHERS = {"embedding", "index_select", "gather", "index"}
+
+
+class Launches(TorchDispatchMode):
+    """While active, `rows` gets a Row for each operator that a device would launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Row] = []
+        self.updating = False
+
+    @property
+    def phase(self) -> str:
+        if self.updating:
+            return "update"
+        if is_recomputing():
+            return "recompute"
+        return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.ops.isotype.linear_cross_entropy_forward.default:
+            return self._head(*args)
+        result = function(*args, **kwargs)
+        name = function._schema.name.split("::")[1]
+        if name not in _FREE and not _is_view(function):
+            self._note(function, name, args, kwargs, result)
+        return result
+
+    def _head(self, hidden: Any, weight: Any, bias: Any, targets: Any, upstream: Any, *rest: Any) -> Any:
+        """One operator to PyTorch, and many launches: a product or two a chunk, with the loss between."""
+        rule, (chunk, *want) = LossRule.from_values(*rest[:5]), rest[5:]
+        with self:
+            return tuple(head.forward_with_gradients(hidden, weight, bias, targets, upstream, rule, chunk, *want))
+
+    def _note(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_meta]
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.is_meta]
+        if not inputs and not outputs:
+            return
+        read = inputs[1:] if name in _WRITES else inputs[:-1] if name == "cross_entropy_kernel_backward" else inputs
+        # what an operator changes in place and does not return
+        if not outputs:
+            outputs = [t for t, a in zip(args, function._schema.arguments) if isinstance(t, Tensor) and a.alias_info is not None]
+        if kwargs.get("out") is not None and not _accumulates(name, args, kwargs):
+            read = [t for t in read if t is not kwargs["out"]]
+        if name in _GATHERS:
+            # the rows that it gives, of however many
+            read = [*outputs, *(t for t in read if not t.is_floating_point())]
+        kind, flops, sizes = _work(name, args, result)
+        moved = sum(map(_bytes, read)) + sum(map(_bytes, outputs))
+        if moved or flops:
+            self.rows.append(Row(phase=self.phase, name=f"{name} {sizes}", kind=kind, bytes=moved, flops=flops))
+
+
+def _is_view(function: Any) -> bool:
+    returns = function._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _accumulates(name: str, args: Any, kwargs: Any) -> bool:
+    return name == "addmm" and args[0] is kwargs["out"]
+
+
+def _bytes(t: Tensor) -> int:
+    """Of the elements that lie in memory: an expanded one is read once."""
+    return min(t.numel() * t.element_size(), t.untyped_storage().nbytes())
+
+
+def _work(name: str, args: Any, result: Any) -> tuple[Kind, float, str]:
+    """(kind, FLOPs, sizes) of one launch."""
+    if name in ("mm", "bmm", "addmm", "addmm_", "baddbmm"):
+        left, right = (args[1], args[2]) if name in ("addmm", "addmm_", "baddbmm") else (args[0], args[1])
+        batch = left.shape[0] if left.dim() == 3 else 1
+        m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+        return "product", 2.0 * batch * m * k * n, f"{m} x {k} x {n}"
+    if "attention" in name:
+        backward = "backward" in name
+        q = args[1] if backward else args[0]
+        # rows of documents, [T N D], are counted as one: an upper bound
+        positions_first = name.startswith("_flash")
+        shape = tuple(q.shape) if q.dim() == 4 else (1, *q.shape)
+        batch, heads, length, depth = (shape[0], shape[2], shape[1], shape[3]) if positions_first else shape
+        half = float(batch * heads * length * length * depth)
+        return ("attention backward", 5 * half, f"{length} x {depth}") if backward else ("attention", 2 * half, f"{length} x {depth}")
+    shapes = [t for t in tree_leaves(result) if isinstance(t, Tensor)] or [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+    return "memory", 0.0, " x ".join(map(str, shapes[0].shape)) if shapes else ""

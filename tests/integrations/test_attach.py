@@ -1,0 +1,284 @@
+"""attach and detach: the same curves, an exact way back, one owner of precision, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from isotype.errors import UsageError
+from isotype.integrations import attach, detach
+from isotype.integrations.evaluation import Evaluation
+from isotype.integrations.refusals import TESTED
+from isotype.optimize import fused_head
+from isotype.precision import Precision
+from tests.integrations.trainers import TRAINERS, Encoded, Setting, curve, plain
+
+pytest.importorskip("trl")
+
+
+def trainer_of(name, models, form="lora", **more):
+    return TRAINERS[name](Setting(models, form, **more))
+
+
+# --- the same training
+
+
+@pytest.mark.parametrize(("name", "form"), [("Trainer", "full"), ("SFT", "lora"), ("DPO", "lora"), ("GRPO", "lora")])
+def test_curves_in_fp32_are_the_unmodified_trainers(name, form, models):
+    want = curve(trainer_of(name, models, form))
+    trainer = trainer_of(name, models, form)
+    attached = attach(trainer, "fp32", quiet=True)
+    assert {"head", "norm"} <= {e.part for e in attached.manifest.replaced}
+    assert curve(trainer) == pytest.approx(want, rel=1e-5, abs=1e-5)
+    answered = [head.calls for m in trainer.model.modules() if (head := fused_head.placed(m))]
+    if name != "Trainer":
+        assert [set(calls) for calls in answered] == [{"linear_log_probs"}]
+
+
+def gradients(trainer, *, exact=False):
+    """Those of one batch in one vector; `exact`: of the same weights, computed in fp64."""
+    trainer.model.train()
+    inputs = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    model = trainer.model.double() if exact else trainer.model
+    trainer.compute_loss(model, dict(inputs)).backward()
+    return torch.cat([p.grad.double().flatten() for _, p in sorted(model.named_parameters()) if p.grad is not None])
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO"])
+def test_bf16_gradients_are_no_farther_from_fp64_than_the_unmodified_trainers(name, models):
+    """Of a checkpoint in bf16: of one in fp32 the unmodified trainer keeps an fp32 residual stream, and Isotype's is in compute."""
+    exact, theirs, ours = (trainer_of(name, models, bf16=True, stored=torch.bfloat16) for _ in range(3))
+    for trainer in (exact, theirs, ours):
+        for n, p in trainer.model.named_parameters():
+            if ".lora_B." in n:
+                torch.nn.init.normal_(p, std=0.05, generator=torch.Generator().manual_seed(len(n)))
+    attach(ours, "bf16-lora", quiet=True)
+    truth = gradients(exact, exact=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        far = (gradients(theirs) - truth).norm()
+    assert (gradients(ours) - truth).norm() <= 1.1 * far
+
+
+# --- the way back
+
+
+def untouched_state(trainer):
+    return {
+        "parameters": {n: p.detach().clone() for n, p in trainer.model.named_parameters()},
+        "instances": {n: set(m.__dict__) for n, m in trainer.model.named_modules()},
+        "hooks": {n: (len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in trainer.model.named_modules()},
+        "trainer": set(trainer.__dict__),
+        "callbacks": [type(c).__name__ for c in trainer.callback_handler.callbacks],
+        "arguments": {k: v for k, v in vars(trainer.args).items() if isinstance(v, bool | int | float | str | None)},
+        "amp": trainer.accelerator.native_amp,
+    }
+
+
+def same_state(before, after):
+    for name, value in before["parameters"].items():
+        assert after["parameters"][name].dtype == value.dtype
+        assert torch.equal(after["parameters"][name], value), name
+    assert {k: v for k, v in after.items() if k != "parameters"} == {k: v for k, v in before.items() if k != "parameters"}
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "precision"),
+    [("Trainer", "full", "bf16-mixed"), ("SFT", "lora", "bf16-lora"), ("SFT", "qlora", "nf4-lora"), ("DPO", "full", "bf16-mixed")],
+)
+def test_detach_leaves_the_next_step_bit_equal_to_an_untouched_trainers(name, form, precision, models):
+    want = curve(trainer_of(name, models, form, bf16=True))
+    trainer = trainer_of(name, models, form, bf16=True)
+    before = untouched_state(trainer)
+    attach(trainer, precision, quiet=True)
+    assert untouched_state(trainer)["trainer"] != before["trainer"]
+    assert detach(trainer) == []
+    same_state(before, untouched_state(trainer))
+    assert curve(trainer) == want
+
+
+def test_an_irreversible_attachment_keeps_nothing_and_says_so(models):
+    trainer = trainer_of("SFT", models, bf16=True)
+    attached = attach(trainer, "bf16-lora", quiet=True, reversible=False)
+    assert not any("kept" in note for note in attached.notes)
+    assert "keep the rounding" in detach(trainer)[0]
+
+
+def test_a_failure_while_attaching_leaves_nothing_half_attached(models, monkeypatch):
+    trainer = trainer_of("SFT", models, bf16=True)
+    before = untouched_state(trainer)
+    monkeypatch.setattr(Evaluation, "install", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        attach(trainer, "bf16-lora", quiet=True)
+    same_state(before, untouched_state(trainer))
+
+
+# --- one owner
+
+
+def test_every_owner_is_listed_with_its_value(models, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    trainer = trainer_of("SFT", models, bf16=True)
+    trainer.model.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"].weight.data = (
+        trainer.model.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"].weight.data.bfloat16()
+    )
+    trainer.args.learning_rate = 1e-5
+    attach(trainer)
+    said = capsys.readouterr().out
+    for words in (
+        "bf16=True",
+        "ACCELERATE_MIXED_PRECISION=bf16",
+        "mixed_precision bf16",
+        "base bf16",
+        "fp32 masters",
+        "A and B are cast down",
+    ):
+        assert words in said
+    share = re.search(r"(\d+)% of bf16 updates at 1e-05 would vanish", said)
+    assert share
+    assert int(share.group(1)) > 50
+    assert all(p.dtype == torch.float32 for p in trainer.model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("form", "bf16", "becomes"), [("lora", True, "bf16-lora"), ("full", True, "bf16-mixed"), ("qlora", True, "nf4-lora")]
+)
+def test_auto_follows_the_arguments_and_the_model(form, bf16, becomes, models):
+    assert attach(trainer_of("Trainer", models, form, bf16=bf16), quiet=True).resolved.preset == becomes
+
+
+def test_custom_logits_are_fp32_as_under_accelerates_wrapper(models):
+    from transformers import Trainer
+
+    seen = []
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs.pop("labels")
+            logits = model(**inputs).logits
+            seen.append(logits.dtype)
+            return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    trainer = plain(Setting(models, bf16=True), Own)
+    attached = attach(trainer, "bf16-lora", quiet=True)
+    assert any(re.search(r"Own.compute_loss at test_attach.py:\d+ runs as it is", note) for note in attached.notes)
+    trainer.train()
+    assert set(seen) == {torch.float32}
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("form", "bf16", "precision", "words"),
+    [
+        ("lora", True, "fp32", "bf16=True in the trainer's arguments .* computes in fp32"),
+        ("lora", False, "fp16-mixed", "scales the loss"),
+        ("lora", True, "nf4-lora", "base nf4, but the trainer's model is not quantised"),
+        ("qlora", True, "bf16-lora", "weights are nf4 already"),
+        ("full", True, "bf16-lora", "adapter"),
+        ("full", True, "bf16-pure", "gradients in the weights' own dtype"),
+        ("lora", True, "bf16-lorra", "unknown preset"),
+        ("lora", True, 16, "expected a preset's name"),
+    ],
+)
+def test_a_contradiction_is_refused_with_both_values_and_a_fix(form, bf16, precision, words, models):
+    trainer = trainer_of("SFT" if form != "full" else "Trainer", models, form, bf16=bf16)
+    before = untouched_state(trainer)
+    with pytest.raises(UsageError, match=words):
+        attach(trainer, precision)
+    same_state(before, untouched_state(trainer))
+
+
+def test_the_environment_may_not_contradict_either(models, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    trainer = trainer_of("Trainer", models)
+    if trainer.accelerator.mixed_precision != "bf16":
+        pytest.skip("accelerate's state was made before the variable was set")
+    with pytest.raises(UsageError, match=r"ACCELERATE_MIXED_PRECISION=bf16 asks for bf16.*computes in fp32"):
+        attach(trainer, "fp32")
+
+
+def test_what_is_no_trainer_is_refused(models):
+    from transformers import Trainer
+
+    for given, words in ((nn.Linear(2, 2), "Linear is no transformers.Trainer"), (Trainer, "is a class"), (None, "NoneType is no")):
+        with pytest.raises(UsageError, match=words):
+            attach(given)
+
+
+def test_twice_training_and_a_prepared_model_are_refused(models):
+    trainer = trainer_of("Trainer", models)
+    attach(trainer, "fp32", quiet=True)
+    with pytest.raises(UsageError, match="attached already"):
+        attach(trainer, "fp32")
+    detach(trainer)
+    with pytest.raises(UsageError, match="not attached"):
+        detach(trainer)
+    trainer.is_in_train = True
+    with pytest.raises(UsageError, match="is training"):
+        attach(trainer, "fp32")
+    trainer.is_in_train = False
+    trainer.evaluate()
+    with pytest.raises(UsageError, match="accelerate has prepared"):
+        attach(trainer, "fp32")
+
+
+def test_a_wrapped_model_and_a_frozen_one_are_refused(models):
+    trainer = trainer_of("Trainer", models)
+    trainer.model = nn.DataParallel(trainer.model)
+    with pytest.raises(UsageError, match="wrapped in DataParallel"):
+        attach(trainer, "fp32")
+    trainer = trainer_of("Trainer", models)
+    trainer.model.requires_grad_(False)
+    with pytest.raises(UsageError, match="no parameter of this model is trained"):
+        attach(trainer, "fp32")
+
+
+@pytest.mark.parametrize("package", TESTED)
+def test_versions_outside_the_tested_range_are_refused(package, models, monkeypatch):
+    trainer = trainer_of("SFT", models)
+    monkeypatch.setitem(TESTED, package, ("0.0.1", "0.0.2"))
+    with pytest.raises(UsageError, match=rf"{package} .*tested with 0.0.1 to below 0.0.2"):
+        attach(trainer, "fp32")
+
+
+# --- after it
+
+
+def test_the_checkpoint_is_an_ordinary_one_and_resumes_both_ways(models, tmp_path):
+    whole = curve(trainer_of("Trainer", models, more={"max_steps": 4}))
+    for first, second in ((True, False), (False, True)):
+        more = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path / f"{first}")}
+        begun = trainer_of("Trainer", models, more=more)
+        if first:
+            attach(begun, "fp32", quiet=True)
+        torch.manual_seed(0)
+        begun.train()
+        resumed = trainer_of("Trainer", models, more=more)
+        if second:
+            attach(resumed, "fp32", quiet=True)
+        torch.manual_seed(0)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"{first}" / "checkpoint-2"))
+        got = [row[key] for row in resumed.state.log_history if "loss" in row for key in ("loss", "grad_norm")]
+        assert got == pytest.approx(whole, rel=1e-5)
+
+
+def test_a_deep_copy_of_an_attached_model_runs(models):
+    trainer = trainer_of("SFT", models, bf16=True)
+    attach(trainer, "bf16-lora", quiet=True)
+    twin = copy.deepcopy(trainer.model)
+    ids = Encoded(1)[0]["input_ids"][None]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        theirs, ours = (model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs for model in (twin, trainer.model))
+    torch.testing.assert_close(theirs, ours)
+
+
+def test_a_precision_may_be_given_as_an_object(models):
+    attached = attach(trainer_of("SFT", models, bf16=True), Precision.preset("bf16-lora", generate="bf16"), quiet=True)
+    assert attached.precision == Precision.preset("bf16-lora")

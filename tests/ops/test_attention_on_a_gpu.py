@@ -1,0 +1,173 @@
+"""attention on CUDA: which back end, what each of PyTorch's operators is called with, and the results of what a CPU can run of it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from isotype.environment.planned import planned_for
+from isotype.errors import UsageError
+from isotype.ops.attention import Documents, attention, attention_reference, backend_of, choice, flex, function
+from tests.gpu import DEVICE, on_a_gpu
+from tests.host_reads import NoHostReads
+from tests.ops.trials import FACTOR, error
+
+HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
+CHOICES = [
+    # what is asked for, and the back end on Hopper, Ampere and Turing
+    ({}, "cudnn", "flash", "sdpa"),
+    ({"depth": 256}, "flash", "flash", "sdpa"),
+    ({"depth": 512}, "sdpa", "sdpa", "sdpa"),
+    ({"depth": 60}, "sdpa", "sdpa", "sdpa"),
+    ({"packed": True}, "flash", "flash", "sdpa"),
+    ({"window": 100}, "flash", "flash", "sdpa"),
+    ({"causal": False}, "flash", "flash", "sdpa"),
+    ({"softcap": 50.0}, "flex", "flex", "plain"),
+    ({"softcap": 50.0, "packed": True}, "flex", "flex", "plain"),
+    ({"masked": True}, "sdpa", "sdpa", "sdpa"),
+    ({"dtype": torch.float32}, "sdpa", "sdpa", "sdpa"),
+    ({"keys": 200}, "sdpa", "sdpa", "sdpa"),
+]
+
+
+def of(shape, dtype=torch.bfloat16, grad=True):
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+
+
+@pytest.mark.parametrize(("asked", "hopper", "ampere", "turing"), CHOICES, ids=lambda a: str(a))
+def test_the_back_end_follows_from_shapes_and_device(monkeypatch, asked, hopper, ampere, turing):
+    asked = {"causal": True, "masked": False, "window": None, "softcap": None, "packed": False, "dtype": torch.bfloat16, **asked}
+    depth, keys, dtype = asked.pop("depth", 128), asked.pop("keys", 256), asked.pop("dtype")
+    q, k = of((1, 8, 256, depth), dtype), of((1, 2, keys, depth), dtype)
+    for capability, wanted in ((HOPPER, hopper), (AMPERE, ampere), (TURING, turing)):
+        monkeypatch.setattr(choice, "capability", lambda device, c=capability: c)
+        assert choice.on_a_gpu(dtype, q, k, **asked) == wanted
+
+
+def test_a_plan_assumes_hopper_and_a_cpu_is_no_gpu():
+    q = of((1, 8, 256, 128))
+    with planned_for("cuda"):
+        assert backend_of(torch.bfloat16, q, q, q, None, causal=True) == "cudnn"
+    real = torch.zeros(1, 8, 256, 128)
+    assert backend_of(torch.float32, real, real, real, None, causal=True) == "sdpa"
+
+
+DOCUMENTS = Documents.of([100, 0, 156, 200, 56])
+
+
+@pytest.mark.parametrize(
+    ("options", "forward", "backward"),
+    [
+        ({}, "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"),
+        ({"documents": True}, "_flash_attention_forward", "_flash_attention_backward"),
+        ({"window": 100}, "_flash_attention_forward", "_flash_attention_backward"),
+        ({"window": 100, "documents": True}, "_flash_attention_forward", "_flash_attention_backward"),
+    ],
+    ids=str,
+)
+def test_one_operator_a_pass_no_mask_no_repeated_heads_and_nothing_read_on_the_host(options, forward, backward):
+    q, k, v = of((2, 8, 256, 64)), of((2, 2, 256, 64)), of((2, 2, 256, 64))
+    options = {**options, **({"documents": DOCUMENTS.to(torch.device("meta"))} if options.get("documents") else {})}
+    with planned_for("cuda"), NoHostReads() as mode:
+        out = attention(q, k, v, causal=True, **options)
+        out.backward(torch.empty_like(out))
+    assert out.shape == q.shape
+    assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]
+    heavy = [name.split(".")[1] for name in mode.seen if "attention" in name]
+    assert heavy == [forward, backward]
+    assert not [name for name in mode.seen if any(word in name for word in ("mm", "where", "softmax", "expand", "repeat"))]
+
+
+def test_bounds_are_those_of_the_documents_and_their_mask_is_theirs():
+    assert DOCUMENTS.bounds.tolist() == [0, 100, 256, 456, 512]
+    assert DOCUMENTS.bounds.dtype == torch.int32
+    assert DOCUMENTS.longest == 200
+    mask = DOCUMENTS.mask(2, 256)
+    lengths = [100, 156, 200, 56]
+    number = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).view(2, 256)
+    assert torch.equal(mask[:, 0], number[:, :, None] == number[:, None, :])
+    rows = Documents.rows(3, 7, torch.device("cpu"))
+    assert rows.bounds.tolist() == [0, 7, 14, 21]
+    assert rows.whole_rows
+
+
+def drawn(dtype, batch=2, heads=4, keys=2, positions=24, depth=16):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(batch, n, positions, depth, generator=g).to(dtype).requires_grad_() for n in (heads, keys, keys)]
+
+
+def written_out(q, k, v, *, causal, window=None, softcap=None, documents=None, mask=None):
+    """Every score by itself."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    i, j = torch.arange(q.shape[2])[:, None], torch.arange(q.shape[2])[None]
+    allowed = (i >= j if causal else torch.ones_like(i >= j)) & ((i - j < window) if window else True)
+    allowed = allowed if mask is None else allowed & mask
+    allowed = allowed if documents is None else allowed & documents.mask(q.shape[0], q.shape[2])
+    return scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("documents", [None, Documents.of([10, 14, 5, 19])], ids=["whole", "packed"])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (None, 3.0), (5, 3.0)])
+def test_windows_softcaps_and_documents_are_what_they_say(causal, documents, window, softcap):
+    options = {"causal": causal, "window": window, "softcap": softcap, "documents": documents}
+    results = []
+    for op in (attention, written_out):
+        leaves = drawn(torch.float64)
+        out = op(*leaves, **options)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("documents", [None, Documents.of([10, 14, 5, 19])], ids=["whole", "packed"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_flex_attention_computes_the_softcap(documents, window):
+    q, k, v = (x.detach() for x in drawn(torch.float32))
+    mask = torch.rand(2, 1, 24, 24) < 0.7
+    mask |= torch.eye(24, dtype=torch.bool)
+    got = flex.attention(q, k, v, mask, True, 0.25, window, 3.0, documents)
+    want = written_out(q, k, v, causal=True, window=window, softcap=3.0, documents=documents, mask=mask)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_or_softcap_without_a_meaning_is_refused():
+    q, k, v = drawn(torch.float32)
+    with pytest.raises(UsageError, match="window is 0"):
+        attention(q, k, v, window=0)
+    with pytest.raises(UsageError, match="softcap is -1"):
+        attention(q, k, v, softcap=-1.0)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("depth", [64, 128, 256])
+@pytest.mark.parametrize(("window", "packed"), list(itertools.product([None, 100], [False, True])))
+def test_on_a_gpu_every_back_end_is_as_near_to_fp64_as_pytorchs(dtype, depth, window, packed):
+    documents = DOCUMENTS.to(torch.device(DEVICE)) if packed else None
+    inputs = [x.detach().to(DEVICE) for x in drawn(dtype, positions=256, depth=depth)]
+
+    def run(op, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out = op(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape).to(out))]
+
+    allowed = torch.ones(256, 256, dtype=torch.bool, device=DEVICE).tril()
+    allowed = allowed if window is None else function.in_window(allowed, window)
+    mask = allowed if documents is None else allowed & documents.mask(2, 256)
+    truth = run(lambda *x: attention_reference(*x, mask=mask), torch.float64)
+    theirs = run(lambda *x: attention_reference(*x, mask=mask), dtype)
+    ours = run(lambda *x: attention(*x, causal=True, window=window, documents=documents), dtype)
+    for mine, plain, exact in zip(ours, theirs, truth, strict=True):
+        assert error(mine, exact) <= 2 * FACTOR * error(plain, exact)
+
+
+@on_a_gpu
+def test_on_a_gpu_a_softcap_is_computed():
+    q, k, v = (x.detach().to(DEVICE, torch.bfloat16) for x in drawn(torch.float32, positions=256, depth=64))
+    got = attention(q, k, v, causal=True, softcap=20.0)
+    want = attention_reference(q.double(), k.double(), v.double(), causal=True, softcap=20.0)
+    assert error(got, want) < 1e-2

@@ -1,0 +1,164 @@
+"""Right padding without a mask, and packed documents by their bounds alone: the loss and gradients of masks."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from isotype.data.rows import Row
+from isotype.environment.planned import planned_for
+from isotype.ops.attention import Documents
+from isotype.optimize import optimize
+from isotype.optimize.attention import why_no_document_mask
+from isotype.optimize.document_mask import DocumentMask, why_mask_is_read
+from isotype.tasks.language import loss
+from isotype.tasks.language.batches import MULTIPLE_ON_A_GPU, collate, padded_length
+from isotype.tasks.language.loss import batch_loss_sum, model_inputs
+from tests.host_reads import NoHostReads
+from tests.models import rows, tiny
+
+SDPA = {"attn_implementation": "sdpa"}
+OPTIONS = {
+    "llama": SDPA,
+    "phi3": SDPA,
+    "gemma3_text": {**SDPA, "sliding_window": 16},
+    "gemma2": {"attn_implementation": "eager", "sliding_window": 16},
+}
+
+
+def joined(documents, seed=0):
+    ids = [tuple(range(3 + (seed + i) % 7, 3 + (seed + i) % 7 + n)) for i, n in enumerate(documents)]
+    flat = tuple(x for part in ids for x in part)
+    return Row(flat, flat, seed, documents=tuple(documents))
+
+
+def packed():
+    return collate([joined([40, 21, 3]), joined([9, 30], seed=1)], pad_id=0)
+
+
+def unpacked():
+    made = rows(3)
+    return collate([Row(tuple(range(5, 75)), tuple(range(5, 75)), 9), *made], pad_id=0)
+
+
+def result(model, batch, **inputs):
+    model.zero_grad()
+    if inputs:
+        found = loss.token_loss_sum(model(**inputs).logits, batch.labels)
+    else:
+        found = batch_loss_sum(model, batch)
+    found.backward()
+    return float(found), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def same(one, other):
+    assert one[0] == pytest.approx(other[0], rel=1e-5)
+    for name, g in one[1].items():
+        torch.testing.assert_close(g, other[1][name], rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "mixtral"])
+def test_right_padding_needs_no_mask_under_causal_attention(family, attention):
+    window = {"sliding_window": 16} if family == "gemma3_text" else {}
+    model, batch = tiny(family, attn_implementation=attention, **window), unpacked()
+    assert int(batch.attention_mask.sum()) < batch.attention_mask.numel()
+    assert why_mask_is_read(model) == ""
+    assert model_inputs(model, batch)["attention_mask"] is None
+    same(result(model, batch), result(model, batch, **batch.inputs))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"output_router_logits": True}, "its routers' balancing loss leaves padding out"),
+        ({"use_bidirectional_attention": True}, "its attention is bidirectional"),
+        ({"is_encoder_decoder": True}, "its encoder attends to both sides"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "it has layers of linear_attention"),
+    ],
+    ids=str,
+)
+def test_a_model_that_reads_its_mask_otherwise_keeps_it(change, reason):
+    model, batch = tiny("mixtral"), unpacked()
+    for name, value in change.items():
+        setattr(model.config, name, value)
+    assert why_mask_is_read(model) == reason
+    assert model_inputs(model, batch)["attention_mask"] is batch.attention_mask
+
+
+def test_modules_that_look_to_both_sides_or_mix_positions_keep_the_mask():
+    model = tiny("llama")
+    model.model.layers[1].self_attn.is_causal = False
+    assert why_mask_is_read(model) == "model.layers.1.self_attn is not causal"
+    model = tiny("llama")
+    model.model.layers[0].conv = torch.nn.Conv1d(4, 4, 3)
+    assert why_mask_is_read(model) == "model.layers.0.conv is a Conv1d, which mixes neighbouring positions"
+    assert why_mask_is_read(SimpleNamespace(named_modules=list)) == "its configuration is unknown"
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2", "phi3"])
+def test_bounds_alone_keep_documents_apart_with_windows_and_softcaps(family, kind, monkeypatch):
+
+    model, batch = tiny(family, **OPTIONS[family]), packed() if kind == "packed" else unpacked()
+    wanted = result(model, batch, **batch.inputs)
+    mine = copy.deepcopy(model)
+    optimize(mine, device_type="cuda")
+    assert why_no_document_mask(mine) == ""
+    monkeypatch.setattr(loss, "stands_for", lambda device: "cuda")
+    given = model_inputs(mine, batch)["attention_mask"]
+    assert isinstance(given, DocumentMask)
+    assert given.documents.whole_rows == (kind == "padded")
+    same(result(mine, batch), wanted)
+
+
+def test_documents_are_those_of_the_rows_with_padding_as_one():
+    assert packed().documents.bounds.tolist() == [0, 40, 61, 64, 73, 103, 128]
+    assert packed().documents.longest == 40
+    assert unpacked().documents is None
+
+
+def test_a_model_with_an_attention_of_its_own_gets_masks():
+    assert why_no_document_mask(tiny("llama", **SDPA)) == "model.layers.0.self_attn runs its own attention"
+    model = tiny("llama", **SDPA)
+    optimize(model, device_type="cuda")
+    assert why_no_document_mask(model) == ""
+    model.set_attn_implementation("eager")
+    assert why_no_document_mask(model) == "model.layers.0.self_attn runs eager"
+    dropping = tiny("llama", **SDPA, attention_dropout=0.1).train()
+    optimize(dropping, device_type="cuda")
+    assert why_no_document_mask(dropping) == "model.layers.0.self_attn has dropout"
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2"])
+def test_a_models_step_reads_nothing_on_the_host_and_makes_no_mask(family, kind):
+
+    model = tiny(family, dtype=torch.bfloat16, **OPTIONS[family])
+    optimize(model, "bf16", device_type="cuda")
+    model.to("meta")
+    batch = (packed() if kind == "packed" else unpacked()).to(torch.device("meta"))
+    with planned_for("cuda"), NoHostReads() as mode:
+        batch_loss_sum(model, batch).backward()
+    assert [name for name in mode.seen if "attention" in name]
+    positions = batch.input_ids.shape[1]
+    assert not mode.largest_bool >= positions * positions, f"a mask of {mode.largest_bool} elements"
+
+
+@pytest.mark.parametrize(
+    ("longest", "cpu", "cuda"), [(1, 8, 32), (33, 40, 64), (128, 128, 128), (129, 136, 256), (4000, 4000, 4096), (4096, 4096, 4096)]
+)
+def test_lengths_are_rounded_for_the_device(longest, cpu, cuda):
+    assert (padded_length(longest, "cpu"), padded_length(longest, "cuda")) == (cpu, cuda)
+    batch = collate([Row((5,) * longest, (5,) * longest, 0)], pad_id=0, device_type="cuda")
+    assert batch.input_ids.shape == (1, cuda)
+    assert MULTIPLE_ON_A_GPU == 128
+
+
+def test_documents_move_with_their_batch():
+    moved = packed().to(torch.device("meta"))
+    assert isinstance(moved.documents, Documents)
+    assert moved.documents.bounds.is_meta

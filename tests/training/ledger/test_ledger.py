@@ -1,0 +1,165 @@
+"""The ledger: counts that can be worked out by hand, savings that show, and every row of the peer with its place."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from isotype.config.load import load
+from isotype.environment.hardware import by_name
+from isotype.environment.planned import planned_for
+from isotype.errors import UsageError
+from isotype.ops.backend import using
+from isotype.precision.precision import Precision
+from isotype.tasks.language.outline import outline, step_outline
+from isotype.training.ledger import unsloth
+from isotype.training.ledger.record import Launches
+from isotype.training.ledger.rows import Rates, Row, attention, grouped, product
+from isotype.training.ledger.step import by_part, rates_of, recorded, shapes_of, step_ledger
+from isotype.training.memory.plan import plan_memory
+from isotype.training.memory.recomputation import Checkpointing
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 32768, "tie_word_embeddings": False,
+}  # fmt: skip
+RATES = Rates(flops=1e15, bandwidth=4e12)
+
+
+def of(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launched(run):
+    with planned_for("cuda"), using("cpp"), Launches() as launches:
+        run()
+    return launches.rows
+
+
+def test_a_product_reads_its_operands_writes_its_result_and_multiplies():
+    (row,) = launched(lambda: of(8, 16) @ of(16, 32))
+    assert (row.kind, row.flops, row.bytes) == ("product", 2 * 8 * 16 * 32, 2 * (8 * 16 + 16 * 32 + 8 * 32))
+    y = of(8, 32)
+    (row,) = launched(lambda: y.addmm_(of(8, 16), of(16, 32)))
+    assert row.bytes == 2 * (8 * 16 + 16 * 32 + 2 * 8 * 32)
+    assert row == replace(product("forward", "", 8, 32, 16, adds=True), name=row.name)
+
+
+def test_views_and_memory_that_is_handed_out_are_no_launches():
+    x, ids, table = of(8, 16), torch.zeros(4, dtype=torch.long, device="meta"), of(1000, 16)
+    assert launched(lambda: (x.t(), x.view(4, 32), x[2:], x.expand(3, 8, 16), torch.empty_like(x), x.detach())) == []
+    (row,) = launched(lambda: x.copy_(of(8, 16)))
+    assert row.bytes == 2 * 2 * 8 * 16
+    (row,) = launched(x.zero_)
+    assert row.bytes == 2 * 8 * 16
+    # the rows that are looked up, not the table
+    (row,) = launched(lambda: torch.nn.functional.embedding(ids, table))
+    assert row.bytes == 2 * 2 * 4 * 16 + 8 * 4
+
+
+def test_causal_attention_computes_half_of_its_scores():
+    row = attention("forward", "a", 2, 8, 2, 128, 64)
+    assert row.flops == 2 * 2 * 8 * 128 * 128 * 64 * 2 / 2
+    assert attention("backward", "a", 2, 8, 2, 128, 64).flops == 2.5 * row.flops
+
+
+def test_time_is_the_larger_of_work_and_bytes():
+    work = Row(phase="forward", name="x", kind="product", bytes=1.0, flops=8e14)
+    assert RATES.seconds(work) == pytest.approx(1.0)
+    moved = Row(phase="forward", name="x", kind="memory", bytes=4e12 * RATES.memory, count=3)
+    assert RATES.seconds(moved) == pytest.approx(3.0)
+
+
+def test_equal_rows_are_one_row_with_their_count():
+    row = Row(phase="forward", name="x", kind="memory", bytes=1.0)
+    assert grouped([row, replace(row, phase="backward"), replace(row, count=2)]) == [replace(row, count=3), replace(row, phase="backward")]
+
+
+def planned(kind="layers", length=8192, keep=False, preset="nf4-lora"):
+    if preset == "nf4-lora":
+        pytest.importorskip("bitsandbytes")
+    config = load(None, [f"precision.preset={preset}", "adapter.r=16", "train.batch_size=1", "train.accumulate=1"]).config
+    precision, architecture = Precision.preset(preset), AutoConfig.for_model(**LLAMA)
+    made = outline(architecture, config, precision, device_type="cuda")
+    what = Checkpointing(kind, (0, 1) if kind != "none" else (), 2, "asked", keep)
+    largest = step_outline(config, precision, length=length, device_type="cuda")
+    plan = plan_memory(made, config.train, precision, largest, checkpointing=what, device_type="cuda")
+    assert plan.not_simulated is None
+    return step_ledger(made, config.train, precision, by_name("h200"), largest, rank=16, checkpointing=what, memory=plan)
+
+
+def parts(ledger, side="rows"):
+    return by_part(getattr(ledger, side), ledger.rates)
+
+
+def flops(rows, phase, kind="product", least=0):
+    return sum(r.flops * r.count for r in rows if r.phase == phase and r.kind == kind and r.flops >= least)
+
+
+def test_a_step_is_counted_as_by_hand_and_its_savings_show():
+    ledger = planned()
+    t, h, i, q, k = 8192, 512, 1792, 512, 128
+    base = 2 * t * 2 * (h * q + 2 * h * k + q * h + 3 * h * i)  # two layers
+    head = 2 * 2 * (t - 1) * h * 128256
+    adapters = 2 * t * 2 * 16 * sum(a + b for a, b in [(h, q), (h, k), (h, k), (q, h), (h, i), (h, i), (i, h)])
+    assert flops(ledger.rows, "forward") == pytest.approx(base + head + adapters)
+    # the recompute leaves down's base product out, and its adapter's second product
+    down = 2 * 2 * t * i * h
+    assert flops(ledger.rows, "recompute", least=2 * t * h * k) == pytest.approx(base - down)
+    assert flops(ledger.theirs, "recompute", least=2 * t * h * k) == pytest.approx(base)
+    assert flops(ledger.theirs, "forward") == pytest.approx(base + head * t / (t - 1) + adapters)
+    mine, theirs = parts(ledger), parts(ledger, "theirs")
+    assert mine["recompute: base products"] < theirs["recompute: base products"]
+    assert mine["backward: adapters"] < 0.7 * theirs["backward: adapters"]
+    # one launch a weight instead of three
+    widened = [r for r in ledger.rows if r.name.startswith("widen_4bit")]
+    assert sum(r.count for r in widened) * 3 <= sum(r.count for r in ledger.theirs if r.name.startswith("dequantise"))
+
+
+def test_kept_attention_is_not_computed_again_and_nothing_kept_is_recomputed():
+    again, kept, none = planned(), planned(keep=True), planned("none")
+    assert flops(again.rows, "recompute", "attention") == flops(again.rows, "forward", "attention") > 0
+    assert flops(kept.rows, "recompute", "attention") == 0
+    assert not [r for r in none.rows if r.phase == "recompute"]
+    assert none.peak > kept.peak > again.peak
+
+
+def test_memory_of_tiles_and_of_host_memory_shows():
+    offloaded = planned("layers+offload", keep=True)
+    assert offloaded.peak < planned("layers", keep=True).peak
+    assert offloaded.peak < offloaded.their_peak
+
+
+def test_every_row_of_the_peer_has_its_place_and_says_it_was_not_measured():
+    ledger = planned("none", 512)
+    assert all(row.source and (":" in row.source or "torch.optim" in row.source) for row in ledger.theirs)
+    made = ledger.as_json()
+    assert made["measured"] is False
+    assert json.loads(json.dumps(made))["unsloth"]["seconds"] == ledger.seconds(ledger.theirs)
+    text = ledger.as_text()
+    assert "times are unmeasured" in text
+    assert "unsloth/kernels/fast_lora.py:156" in text
+    assert "the step" in text
+
+
+def test_chunks_of_the_peers_loss_follow_its_source():
+    shapes = shapes_of(AutoConfig.for_model(**LLAMA), rows=1, length=4096, rank=16, nf4=True)
+    # 4096 x 128256 fp32 logits are 1.96 GiB, 16384 rows of them 7.8
+    assert unsloth.loss_chunks(shapes) == 1
+    assert unsloth.loss_chunks(replace(shapes, length=16384)) == 4
+
+
+def test_a_device_nobody_publishes_is_refused_and_full_fine_tuning_has_no_peer():
+    with pytest.raises(UsageError, match="nobody publishes"):
+        rates_of(by_name("sm_90"))
+    config = load(None, ["precision.preset=bf16-mixed", "adapter.kind=none", "train.batch_size=1", "train.accumulate=2"]).config
+    precision, architecture = Precision.preset("bf16-mixed"), AutoConfig.for_model(**{**LLAMA, "vocab_size": 1000})
+    made = outline(architecture, config, precision, device_type="cuda")
+    largest = step_outline(config, precision, length=128, device_type="cuda")
+    rows = recorded(made, config.train, precision, largest, checkpointing=Checkpointing("none"))
+    # each trained tensor once
+    assert sum(r.count for r in rows if r.phase == "update" and r.name.startswith("adamw_")) == len(list(made.model.parameters()))

@@ -1,0 +1,168 @@
+"""What a recompute leaves out changes no gradient: attention whose results were kept, and the base product of a layer's last MLP."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from tests.models import lora, tiny
+
+from isotype.lora import group, mlp
+from isotype.ops import compiled
+from isotype.ops.attention import cpp, function
+from isotype.ops.backend import using
+from isotype.optimize import optimize
+from isotype.testing.interpreter import interpreted
+from isotype.training.memory.layer_call import call_and_recompute
+from isotype.training.memory.offload import HostMemory
+from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
+
+BF16 = {"attn_implementation": "sdpa", "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def model_of(family, dtype=torch.float32, **options):
+    model = lora(tiny(family, **options)).train()
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    if dtype != torch.float32:
+        model.to(dtype)
+    model.base_model.model.get_input_embeddings().weight.requires_grad_()
+    optimize(model)
+    return model
+
+
+def gradients(model, length=40, kind="none", **options):
+    model.zero_grad()
+    apply_checkpointing(model, Checkpointing(kind, (0, 1) if kind != "none" else (), 2, **options))
+    ids = torch.randint(3, 96, (2, length), generator=torch.Generator().manual_seed(0))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often attention's kernel ran, and with which outputs' sizes LoRA's base products."""
+    seen = {"attention": 0, "products": []}
+    real, product = cpp.attention_forward, group.base_product
+
+    def attention(*args):
+        seen["attention"] += 1
+        return real(*args)
+
+    def base_product(x, weight, bias, state):
+        seen["products"].append(tuple(weight.shape))
+        return product(x, weight, bias, state)
+
+    monkeypatch.setattr(function.cpp, "attention_forward", attention)
+    monkeypatch.setattr(group, "base_product", base_product)
+    return seen
+
+
+@pytest.mark.skipif(compiled.cpu_compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kind", ["layers", "layers+offload"])
+def test_attention_whose_results_were_kept_does_not_run_again(counted, keep, kind):
+    model = model_of("llama", torch.bfloat16, **BF16)
+    want = gradients(model)
+    counted["attention"] = 0
+    got = gradients(model, kind=kind, keep_attention=keep)
+    # two layers; without keeping, each once more in backward
+    assert counted["attention"] == (2 if keep else 4)
+    assert torch.equal(got[0], want[0])
+    assert all(torch.equal(got[1][n], g) for n, g in want[1].items())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_downs_base_product_is_made_once(counted, family):
+    model = model_of(family)
+    want = gradients(model)
+    down = (32, 48)
+    counted["products"].clear()
+    got = gradients(model, kind="layers")
+    assert counted["products"].count(down) == 2, "of two layers: forward alone"
+    others = [shape for shape in counted["products"] if shape != down]
+    assert len(others) % 2 == 0
+    assert torch.equal(got[0], want[0])
+    assert all(torch.equal(got[1][n], g) for n, g in want[1].items())
+
+
+def test_a_norm_after_the_mlp_needs_its_output(counted):
+    model = model_of("gemma2")
+    want = gradients(model)
+    counted["products"].clear()
+    got = gradients(model, kind="layers")
+    assert counted["products"].count((32, 48)) == 4
+    assert all(torch.equal(got[1][n], g) for n, g in want[1].items())
+
+
+def test_a_second_output_made_of_the_mlp_needs_it(counted):
+    """The layer also hands out something that depends on the MLP, so that its output may be needed."""
+    model = model_of("llama")
+    block = model.base_model.model.model.layers[0].mlp
+
+    def layer(x):
+        y = block(x)
+        return x + y, y.square().sum()
+
+    def run(call):
+        model.zero_grad()
+        x = torch.linspace(-1, 1, 5 * 32).view(1, 5, 32).requires_grad_()
+        out, extra = call(layer, x)
+        (out.sum() + extra).backward()
+        return [x.grad, *(p.grad.clone() for p in block.parameters() if p.grad is not None)]
+
+    want = run(lambda f, x: f(x))
+    got = run(lambda f, x: call_and_recompute(f, x, keep_attention=True))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_second_backward_over_a_kept_graph_gives_the_same(counted):
+    model = model_of("llama")
+    apply_checkpointing(model, Checkpointing("layers", (0, 1), 2, keep_attention=True))
+    ids = torch.randint(3, 96, (1, 20), generator=torch.Generator().manual_seed(0))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward(retain_graph=True)
+    first = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    loss.backward()
+    assert all(torch.equal(p.grad, first[n]) for n, p in model.named_parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("kernels", ["triton", "eager"])
+def test_tiles_over_tokens_written_in_place_give_the_same_gradients(monkeypatch, family, kernels):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(mlp, "TILE", 7)
+    model = model_of(family)
+    twin = copy.deepcopy(model)
+    overwritten, whole = [], []
+    original, starting_at_x = mlp.gated_gradients_, mlp._Whole.gradients
+    monkeypatch.setattr(mlp._Whole, "gradients", lambda self, x, *a: (whole.append(len(x)), starting_at_x(self, x, *a))[1])
+
+    def watched(kind, gate, up, dy):
+        made = original(kind, gate, up, dy)
+        overwritten.append(all(a.data_ptr() == b.data_ptr() for a, b in zip(made, (gate, up, dy))))
+        return made
+
+    monkeypatch.setattr(mlp, "gated_gradients_", watched)
+    with interpreted() if kernels == "triton" else contextlib.nullcontext(), using(kernels):
+        loss, want = gradients(model, length=9)
+        assert not overwritten  # without a recompute gate and up belong to the graph
+        again, got = gradients(twin, length=9, kind="layers")
+    # 18 rows are three tiles, in each of two layers; llama's backward starts at x, and makes gate and up again tile by tile
+    assert overwritten == ([True] * 6 if kernels == "triton" else [])
+    assert whole == ([18, 18] if kernels == "triton" and family == "llama" else [])
+    torch.testing.assert_close(again, loss)
+    for name, g in want.items():
+        torch.testing.assert_close(got[name], g, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_a_copy_of_host_memory_keeps_what_it_keeps():
+    def call(function, *args, **away):
+        return function(*args)
+
+    assert copy.deepcopy(HostMemory(call=call)).call is call
