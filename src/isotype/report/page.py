@@ -34,6 +34,7 @@ def page(record: RunRecord) -> dict[str, Any]:
     """The variables of report.html.jinja."""
     loss = loss_plot(record)
     small = plots(record)
+    shown = samples(record)
     return {
         "verdict": verdict(record) if record.metrics else None,
         "name": record.folder.resolve().name,
@@ -47,7 +48,8 @@ def page(record: RunRecord) -> dict[str, Any]:
         "constants": [(plot.title, plot.constant, plot.note) for plot in small if plot.constant is not None],
         "precision": precision(record),
         "preflight": preflight(record),
-        "samples": samples(record),
+        "samples": shown,
+        "pictures": any(one["picture"] for sample in shown for one in sample["answers"]),
         "data": data(record),
         "examples": examples(record),
         "use": use(record),

@@ -72,7 +72,8 @@ class DiffusionTask:
             raise UsageError("precision.base: nf4 is not offered for diffusion models yet", fix="precision.preset: bf16-lora")
         if config.train.gradient_checkpointing not in ("auto", "none"):
             raise UsageError(
-                "train.gradient_checkpointing: diffusion models recompute nothing yet", fix="train.gradient_checkpointing: none"
+                f"train.gradient_checkpointing: {config.train.gradient_checkpointing}: diffusion models recompute nothing yet",
+                fix="train.gradient_checkpointing: none",
             )
         self.precision = precision
         self.folder = PipelineFolder.open(self.base_name)
