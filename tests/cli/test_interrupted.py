@@ -43,7 +43,7 @@ def test_an_interrupted_import_is_no_traceback(interrupted, module):
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
-def test_the_installed_command_is_as_patient(interrupted):
+def test_the_installed_command_handles_an_interrupted_import(interrupted):
     declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]["isotype"]
     entry = EntryPoint("isotype", declared, "console_scripts")
     # what pip writes into bin/

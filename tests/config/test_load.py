@@ -119,7 +119,7 @@ def test_all_mistakes_are_reported_at_once_in_order(write):
     ]  # fmt: skip
 
 
-def test_files_that_are_none(tmp_path, write):
+def test_files_that_are_no_configuration_are_refused(tmp_path, write):
     assert complaints(tmp_path / "no.yaml")[0].endswith("no such file; isotype init writes one")
     write("train: {}")
     assert complaints(tmp_path / "runn.yaml")[0].endswith("did you mean " + str(tmp_path / "run.yaml") + "?")
@@ -207,7 +207,7 @@ def test_checkpointing_takes_other_tools_words_and_those_of_old_runs(write, word
     assert load(None, [f"train.gradient_checkpointing={word}"]).config.train.gradient_checkpointing == means
 
 
-def test_a_file_of_mistakes_is_a_page_not_a_book(write):
+def test_the_number_of_complaints_shown_is_bounded(write):
     said = complaints(write("train:\n" + "".join(f"  zzz{i}{'y' * 900}: 1\n" for i in range(60))))
     assert (len(said), said[-1]) == (41, "and 20 more")
     assert max(map(len, said)) <= 600

@@ -168,7 +168,7 @@ def test_what_killed_runs_leave_is_cleared_away(tmp_path: Path) -> None:
         assert not left.exists()
 
 
-def test_where_entries_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_folder_of_each_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cache_folder("none") is None
     assert cache_folder("here") == Path("here")
     assert cache_folder("auto") is None, "the tests' own setting"

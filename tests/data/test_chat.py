@@ -110,7 +110,7 @@ HOSTILE = {
     ("text", "makes 2,000,000 characters"), ("brackets", "nested too deeply"),
     ("surrogate", "half of a surrogate pair"), ("macro", "nested too deeply"),
 ])  # fmt: skip
-def test_a_template_gets_so_much_and_no_more(families: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kind: str, said: str) -> None:
+def test_a_template_over_its_limits_is_refused(families: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kind: str, said: str) -> None:
     # time is short only where it is what ends the template: the others may take longer on a slow machine
     for name, value in {"SECONDS": 0.3 if kind == "loops" else 100.0, "MEMORY": 256 << 20, "CHARACTERS": 1 << 20}.items():
         monkeypatch.setattr(bounded, name, value)

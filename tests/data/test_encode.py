@@ -143,7 +143,7 @@ class Slow:
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(turns=st.lists(words, min_size=2, max_size=6).filter(lambda t: len(t) % 2 == 0))
-def test_without_offsets_the_same_is_learnt(families: SimpleNamespace, family: str, turns: list[str]) -> None:
+def test_tokenizer_without_offsets_gives_the_same_labels(families: SimpleNamespace, family: str, turns: list[str]) -> None:
     fast = encoder_of(families, family)
     slow = Encoder(Slow(fast.tokenizer), max_length=4096, loss_on="assistant", template=fast.template)
     expected, found = row_of(fast, chat(*turns)), row_of(slow, chat(*turns))

@@ -29,7 +29,7 @@ def rows_of(tmp_path, text, block, monkeypatch):
 
 @settings(max_examples=60, deadline=None)
 @given(rows=ROWS, block=st.sampled_from([1, 2, 3, 7, 64]), indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans())
-def test_blocks_do_not_show(tmp_path_factory, rows, block, indent, ascii_only):
+def test_block_size_does_not_change_the_rows(tmp_path_factory, rows, block, indent, ascii_only):
     text = json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
     with pytest.MonkeyPatch.context() as monkeypatch:
         found = rows_of(tmp_path_factory.mktemp("rows"), text, block, monkeypatch)

@@ -22,7 +22,7 @@ def tokenizer_for(families: SimpleNamespace, name: str):
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_answers_and_their_end_are_learnt(families: SimpleNamespace, name: str) -> None:
+def test_answers_and_their_end_token_are_learnt(families: SimpleNamespace, name: str) -> None:
     tokenizer = tokenizer_for(families, name)
     template = chat_template(tokenizer, name)
     encoder = Encoder(tokenizer, max_length=512, loss_on="assistant", template=template)

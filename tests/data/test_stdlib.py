@@ -32,7 +32,7 @@ def test_answers_are_prose_and_about_public_names() -> None:
         assert len(pair.answer) <= 500
 
 
-def test_what_everyone_knows_is_in_it() -> None:
+def test_well_known_functions_are_in_the_stdlib_set() -> None:
     answers = {p.name: p.answer for p in stdlib_pairs() if not p.answer.startswith(("Call it as", "`"))}
     assert "whitespace" in answers["textwrap.dedent"]
     calls = {p.name: p.answer for p in stdlib_pairs() if p.answer.startswith("Call it as")}

@@ -15,7 +15,7 @@ HEALTHY = {
 BF16_CPU = [{"kind": "cpu", "generation": "cpu-avx512-bf16"}]
 
 
-def test_nothing_to_say():
+def test_versions_without_known_faults_give_no_finding():
     assert faults(HEALTHY) == []
 
 

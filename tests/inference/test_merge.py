@@ -67,7 +67,7 @@ def test_the_precision_beside_an_adapter_is_kept(foreign, tmp_path):
         load_run(folder)
 
 
-def test_what_is_no_change_of_one_weight_is_refused(foreign, tmp_path):
+def test_adapters_that_cannot_be_merged_are_refused(foreign, tmp_path):
     folder, _ = foreign(lora_bias=True, target_modules=["q_proj"])
     with pytest.raises(UsageError, match=r"q_proj: a bias of its own(.|\n)*merge_and_unload"):
         merge(load_run(folder), tmp_path / "merged")
@@ -82,7 +82,7 @@ def test_an_adapter_that_names_no_base_is_refused(foreign):
         load_run(folder)
 
 
-def test_what_a_merged_model_is_kept_in():
+def test_dtype_of_a_merged_model():
     assert {name: merged_dtype(precision)[0] for name, precision in PRESETS.items()} == {
         "fp32": "fp32", "bf16-mixed": "bf16", "bf16-lora": "bf16", "nf4-lora": "bf16", "bf16-pure": "bf16", "fp16-mixed": "fp16",
     }  # fmt: skip

@@ -77,6 +77,6 @@ def test_one_that_is_whole_and_cannot_be_read_is_said(tmp_path, monkeypatch):
         _load_newest(store, tmp_path)
 
 
-def test_none_is_said(tmp_path):
+def test_a_run_without_a_whole_checkpoint_is_refused(tmp_path):
     with pytest.raises(UsageError, match="neither a result nor a whole checkpoint yet"):
         _load_newest(CheckpointStore(tmp_path), tmp_path)

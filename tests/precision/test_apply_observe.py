@@ -88,7 +88,7 @@ def test_a_callers_autocast_cannot_narrow_a_declared_fp32_run():
         assert model(input_ids=IDS).logits.dtype == torch.float32
 
 
-def test_a_parameter_changed_behind_the_contract_is_named():
+def test_a_parameter_cast_after_apply_precision_is_named():
     model = prepared("bf16-lora")
     observer = Observer(model, PRESETS["bf16-lora"])
     culprit = model.base_model.model.model.layers[1].self_attn.q_proj.lora_A["default"]

@@ -33,7 +33,7 @@ def test_is_frozen_and_keyword_only():
         PRESETS["fp32"].base = "bf16"
 
 
-def test_save_speaks_of_model_and_adapter():
+def test_save_has_a_dtype_for_model_and_for_adapter():
     precision = PRESETS["bf16-mixed"]
     assert (precision.save_model, precision.save_adapter) == ("bf16", "fp32")
     assert Precision(save="adapter fp32").save == "fp32"

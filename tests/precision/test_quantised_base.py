@@ -53,7 +53,7 @@ def test_file_and_layers_say_the_same(saved, name):
     assert of_config(model.config) == of_model(model) == GIVEN[name][1]
 
 
-def test_what_is_no_bitsandbytes_is_read_too():
+def test_quantisation_of_other_libraries_is_recognised():
     assert of_config(PretrainedConfig()) is None
     assert of_model(tiny()) is None
     assert of_config(PretrainedConfig(quantization_config={"quant_method": "awq", "bits": 4})) == Quantisation("awq", "awq")
@@ -68,13 +68,13 @@ def test_what_is_no_bitsandbytes_is_read_too():
         (GIVEN["nf4"][1], PRESETS["bf16-lora"], r"nf4 already, declared base bf16(.|\n)*precision\.preset: nf4-lora"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_with_its_reason(found, precision, message):
+def test_a_base_that_contradicts_the_precision_is_refused_with_the_reason(found, precision, message):
     with pytest.raises(UsageError, match=message) as caught:
         check_base(found, precision, "some/model")
     assert len(str(caught.value).splitlines()) == 2
 
 
-def test_what_can_be_kept_is_a_line():
+def test_a_base_that_fits_the_precision_gives_a_header_line():
     (line,) = check_base(GIVEN["other dtypes"][1], NF4, "some/model")
     assert "nf4 by bitsandbytes, not double-quantised, products in fp16, stored in bf16; here products are in bf16" in line
 
@@ -114,7 +114,7 @@ def test_stacked_experts_are_counted(family):
     assert "experts" in largest
 
 
-def test_embeddings_and_head_are_not():
+def test_embeddings_and_head_are_not_counted_as_unquantised():
     assert unquantised_share(lora(quantised(tiny()), modules_to_save=["lm_head"])) == (0.0, "")
 
 
@@ -148,7 +148,7 @@ def test_eight_bit_layers_run_pefts_code_and_are_named_with_the_reason():
     assert all("activations" in entry.why for entry in placed)
 
 
-def test_tensors_widened_before_are_named_and_put_back(tmp_path):
+def test_tensors_widened_earlier_are_named_and_restored(tmp_path):
     from peft import prepare_model_for_kbit_training
 
     model = quantised(tiny("qwen2").to(torch.bfloat16))

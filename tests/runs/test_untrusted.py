@@ -203,7 +203,7 @@ def test_a_link_within_the_folder_and_a_folder_that_is_a_link_are_fine(tmp_path)
         assert (tmp_path / "run/.lock").is_file()
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_a_pipe_in_a_run_folder_does_not_block(tmp_path):
     (tmp_path / "resolved.yaml").write_text("run:\n  report: true\n")
     for name in ("metrics.jsonl", ".lock"):
         os.mkfifo(tmp_path / name)

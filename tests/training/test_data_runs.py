@@ -33,7 +33,7 @@ def settings(workshop: Any, tmp_path: Path, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_is_the_undisturbed_one(configured: Any, workshop: Any, tmp_path: Path, kind: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(configured: Any, workshop: Any, tmp_path: Path, kind: str) -> None:
     data = settings(workshop, tmp_path, kind)
     short = {"steps": 7, "eval_every": 3}
     assert train(configured("whole", data=data, train=short)) == 0
@@ -62,7 +62,7 @@ def test_the_plan_knows_packed_rows(configured: Any, tmp_path: Path) -> None:
     assert f"training rows packed from {made.data['packed_from']}" in made.as_text()
 
 
-def test_a_stream_needs_its_steps_said() -> None:
+def test_a_stream_without_train_steps_is_refused() -> None:
     loaded = load(None, ["data.stream=true", "data.train=a.jsonl"])
     with pytest.raises(UsageError, match=r"data\.stream needs train\.steps"):
         check_data(loaded.config, loaded.sources)

@@ -75,7 +75,7 @@ def test_a_saved_adapter_has_the_declared_dtype(tmp_path):
     assert {t.dtype for t in load_file(tmp_path / "adapter_model.safetensors").values()} == {torch.bfloat16}
 
 
-def test_a_plain_peft_adapter_is_gone_on_with(tmp_path):
+def test_a_plain_peft_adapter_can_be_trained_further(tmp_path):
     theirs = lora(tiny(), init_lora_weights=False)
     theirs.save_pretrained(tmp_path)
     ours = attach_adapter(tiny(), AdapterSection(start_from=str(tmp_path)), seed=0)

@@ -13,7 +13,7 @@ from isotype.training.finite import non_finite_error
 
 @pytest.mark.parametrize(("clip", "compute"), [(1.0, "bf16"), (1.0, "fp16"), (0.0, "bf16")])
 @pytest.mark.parametrize("where", ["activation", "gradient", "weight"])
-def test_advice_is_not_what_is_set_already(clip, compute, where):
+def test_advice_does_not_repeat_current_settings(clip, compute, where):
     model = tiny()
     if where == "weight":
         model.model.norm.weight.data[0] = float("inf")

@@ -13,7 +13,7 @@ from isotype.tasks.language.sample import sample
 BEGINNING = ", there was a little girl named Lily. She loved to play outside in the park."
 
 
-def test_stories260k_tells_its_story(shared):
+def test_stories260k_generates_a_story(shared):
     folder = str(shared / "data/stories260k")
     tokenizer, precision, cpu = load_tokenizer(ModelSection(name=folder)), PRESETS["fp32"], torch.device("cpu")
     model = attach_adapter(load_base(Source(folder), precision, attention="sdpa", device=cpu, trainable=False), AdapterSection(r=4), seed=0)

@@ -51,14 +51,14 @@ def test_a_second_hang_up_does_not_stop_the_save(hang_up):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_nohup_is_heeded(hang_up):
+def test_under_nohup_the_run_continues_after_sighup(hang_up):
     hang_up(signal.SIG_IGN)
     with Interrupt() as interrupt:
         os.kill(os.getpid(), signal.SIGHUP)
         assert not interrupt.asked
 
 
-def test_one_that_a_library_swallowed_ends_the_run_before_step_1(configured, tmp_path, monkeypatch, capfd):
+def test_an_interrupt_swallowed_by_a_library_ends_the_run_before_step_1(configured, tmp_path, monkeypatch, capfd):
     from isotype.training import run
 
     def swallowing(*given, **rest):

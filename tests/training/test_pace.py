@@ -29,7 +29,7 @@ def paused(clock, pace, kind, seconds):
 
 
 @pytest.mark.parametrize(("total", "every"), [(10, 3), (10, 5), (7, 10), (1, 1), (10, 0)])
-def test_pauses_left_are_those_that_come(total, every):
+def test_pauses_left_counts_the_remaining_pauses(total, every):
     for step in range(1, total + 1):
         due = [s for s in range(step, total + 1) if every and (s % every == 0 or s == total)]
         assert pauses_left(total, every, step) == len(due)

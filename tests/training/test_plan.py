@@ -41,7 +41,7 @@ def test_a_plan_says_what_a_run_would_do(stories, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [], "a plan leaves nothing behind"
 
 
-def test_what_does_not_fit_is_said_with_a_way_out(stories, monkeypatch):
+def test_a_plan_over_the_device_memory_gives_advice(stories, monkeypatch):
     from dataclasses import replace
 
     from isotype.environment.hardware import detect

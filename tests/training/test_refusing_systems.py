@@ -21,7 +21,7 @@ from isotype.training.run import refused_by_disk
 
 
 @pytest.mark.parametrize("path", ["a\0b", "x" * 300, "/proc/run"])
-def test_a_folder_that_cannot_be(path, tmp_path, monkeypatch):
+def test_an_impossible_folder_is_a_usage_error(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"run\.folder(.|\n)*--out FOLDER"), RunFolder(tmp_path / path).held():
         pass
@@ -38,7 +38,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         subprocess.run(["chattr", "-i", tmp_path], check=True)
 
 
-def test_a_lock_goes_with_a_killed_process(tmp_path):
+def test_a_killed_process_releases_its_lock(tmp_path):
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

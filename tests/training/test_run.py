@@ -135,7 +135,7 @@ def ctrl_c_before(monkeypatch, owner, name, *, call=1, times=1):
 
 # the preflight samples and collates once before the loop does
 @pytest.mark.parametrize(("stage", "call"), [("evaluate", 2), ("sample", 3), ("collate", 3)])
-def test_ctrl_c_saves_and_says_how_to_go_on(configured, tmp_path, capsys, monkeypatch, stage, call):
+def test_ctrl_c_saves_and_prints_the_resume_command(configured, tmp_path, capsys, monkeypatch, stage, call):
     assert train(configured("whole")) == 0
     previous = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patched:

@@ -21,7 +21,7 @@ def test_warms_up_then_starts_at_the_peak(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-def test_falls_to_the_floor(schedule):
+def test_learning_rate_ends_at_its_minimum(schedule):
     rates = course(schedule=schedule, min_learning_rate=0.1)
     assert 0.1 <= rates[-1] < 0.16
     assert all(a >= b for a, b in pairwise(rates[3:]))

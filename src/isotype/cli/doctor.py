@@ -19,7 +19,8 @@ from .app import DOCTOR
 
 HELP = """Everything the doctor can say about a folder: configurations, source code, logs, Triton kernels.
 
-Kernels are compiled, for which their files are imported in a process of its own; `--static` leaves that out.
+Kernels are compiled, for which their files are imported, and functions that lint accuses are cut out and executed, each in a bounded
+process of its own; `--static` leaves both out.
 
 Examples:
 
@@ -37,7 +38,7 @@ def register(app: typer.Typer) -> None:
 
 def doctor(
     path: Annotated[Path, typer.Argument(help="A folder or a file.")] = Path("."),
-    static: Annotated[bool, typer.Option("--static", help="Import nothing: leave kernels out.")] = False,
+    static: Annotated[bool, typer.Option("--static", help="Import and execute nothing: leave kernels and proofs out.")] = False,
     seconds: Annotated[float, typer.Option("--seconds", help="Time for compiling kernels; what is not reached is counted.")] = 120.0,
     fail_on: Annotated[str, typer.Option("--fail-on", help="Exit 1 from this severity on: error, warning or note.")] = "error",
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

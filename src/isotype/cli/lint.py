@@ -1,4 +1,4 @@
-"""`isotype lint PATH...`: dtype faults in source code, found without importing it."""
+"""`isotype lint PATH...`: dtype faults in source code, found without importing it; with `--prove`, by executing parts of it apart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import typer
 from ..errors import UsageError
 from .app import DOCTOR
 
-HELP = """Find dtype faults in source code; nothing is imported or run.
+HELP = """Find dtype faults in source code; nothing is imported, and nothing is run without `--prove`.
+
+Each finding says how sure it is. `proved`: the function was executed, and failed or lost precision. `reached`: a caller in the
+repository, or the contract of a framework, leads there. `possible`: neither; these are shown by `--possible` only, as notes.
 
 Examples:
 
@@ -23,12 +26,14 @@ Examples:
 
     isotype lint src --sarif > isotype.sarif    # for code scanning
 
-    isotype lint src --weak                     # also, as notes, what the code or its repository speaks against
+    isotype lint src --prove                    # execute what can be cut out of the files, in a process of its own
+
+    isotype lint src --possible                 # also what nothing is seen to reach, as notes
 
     isotype lint --rules                        # every rule, and whether it is on
 
 Silence one line with `# isotype: ignore[LT004] reason`, a file with `# isotype: ignore-file[LT004] reason`; configure in
-`[tool.isotype.lint]` of pyproject.toml (select, extend-select, ignore, exclude, weak, per-file-ignores). Exit status 1 when there is a
+`[tool.isotype.lint]` of pyproject.toml (select, extend-select, ignore, exclude, possible, per-file-ignores). Exit status 1 when there is a
 finding of `--fail-on` severity or worse.
 """
 
@@ -43,7 +48,10 @@ def lint(
     extend_select: str = typer.Option("", help="These as well."),
     ignore: str = typer.Option("", help="Never these."),
     exclude: str = typer.Option("", help="Glob patterns of files and folders to leave out, comma separated."),
-    weak: bool = typer.Option(False, "--weak", help="Also, as notes, what the code or its repository speaks against."),
+    possible: bool = typer.Option(False, "--possible", help="Also, as notes, what no run proves and nothing here is seen to reach."),
+    prove: bool = typer.Option(
+        False, "--prove", help="Execute functions cut out of the files, in a bounded process of its own without network (needs torch)."
+    ),
     config: Annotated[Path | None, typer.Option(help="A pyproject.toml; else the nearest with [tool.isotype].", show_default=False)] = None,
     fail_on: str = typer.Option("warning", help="Exit 1 from this severity on: error, warning or note."),
     json_output: bool = typer.Option(False, "--json", help="Print one JSON object."),
@@ -73,14 +81,22 @@ def lint(
         extend_select=extend_select.split(","),
         ignore=ignore.split(","),
         exclude=[pattern.strip() for pattern in exclude.split(",") if pattern.strip()],
-        weak=weak,
+        possible=possible,
+        prove=prove,
         fix=("unsafe" if unsafe_fixes else "safe") if fix else None,
     )
     if sarif:
         print(json.dumps(as_sarif(run.findings), indent=1))
         raise typer.Exit(exit_code(run.findings, threshold))
     status = answer(
-        run.findings, subject=run.subject, json_output=json_output, fail_on=threshold, files=run.files, fixed=run.fixed, rules=run.rules
+        run.findings,
+        subject=run.subject,
+        json_output=json_output,
+        fail_on=threshold,
+        files=run.files,
+        fixed=run.fixed,
+        rules=run.rules,
+        possible=run.unsaid,
     )
     raise typer.Exit(status)
 

@@ -1,4 +1,4 @@
-"""What other tools call a key, and what they have that is not offered here; names that are close to ours are found without this."""
+"""Other tools' names for our keys, and their keys that Isotype does not offer. Misspelt names of our own keys are found elsewhere."""
 
 from __future__ import annotations
 

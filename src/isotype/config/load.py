@@ -1,4 +1,4 @@
-"""`load`: a file, `section.key=value` overrides and flags become one checked configuration that knows where each value came from.
+"""`load`: merges a file, `section.key=value` overrides and flags into one checked configuration, with the source of each value.
 
 Every mistake is one line, `run.yaml:14 train.lerning_rate: unknown key, did you mean train.learning_rate?`, and all mistakes of a
 configuration are reported at once. Imports no torch.
@@ -51,7 +51,7 @@ class LoadedConfig:
 
 @dataclass
 class _Settings:
-    """What is set so far: later sources replace earlier ones; complaints gather."""
+    """The settings read so far. Later sources replace earlier ones; all complaints are collected."""
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)

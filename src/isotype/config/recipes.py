@@ -1,6 +1,6 @@
-"""What `--preset` takes: a way to train by name, or a precision by its own. Imports no torch.
+"""The values of `--preset`: a recipe (a named way to train), or the name of a precision. Imports no torch.
 
-`precision.preset` of a recipe is what was asked for and wins over a file; its other settings only fill what the file leaves open.
+The `precision.preset` of a recipe overrides the file; its other settings apply only where the file sets nothing.
 """
 
 from __future__ import annotations

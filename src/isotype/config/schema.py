@@ -41,11 +41,11 @@ class ModelSection(Section):
     attention: Literal["auto", "sdpa", "eager", "flash", "flex"] = "auto"
     """Attention implementation. `auto` takes sdpa where the family has it, else eager. `flash` needs a GPU and flash-attn."""
     optimize: bool = True
-    """Place Isotype's own ops (norms, rotary, gated MLP, head with loss) where they reproduce the model's; the manifest says where."""
+    """Replace norms, rotary, gated MLP, and head with loss by Isotype's ops if their results agree; the manifest lists the replacements."""
     lora_branch: Literal["compute", "fp32"] = "compute"
     """With `optimize`: dtype of a LoRA adapter's own two small products. `fp32` is slower, and loses less where `compute` is narrower."""
     allow_unquantised: bool = False
-    """Train on a 4-bit base of which more than 10% stays unquantised: stacked experts, which bitsandbytes leaves as they are."""
+    """Train on a 4-bit base of which more than 10% stays unquantised, such as stacked experts, which bitsandbytes does not quantise."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Only for sources you trust."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -61,19 +61,19 @@ class DataSection(Section):
     eval_split: Fraction = 0.05
     """Share of the training rows held out when `eval` is not given; 0 for none."""
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
-    """What a row holds; `auto` looks at the keys and says what it saw."""
+    """The format of a row; `auto` detects it from the keys and prints the reason."""
     columns: dict[str, str] | None = None
-    """What the data calls a key: `{prompt: question, completion: answer}` reads `question` as the prompt."""
+    """The data's own names for keys: `{prompt: question, completion: answer}` reads `question` as the prompt."""
     max_length: PositiveInt = 1024
     """Longest row in tokens; longer ones are cut at the end and counted."""
     packing: bool = False
-    """Put several rows into one of `max_length` tokens, each seeing only itself: no padding, the same loss. Training rows only."""
+    """Join several training rows into one of `max_length` tokens, in which each row attends only to itself: no padding, the same loss."""
     loss_on: Literal["assistant", "all"] = "assistant"
     """`assistant`: loss on answers and their end-of-turn token only. Plain text is always learnt whole."""
     chat_template: str | None = None
     """Replaces the tokenizer's own chat template: a Jinja file, or one of chatml, llama3, gemma, mistral, zephyr."""
     limit: PositiveInt | None = None
-    """Use only the first rows: for a trial."""
+    """Use only this many rows, from the beginning: for a trial run."""
     shuffle: bool = True
     """Shuffle the rows of every epoch, from `train.seed`."""
     on_bad_row: Literal["error", "skip"] = "error"
@@ -84,7 +84,7 @@ class DataSection(Section):
     shuffle_buffer: PositiveInt = 4096
     """With `stream`: rows read, tokenised and shuffled at a time."""
     cache: str = "auto"
-    """Where tokenised rows are kept for the next run: a folder, `none`, or `auto`, the user's cache folder for sources of 1 MB and more."""
+    """Cache of tokenised rows for later runs: a folder, `none`, or `auto`: the user's cache folder, for sources of 1 MB and more."""
 
 
 class ImagesSection(Section):
@@ -138,7 +138,7 @@ class AdapterSection(Section):
     modules_to_save: list[str] = []
     """Modules trained in full and saved with the adapter (`[lm_head, embed_tokens]`)."""
     start_from: str | None = None
-    """Folder of a PEFT adapter to go on training."""
+    """Folder of a PEFT adapter to continue training."""
 
 
 class PrecisionSection(Section):
@@ -210,9 +210,9 @@ class TrainSection(Section):
     clip: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest gradient norm; 0 for no clipping."""
     gradient_checkpointing: Literal["auto", "none", "layers", "layers+offload"] = "auto"
-    """`layers` recomputes layers in backward: less memory, up to a third more time, the same numbers. `layers+offload` also moves what is
-    kept of them to host memory (GPU only). `auto`: none where the memory plan fits, else the fewest layers, then all with offload. true and
-    false are read as `layers` and `none`."""
+    """`layers` recomputes layers in backward: less memory, up to a third more time, the same numbers. `layers+offload` also moves the
+    inputs of these layers to host memory (GPU only). `auto`: `none` if the memory plan fits, else the fewest layers that fit, else all with
+    offload. `true` means `layers`, `false` means `none`."""
     checkpointed_layers: Literal["all"] | PositiveInt | EveryKth | list[Annotated[int, Field(ge=0)]] = "all"
     """Which layers: `all`, a number (the first ones, which save most), `every 2`, or a list of positions from 0."""
     keep_attention: bool = False
@@ -222,11 +222,11 @@ class TrainSection(Section):
     """What the step may take at its peak, by its plan (`20GiB`, `800MiB`): a target for `gradient_checkpointing: auto`, which otherwise
     takes all the memory there is to be fast."""
     seed: int = 0
-    """Of weights, data order, dropout and sampling."""
+    """Seed of the random weights, the data order, dropout and sampling."""
     deterministic: bool = False
     """Deterministic algorithms only; slower on a GPU."""
     eval_every: PositiveInt | None = None
-    """Steps between evaluations; by default ten in a run, and one at the end."""
+    """Steps between evaluations; by default a run has ten evaluations, and one at the end."""
     eval_batch_size: PositiveInt | None = None
     """Rows in one evaluation pass; the result does not depend on it. Default: `batch_size`."""
     patience: PositiveInt | None = None
@@ -235,7 +235,7 @@ class TrainSection(Section):
 
 class RunSection(Section):
     folder: str = "runs/{name}"
-    """Where everything goes; `{name}` becomes model, data and time."""
+    """The run folder, for all files of the run; `{name}` becomes model, data and time."""
     save_every: PositiveInt | None = None
     """Steps between checkpoints; by default at every evaluation, and one at the end."""
     keep: PositiveInt = 2
@@ -256,7 +256,7 @@ class RunSection(Section):
     sample_guidance: Annotated[float, Field(ge=0.0)] = 3.5
     """Diffusion: guidance scale of a sample."""
     observe_every: PositiveInt = 100
-    """Steps between looks at every dtype (step 1 is always looked at)."""
+    """Steps between observations of every dtype (step 1 is always observed)."""
     report: bool = True
     """Write report.html and report.png."""
     trackers: list[Literal["tensorboard", "wandb"]] = []

@@ -80,7 +80,7 @@ def near_model(name: str) -> str:
 
 
 def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:
-    """What can be said of the data section before anything is read. Raises UsageError.
+    """Checks the data section before any data is read. Raises UsageError.
 
     sources  every key -> where it was set; `default` where it was not
     """
@@ -140,5 +140,5 @@ def short_names(given: Any) -> str:
 
 
 def first_name(given: Any) -> str:
-    """What a run is named after: the first source."""
+    """The part of a run's name that comes from its data: the first source."""
     return next(iter(names(given)), "data").removeprefix(HUB)

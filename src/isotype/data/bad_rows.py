@@ -1,7 +1,7 @@
-"""Rows that cannot be used. They are collected over the whole of the data, so that one error names every kind of them, or left out.
+"""Collects rows that cannot be used, over all of the data, so that they can be skipped or named in one error by kind.
 
-A row is bad where it is no JSON, no UTF-8, has the wrong keys or types, or is refused by the chat template. A row whose answer is empty is
-not bad: it teaches nothing, and is left out and counted in any case. Both are written to bad_rows.jsonl in the run folder.
+A row is bad if it is not JSON, not UTF-8, has the wrong keys or types, or is refused by the chat template. A row with an empty answer is
+not bad, but has nothing to learn: it is always skipped and counted. Both are written to bad_rows.jsonl in the run folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RowError(UsageError):
 
 
 class EmptyAnswer(RowError):
-    """The row has an answer without a word in it."""
+    """The answer of the row is empty or white space."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""A chat template is a program from a stranger: it gets so much time, memory and text for a conversation, and no more (0090).
+"""Limits the time, memory and text that a chat template may use for a conversation, since it is a program from elsewhere (decision 0090).
 
-Jinja's sandbox keeps it from Python's objects and bounds `range`, but not two loops within each other, nor a text that a loop doubles.
+Jinja's sandbox blocks access to Python objects and limits `range`, but not nested loops or a text that a loop doubles.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _FIX = "data.chat_template: FILE.jinja names another template"
 
 
 class _OutOfTime(BaseException):
-    """Not an Exception: nothing on the way may take it for a template's own error."""
+    """The template took too long. Not an Exception, so that no code handles it as an error of the template itself."""
 
 
 @contextmanager
 def bounded(place: str) -> Iterator[None]:
-    """Within this block a template may run.
+    """Runs a template under the limits within this block.
 
     Time is bounded in the main thread of a POSIX system, memory on Linux; elsewhere neither is.
     Raises  UsageError naming `place`
@@ -63,7 +63,7 @@ def _ring(*_: Any) -> None:
 
 
 def _start_clock() -> bool:
-    """Counts the process's own processor time, so that a machine that is busy with others does not refuse a good template."""
+    """Limits the CPU time of this process, not wall time, so that a busy machine does not refuse a good template."""
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         return False
     if signal.getsignal(signal.SIGVTALRM) is not _ring:

@@ -1,9 +1,9 @@
 """Tokenised sources on disk, so that the next run with the same data, tokenizer and settings begins at once.
 
-An entry is one safetensors file named by a hash of everything that shaped its rows: the content of the source, the tokenizer, the
-template, the settings, and `VERSION` of this code. It is written aside and renamed, so that two runs at once, or one that is killed, leave
-whole files only; its metadata hold a checksum, and a file that fails it is made again. Rows are mapped from the file, not read into memory.
-A folder is held to a bound (`cache_folder`).
+An entry is one safetensors file, named by a hash of everything that determines its rows: the content of the source, the tokenizer, the
+template, the settings, and `VERSION` of this code. It is written under a temporary name and renamed, so that concurrent or killed runs
+leave no partial entries. Its metadata contain a checksum; a damaged file is made again. Rows are memory-mapped, not read into memory.
+`cache_folder` limits the size of a folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHUNK = 1 << 22
 
 
 def entry_key(parts: Any) -> str:
-    """The name of an entry: a hash of what shaped it."""
+    """The name of an entry: a hash of everything that determines its rows."""
     return hashlib.sha256(json.dumps([VERSION, parts], sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -53,7 +53,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 class Cache:
-    """The entries of one folder. Nothing here raises for what the disk does: a run without its cache is only slower."""
+    """The entries of one folder. Reading never raises for a disk error, since a run without its cache is only slower."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -63,7 +63,7 @@ class Cache:
         return self.folder / f"{key}.safetensors"
 
     def load(self, key: str) -> tuple[TokenBlock | None, str | None]:
-        """An entry, or None with what is wrong with it; (None, None) where there is none."""
+        """An entry, or None with the reason why it is damaged; (None, None) if there is none."""
         path = self.path(key)
         try:
             block = read_entry(path)

@@ -1,7 +1,7 @@
-"""Where the cache of tokenised rows lies, what is in it, and how large it may become. Imports neither torch nor numpy.
+"""The folder of the cache of tokenised rows: its location, its entries and its size limit. Imports neither torch nor numpy.
 
-When a new entry takes the folder over its bound, those that were not used for longest go. An entry that a run has mapped may go too:
-the system keeps its content until that run ends.
+When a new entry exceeds the limit, the least recently used entries are removed. An entry that a run has mapped may be removed too: the
+system retains its content until that run ends.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def entries(folder: Path, *, described: bool = False) -> list[Entry]:
 
 
 def evict(folder: Path, *, keep: Path, most: int) -> list[Entry]:
-    """Removes entries, those not used for longest first and never `keep`, until the folder holds at most `most` bytes; those removed."""
+    """Removes the least recently used entries, but never `keep`, until the folder holds at most `most` bytes; returns those removed."""
     there = entries(folder)
     total, gone = sum(entry.bytes for entry in there), []
     for entry in there:

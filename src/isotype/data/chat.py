@@ -1,4 +1,4 @@
-"""The chat template of a run: which one, how a conversation is rendered, and where its answers lie in the rendered text.
+"""The chat template of a run: selects it, renders conversations with it, and locates the answers in the rendered text.
 
 Stock templates of Llama, Qwen and Gemma have no `{% generation %}` block, so the learnt spans are derived: the text up to an answer is
 what the template renders for the turns before it plus its generation prompt; the answer ends where rendering the turns up to and
@@ -134,5 +134,5 @@ def chat_template(tokenizer: Any, file: str | None) -> ChatTemplate:
 
 
 def _agreeing(one: str, other: str) -> int:
-    """How many characters two texts have in common from the beginning."""
+    """The length of the common beginning of two texts, in characters."""
     return next((k for k, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))

@@ -1,9 +1,9 @@
-"""From checked examples to rows of tokens with labels.
+"""Turns checked examples into rows of tokens with labels.
 
-A chat is rendered by its template, which writes every special token itself: nothing is added, so no beginning-of-text token is doubled.
-Plain text, and prompt/completion under a tokenizer without a template, get what the tokenizer puts before a text by itself, and the
-end-of-text token after it. The tokens of a prompt are those that generation will see: where the tokenizer would cut the prompt differently
-because of the answer behind it, the two are tokenised apart.
+A chat is rendered by its template, which writes every special token itself. The encoder adds none, so that no beginning-of-text token is
+doubled. Plain text, and prompt/completion with a tokenizer without a template, get the tokenizer's own beginning and the end-of-text token.
+The tokens of a prompt are those that generation will see: if the following answer would change them, prompt and answer are tokenised
+separately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Offsets = Sequence[tuple[int, int]]  # of each token, in characters
 
 @dataclass
 class Tally:
-    """What happened to the examples of one side (training or evaluation) on their way to rows."""
+    """Counts of the examples of one side (training or evaluation) that were cut, dropped or changed while they were encoded."""
 
     dropped: Counter[str] = field(default_factory=Counter)
     first_dropped: dict[str, str] = field(default_factory=dict)
@@ -88,7 +88,7 @@ def all_bad(tallies: Sequence[Tally]) -> BadRows:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A row as text, with the parts to learn."""
+    """A row as text, with the spans to learn."""
 
     place: str
     text: str

@@ -143,7 +143,7 @@ def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
 
 
 def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> list[str]:
-    """What a person should know, one sentence each."""
+    """Notes for the user, one sentence each."""
     said = []
     train, evaluation, tokens, template = facts["train"], facts["eval"], facts["tokens"], facts["template"]
     for name, side in (("training", train), ("evaluation", evaluation)):

@@ -1,7 +1,7 @@
-"""What a row holds: messages, ShareGPT, Alpaca, prompt and completion, or text. Detection from the first row, checks of every row.
+"""The formats of a row: messages, ShareGPT, Alpaca, prompt and completion, or text. Detects the format and checks every row.
 
-A format is recognised by its keys; keys beside them (`id`, `source`) are counted and named in the facts, never silently used. Whatever
-the format, a checked row is an `Example`: a conversation, a pair, or a text.
+A format is recognised by the keys of the first row. Other keys (`id`, `source`) are not used, and the facts name and count them. A checked
+row of any format becomes an `Example`: a conversation, a pair, or a text.
 """
 
 from __future__ import annotations

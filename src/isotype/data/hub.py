@@ -65,7 +65,7 @@ class HubSource(Source):
 
 
 def _load(source: HubSource) -> Any:
-    """The split of a dataset. Raises UsageError in one line for whatever the library says."""
+    """The split of a dataset. Turns every error of the library into a UsageError of one line."""
     import datasets
 
     spec = source.spec

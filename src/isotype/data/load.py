@@ -1,7 +1,7 @@
-"""`load_data`: the data section of a run, from names to rows of tokens, prompts and facts.
+"""`load_data`: turns the data section of a run into rows of tokens, prompts and facts.
 
-Sources are read row by row and tokenised into flat arrays (`tokens`), on disk where they are large (`cache`). Evaluation rows are the
-given sources, or held out of the training rows by content, so that a row and its copy are never on both sides.
+Sources are read row by row and tokenised into flat arrays (`tokens`), on disk if they are large (`cache`). Evaluation rows come from their
+own sources, or are held out of the training rows by content, so that a row and its copy are never on both sides.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
 
 
 def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source]) -> Encoder:
-    """The encoder that these sources need. Prompt/completion rows are chats too where the tokenizer or the user brings a template:
-    that is how such a model is asked later."""
+    """The encoder that these sources need. If there is a template, prompt/completion rows become chats too, since prompts will be rendered
+    with this template when the model is used."""
     formats = {form for s in sources for form in s.formats}
     pairs_in_template = "prompt_completion" in formats and (data.chat_template is not None or bool(tokenizer.chat_template))
     wanted = bool(formats & {"messages", "sharegpt", "alpaca"}) or pairs_in_template

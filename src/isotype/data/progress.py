@@ -1,4 +1,4 @@
-"""How far long work is: a live line with the time left where stderr is a terminal, a plain line every half minute where it is not."""
+"""Shows the progress of long work: a live line with the time left if stderr is a terminal, otherwise a plain line every half minute."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Meter:
         self._file = file
 
     def read(self, file: IO[bytes]) -> None:
-        """The file is finished with."""
+        """Ends the reading of the current file."""
         self.done += 0 if file.closed else file.tell()
         self._file = None
 

@@ -1,7 +1,7 @@
-"""Files as lines: which endings are read, gzip, encodings. Their rows: JSON in `json_rows.py`, tables in `tables.py`.
+"""Reads files as lines: file endings, gzip, encodings. `json_rows.py` and `tables.py` make rows of them.
 
-Lines are read one by one (or blocks, where a file may be one long line), as bytes, so that a large file costs no more memory than one
-record, and a byte that is not UTF-8 is reported where it is. Every record knows its file and its line, or its row where there are no lines.
+Lines (or blocks of a file that may be one long line) are read as bytes, one at a time, so that a large file needs only the memory of one
+record, and a byte that is not UTF-8 is reported with its position. Every record stores its file and its line, or its row number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the data side hands to training: rows of tokens, prompts to sample from, and the facts that become data.json."""
+"""The data types that training gets: rows of tokens, prompts to sample from, and the facts that become data.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Row:
 
     @property
     def supervised(self) -> int:
-        """Tokens that give a loss: the first token of a row is predicted by nothing, so its label never counts."""
+        """The number of tokens in the loss. The first token of a row has no prediction, so its label never counts."""
         return sum(label != IGNORED for label in self.labels[1:])
 
 
@@ -33,9 +33,9 @@ class SamplePrompt:
     """A prompt answered during training."""
 
     text: str
-    """What a person is shown."""
+    """The text shown to the user."""
     input_ids: tuple[int, ...]
-    """What the model is given: with the template's generation prompt."""
+    """The text given to the model, with the template's generation prompt."""
     reference: str | None = None
     """The answer in the data, if there is one."""
 

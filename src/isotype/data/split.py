@@ -1,4 +1,4 @@
-"""Which rows are held out: by a hash of their tokens and the run's seed, so that copies of a row stay together and nothing else matters."""
+"""Chooses the held-out rows by a hash of their tokens and the run's seed only, so that all copies of a row are on the same side."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def places(digests: np.ndarray, seed: int) -> np.ndarray:
 
 
 def is_held_out(digest: int, share: float, seed: int) -> bool:
-    """The same for a stream, whose other rows are not known: each is held out or not by itself."""
+    """The same choice for a stream: it decides about each row alone, since the other rows are unknown."""
     return bool(int(places(np.array([digest], np.uint64), seed)[0]) < share * 2**64)

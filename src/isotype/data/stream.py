@@ -1,9 +1,9 @@
 """Streams: rows tokenised while training, for data that no disk holds.
 
-A stream is read in blocks of `data.shuffle_buffer` rows. A block is drawn from its sources by their weights, tokenised, shuffled, packed
-where that is asked for, and handed out; no more than one is held. Where each source stood at the beginning of a block, and how many of its
-rows were handed out, is the whole state, so that a resumed run reads one block again and goes on with the same row. Rows are held out for
-evaluation by a hash of their tokens: the first of them are evaluated, none of them is trained on.
+A stream is read in blocks of `data.shuffle_buffer` rows. The rows of a block are chosen from the sources by weight, tokenised, shuffled,
+and packed if configured. Only one block is in memory. The state is the position of each source at the beginning of the block, and the
+number of rows already used, so that a resumed run reads one block again and continues with the same row. Rows are held out for evaluation
+by a hash of their tokens: the first of them are evaluated, and none is trained on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SEARCHED = 20_000  # rows of the beginning in which they are looked for
 
 
 class Cursors:
-    """Where each source stands: rows read in its current pass, and passes before. Chooses which source comes next."""
+    """The position of each source: rows read in its current pass, and completed passes. Chooses the next source."""
 
     def __init__(self, sources: Sequence[Source], state: Sequence[Sequence[int]] | None = None) -> None:
         self.sources = sources
@@ -140,7 +140,7 @@ class StreamedRows:
 def load_stream(
     data: DataSection, sources: Sequence[Source], eval_sources: Sequence[Source], evaluation: TokenRows, encoder: Encoder, *, seed: int
 ) -> LoadedData:
-    """What `load_data` gives for a stream: its first rows for the checks before the start, its held-out rows, and the stream."""
+    """The result of `load_data` for a stream: its first rows, for the checks before step 1, its held-out rows, and the stream."""
     check_streamable(sources)
     was_held_out = not eval_sources
     share = data.eval_split if was_held_out else 0.0
@@ -184,7 +184,7 @@ def load_stream(
 
 
 def check_streamable(sources: Sequence[Source]) -> None:
-    """Raises UsageError for what a stream cannot be made of."""
+    """Raises UsageError for sources that cannot be streamed."""
     for one in sources:
         if next(one.texts(), None) is not None:
             raise UsageError(

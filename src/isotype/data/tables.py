@@ -1,6 +1,6 @@
-"""Tables as records: CSV and TSV line by line, Parquet in batches of rows. A table's rows are objects by column.
+"""Reads the rows of tables as objects by column: CSV and TSV line by line, Parquet in batches of rows.
 
-Parquet fills what a row has not with nulls, all the way down: they are taken out, so that a message without `tool_calls` has no such key.
+Parquet fills missing keys with nulls at every depth. They are removed, so that a message without `tool_calls` has no such key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokenised rows in flat arrays: in memory, or mapped from a file, so that rows cost memory only while they are looked at.
+"""Tokenised rows in flat arrays, in memory or mapped from a file; mapped rows need memory only while they are used.
 
 ids         int32[N]   tokens of all rows, one after the other
 learnt      bool[N]    whether a token is learnt
@@ -52,7 +52,7 @@ class TokenBlock:
 
 
 def digest_of(row: Row) -> int:
-    """64 bits that stand for the tokens of a row."""
+    """A 64-bit hash of the tokens of a row."""
     return int.from_bytes(hashlib.blake2b(np.asarray(row.input_ids, np.int32).tobytes(), digest_size=8).digest(), "little")
 
 

@@ -1,7 +1,9 @@
 """`isotype doctor PATH`: every part of the doctor that applies to what lies there, and one summary.
 
 check   configurations                  lint    Python files
-explain logs (*.log, *.err, *.out)      kernels files that define Triton kernels; these are imported, which `static` leaves out
+explain logs (*.log, *.err, *.out)      kernels files that define Triton kernels
+
+Kernels' files are imported, and functions that lint accuses are cut out and executed, each in a process of its own; `static` does neither.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def visit(path: Path, *, static: bool = False, seconds: float = SECONDS, tell: T
         visits.append(_check(path))
     if python:
         tell(f"lint    {count(len(python), 'Python file')}")
-        visits.append(_lint(path))
+        visits.append(_lint(path, prove=not static))
     if logs:
         tell(f"explain {count(len(logs), 'log')}")
         visits.append(_explain(logs))
@@ -111,10 +113,10 @@ def _check(path: Path) -> Visit:
     return Visit("check", f"{count(found.files, 'configuration file')}, {count(len(found.records), 'run')}", list(found.findings))
 
 
-def _lint(path: Path) -> Visit:
+def _lint(path: Path, *, prove: bool) -> Visit:
     from .lint.command import lint_command
 
-    run = lint_command([path])
+    run = lint_command([path], prove=prove and importlib.util.find_spec("torch") is not None)
     return Visit("lint", run.subject, run.findings)
 
 

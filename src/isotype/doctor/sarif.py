@@ -50,6 +50,7 @@ def _rule(code: str) -> dict[str, Any]:
 def _result(finding: Finding, rule_index: int, root: Path) -> dict[str, Any]:
     told = [finding.message]
     told += [f"{label}: {value}" for label, value in (("cause", finding.cause), ("fix", finding.fix)) if value]
+    told += [f"{label}: {value}" for label, value in finding.details if label == "evidence"]
     result: dict[str, Any] = {
         "ruleId": finding.code,
         "ruleIndex": rule_index,

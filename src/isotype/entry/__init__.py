@@ -1,1 +1,1 @@
-"""The way in from Python: `isotype.train(...)` and the `Run` it returns."""
+"""Training from Python: `isotype.train(...)` and the `Run` that it returns."""

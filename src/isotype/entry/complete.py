@@ -1,4 +1,4 @@
-"""What no run can do without, said before anything heavy is imported."""
+"""Checks that the required settings are given, before slow imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run folder from Python: its metrics, its result, its report, and the model to talk to."""
+"""`Run`: access to a run folder from Python: its metrics, its result, its report, and its model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run, finished or not, read anew at each access. In a notebook it shows itself as its report's picture.
+    """A finished or unfinished run. Each access reads the files again. A notebook displays it as the picture of its report.
 
     Raises  UsageError when the folder holds nothing of a run
     """

@@ -1,1 +1,1 @@
-"""What this machine is and has: hardware, versions of libraries, their known dtype faults, the hub of models and datasets."""
+"""Facts about this machine: hardware, library versions, their known dtype faults, and the connection to the hub."""

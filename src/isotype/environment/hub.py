@@ -1,4 +1,4 @@
-"""The hub of models and datasets: whether it answers, asked once a process, and what its library says of tries that failed.
+"""Checks once per process whether the hub of models and datasets answers, and shortens its library's messages about failed attempts.
 
 The library alone waits half a minute for each file where nothing answers, also for one that was downloaded before.
 """
@@ -23,9 +23,9 @@ _away: dict[str, bool] = {}  # by endpoint, as first found
 
 
 def is_away() -> bool:
-    """Whether to do without the hub: nothing answers there, which is said once, or HF_HUB_OFFLINE is set and it is not asked.
+    """Whether the hub cannot be used: it does not answer, which is printed once, or HF_HUB_OFFLINE is set.
 
-    The libraries are set offline in this process where nothing answers: what was downloaded before is then found at once.
+    If the hub does not answer, the libraries are switched to offline mode in this process, so that earlier downloads are found at once.
     """
     if constants.ENDPOINT not in _away:
         if constants.HF_HUB_OFFLINE:
@@ -39,10 +39,10 @@ def is_away() -> bool:
 
 
 def not_in_cache(what: str, instead: str, *, part: bool = False) -> UsageError:
-    """The error for what is not here and cannot be fetched.
+    """The error for a model or dataset that is not in the local cache and cannot be downloaded.
 
-    instead  what to give in its place: `a local folder`
-    part     some of it is here
+    instead  what the user can give instead: `a local folder`
+    part     whether a part of it is in the cache
     """
     absent = f"{what}: {'only a part of it is' if part else 'not'} in the local cache"
     if constants.HF_HUB_OFFLINE and not _away.get(constants.ENDPOINT):
@@ -68,7 +68,7 @@ def _answers() -> bool:
 
 
 class HubTries(logging.Filter):
-    """Of the hub's failed tries only the first of a host is said, at once; that it never answered is the error's to say."""
+    """Prints only the first failed attempt for each host, at once. The final error reports that the host never answered."""
 
     def __init__(self) -> None:
         super().__init__()

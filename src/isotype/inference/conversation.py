@@ -1,4 +1,4 @@
-"""Turns with a run: the template renders what was said so far, the answer streams to the terminal."""
+"""A conversation with a run: the chat template renders all earlier turns, and the answer streams to the terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Stream(TextStreamer):  # type: ignore[misc]
 
 
 class Conversation:
-    """Remembers what was said. A run whose tokenizer has no template continues the text it is given."""
+    """Stores the earlier turns. A run whose tokenizer has no template continues the given text instead."""
 
     def __init__(self, run: LoadedRun, *, max_new_tokens: int, temperature: float, top_p: float, stream: bool = True) -> None:
         self.run, self.stream = run, stream

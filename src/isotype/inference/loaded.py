@@ -1,4 +1,5 @@
-"""A run, finished or not, loaded as it was trained: base, adapter or newest whole checkpoint, precision; or a folder without a run."""
+"""Loads a finished or unfinished run under its own precision: the base with its adapter or newest complete checkpoint. Also loads the
+folder of an adapter or a model that belongs to no run."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ _TRIES = 5  # a run would have to save, and remove its oldest, once in each
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """`taken` says which weights these are: `adapter`, `model` or `checkpoint step_N`."""
+    """A loaded model with tokenizer and precision. `taken` is the source of its weights: `adapter`, `model` or `checkpoint step_N`."""
 
     folder: Path
     config: RunConfig

@@ -1,4 +1,4 @@
-"""Merges an adapter into its base: dequantise, add in fp32, cast once, say how much of the adapter the cast drowned, check the result."""
+"""Merges an adapter into its base: dequantises, adds in fp32, casts once, measures the rounding error of the cast, checks the result."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
 
 
 def merged_dtype(precision: Precision) -> tuple[str, str]:
-    """What a merged model is kept in, and why: what is declared for models, else the base's dtype, as whoever loads the base expects."""
+    """The dtype of a merged model, and the reason: the declared dtype of saved models, else the base's dtype."""
     if precision.save_model != precision.save_adapter:
         return precision.save_model, f"precision.save: {precision.save}"
     if precision.base == "nf4":
@@ -183,7 +183,7 @@ def _rows(run: LoadedRun) -> list:
 
 
 def _any_rows(run: LoadedRun) -> list:
-    """Tokens drawn at random: for an adapter that came without data they compare two models as well as text does."""
+    """Random tokens, on which two models are compared when the adapter comes without data."""
     generator = torch.Generator().manual_seed(0)
     most = run.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     drawn = torch.randint(0, most, (16, 32), generator=generator).tolist()

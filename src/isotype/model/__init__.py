@@ -1,1 +1,1 @@
-"""Models and adapters: loads or builds a model in the declared dtypes, attaches LoRA, saves adapters."""
+"""Loads or builds a model in the declared dtypes, attaches a LoRA adapter, saves adapters."""

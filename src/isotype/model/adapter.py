@@ -1,4 +1,4 @@
-"""Attaches a LoRA adapter through PEFT, freezes the rest, and saves it as a plain PEFT folder with its precision beside it."""
+"""Attaches a LoRA adapter through PEFT, freezes all other weights, and saves the adapter as a plain PEFT folder with precision.json."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def attach_adapter(
 ) -> PeftModel:
     """A PeftModel over `model` with one trainable adapter, new or continued from `start_from`.
 
-    new_tokens  embedding and head are trained in full with it, and stay one weight where they are
+    new_tokens  also train embedding and head in full; tied ones stay tied
     task_type   PEFT's; None for a model that is called as it is
     targets     in place of the section's, for models whose linear layers PEFT cannot choose by itself
     """
@@ -77,7 +77,7 @@ def linear_names(model: PreTrainedModel) -> list[str]:
 
 
 def _targets(model: PreTrainedModel, section: AdapterSection) -> str | list[str]:
-    """What PEFT is told: `all-linear` includes layers that it refuses in Mamba models, so they get a list."""
+    """The target modules for PEFT. With `all-linear` PEFT would select layers of Mamba models that it then refuses, so they get a list."""
     if section.targets == "all-linear" and getattr(model.config, "model_type", None) in _MAMBA:
         return linear_names(model)
     return section.targets
@@ -99,9 +99,9 @@ def check_branch(config: RunConfig, precision: Precision) -> None:
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter") -> PeftModel:
-    """A saved PEFT adapter on `model`, trainable. Safetensors only: a pickle from a stranger is not opened.
+    """Loads a saved PEFT adapter on `model`, trainable. Accepts only safetensors, since a pickle can run code.
 
-    Raises  UsageError when it is damaged, of another kind, or for another model; PEFT leaves weights out that find no place
+    Raises  UsageError when it is damaged, of another kind, or for another model (PEFT itself ignores weights that do not match)
     """
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
@@ -142,7 +142,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter")
 
 
 def _first_line(error: BaseException) -> str:
-    """What it said; torch's list of shapes begins in its second line."""
+    """The first line of the error's message; torch's list of shapes begins on its second line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[1 if len(lines) > 1 and lines[0].endswith(":") else 0] if lines else type(error).__name__
 
@@ -157,7 +157,7 @@ def save_adapter(model: PeftModel, folder: Path, precision: Precision) -> None:
 
 
 def trainable_share(model: nn.Module) -> tuple[int, int]:
-    """(trainable elements, all elements); a packed 4-bit weight counts as what it stands for."""
+    """(trainable elements, all elements); of a packed 4-bit weight the unpacked elements are counted."""
     trainable = total = 0
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)

@@ -17,7 +17,7 @@ _REFUSED = re.compile(r"attn_implementation|scaled_dot_product_attention|flex_at
 
 
 def attention_options(attention: str, device: torch.device) -> dict[str, Any]:
-    """What `from_pretrained` is told. Raises UsageError for what only a GPU trains with."""
+    """The attention arguments for `from_pretrained`. Raises UsageError for an implementation that trains only on a GPU."""
     if attention in ("flash", "flex") and device.type == "cpu":
         raise UsageError(f"model.attention: {attention} trains on a GPU only, and this run is on the CPU", fix="model.attention: auto")
     name = IMPLEMENTATIONS[attention]
@@ -31,7 +31,7 @@ def taken(model: Any) -> str:
 
 
 def said(model: Any, asked: str) -> str:
-    """A line: what runs, and why where it was not asked for; "" for a model that is none of transformers'."""
+    """A header line: the implementation, and the reason if it is not the requested one; "" for a model that is not from transformers."""
     if not hasattr(model, "config"):
         return ""
     word = taken(model)

@@ -1,4 +1,4 @@
-"""The model as it will be trained: loaded, with its adapter and Isotype's ops, under its precision."""
+"""Builds the model for training: loads it, attaches its adapter, inserts Isotype's ops, and applies its precision."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def build_model(
     config: RunConfig, precision: Precision, source: Source, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> tuple[nn.Module, Manifest]:
-    """The model, and the list of what runs in whose place."""
+    """Returns the model and the manifest of the replaced modules."""
     every_weight = config.adapter.kind == "none"
     base = load_base(source, precision, attention=config.model.attention, device=device, trainable=every_weight)
     notes = base_notes(source, precision)

@@ -1,4 +1,4 @@
-"""Loads or builds a causal language model and its tokenizer in the declared dtypes, and says plainly why it could not."""
+"""Loads or builds a causal language model and its tokenizer in the declared dtypes. Each failure is an error of one line with a fix."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def base_source(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, folder: Path, seed: int, dtype: str) -> Source:
-    """Where the base is loaded from.
+    """The source of the base model.
 
-    One of `init: random`, or with `add_tokens`, is made once and saved as an ordinary folder, so that it can be loaded again.
+    With `init: random` or `add_tokens` the base is created once and saved as an ordinary model folder, so that it can be loaded again.
     """
     if section.init == "pretrained":
         if section.name is None:
@@ -91,7 +91,7 @@ def load_architecture(section: ModelSection, tokenizer: PreTrainedTokenizerBase 
 
 
 def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Source:
-    """The base with rows for the added tokens, in the dtype of its own files, written whole or not at all."""
+    """Writes, atomically, the base with embedding rows for the added tokens, in the dtype of its own files."""
     if fault(folder) is not None:
         with _explained(source.name, "model", source.revision):
             model = AutoModelForCausalLM.from_pretrained(
@@ -139,7 +139,7 @@ def load_base(source: Source, precision: Precision, *, attention: str, device: t
 
 
 def base_notes(source: Source, precision: Precision) -> list[str]:
-    """What to say of a base that was quantised before it was saved.
+    """Header lines about a base that was saved quantised.
 
     Raises  UsageError for one that the precision does not declare, and for an architecture that does not predict the next token
     """
@@ -211,9 +211,9 @@ def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _reach(name: str, revision: str | None) -> None:
-    """Says that a model is fetched, before the minutes it takes; where the hub is away, what was downloaded before is taken at once.
+    """Prints that a model is being downloaded, which may take minutes. If the hub does not answer, earlier downloads are used at once.
 
-    Raises  LocalEntryNotFoundError where the hub goes away meanwhile
+    Raises  LocalEntryNotFoundError when the hub stops answering during the download
     """
     if is_folder_name(name) or Path(name).exists() or is_away():
         return
@@ -284,7 +284,7 @@ _AGAIN = "get the folder again from where it came, or save it anew with save_pre
 
 
 def _damaged(name: str, what: str, error: BaseException) -> UsageError:
-    """A folder that is there and does not load: which of its files, and what to do."""
+    """The error for an existing folder that does not load: names the damaged file and a fix."""
     text = str(error)
     if "custom code" in text:
         return UsageError(f"{what} {name}: it brings its own code, which is not run", fix="if you trust it: model.trust_remote_code: true")

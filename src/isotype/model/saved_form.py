@@ -1,6 +1,6 @@
-"""What is saved equals what was trained: weights compared bit for bit in their saved dtype, and a config that is true of the head.
+"""Ensures that the saved model equals the trained one: compares weights bit for bit in their saved dtype, and corrects config.json.
 
-Readers that obey `tie_word_embeddings: true` take the embedding for the head and never look at a head in the file.
+Programs that obey `tie_word_embeddings: true` use the embedding as the head and ignore a head in the file.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def embedding_and_head(model: Any) -> tuple[str, str] | None:
 
 
 def write_config(folder: Path, dtype: torch.dtype, *, tied: bool | None) -> None:
-    """Makes config.json true of the weights beside it: their dtype, and whether the head is the embedding (None: unknown, left as it is).
+    """Writes into config.json the dtype of the weights, and whether the head is the embedding (None: unknown, not changed).
 
-    Both are written out: what a missing entry means differs between families, engines and versions of transformers.
+    Both are written explicitly, since the default of a missing entry differs between families, engines and versions of transformers.
     """
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))

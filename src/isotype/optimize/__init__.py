@@ -1,7 +1,7 @@
-"""`isotype.optimize(model, precision)` and `isotype.restore(model)`: which op goes where in a model, and back.
+"""`isotype.optimize(model, precision)` replaces modules of a model by Isotype's ops; `isotype.restore(model)` undoes it.
 
-manifest   what was replaced, where, and why something was left alone
-norms, gated, rotary, head   one kind of place each: how it is recognised by structure, probed, and replaced on the instance
+manifest   the list of replaced modules, and the reasons why others were not replaced
+norms, gated, rotary, head   one kind of module each: recognise it by structure, probe it, replace it on the instance
 deferred   logits not yet computed
 generation `model.generate` in the middle of training
 base       what the manifest says of the weights that were there

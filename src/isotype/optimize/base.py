@@ -1,4 +1,4 @@
-"""What the manifest says of the weights that were there before."""
+"""The manifest's lines about the weights of the base."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deferred logits that plain ones would share memory with: what is written to one of them is written to all.
+"""Groups of deferred logits whose real tensors would share memory: a write to one of them must change all.
 
 A view of deferred logits is a recipe of its own, so that a loss of shifted rows needs no logits. A write in place, or a hook on the tensor,
 needs the real memory: then all of them become real at once, as views of one tensor, before it happens. PyTorch decides what shares memory.

@@ -1,10 +1,10 @@
-"""`model.generate` in the middle of training: the same tokens as outside it, and nothing left behind.
+"""Makes `model.generate` during training return the same tokens as outside it, and leave training unchanged.
 
-Two things make a callback's generation and the training around it disturb each other. Sampling draws from the generators that dropout and
-the data's order draw from: called from a callback, it gets a stream of its own. Called from the training step itself (GRPO, OnlineDPO, a
-`compute_loss`), it is part of training, and draws where training draws. A layer under gradient checkpointing and in training mode throws
-the cache away, and then sees one token without its past: checkpointing rests while tokens are made. What bitsandbytes does to 4-bit
-weights in evaluation mode is `linear_4bit`'s to prevent.
+Generation in a callback and training can disturb each other in two ways. First, sampling uses the same random generators as dropout and
+the data order. In a callback it therefore gets a separate random stream. Called from the training step itself (GRPO, OnlineDPO, a
+`compute_loss`), it is part of training and uses the training generators. Second, a layer with gradient checkpointing in training mode
+discards the key-value cache and would see one token without the earlier ones. Gradient checkpointing is therefore switched off during
+generation. `linear_4bit` prevents bitsandbytes from changing 4-bit weights in evaluation mode.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class SeesTraining:
 
 
 def place(lm: nn.Module) -> str | None:
-    """Why the generate of this causal LM (or of the one it wraps) is left alone, or None."""
+    """Why the generate of this causal LM (or of the one it wraps) is not changed, or None."""
     inner = inner_model(lm)
     if not callable(getattr(type(inner), "generate", None)):
         return "the model does not generate"

@@ -1,4 +1,4 @@
-"""The head: inside a forward of its causal LM that was given labels, it returns deferred logits; otherwise it is what it was."""
+"""The head: returns deferred logits when the forward of its causal LM was given labels, and plain logits otherwise."""
 
 from __future__ import annotations
 

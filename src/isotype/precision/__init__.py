@@ -1,6 +1,6 @@
-"""Precision: which dtype each role of a run has, declared once, resolved with reasons, checked against what the run really did.
+"""Precision: the dtype of each role of a run. It is declared once, resolved with reasons, and checked against what the run really did.
 
-Importing this package imports no torch; `apply`, `observe` and `accumulate` do when they are imported.
+Importing this package does not import torch; importing `apply`, `observe` or `accumulate` does.
 """
 
 from .precision import ROLES, Precision

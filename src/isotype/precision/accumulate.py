@@ -1,7 +1,7 @@
-"""Gradients wider than their weights: fp32 buffers filled as backward produces them.
+"""Accumulates gradients in buffers that are wider than the weights.
 
-`param.grad_dtype` does not survive DDP, FSDP2, deepcopy or torch's own AdamW, so the sum lives outside `.grad`: a hook adds each
-gradient to its buffer and drops it. Under DDP run every micro-batch in `no_sync()` and call `reduce()` once a step.
+DDP, FSDP2, deepcopy and torch's own AdamW lose `param.grad_dtype`, so the sum is stored outside `.grad`: a hook adds each gradient to
+its buffer and then frees it. Under DDP run every micro-batch in `no_sync()` and call `reduce()` once per step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class GradientAccumulator:
 
     Parameters that already have `dtype` keep their gradient in `.grad`; the others get a buffer, allocated with their first gradient.
 
-    dtype   where the sum over micro-batches lives, `precision.grads`
+    dtype   the dtype of the sum over micro-batches, `precision.grads`
     reduce  the dtype of the sum across ranks, `precision.reduce`
     """
 
@@ -47,7 +47,7 @@ class GradientAccumulator:
         return [g for p in self.parameters if (g := self.gradient(p)) is not None]
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> None:
-        """Sums every gradient across ranks, once a step, in the declared reduce dtype. A rank without a gradient adds zeros."""
+        """Sums every gradient across ranks in the declared reduce dtype; call it once per step. A rank without a gradient adds zeros."""
         if not dist.is_initialized() or dist.get_world_size(group) == 1:
             return
         for parameter in self.parameters:
@@ -67,13 +67,13 @@ class GradientAccumulator:
             self._buffers[id(parameter)] = gradient
 
     def zero(self) -> None:
-        """Drops every gradient; the memory is free until the next backward."""
+        """Frees every gradient until the next backward."""
         self._buffers.clear()
         for parameter in self.parameters:
             parameter.grad = None
 
     def close(self) -> None:
-        """Removes the hooks: gradients stay in `.grad` again."""
+        """Removes the hooks. Later gradients stay in `.grad`."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -1,7 +1,8 @@
-"""Puts a `Precision` on a model: weights in their declared dtype, products in `compute`, every norm's and embedding's output in `compute`.
+"""Applies a `Precision` to a model: casts weights to their declared dtype, and computes products and the outputs of norms and embeddings
+in `compute`.
 
-The inner model's own forward is wrapped, not the wrapper a trainer holds, so that generation, evaluation and callbacks see what
-training sees. Instances only: no class is patched, and a deepcopy of the model keeps the behaviour.
+It wraps the forward of the inner model, not that of a trainer's wrapper, so that generation, evaluation and callbacks compute as training
+does. It changes instances only and patches no class. A deepcopy of the model behaves the same.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _STATE = "_isotype_precision"
 
 
 class _State:
-    """What a wrapped forward needs to know; lives on the model, is copied with it.
+    """The settings of a wrapped forward; stored on the model, so that deepcopy copies them too.
 
     forward   the instance's own forward before, or None for its class's
     methods   the forwards that were put in the place of others
@@ -76,9 +77,9 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def cast_parameters(model: nn.Module, precision: Precision) -> None:
-    """Frozen floating parameters become `base`, trainable ones `trainable`; quantised ones and buffers stay as they are.
+    """Casts frozen floating parameters to `base` and trainable ones to `trainable`. Quantised parameters and buffers do not change.
 
-    What the model's class keeps in fp32 (`precision.kept`) becomes or stays fp32.
+    Parameters that the model's class keeps in fp32 (`precision.kept`) become or stay fp32.
     """
     for full, parameter in model.named_parameters():
         if parameter.is_floating_point() and not is_quantised(parameter):
@@ -94,12 +95,12 @@ def declared_dtype(model: nn.Module, full: str, parameter: Tensor, precision: Pr
 
 
 def apply_precision(model: nn.Module, precision: Precision, *, device_type: str, cast: bool = True) -> None:
-    """Makes `model` keep `precision` in training, evaluation and generation.
+    """Makes `model` follow `precision` in training, evaluation and generation.
 
-    Casts parameters by `requires_grad`, so adapters are attached and frozen weights are frozen before. PEFT's own widening of
-    activations to the adapter's dtype is switched off: A and B are cast down instead, which is tiny.
+    Parameters are cast according to `requires_grad`, so attach adapters and freeze weights first. PEFT widens activations to the adapter's
+    dtype; this is switched off, and the small matrices A and B are narrowed instead.
 
-    cast  False where the caller has given the parameters their dtypes
+    cast  False if the caller has already cast the parameters
     """
     if cast:
         cast_parameters(model, precision)
@@ -164,7 +165,7 @@ def is_narrowed(module: nn.Module, kept: set[nn.Module]) -> bool:
 
 
 def _in_its_precision(own: Callable[..., Any]) -> Callable[..., Any]:
-    """`own`, a model's forward, under the autocast of the precision that was put on the model."""
+    """Wraps `own`, a model's forward, in the autocast of the model's precision."""
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +178,7 @@ def _in_its_precision(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Narrow:
-    """Forward hook: a floating output leaves in the declared compute dtype. An object, so that deepcopy and pickling keep it."""
+    """Forward hook that casts a floating output to the declared compute dtype. It is an object, so that deepcopy and pickle copy it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -189,7 +190,7 @@ class _Narrow:
 
 
 class _NarrowFirst(_Narrow):
-    """The same for a block, which may return its hidden states as the first of several."""
+    """The same hook for a block, which may return a tuple with its hidden states first."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple) and output:
@@ -207,13 +208,13 @@ def _blocks_of_transformers(inner: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether a module of a list is a layer that hands on the residual stream: transformers' own, with weights that multiply."""
+    """Whether a module of a list is a decoder layer, which passes on the residual stream: transformers' own, with weight matrices."""
     return type(module).__module__.startswith("transformers.") and any(p.dim() > 1 for p in module.parameters())
 
 
 def _has_stacked_weights(module: nn.Module, compute: torch.dtype) -> bool:
-    """Whether a module of transformers holds the weights of several experts in one tensor of another dtype: autocast does not know
-    their product."""
+    """Whether a module of transformers holds the weights of several experts in one tensor of another dtype. Autocast does not cast the
+    product of such a tensor."""
     if not type(module).__module__.startswith("transformers.") or "forward" in module.__dict__:
         return False
     stacked = [p for p in module._parameters.values() if p is not None and p.dim() == 3 and p.is_floating_point()]
@@ -221,7 +222,7 @@ def _has_stacked_weights(module: nn.Module, compute: torch.dtype) -> bool:
 
 
 def _multiplying_in(own: Callable[..., Any], compute: torch.dtype) -> Callable[..., Any]:
-    """`own`, a module's forward, with the module's own floating weights cast to `compute`; gradients flow through the cast."""
+    """Wraps `own`, a module's forward, so that it uses the module's floating weights cast to `compute`; gradients flow through the cast."""
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -237,14 +238,14 @@ def _multiplying_in(own: Callable[..., Any], compute: torch.dtype) -> Callable[.
 
 
 def precision_of(model: nn.Module) -> Precision | None:
-    """The precision that was put on a model, or None."""
+    """The precision that was applied to a model, or None."""
     state = getattr(inner_model(model), _STATE, None)
     return state.precision if state is not None else None
 
 
 @contextmanager
 def generating(model: nn.Module) -> Iterator[None]:
-    """Within this block products are in `precision.generate`."""
+    """Computes products in `precision.generate` within this block."""
     state: _State = getattr(inner_model(model), _STATE)
     before, state.dtype = state.dtype, state.precision.generate
     try:

@@ -1,6 +1,6 @@
-"""What a base model's weights were quantised to, by whom, and whether a declared precision can be kept on it.
+"""Finds out whether a base model is already quantised, by which library and to which format, and whether that fits the declared precision.
 
-Read from the configuration of a saved model before it is loaded, or from the layers of one that is.
+The facts come from the configuration of a saved model before it is loaded, or from the layers of a loaded model.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def of_config(config: Any) -> Quantisation | None:
 
 
 def of_model(model: nn.Module) -> Quantisation | None:
-    """From the layers of a loaded model: what most of them are."""
+    """From the layers of a loaded model: the format of the majority."""
     seen: Counter[Quantisation] = Counter()
     for module in model.modules():
         weight = module._parameters.get("weight")
@@ -78,7 +78,7 @@ def of_model(model: nn.Module) -> Quantisation | None:
 
 
 def check_base(found: Quantisation | None, precision: Precision, model_name: str) -> list[str]:
-    """What to say of a base that came quantised; nothing where it did not.
+    """Header lines about a base that was saved quantised; none for other bases.
 
     Raises  UsageError in one line for a base on which `precision` cannot be kept
     """
@@ -121,7 +121,7 @@ def unquantised_share(model: nn.Module) -> tuple[float, str]:
 
 
 def check_share(model: nn.Module, *, consent: bool, kept_in: str) -> list[str]:
-    """What to say of a 4-bit base of which much stays wide. Raises UsageError above 10% without consent."""
+    """Header lines about a 4-bit base of which more than 10% stays unquantised. Raises UsageError for such a base without consent."""
     share, largest = unquantised_share(model)
     if share <= MOST_UNQUANTISED:
         return []

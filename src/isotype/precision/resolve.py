@@ -1,4 +1,4 @@
-"""A preset plus overrides, against the device, becomes a table in which every value carries its reason. Imports no torch."""
+"""Resolves a preset and overrides on a device to one value for each role, with the reason for each value. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contradictions between precision settings, found before anything is loaded. Imports no torch; the doctor shares them.
+"""Finds contradictions between precision settings before anything is loaded. Imports no torch; the doctor uses the same rules.
 
 A rule is a function from `Facts` to findings; its docstring is its page. It names both settings, where each was set, why they
 conflict, and the fix. Errors refuse the run; warnings are shown in its header. The list is long because it is a table of rules.
@@ -76,7 +76,7 @@ def page(code: str) -> str | None:
 def _finding(
     code: str, facts: Facts, keys: tuple[str, ...], message: str, *, cause: str, fix: str, severity: Severity = Severity.ERROR
 ) -> Finding:
-    """Placed at the setting a person wrote, else at the first; lists each setting with its source."""
+    """Makes a finding that lists each setting with its source. Its place is the first one that the user wrote, else the first."""
     written = next((k for k in keys if facts[k].given), keys[0])
     file, _, line = facts[written].where.rpartition(", ")[2].rpartition(":")  # "run.yaml:3", or "preset nf4-lora, run.yaml:3"
     place = Place(
@@ -126,7 +126,7 @@ def gradients_narrower_than_weights(f: Facts) -> Iterator[Finding]:
     if itemsize(f.value("grads")) < itemsize(f.value("trainable")):
         yield _finding(
             "PR002", f, ("grads", "trainable"), f"{f.value('grads')} gradients of {f.value('trainable')} weights",
-            cause="a gradient is born in its parameter's dtype; storing it narrower loses accuracy and saves nothing",
+            cause="autograd makes each gradient in its parameter's dtype; storing it narrower loses accuracy and saves nothing",
             fix=f"precision.grads: {f.value('trainable')}, or precision.preset: bf16-pure",
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What stands on the page, worked out from a run's record; the template only places it."""
+"""Computes the content of the report page from a run's record; the template only lays it out."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def subtitle(record: RunRecord) -> str:
 
 
 def tiles(record: RunRecord) -> list[Tile]:
-    """The numbers of a run at a glance; one that is not known is left out."""
+    """The key numbers of a run; unknown ones are left out."""
     found: list[Tile] = []
     units = "pictures" if record.plan.get("task") == "diffusion" else "tokens"
     loss = record.curve("loss")
@@ -135,7 +135,7 @@ def samples(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def environment(record: RunRecord) -> list[tuple[str, str]]:
-    """What most questions about a run are answered by first; every installed package last."""
+    """The facts that answer most questions about a run, with the list of all installed packages last."""
     said = {key: value for key, value in record.environment.items() if key != "distributions"}
     distributions = record.environment.get("distributions")
     return flat(said) + (flat({"distributions": distributions}) if distributions else [])

@@ -59,7 +59,7 @@ def picture(record: RunRecord) -> bytes:
 
 
 class _Sheet:
-    """A page without end: boxes are placed from the top down and measured in inches; the figure is cut to what was used."""
+    """A page of variable height: boxes are placed from top to bottom, in inches, and the figure is cut to the used height."""
 
     def __init__(self) -> None:
         self.height, self.used = 40.0, MARGIN
@@ -130,7 +130,7 @@ class _Sheet:
 
 @contextmanager
 def _any_script() -> Iterator[None]:
-    """A model may answer in one that the font has no glyphs of."""
+    """Hides matplotlib's warnings about missing glyphs, since a model may answer in any script."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         yield
@@ -306,5 +306,5 @@ def _short(text: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """Without what no font can draw."""
+    """The text without characters that no font can draw."""
     return "".join(c for c in text if c.isprintable())

@@ -98,7 +98,7 @@ class Plot:
         return [t for t in nice_ticks(first, last) if first <= t <= last and t == int(t)] or [first]
 
     def described(self) -> str:
-        """The plot in words, for who does not see it."""
+        """A description of the plot, for screen readers."""
         said = []
         for one in self.series:
             finite = [p for p in one.points if math.isfinite(p[1])]

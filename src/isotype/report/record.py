@@ -16,7 +16,7 @@ FILES = ("resolved.yaml", "metrics.jsonl", "precision.json", "data.json", "env.j
 
 @dataclass
 class RunRecord:
-    """What a run left behind. `damaged` names what could not be read, and why."""
+    """The files of a run. `damaged` names the files that could not be read, and why."""
 
     folder: Path
     metrics: list[dict[str, Any]] = field(default_factory=list)

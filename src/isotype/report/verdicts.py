@@ -1,4 +1,4 @@
-"""What was declared or checked, beside what was found: the precision of every role, the preflight, and the run as a whole."""
+"""Compares declared and observed values: the precision of every role, the preflight, and the run as a whole."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The run folder: its files, its lock, its metrics, its checkpoints, and what is refused of a folder that a stranger made."""
+"""The run folder: its files, its lock, its metrics, its checkpoints, and the checks of a folder from an untrusted source."""

@@ -1,4 +1,4 @@
-"""The run folder: made once, held by one process, its small files replaced whole."""
+"""The run folder: created once, locked by one process, its small files replaced atomically."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Holds the folder for this process. Raises UsageError when another run has it, it cannot be written, or links lead out of it."""
+        """Locks the folder for this process. Raises UsageError when another run uses it, it is not writable, or links lead out."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             refuse_foreign_entries(self.path)

@@ -1,4 +1,4 @@
-"""The lock of a run folder: the process that trains in it has it, and a kill lets it go."""
+"""The lock of a run folder, held by the process that trains in it. The kernel releases it when the process ends or is killed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOCK = ".lock"
 
 
 def take_lock(handle: int, path: Path) -> None:
-    """Takes the lock that is open as `handle`, of the run folder `path`. Raises UsageError when another process has it."""
+    """Locks the run folder `path`, whose lock file is open as `handle`. Raises UsageError when another process has the lock."""
     try:
         import fcntl
     except ImportError:  # Windows has no flock; there two runs in one folder are not noticed
@@ -23,7 +23,7 @@ def take_lock(handle: int, path: Path) -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process trains in this folder now. The look itself takes the lock for some microseconds."""
+    """Whether a process trains in this folder now. The check itself holds the lock for some microseconds."""
     try:
         import fcntl
 

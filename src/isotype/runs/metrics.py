@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a line, flushed as it is written, cut back to the checkpoint when a run is resumed."""
+"""`metrics.jsonl`: one JSON object per line, flushed at once; a resumed run removes the lines after its checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Metrics:
             f.write(json.dumps({k: v for k, v in facts.items() if v is not None}) + "\n")
 
     def sync(self) -> None:
-        """Onto the disk: a checkpoint must not outlive the lines before it when the power goes."""
+        """Syncs the file to the disk, so that after a power failure no checkpoint exists without its earlier lines."""
         if self.file.is_file():
             with self.file.open("rb") as f:
                 os.fsync(f.fileno())
@@ -40,6 +40,6 @@ class Metrics:
         return rows
 
     def cut_after(self, step: int) -> None:
-        """Forgets what happened after `step`: it will happen again."""
+        """Removes the lines after `step`, which the resumed run will write again."""
         kept = [row for row in self.read() if isinstance(row.get("step"), int) and row["step"] <= step]
         write_text(self.file, "".join(json.dumps(row) + "\n" for row in kept))

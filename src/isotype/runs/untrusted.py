@@ -1,4 +1,4 @@
-"""A run folder may come from a stranger: it cannot consent to code on the user's behalf, and nothing is written through its links."""
+"""Checks of a run folder from an untrusted source: it cannot allow code to run on the user's behalf, and Isotype writes through no link."""
 
 from __future__ import annotations
 

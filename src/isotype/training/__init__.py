@@ -1,1 +1,1 @@
-"""The loop and what it needs: model, batches, loss, optimizer, evaluation, sampling, the run folder."""
+"""The training loop and its phases: setup, preflight, optimizer step, evaluation, saving."""

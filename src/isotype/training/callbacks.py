@@ -1,8 +1,8 @@
-"""A user's own code at the loop's moments: after a step, an evaluation, a save, a round of samples.
+"""Calls a user's own code after a step, an evaluation, a save or a round of samples.
 
-A callback may read everything, generate, log, write files and ask the run to stop. It may not change the weights: the run would no longer
-be the one that its folder describes, so that is an error. Random state and the modules' modes are put back after each call: training goes
-on bit for bit as without callbacks.
+A callback may read everything, generate, log, write files and ask the run to stop. It must not change the weights, because the run folder
+would then no longer describe the run; such a change is an error. Random state and the modules' modes are restored after each call, so that
+the weights are bit-identical to those of a run without callbacks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .undisturbed import modes_restored, random_state_restored
 
 @dataclass(frozen=True)
 class Moment:
-    """Where the run is.
+    """The state of the run, as a callback gets it.
 
-    step, total  optimizer steps done, and in all
-    row          what metrics.jsonl got: loss, learning rate, ...; of samples: `{"samples": [...]}`; of a save: its folder
-    model        with its adapter, under the run's precision; weights are not to be changed
+    step, total  optimizer steps done, and their number in the whole run
+    row          the line of metrics.jsonl: loss, learning rate, ...; after samples `{"samples": [...]}`; after a save its folder
+    model        with its adapter, under the run's precision; do not change its weights
     folder       the run's folder
     """
 
@@ -36,7 +36,7 @@ class Moment:
     _asked: list[bool] = field(default_factory=list, repr=False)
 
     def stop(self) -> None:
-        """Asks the run to save and end after this step, as early stopping does. The result is made."""
+        """Asks the run to save and end after this step, as early stopping does. The run still writes its result."""
         self._asked.append(True)
 
 
@@ -49,13 +49,13 @@ class Callback:
     def on_evaluation(self, moment: Moment) -> None: ...
 
     def on_save(self, moment: Moment) -> None:
-        """After a checkpoint is whole on the disk."""
+        """After a checkpoint is completely written to the disk."""
 
     def on_samples(self, moment: Moment) -> None: ...
 
 
 def tell(callbacks: Sequence[Callback], name: str, moment: Moment) -> bool:
-    """Calls `on_NAME` of each; whether one asked to stop. Raises RunError CB001 when one changed a weight."""
+    """Calls `on_NAME` of each callback; returns whether one asked to stop. Raises RunError CB001 when one changed a weight."""
     parameters = dict(moment.model.named_parameters())
     for callback in callbacks:
         before = {key: (id(p), p._version) for key, p in parameters.items()}

@@ -1,4 +1,4 @@
-"""What a person sees: a header, one live line, evaluations and samples; plain lines where the output is no terminal."""
+"""Prints the progress of a run: a header, one live line, evaluations and samples; plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class RunConsole:
             self.say(line)
 
     def settle(self) -> None:
-        """Leaves the live line where it stands."""
+        """Ends the live line, so that later output begins on a new line."""
         if self._live is not None:
             self._live.stop()
             self._live = None

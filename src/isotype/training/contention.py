@@ -1,8 +1,8 @@
-"""Whether other work shares this machine's cores, and whether fewer threads would then be faster.
+"""Detects other programs on this machine's cores, and measures whether fewer threads would be faster.
 
-Threads that wait for one another at the end of each parallel loop wait for the one whose core is taken by another program, and burn
-processor time meanwhile: a job of 10 CPU seconds with one thread was met at 49 with as many as the machine has cores. The number of
-threads is not changed by itself: it decides the order of sums, and a resumed run would no longer be bit for bit the same.
+At the end of each parallel loop all threads wait for the slowest one, whose core another program may be using, and they spend CPU time
+while they wait: a job that took 10 CPU seconds with one thread took 49 with one thread per core. Isotype does not change the number of
+threads itself, since it determines the order of sums, and a resumed run would no longer be bit-identical.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True, kw_only=True)
 class Contention:
-    """Cores that are shared. `seconds`: wall seconds of one piece of work by number of threads, `cpu_seconds` the processor's."""
+    """Measurements on shared cores. `seconds`: number of threads -> wall seconds of a fixed piece of work; `cpu_seconds`: its CPU time."""
 
     load: float
     cores: float
@@ -55,7 +55,7 @@ def contention(
     load: Callable[[], float] | None = None,
     measure: Callable[[int], tuple[float, float]] | None = None,
 ) -> Contention | None:
-    """What was found, or None on a machine that is not shared.
+    """The measurements, or None on a machine without other work.
 
     load     processes that want to run, as os.getloadavg's first number
     measure  wall and processor seconds of a fixed piece of work, by number of threads
@@ -80,7 +80,7 @@ def contention(
 
 
 def available_cores() -> float:
-    """Cores this process may use: those it is allowed on, or the share of them that its container has."""
+    """The number of cores this process may use: those of its affinity mask, or its container's share of them."""
     allowed = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     try:
         quota, period = _QUOTA.read_text(encoding="ascii").split()
@@ -94,7 +94,7 @@ def _load() -> float:
 
 
 def _measured(threads: int) -> tuple[float, float]:
-    """What a training step does, products with element-wise work between them, for longer than a core is given to one program at a time."""
+    """Times work like a training step, products with elementwise operations, for longer than one scheduler time slice."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -1,4 +1,4 @@
-"""Training rows without end, in an order that is a function of the seed. The position is one integer, so resuming at it is exact."""
+"""An endless feed of training rows, in an order that depends only on the seed. Its position is one integer, so that resuming is exact."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Yielded = TypeVar("Yielded", covariant=True)
 
 
 def epoch_order(rows: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """The order of one epoch: a function of seed and epoch alone, never of the random state."""
+    """The order of one epoch. It depends only on seed and epoch, not on the global random state."""
     if not shuffle:
         return list(range(rows))
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
@@ -22,10 +22,10 @@ def epoch_order(rows: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]
 
 
 def mixed_order(shares: Sequence[Share], *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """The order of one epoch of weighted sources: as many rows as there are, so many from each as its weight says.
+    """The order of one epoch of weighted sources. It has as many rows as all sources together, shared out by weight.
 
-    A source goes through its own rows, shuffled anew each time, from where the last epoch left it. Which source comes when is drawn, or,
-    without shuffling, spread evenly.
+    Each source continues where it stopped in the last epoch, and is shuffled again after each pass over its rows. The order of the sources
+    is random, or evenly spread without shuffling.
     """
     quotas = _quotas(shares)
     queues = []
@@ -47,7 +47,7 @@ def mixed_order(shares: Sequence[Share], *, seed: int, epoch: int, shuffle: bool
 
 
 def _quotas(shares: Sequence[Share]) -> list[int]:
-    """Rows of each source in an epoch, in all as many as there are; what is left by rounding down goes to the largest remainders."""
+    """Rows of each source in an epoch. Shares are rounded down; the rows left over go to the sources with the largest remainders."""
     rows, weight = sum(s.rows for s in shares), sum(s.weight for s in shares)
     exact = [rows * s.weight / weight for s in shares]
     quotas = [int(q) for q in exact]
@@ -57,7 +57,7 @@ def _quotas(shares: Sequence[Share]) -> list[int]:
 
 
 class Feed(Protocol[Yielded]):
-    """Training rows without end. `state` is all that is needed to go on from where it was."""
+    """An endless feed of training rows. `state` is all that is needed to continue at the same position."""
 
     def take(self, count: int) -> Sequence[Yielded]: ...
 
@@ -70,7 +70,7 @@ class Feed(Protocol[Yielded]):
 
 
 class RowStream(Feed[RowType]):
-    """Rows that are all there, epoch after epoch. `position` (rows handed out so far) is its whole state."""
+    """A feed of rows that are all in memory or in the cache. `position` (rows handed out so far) is its whole state."""
 
     def __init__(self, rows: Sequence[RowType], *, seed: int, shuffle: bool, position: int = 0, shares: Sequence[Share] = ()) -> None:
         self.rows, self.seed, self.shuffle, self.position, self.shares = rows, seed, shuffle, position, shares

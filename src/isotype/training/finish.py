@@ -66,7 +66,7 @@ def _take_best(loop: Loop) -> int:
 
 
 def _free(loop: Loop, prepared: Prepared) -> None:
-    """Lets go of the trained model, so that the fresh one has its room."""
+    """Frees the trained model, so that the memory suffices for the reloaded one."""
     loop.stepper.accumulator.close()
     loop.observer = loop.stepper = loop.model = None  # type: ignore[assignment]
     prepared.stepper = prepared.model = None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Where a non-finite number came from: the first module whose output has one, or the parameters that do."""
+"""Finds the origin of a non-finite number: the first module whose output contains one, or the parameters that do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..precision.observe import floating_tensors
 
 
 def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
-    """Runs the forward pass again, with its loss, and names the innermost module where a non-finite output first appears."""
+    """Runs forward pass and loss again, and names the innermost module whose output is the first non-finite one."""
     found: list[str] = []
     inner = inner_model(model)
 
@@ -40,7 +40,7 @@ def non_finite_parameters(model: nn.Module) -> list[str]:
 
 
 def first_non_finite_trained(model: nn.Module) -> str | None:
-    """The first trained parameter that is not finite; waits for the device once."""
+    """The first trained parameter that is not finite; synchronises with the device once."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not trained:
         return None
@@ -49,13 +49,13 @@ def first_non_finite_trained(model: nn.Module) -> str | None:
 
 
 def non_finite_gradients(model: nn.Module, gradient: Callable[[nn.Parameter], Tensor | None]) -> list[str]:
-    """Parameters with a non-finite gradient, deepest first: backward met that one first."""
+    """Parameters with a non-finite gradient, last layer first, in the order of backward."""
     bad = [n for n, p in model.named_parameters() if (g := gradient(p)) is not None and not bool(g.isfinite().all())]
     return bad[::-1]
 
 
 def calmer_steps(learning_rate: float, clip: float | None) -> str:
-    """What keeps updates smaller, beyond what is set already."""
+    """Advice for smaller updates that the settings do not follow yet."""
     return f"lower train.learning_rate (it is {learning_rate:g})" + ("" if clip else ", or set train.clip")
 
 
@@ -70,7 +70,7 @@ def non_finite_error(
     clip: float | None,
     compute: str,
 ) -> RunError:
-    """NF001 with the step, the module, and what to look at; advice only beyond what is set already.
+    """NF001 with the step, the module, and advice that the settings do not follow yet.
 
     passes  the forward pass of each micro-batch, to be run again
     """

@@ -1,4 +1,5 @@
-"""Ctrl-C, SIGTERM and SIGHUP: before the first step they stop at once; then one has the loop save and stop, and the next stops at once."""
+"""Handles Ctrl-C, SIGTERM and SIGHUP. Before the first step a signal stops the run at once. During training the first signal makes the
+loop save and stop, and the second one stops it at once."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from types import FrameType
 
 
 class Interrupt:
-    """A context in which `asked` becomes true on SIGINT, SIGTERM, or SIGHUP: a terminal that is closed, a connection that breaks.
+    """A context in which SIGINT, SIGTERM or SIGHUP (a closed terminal or a broken connection) sets `asked`.
 
-    `training`: there is something to save, which the loop does after its step. Before, KeyboardInterrupt: tokenising may take hours.
+    While `training` is true, the loop saves after its step and stops. Before that a signal raises KeyboardInterrupt, since tokenising may
+    take hours.
     """
 
     def __init__(self) -> None:
@@ -32,7 +34,7 @@ class Interrupt:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def begin(self) -> None:
-        """From here on there is something to save. Raises KeyboardInterrupt where an earlier one was lost: in a `__del__`, in a library."""
+        """Marks the start of training. Raises KeyboardInterrupt if an earlier one was swallowed, by a `__del__` or a library."""
         if self.asked:
             raise KeyboardInterrupt
         self.training = True
@@ -44,7 +46,7 @@ class Interrupt:
             raise KeyboardInterrupt
 
     def _hang_up(self, number: int, frame: FrameType | None) -> None:
-        """It may arrive twice, from the kernel and from the shell; what is still printed would fail."""
+        """Handles SIGHUP. It may arrive twice, from the kernel and from the shell, and printing to the closed terminal would fail."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):
             if stat.S_ISCHR(os.fstat(stream).st_mode):

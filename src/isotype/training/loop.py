@@ -49,7 +49,7 @@ from .trackers.trackers import Trackers
 
 @dataclass
 class Progress:
-    """What a checkpoint remembers besides tensors."""
+    """The part of a checkpoint that is not tensors."""
 
     step: int = 0
     position: int = 0
@@ -63,11 +63,11 @@ class Progress:
 
     @classmethod
     def from_file(cls, values: Mapping[str, Any]) -> Progress:
-        """`tokens` is what runs before tasks called `units`."""
+        """Reads the values of a checkpoint. Older runs name `units` `tokens`."""
         return cls(**{("units" if name == "tokens" else name): value for name, value in values.items()})
 
     def __post_init__(self) -> None:
-        """Raises  TypeError for what no run writes: the values come from a file."""
+        """Checks the values, which come from a file. Raises  TypeError for a value that no run writes."""
         for name in ("step", "position", "without_gain", "units"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 0:
                 raise TypeError(f"progress.{name} is {getattr(self, name)!r}")
@@ -80,7 +80,7 @@ class Progress:
 
 @dataclass
 class Loop:
-    """The parts of a run; `run()` returns True when it came to its end, False when it was interrupted and saved."""
+    """The parts of a run. `run()` returns True at the end of the run, False when it was interrupted and saved."""
 
     config: RunConfig
     task: Task
@@ -194,13 +194,13 @@ class Loop:
         return result, sum(seen.promotions.values())
 
     def observe_saved(self, folder: Path, declared: str) -> None:
-        """The result's own files, as the role `save`. Raises DtypeError DT003."""
+        """Observes the files of the result, for the role `save`. Raises DtypeError DT003."""
         seen = Observation(self.progress.step)
         self.observer.look_at_files(seen, folder, declared)
         self.note(seen)
 
     def note(self, seen: Observation) -> None:
-        """Adds an observation to precision.json; roles seen before and not now stay as they were. Raises DtypeError DT003."""
+        """Adds an observation to precision.json; roles that it does not contain keep their earlier counts. Raises DtypeError DT003."""
         self.observed = noted(self.observed, seen)
         self.write_precision()
         seen.raise_if_violated()
@@ -217,7 +217,7 @@ class Loop:
         )
 
     def _observed_before(self) -> None:
-        """What an earlier part of this run saw; a file that is damaged says nothing."""
+        """Reads the observations of an earlier part of this run; a damaged file is ignored."""
         try:
             self.observed = as_read(self.folder.read_json("precision.json"), self.progress.step)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -233,7 +233,7 @@ class Loop:
         self.trackers.row(row)
 
     def _between(self, *, evaluating: bool, sampling: bool, saving: bool) -> bool:
-        """Evaluation, samples and checkpoint after a step; True when it is time to stop early."""
+        """Evaluates, samples and saves after a step; returns True when the run should stop early."""
         best = stop = False
         if evaluating and self.task.eval_rows:
             with self.pace.pause("evaluation"):
@@ -274,13 +274,13 @@ class Loop:
         return best and progress.step > 0, stop
 
     def _sample_seconds_left(self, seconds_ahead: float = 0.0) -> float:
-        """What samples may still take; without a limit where run.sample_every says how often they are wanted."""
+        """The seconds that samples may still take; unlimited when run.sample_every is set."""
         if self.config.run.sample_every is not None:
             return math.inf
         return sample_seconds(self.progress.trained_seconds + seconds_ahead) - self.progress.sampled_seconds
 
     def _samples_allowed(self) -> bool:
-        """Whether samples fit into their share of the time. Those after the last step have their time kept for them."""
+        """Whether samples fit into their share of the time. The time of the samples after the last step is reserved."""
         wanted = 1 if self.progress.step == self.plan.total else 2
         allowed = wanted * self.pace.last("samples") <= self._sample_seconds_left()
         if not allowed and not self._said_no_samples:
@@ -318,7 +318,7 @@ class Loop:
         return {"file": name}
 
     def save(self, *, best: bool = False) -> None:
-        """Raises  RunError NF001 rather than make a bad state the newest checkpoint; CK001 when the disk refuses."""
+        """Saves a checkpoint. Raises  RunError NF001 when a trained weight is not finite, CK001 when the disk refuses."""
         if self.saved_step == self.progress.step and not best:
             return
         if bad := first_non_finite_trained(self.model):
@@ -342,7 +342,7 @@ class Loop:
         self._tell("save", {"folder": str(self.store.path(self.progress.step))})
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Puts everything back as it was after `checkpoint.step`."""
+        """Restores the state after `checkpoint.step`."""
         state = checkpoint.state
         restore_model(self.model, checkpoint.tensors)
         try:
@@ -363,7 +363,7 @@ class Loop:
         self.metrics.cut_after(checkpoint.step)
 
     def with_last_good(self, error: IsotypeError) -> RunError:
-        """The error, and where the run can go on from."""
+        """Adds to the error the checkpoint from which the run can be resumed."""
         step, _ = self.store.newest_whole()
         good = f"last good checkpoint: {self.store.path(step)}" if step is not None else "there is no checkpoint yet"
         return RunError(f"{error.message}\n  saved     {good}", code=error.code, fix=error.fix)

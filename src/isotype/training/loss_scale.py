@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16: double after a quiet stretch, halve on overflow, and report a scale that collapses."""
+"""Dynamic loss scaling for fp16: doubles the scale after many steps without overflow, halves it on overflow, reports one that collapses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """AdamW for every declared combination of weight, gradient and state dtype, with stochastic rounding; 8-bit AdamW from bitsandbytes.
 
-Where everything is fp32 it is torch's own fused AdamW; `MixedAdamW` serves the rest, since torch's refuses fp32 gradients on bf16 weights.
+If all dtypes are fp32, it is torch's fused AdamW; otherwise `MixedAdamW`, since torch's AdamW refuses fp32 gradients of bf16 weights.
 """
 
 from __future__ import annotations

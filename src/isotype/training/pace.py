@@ -1,4 +1,4 @@
-"""How fast a run is: the time left with its pauses (evaluations, samples, checkpoints), and how much of it samples may take."""
+"""Measures the speed of a run: estimates the time left, with evaluations, samples and checkpoints, and limits the time for samples."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class Pace:
         return self._paused[kind][-1] if self._paused[kind] else 0.0
 
     def eta(self, times: Times, step: int, *, sample_seconds_left: float = math.inf) -> float | None:
-        """Seconds until the end, right after step `step`, whose own pauses are still ahead; None before a pace is known.
+        """Seconds until the end, right after step `step` and before the pauses that follow it; None before the first measurement.
 
-        sample_seconds_left  the most that further samples may take, if nothing else limits them
+        sample_seconds_left  the most time that further samples may take
         """
         if self._seconds is None:
             return None

@@ -26,7 +26,7 @@ KEPT = "up to 340 MiB"  # measured beyond the plan where nothing is given back: 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What would happen. `process` is what this process takes without any model, which counts on a CPU; 0 on a GPU."""
+    """The plan of a run. `process`: bytes of this process without a model, which use the same memory on a CPU; 0 on a GPU."""
 
     config: RunConfig
     hardware: Hardware

@@ -1,4 +1,4 @@
-"""What libraries say beside what went wrong."""
+"""Silences the progress bars and advice of libraries, but not their errors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..environment.hub import LOGGER, HubTries
 
 
 def quiet_libraries() -> None:
-    """Their progress bars and advice would tear the live line; their errors still reach the user.
+    """Switches off progress bars and advice, which would break the live line. Errors are still printed.
 
-    The hub's own bars stay, which it shows on a terminal only: a download is before the first step, and takes minutes.
+    The hub's progress bars stay on: it shows them only on a terminal, and a download happens before the first step and may take minutes.
     """
     import transformers
 
@@ -37,7 +37,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Hides what libraries advise about a model without data, and the traceback of an operator that cannot run without any."""
+    """Hides the warnings of libraries about a model without data, and the traceback of an operator that needs data."""
     operators = logging.getLogger("torch._subclasses.fake_tensor")
     before = operators.disabled
     operators.disabled = True

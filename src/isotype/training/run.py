@@ -63,8 +63,8 @@ def train(
 
     task       the kind of run, of the same configuration (`isotype.tasks.choose`)
     skips      checks of the preflight to leave out, code to reason
-    callbacks  a user's own code at the loop's moments
-    objective  the summed losses of a micro-batch, in place of the task's own; evaluation keeps the task's
+    callbacks  called after steps, evaluations, saves and samples
+    objective  computes the summed losses of a micro-batch instead of the task's function; evaluation still uses the task's
     """
     refuse_missing(loaded.config.run.trackers)
     folder = run_folder(loaded, resume)
@@ -116,7 +116,7 @@ def run_folder(loaded: LoadedConfig, resume: Path | None) -> RunFolder:
 
 
 def _stopped_at_once(folder: RunFolder, console: RunConsole, *, trained: bool) -> dict[str, Any]:
-    """What is there after a stop without a save: before step 1, or by a second Ctrl-C."""
+    """The result of a stop without a save: before step 1, or by a second Ctrl-C."""
     step, _ = CheckpointStore(folder.checkpoints).newest_whole()
     if not folder.is_run:
         console.say("interrupted before step 1: nothing was begun, and the same command starts again")
@@ -128,7 +128,8 @@ def _stopped_at_once(folder: RunFolder, console: RunConsole, *, trained: bool) -
 
 
 def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:
-    """CK001 with the last good checkpoint for what the system refused in the run's folder, a usage error elsewhere; others as they are."""
+    """Turns a disk error in the run's folder into CK001 with the last good checkpoint, and one elsewhere into a usage error. Returns other
+    errors unchanged."""
     reason = None if isinstance(error, IsotypeError) else refused(error)
     if reason is None:
         return error
@@ -180,7 +181,7 @@ def _run(
 def _to_the_end(
     loop: Loop, prepared: Prepared, config: RunConfig, folder: RunFolder, console: RunConsole, interrupt: Interrupt
 ) -> tuple[int, dict[str, Any]]:
-    """Trains, and leaves the result or, interrupted, what is needed to go on."""
+    """Trains to the end and writes the result, or says how to resume after an interrupt."""
     finished = loop.run(interrupt)
     if not finished:
         step = loop.progress.step
@@ -206,7 +207,7 @@ def _to_the_end(
 
 
 def _report_of_unfinished(config: RunConfig, folder: RunFolder, console: RunConsole) -> None:
-    """The page of what there is; a disk that is full or read-only must not hide why the run ended."""
+    """Writes the report of an unfinished run. A full or read-only disk must not hide why the run ended, so errors are only printed."""
     if not config.run.report:
         return
     from ..report import write_report
@@ -238,7 +239,7 @@ def _loop(task: Task, prepared: Prepared, folder: RunFolder, console: RunConsole
 
 
 def _write_start(loaded: LoadedConfig, task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder, *, resuming: bool) -> None:
-    """What the run is, before its first step; `resolved.yaml` last, since its presence makes the folder a run."""
+    """Writes the files that describe the run before its first step; `resolved.yaml` last, since it marks the folder as a run."""
     (folder.path / "result.json").unlink(missing_ok=True)  # of the part that a resumed run goes on from
     if not resuming:
         folder.metrics.unlink(missing_ok=True)
@@ -265,7 +266,7 @@ def _write_start(loaded: LoadedConfig, task: Task, prepared: Prepared, plan: Mil
 
 
 def _compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole) -> None:
-    """Says what differs from the configuration the run was started with; refuses what would make it another run."""
+    """Prints the differences from the configuration that the run was started with, and refuses those that would make it a different run."""
     preset = resolve_precision(loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles).preset
     changes = compare(load(folder.path / RESOLVED, [], {}).config, loaded.config, auto=preset)
     forbidden = [c for c in changes if not c.allowed and not loaded.consent]
@@ -295,7 +296,7 @@ def _restore(loop: Loop, console: RunConsole) -> None:
 
 
 def resumed_at(folder: Path) -> list[int]:
-    """The steps that a run went on from; none where it was never resumed."""
+    """The steps from which a run was resumed; empty if it never was."""
     try:
         steps = json.loads((folder / RESUMES).read_text(encoding="utf-8"))["steps"]
     except (OSError, ValueError, LookupError, TypeError):

@@ -32,7 +32,7 @@ def learning_rate(train: TrainSection, step: int, total: int) -> float:
 
 
 def repeats_in_a_step(rows_per_step: int, rows: int) -> str | None:
-    """What to say of a step that takes more rows than there are; None where each row comes at most once in it."""
+    """A warning about a step that takes more rows than the data has; None if each row comes at most once in a step."""
     if rows_per_step <= rows:
         return None
     return f"a step takes {rows_per_step} rows and there are {rows}: each comes {rows_per_step / rows:.3g} times in every step"

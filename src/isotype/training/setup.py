@@ -1,6 +1,6 @@
-"""From a configuration to a loop that is ready to run: device, precision, data, model, recomputation, optimizer.
+"""Prepares a run from its configuration: device, precision, data, model, recomputation, optimizer.
 
-`settle` is the part that needs no weights, which `run` and `plan` both begin with.
+`settle` is the part that needs no weights; `run` and `plan` both begin with it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .task import Batch, Outline, Task
 
 @dataclass
 class Basis:
-    """What is known before a model is loaded."""
+    """The parts of a run that are prepared before a model is loaded."""
 
     hardware: Hardware
     device: torch.device
@@ -40,7 +40,7 @@ class Basis:
 
 @dataclass
 class Prepared(Basis):
-    """Everything but the loop's own bookkeeping."""
+    """Everything that the loop needs, except its own state."""
 
     model: nn.Module
     manifest: Manifest
@@ -66,9 +66,9 @@ def resolve_precision(
 
 
 def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = None) -> Basis:
-    """Device and precision, then the data. Cheap things first, so that a mistake costs seconds. Raises UsageError.
+    """Prepares device and precision, then the data. Cheap checks come first, so that a mistake is found in seconds. Raises UsageError.
 
-    hardware  settles for this device instead of the one that is here
+    hardware  prepares for this device instead of the one in this machine
     """
     config = task.config
     hardware = hardware or detect(config.model.device)
@@ -101,7 +101,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path) -> Prepared:
 
 
 def choose_checkpointing(task: Task, basis: Basis, model: nn.Module) -> Checkpointing:
-    """As configured; `auto` plans the step on the longest rows, unless a bound on it is far below the memory there is."""
+    """The configured choice. `auto` plans the step on the longest rows, unless an upper bound is far below the available memory."""
     train, device, precision = task.config.train, basis.device, basis.resolved.precision
     has, besides = memory_there(basis.hardware.memory, device), other_memory(model, device)
     most = task.most_bytes(model, precision) + besides
@@ -119,7 +119,7 @@ def choose_checkpointing(task: Task, basis: Basis, model: nn.Module) -> Checkpoi
 
 
 def planned_checkpointing(task: Task, basis: Basis, made: Outline, *, has: int, besides: int) -> tuple[Checkpointing, MemoryPlan]:
-    """What the configuration comes to on a device with `has` bytes, `besides` of them taken, and the plan of its step."""
+    """The choice of recomputation on a device with `has` bytes, of which `besides` are in use, and the memory plan of its step."""
     train, precision, largest = task.config.train, basis.resolved.precision, task.step_outline(basis.resolved.precision)
 
     def simulate(checkpointing: Checkpointing) -> MemoryPlan:
@@ -134,7 +134,7 @@ def planned_checkpointing(task: Task, basis: Basis, made: Outline, *, has: int, 
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
-    """Python's, NumPy's and torch's generators; `deterministic` also forbids algorithms that are not."""
+    """Seeds the generators of Python, NumPy and torch; `deterministic` also forbids nondeterministic algorithms."""
     import numpy as np
 
     random.seed(seed)

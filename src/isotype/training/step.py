@@ -1,4 +1,5 @@
-"""One optimizer step: accumulate over micro-batches normalised by their weight, check, clip, update, and see how much really changed."""
+"""One optimizer step: accumulates gradients over micro-batches, normalised by their weight, checks, clips, updates, and measures the share
+of weights that changed."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class StepResult:
 
 
 class Stepper:
-    """Owns what a step changes: the model's trainable weights, the optimizer, the gradients and the loss scale."""
+    """Runs optimizer steps. Only it changes the trainable weights, the optimizer, the gradients and the loss scale."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, accumulator: GradientAccumulator,
                  precision: Precision, train: TrainSection, loss_sum: Callable[[nn.Module, Any], Tensor]) -> None:  # fmt: skip
@@ -62,7 +63,7 @@ class Stepper:
         return total
 
     def __call__(self, batches: Sequence[Batch], *, step: int, learning_rate: float, watch_changes: bool) -> StepResult:
-        """Raises  RunError NF001 before any weight is touched when the loss or (without loss scaling) the gradient is not finite."""
+        """Runs one step. Raises  RunError NF001, before any weight changes, for a non-finite loss or (without loss scaling) gradient."""
         loss_tensor = self.accumulate(batches)
         self.accumulator.reduce()
         norm_tensor = gradient_norm(self.accumulator.gradients())
@@ -102,7 +103,7 @@ class Stepper:
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """L2 norm over all gradients, in fp32 whatever they are kept in."""
+    """The L2 norm over all gradients, computed in fp32."""
     if not gradients:
         return torch.zeros(())
     if all(g.dtype == torch.float32 for g in gradients):
@@ -113,7 +114,7 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def sampled_elements(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
-    """Fixed places, the same in every run: parameters spread evenly over the model, elements evenly over a parameter."""
+    """Elements at fixed positions, the same in every run: spread evenly over the model's parameters and over each parameter."""
     stride = max(1, math.ceil(len(parameters) / SAMPLED_PARAMETERS))
     return [
         (p, torch.linspace(0, p.numel() - 1, min(SAMPLED_ELEMENTS, p.numel()), device=p.device).long())

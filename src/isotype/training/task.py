@@ -1,4 +1,4 @@
-"""What the training code asks of a kind of run.
+"""`Task`: the protocol that each kind of training implements.
 
 A task loads a model and its data, computes a loss, evaluates, samples, saves. `training` never imports one: the command line chooses it
 (`isotype.tasks.choose`) and hands it in. The order of the calls is `check`, `load_data`, `build_model`, then the rest.
@@ -24,7 +24,7 @@ from .feed import Feed
 
 @dataclass(frozen=True)
 class Words:
-    """How a run of this kind is told: `units` are counted for the speed, `weight` is what losses are divided by.
+    """The words in which the output describes the task: `units` are counted for the speed, losses are divided by `weight`.
 
     Both are also the keys of metrics.jsonl: `tokens`, `tokens_per_second`, `supervised`.
     """
@@ -44,11 +44,11 @@ class Batch(Protocol):
 
     @property
     def weight(self) -> int:
-        """What the sum of its losses is divided by: supervised tokens, pictures."""
+        """The number by which the sum of its losses is divided: supervised tokens, pictures."""
 
     @property
     def units(self) -> int:
-        """What the speed counts: tokens, pictures."""
+        """The number counted for the speed: tokens, pictures."""
 
     def to(self, device: torch.device) -> Batch: ...
 
@@ -57,7 +57,7 @@ class Batch(Protocol):
 
 
 class Sample(Protocol):
-    """One thing that the model made in the middle of training."""
+    """One output that the model generated during training."""
 
     @property
     def file(self) -> tuple[str, bytes] | None:
@@ -66,7 +66,7 @@ class Sample(Protocol):
     def as_json(self) -> dict[str, Any]: ...
 
     def lines(self) -> tuple[str, str]:
-        """What was asked, and what came out, in words."""
+        """The prompt and the output, as text."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Check:
-    """One check before step 1. `codes`: what it may find; when the first of them is skipped, it does not run.
+    """One check before step 1. `codes`: the codes of its findings; if the user skips the first of them, the check does not run.
 
     run  takes a `preflight.subject.Subject` of the task that has the check
     """
@@ -105,9 +105,9 @@ class Outline:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutline:
-    """What a memory plan runs on tensors without data: the largest step, the largest evaluation and sample between steps.
+    """The work that a memory plan runs on tensors without data: the largest step, and the largest evaluation and sample.
 
-    rows, length  of the largest micro-batch, as told to people
+    rows, length  of the largest micro-batch, for the output
     batch         makes it on a device
     loss_sum      as the task's own
     evaluation    runs the largest evaluation pass; None: there is none
@@ -204,9 +204,9 @@ class Task(Protocol):
         """How many samples a round makes; 0: none."""
 
     def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf) -> Sequence[Sample]:
-        """One round, without a trace in what follows.
+        """One round of samples. It does not change the state of training.
 
-        shortened  one small sample, to see that it works
+        shortened  one small sample, as a test
         seconds    after so long no further sample is begun; one is always made
         """
 
@@ -216,7 +216,7 @@ class Task(Protocol):
         """Writes the adapter or the model with all that is needed to use it."""
 
     def reload(self, folder: Path, precision: Precision, device: torch.device) -> nn.Module:
-        """What `save` wrote, loaded as a user would, under the run's precision."""
+        """Loads what `save` wrote in the way a user would, under the run's precision."""
 
     # what is told
 
@@ -227,16 +227,16 @@ class Task(Protocol):
         """JSON files of the run folder that this kind of run writes at its start, by name."""
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
-        """Writes what lasts through the run and is no JSON file of its start: lists that may grow."""
+        """Prepares the files that may grow during the run, such as lists; `records` are written once."""
 
     def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
-        """The architecture's name, and what a plan has to say of the base. Raises UsageError as `build_model` would."""
+        """The architecture's name, and the plan's notes about the base. Raises UsageError as `build_model` would."""
 
     def plan_facts(self) -> dict[str, Any]:
-        """What `isotype plan --json` says under `data`."""
+        """The value of `data` in `isotype plan --json`."""
 
     def plan_lines(self) -> list[str]:
-        """What `isotype plan` says of the data."""
+        """The lines of `isotype plan` about the data."""
 
 
 def micro_batch(train: TrainSection) -> int:

@@ -1,4 +1,4 @@
-"""What surrounds an evaluation or a sample in the middle of training, so that training goes on as without it."""
+"""Context managers for an evaluation or a sample during training, which restore the state of training on exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proof before a run calls itself done: what was saved, loaded into a fresh base, has the loss that the trained model had."""
+"""Verifies the result of a run: the saved weights, loaded into a fresh base, must give the loss of the trained model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = 16  # enough that a wrong adapter cannot hide, few enough for a CPU
 
 
 def saved_dtype_error(precision: Precision, *, adapter: bool) -> float:
-    """How far a loss may move, relatively: nothing but rounding to the saved dtype, and nothing at all where that is the trained one."""
+    """The allowed relative change of the loss: that of rounding to the saved dtype; 1e-6 if the weights were trained in this dtype."""
     saved = precision.save_adapter if adapter else precision.save_model
     return 1e-6 if saved in ("fp32", precision.trainable) else eps(saved)
 
@@ -24,7 +24,7 @@ def saved_dtype_error(precision: Precision, *, adapter: bool) -> float:
 def verify_result(
     task: Task, folder: Path, precision: Precision, device: torch.device, *, trained: Evaluation, weights: Digests, adapter: bool
 ) -> Evaluation:  # fmt: skip
-    """Returns the loss of the reloaded result. Raises RunError SV001 when it, or one of the trained `weights`, is not the trained one."""
+    """Returns the loss of the reloaded result. Raises RunError SV001 when this loss or one of the trained `weights` differs."""
     model = task.reload(folder, precision, device)
     refuse_difference(folder, weights, model, to_torch(precision.save_adapter if adapter else precision.save_model))
     reloaded = task.evaluate(model, device, dtype=precision.loss, most=ROWS)

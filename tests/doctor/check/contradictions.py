@@ -220,6 +220,7 @@ CASES: dict[str, Case] = {
     "AX001": Case("CF070", ax(bf16="full", adapter="lora"), ax(bf16=True, adapter="lora")),
     "AX002": Case("CF071", ax(float16=True, adapter="lora"), ax(float16=True, bf16=False, adapter="lora"), device="a100"),
     "AX004": Case("CF071", ax(float32=True, bf16="auto", adapter="lora"), ax(bf16=False, fp16=False, adapter="lora")),
+    "near miss": Case("CF063", y("a.yaml", base_model="m", micro_batch_size=1, sequence_len=8, bf_16=True), y("a.yaml", base_model="m", micro_batch_size=1, sequence_len=8, bf16=True)),
     "AX005": Case("CF004", y("a.yaml", base_model="m", micro_batch_size=1, sequence_len=8, bf16=True, learning_rate="0.00001", optimizer="adamw_torch"), y("a.yaml", base_model="m", micro_batch_size=1, sequence_len=8, bf16=True, learning_rate="0.00001", optimizer="adamw_torch", adapter="lora")),
     "AX006": Case("CF008", ax(load_in_8bit=True, bf16=True), ax(load_in_8bit=True, bf16=True, adapter="lora")),
     "AX007": Case("CF072", ax(adapter="qlora", load_in_8bit=True, bf16=True), ax(adapter="qlora", load_in_4bit=True, bf16=True)),

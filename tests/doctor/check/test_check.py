@@ -81,3 +81,50 @@ def test_installed_pairs_that_do_not_fit_are_findings(tmp_path, monkeypatch):
     found = [f for f in check([str(tmp_path)], installed=True).findings if f.code == "EV001"]
     assert any("tokenizers" in f.message and "pip install" in (f.fix or "") for f in found)
     assert not [f for f in check([str(tmp_path)]).findings if f.code == "EV001"]
+
+
+FULL = {"output_dir": "o", "bf16": True, "learning_rate": 1e-5, "model_init_kwargs": {"dtype": "bfloat16"}, "fsdp": "full_shard"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "trained"),
+    [
+        (FULL | {"fsdp_config": {"version": 2}}, "fp32"),
+        (FULL, "fp32"),
+        (FULL | {"bf16": False}, "bf16"),
+        ({key: value for key, value in FULL.items() if key != "fsdp"}, "bf16"),
+    ],
+)
+def test_accelerate_makes_trained_weights_fp32_under_fsdp_and_mixed_precision(tmp_path: Path, settings: dict, trained: str):
+    """prepare_model of accelerate 1.10 to 1.15, FSDP1 and FSDP2: without mixed precision, or without FSDP, the weights stay bf16."""
+    (tmp_path / "training_args.json").write_text(json.dumps(settings))
+    checked = check([str(tmp_path)])
+    assert [r.value("trained") for r in checked.records] == [trained]
+    assert ("CF004" in {f.code for f in checked.findings}) == (trained == "bf16")
+
+
+def test_accelerate_that_is_installed_upcasts_as_the_record_says():
+    """A newer accelerate that does otherwise makes the record stale."""
+    accelerate = pytest.importorskip("accelerate")
+    folder = Path(accelerate.__file__).parent
+    for name in ("accelerator.py", "utils/fsdp_utils.py"):
+        lines = (folder / name).read_text().splitlines()
+        casts = [i for i, line in enumerate(lines) if "param.data = param.data.to(torch.float32)" in line]
+        assert casts, name
+        assert any('mixed_precision != "no"' in line for line in lines[casts[0] - 60 : casts[0]])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "tool"),
+    [
+        ("config.json", '{"train_dtype": "BFLOAT_16", "fallback_train_dtype": "BFLOAT_16"}', "OneTrainer"),
+        ("a.toml", 'pipeline_stages = 1\nmicro_batch_size_per_gpu = 1\n[model]\ndtype = "bfloat16"\n', "diffusion-pipe"),
+        ("a.yaml", "job: extension\nconfig:\n  process:\n    - type: sd_trainer\n      train: {dtype: bf16}\n", "ai-toolkit"),
+        ("a.toml", 'dit = "model.safetensors"\nfp8_base = true\nmixed_precision = "bf16"\n', "musubi-tuner"),
+    ],
+)
+def test_files_of_tools_that_are_not_known_are_told_so(tmp_path: Path, name: str, text: str, tool: str):
+    (tmp_path / name).write_text(text)
+    (finding,) = check([str(tmp_path)]).findings
+    assert (finding.code, finding.severity) == ("CF099", Severity.NOTE)
+    assert finding.message == f"{tool} is not known to isotype check: nothing in this file was judged"

@@ -44,7 +44,7 @@ FAULTS = [
     ("numpy_in_a_pool", "EX026", 31, "numpy() of a half-precision tensor", "x.float().cpu().numpy()"),
     ("pytest_in_two_files", "EX001", 88, "bias or in-place buffer in another dtype", "addmm_"),
     ("loguru", "EX001", 17, "weight left in a wider dtype", "autocast"),
-    ("exception_group", "EX003", 5, "VAE or image encoder in another dtype", "fp16"),
+    ("exception_group", "EX003", 5, "input and convolution in two dtypes", "fp16"),
     ("quoted_in_a_mail", "EX001", 12, "fp32 adapter on a half-precision base", "autocast_adapter_dtype"),
     ("tensorflow", "EX034", 44, "arguments of two dtypes", "tf.cast"),
     ("jax", "EX034", 71, "arguments of two dtypes", "b.astype(a.dtype)"),

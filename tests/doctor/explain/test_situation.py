@@ -41,7 +41,28 @@ def test_the_first_cause_follows_the_traceback(frames: list[tuple[str, int, str,
 
 def test_without_evidence_it_says_so():
     (finding,) = explain([MIXED])
-    assert "nothing in the text decides" in dict(finding.details)["seen"] or "operand is the wider" in dict(finding.details)["seen"]
+    details = dict(finding.details)
+    assert details["sure"].startswith(("a guess: nothing in the text decides", "open between", "likely: "))
+    assert "would tell" in details or details["sure"].startswith("likely")
+
+
+def test_a_region_that_is_on_is_no_remedy():
+    """decorate_autocast stands in the traceback: generation runs under autocast already."""
+    frames = [
+        ("/home/me/t.py", 3, "main", "model.generate(x)"),
+        (f"{LIB}/torch/amp/autocast_mode.py", 44, "decorate_autocast", "return func("),
+    ]
+    for around, switched_on in ((frames[:1], True), (frames, False)):
+        (finding,) = explain(traceback(*around, (f"{LIB}/torch/nn/functional.py", 9, "linear", "linear("), error=f"RuntimeError: {MIXED}"))
+        assert finding.fix.splitlines()[0].count("torch.autocast(") == switched_on
+
+
+def test_a_convolution_is_no_vae_without_one():
+    text = "RuntimeError: Input type (c10::Half) and bias type (float) should be the same"
+    (finding,) = explain(traceback(("/home/me/t.py", 3, "main", "self.stem(x)"), error=text))
+    assert "VAE" not in f"{finding.cause} {finding.fix}"
+    (finding,) = explain(traceback(("/home/me/t.py", 3, "main", "vae.encode(x)"), error=text))
+    assert finding.cause.startswith("VAE")
 
 
 def test_expected_scalar_type_in_an_optimizer_is_the_optimizers():

@@ -21,6 +21,9 @@ def under(build):
     model = build()
     torch.set_default_dtype(torch.float32){comment}
     return model
+
+
+loaded = under(dict)
 """
 
 

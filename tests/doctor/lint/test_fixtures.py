@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from isotype.doctor.lint.config import LintConfig
+from isotype.doctor.lint.grade import Grade
 from isotype.doctor.lint.pages import codes, page
 from isotype.doctor.lint.rule import SECTIONS, FixSafety, all_rules
 from isotype.doctor.lint.run import Found, lint_text
@@ -14,7 +15,8 @@ ON = LintConfig().active()
 
 
 def lint(file: Path, active: list[str]) -> list[Found]:
-    return lint_text(file.read_text(), Path(file.name), active=active)
+    """As a file alone: its folder is none of a repository."""
+    return lint_text(file.read_text(), Path("/nowhere") / file.name, active=active)
 
 
 @pytest.mark.parametrize("code", all_rules())
@@ -29,7 +31,8 @@ def test_finds_what_is_bad(code):
 @pytest.mark.parametrize("code", all_rules())
 def test_is_quiet_about_what_is_good(code):
     active = [*ON, *([] if code in ON else [code])]
-    assert [str(f.finding.place) + " " + f.finding.message for f in lint(FIXTURES / code / "good.py", active)] == []
+    found = [f for f in lint(FIXTURES / code / "good.py", active) if f.evidence.grade is not Grade.POSSIBLE]
+    assert [str(f.finding.place) + " " + f.finding.message for f in found] == []
 
 
 @pytest.mark.parametrize("code", codes())

@@ -154,6 +154,27 @@ def test_a_masked_class_and_a_batch_without_labels():
         assert not leaf.grad.any()
 
 
+@pytest.mark.parametrize("trained", ["hidden", "both"])
+@pytest.mark.parametrize("outputs", [("log_probs",), DIFFERENTIABLE], ids=len)
+def test_where_rows_are_not_counted_ignored_ones_are_computed_and_masked(trained, outputs, monkeypatch):
+    """As on a GPU, where counting would make the host wait; an ignored row may hold anything."""
+    x, w, _, targets = make(33, 8, 300, dtype=torch.float32)
+    from isotype.ops.linear_cross_entropy import eager as head_eager
+
+    results = []
+    for counted in (True, False):
+        monkeypatch.setattr(head_eager, "rows_can_be_counted", lambda _, counted=counted: counted)
+        leaf, head = x.clone(), w.clone().requires_grad_(trained == "both")
+        if not counted:
+            leaf[targets == -100] = 60.0
+        leaf.requires_grad_()
+        with using("eager"):
+            values = linear_log_probs(leaf, head, targets, outputs=outputs, chunk=8)
+            weighed(values).backward()
+        results.append([*(v for v in values if v is not None), leaf.grad, head.grad])
+    torch.testing.assert_close(*results)
+
+
 def test_logits_never_exist_at_once():
     x, w, _, targets = make(512, 8, 2000, dtype=torch.float32)
     seen = []

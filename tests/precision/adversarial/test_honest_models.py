@@ -61,7 +61,7 @@ def built(family: str, preset: str, how: str):
 
 
 @pytest.mark.parametrize(("family", "preset", "how"), CASES, ids=["-".join(filter(None, case)) for case in CASES])
-def test_plain_practice_is_not_accused(family, preset, how):
+def test_common_practice_gives_no_violation(family, preset, how):
     run = set_up(built(family, preset, how), PRESETS[preset])
     run.model.train()
     for step in (1, 2):
@@ -76,7 +76,7 @@ def test_plain_practice_is_not_accused(family, preset, how):
 
 
 @pytest.mark.parametrize("preset", ["fp32", "bf16-mixed", "bf16-pure", "fp16-mixed"])
-def test_a_model_in_plain_pytorch_is_not_accused(preset):
+def test_a_plain_pytorch_model_gives_no_violation(preset):
     seen = watched_step(set_up(tiny(), PRESETS[preset]), 1)
     assert [finding.message for finding in seen.violations] == []
     assert not seen.unobserved

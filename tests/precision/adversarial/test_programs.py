@@ -15,7 +15,7 @@ ONLY_SAID = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_broken_declaration_is_told(name):
+def test_a_broken_declaration_is_reported(name):
     looks = observed(PROGRAMS[name])
     violations = [finding.message for look in looks for finding in look.violations]
     lines = {place: why for look in looks for place, why in look.unobserved.items()}

@@ -25,7 +25,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_is_noticed_and_then_remembered(what):
+def test_a_change_is_reported_once(what):
     model = tiny()
     changes = Changes(model)
     model(torch.arange(8)[None]).logits.sum().backward()
@@ -43,7 +43,7 @@ def test_a_large_model_is_compared_in_parts():
     assert sum(changes.found() for _ in range(3)) == 1
 
 
-def test_steps_are_drawn_from_the_seed():
+def test_observed_steps_depend_on_the_seed_only():
     def drawn(seed):
         return [s for s in range(1, 401) if is_observed(s, every=100, seed=seed, total=400)]
 
@@ -53,5 +53,5 @@ def test_steps_are_drawn_from_the_seed():
     assert len({tuple(drawn(seed)) for seed in range(8)}) > 4
 
 
-def test_a_short_run_is_looked_at_more_than_once():
+def test_a_short_run_has_several_observed_steps():
     assert sum(is_observed(s, every=100, seed=0, total=6) for s in range(1, 7)) > 1

@@ -22,7 +22,7 @@ def parameters(model, *, trainable: bool) -> int:
 
 @pytest.mark.parametrize("preset", ["bf16-mixed", "bf16-lora", "nf4-lora", "bf16-pure", "fp16-mixed"])
 @pytest.mark.parametrize("optimized", [False, True], ids=["plain", "optimized"])
-def test_seen_and_unseen_add_up(preset, optimized):
+def test_seen_and_unseen_counts_sum_to_the_total(preset, optimized):
     model = tiny_model()
     if preset == "nf4-lora":
         pytest.importorskip("bitsandbytes")

@@ -29,7 +29,7 @@ def simulated(checkpointing):
     [(100, "cpu", "none", 0), (99, "cpu", "layers", 1), (75, "cuda", "layers", 5), (40, "cuda", "layers", 12), (30, "cuda", "layers", 14),
      (29, "cuda", "layers+offload", 16), (29, "cpu", "layers", 16), (1, "cuda", "layers+offload", 16)],
 )  # fmt: skip
-def test_as_few_layers_as_will_do(has, device_type, kind, layers):
+def test_auto_recomputes_as_few_layers_as_needed(has, device_type, kind, layers):
     found, plan = auto_checkpointing(simulated, layers=LAYERS, has=round(has * MiB / (1 - WITHIN)) + 1, besides=0, device_type=device_type)
     assert found.kind == kind
     # the estimate may ask for more than the fewest, never for too few
@@ -38,7 +38,7 @@ def test_as_few_layers_as_will_do(has, device_type, kind, layers):
     assert found.reason.startswith("auto: ")
 
 
-def test_what_the_process_holds_counts():
+def test_memory_of_the_process_counts_in_the_choice():
     found, _ = auto_checkpointing(simulated, layers=LAYERS, has=200 * MiB, besides=90 * MiB, device_type="cpu")
     assert found.kind == "layers"
 
@@ -78,7 +78,7 @@ def test_a_run_takes_it_says_so_and_writes_it_down(configured, tmp_path, little_
     assert train(loaded, resume=tmp_path / "run", skips={"PF011": "a machine that only pretends"}) == 0
 
 
-def test_far_from_the_limit_nothing_is_planned(configured, tmp_path, monkeypatch):
+def test_far_below_the_memory_limit_no_plan_is_made(configured, tmp_path, monkeypatch):
     from isotype.training import setup
 
     monkeypatch.setattr(setup, "plan_memory", lambda *_, **__: pytest.fail("planned"))

@@ -42,7 +42,7 @@ def test_gradients_are_those_without_it(dtype):
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
-def test_two_inputs_stay_and_the_others_leave():
+def test_the_last_two_inputs_stay_on_the_device():
     memory, kept = HostMemory(), []
     original = HostMemory.pack
 

@@ -43,7 +43,7 @@ def test_layers_that_the_model_lacks_are_refused(text, message):
 
 
 @pytest.mark.parametrize("text", ["every 0", "sometimes", "0", "-1", "true", "[-1]"])
-def test_nonsense_is_a_line_with_what_is_expected(text):
+def test_invalid_layers_are_refused_with_the_expected_form(text):
     with pytest.raises(UsageError, match=r"train\.checkpointed_layers: expected all or a whole number .* 'every 2'"):
         train_section("train.gradient_checkpointing=layers", f"train.checkpointed_layers={text}")
 
@@ -114,7 +114,7 @@ def test_generation_in_training_mode_keeps_its_cache(ids):
     assert torch.equal(model.generate(input_ids=ids[:, :5], max_new_tokens=6, do_sample=False), expected)
 
 
-def test_it_can_be_taken_back(ids):
+def test_recomputation_can_be_switched_off_again(ids):
     model = tiny()
     apply_checkpointing(model, Checkpointing("layers", (0, 1), 2))
     apply_checkpointing(model, Checkpointing("none"))

@@ -126,7 +126,7 @@ def test_on_the_command_line(configured, tmp_path):
     assert result.exit_code == 0, result.output
 
 
-def test_it_takes_less_than_the_import_of_torch(subject):
+def test_preflight_takes_less_time_than_importing_torch(subject):
     outcome = preflight(subject(), {})
     assert sum(outcome.seconds.values()) < 2
     assert torch.is_grad_enabled()

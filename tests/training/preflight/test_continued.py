@@ -15,7 +15,7 @@ def trained(configured, tmp_path):
     return tmp_path / "first/adapter"
 
 
-def test_it_fires_for_a_sister_and_is_quiet_for_its_own_base(subject, trained, workshop, tmp_path):
+def test_an_adapter_is_reported_on_a_related_base_and_not_on_its_own(subject, trained, workshop, tmp_path):
     own = subject("own", adapter={"start_from": str(trained)})
     assert list(adapter_of_another_base(own)) == []
     sister = tmp_path / "sister"
@@ -28,7 +28,7 @@ def test_it_fires_for_a_sister_and_is_quiet_for_its_own_base(subject, trained, w
     assert list(adapter_of_another_base(subject("unnamed", adapter={"start_from": str(trained)}, model={"name": str(sister)}))) == []
 
 
-def test_a_new_adapter_is_no_matter(subject):
+def test_a_new_adapter_gives_no_finding(subject):
     assert list(adapter_of_another_base(subject())) == []
 
 

@@ -41,12 +41,12 @@ def test_the_bound_is_above_the_plan(subject, settings):
     assert most_bytes(one.prepared.model, one.config.train, one.prepared.resolved.precision, length=length) >= planned(one).peak
 
 
-def test_what_is_far_from_the_limit_is_not_simulated(subject, monkeypatch):
+def test_a_run_far_below_the_memory_limit_is_not_simulated(subject, monkeypatch):
     monkeypatch.setattr(memory, "plan_memory", lambda *a, **k: pytest.fail("simulated"))
     assert list(out_of_memory(subject())) == []
 
 
-def test_too_little_memory_and_almost_too_little(subject):
+def test_too_little_memory_is_an_error_and_almost_too_little_a_warning(subject):
     one = subject(train={"batch_size": 16})
     needs = planned(one).peak + besides(one)
     for share, severities in ((2.0, []), (1.25, []), (1.0, [Severity.WARNING]), (0.8, [Severity.ERROR])):

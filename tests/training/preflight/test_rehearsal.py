@@ -13,7 +13,7 @@ def everything(one):
     return [*rehearsed_step(one), *rehearsed_evaluation(one), *rehearsed_samples(one)]
 
 
-def test_nothing_is_left(subject):
+def test_rehearsal_restores_all_state(subject):
     one = subject(precision={"preset": "fp16-mixed"}, adapter={"kind": "none"})
     model, stepper = one.prepared.model, one.prepared.stepper
     before = {name: t.clone() for name, t in model.state_dict().items()}
@@ -28,7 +28,7 @@ def test_nothing_is_left(subject):
     assert {group["lr"] for group in stepper.optimizer.param_groups} == {1e-3}
 
 
-def test_a_step_that_fails_and_is_still_undone(subject, monkeypatch):
+def test_rehearsal_restores_all_state_after_a_failed_step(subject, monkeypatch):
     one = subject()
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a: (_ for _ in ()).throw(RuntimeError("no kernel\nat all")))
     (finding,) = rehearsed_step(one)

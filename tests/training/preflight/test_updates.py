@@ -29,7 +29,7 @@ def test_weights_that_move(subject):
     assert list(vanishing_updates(subject("d", train={"learning_rate": 1e-6}))) == []
 
 
-def test_fp32_has_its_limit_too(subject):
+def test_updates_below_the_spacing_of_fp32_are_lost(subject):
     (finding,) = vanishing_updates(subject(adapter=FULL, train={"learning_rate": 1e-11}))
     assert "fp32 keeps 24 bits" in str(finding.cause)
 
@@ -46,5 +46,5 @@ def test_the_share_is_what_the_update_really_does(value, update, dtype):
     assert stuck_share(weight, update) == float(torch.equal(after, weight))
 
 
-def test_zeros_move():
+def test_updates_change_weights_that_are_zero():
     assert stuck_share(torch.zeros(4, dtype=torch.bfloat16), 1e-9) == 0.0

@@ -17,6 +17,7 @@ from .programs import from_environment, from_python, from_recipe, from_script
 from .readers import json_lines, notebook, pickled, python_calls, safetensors_header, toml_lines, yaml_lines
 from .readers.tree import Tree
 from .settings import Document, truth
+from .unknown_tools import unknown_tool
 from .versions import is_version_file, read_versions
 
 SKIPPED_FOLDERS = {
@@ -151,6 +152,11 @@ def _read(path: Path, found: Collection, *, explicit: bool) -> None:
                 keep(made)
         elif suffix in (".json", ".jsonc", ".yaml", ".yml", ".toml"):
             tree = {".toml": toml_lines.read, ".yaml": yaml_lines.read, ".yml": yaml_lines.read}.get(suffix, json_lines.read)(text)
+            other = unknown_tool(tree.data)
+            if other is not None:
+                why = f"{other} is not known to isotype check: nothing in this file was judged"
+                found.trouble.append(_trouble(shown, None, why, Severity.NOTE))
+                return
             read = _document(tree, name, shown)
             if read is None and explicit:
                 found.trouble.append(_trouble(shown, None, "holds no setting of a tool that isotype check knows", Severity.NOTE))

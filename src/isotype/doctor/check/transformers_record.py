@@ -5,7 +5,7 @@ from __future__ import annotations
 from .model_settings import BNB, adapter_from, launcher_mode, mixed_flag, model_dtype, quantised
 from .record import Record
 from .settings import Facts, Setting, dtype_of, truth
-from .sharded import deepspeed_setting, uses_deepspeed, uses_fsdp
+from .sharded import deepspeed_setting, fsdp_version, uses_deepspeed, uses_fsdp
 
 _KINDS = ("hf.train_type", "hf.tuner_type", "hf.sft_type", "hf.finetuning_type")  # ms-swift's words for it, old and new
 
@@ -72,7 +72,12 @@ def hf(record: Record) -> None:
         elif compute == "bf16" and record.accumulates is not None:
             record.set("accumulation", "bf16", "DeepSpeed accumulates in the model's dtype", record.accumulates)
     elif uses_fsdp(facts) and compute in ("bf16", "fp16"):
-        record.set("reduction", compute, "accelerate's FSDP policy reduces in the mixed precision dtype", uses_fsdp(facts))
+        fsdp, (version, _) = uses_fsdp(facts), fsdp_version(facts)
+        record.set("reduction", compute, "accelerate's FSDP policy reduces in the mixed precision dtype", fsdp)
+        if explicit is None and record.value("trained") in ("bf16", "fp16") and not (version == 2 and record.quantised == 4):
+            # accelerate 1.15 as installed (1.10 to 1.14 by its history, not run): prepare_model (FSDP1) and fsdp2_prepare_model, which
+            # leaves models with 4-bit weights alone
+            record.set("trained", "fp32", "accelerate makes trained weights fp32 under FSDP and mixed precision", fsdp)
     optimizer = facts.get("hf.optim")
     if optimizer is not None and "8bit" in str(optimizer.value):
         record.set("optimizer", "8 bit", "bitsandbytes", optimizer)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ...finding import Finding, Place, Severity
 from . import families  # noqa: F401  they register themselves
+from .certainty import sureness, without_autocast, would_tell
 from .family import FAMILIES, Explained, Seen
 from .log import Incident, incidents
 from .recognise import half_words, recognise
@@ -89,6 +90,8 @@ def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
     code, family = FAMILIES[seen.operator]
     explained: Explained = family(seen)
     ranked = explained.ranked()
+    if "autocast" in seen.situation:  # it is on already: a remedy that switches it on is none
+        ranked = sorted(ranked, key=lambda c: "torch.autocast(" in c.fix.splitlines()[0])
     top, others = ranked[0], ranked[1:]
     situation = seen.situation
     frame = situation.users or situation.callers or situation.innermost
@@ -110,7 +113,9 @@ def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
     if situation.frames:
         inside = "inside a trainer" if "trainer" in situation else "no trainer in the traceback"
         details.append(("situation", ", ".join([*context, inside])))
-    details.append(("seen", top.because or "nothing in the text decides between the causes; this is the usual one"))
+    details.append(("sure", sureness(ranked)))
+    if look := would_tell(ranked):
+        details.append(("would tell", look))
     if others:
         lines = [f"{c.name}: {c.fix.splitlines()[0]}" + (f" (seen: {c.because})" if c.because else "") for c in others[:3]]
         details.append(("or", "\n".join(lines)))
@@ -124,8 +129,8 @@ def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
         severity=explained.severity,
         message=explained.message,
         place=place,
-        cause=f"{top.name}: {top.why}",
-        fix=top.fix,
+        cause=f"{top.name}: {'' if top.because else 'perhaps '}{top.why}",
+        fix=without_autocast(top.fix) if "autocast" in seen.situation else top.fix,
         details=tuple(details),
     )
 

@@ -96,6 +96,8 @@ def _flags(frame: Frame) -> set[str]:
         "run_validation",
     ) or re.search(r"\bevaluate\(|validation", code):
         found.add("evaluation")
+    if "amp/autocast_mode.py" in file:
+        found.add("autocast")
     if "utils/checkpoint.py" in file or function in ("recompute_fn", "unpack_hook"):
         found.add("recompute")
     if re.search(r"\boptim/|optimizer", file) is None and re.search(r"clip_grad|unscale_", code + function):

@@ -1,4 +1,4 @@
-"""One run of `isotype lint`: configuration and options together, files found, linted, perhaps mended and linted again."""
+"""One run of `isotype lint`: configuration and options together, files found, linted, perhaps mended, perhaps executed."""
 
 from __future__ import annotations
 
@@ -13,23 +13,34 @@ from ...finding import Finding
 from .config import LintConfig, check_codes, find_pyproject, load
 from .files import python_files
 from .fix import apply_edits
+from .grade import Grade
+from .prove.command import SECONDS, proved
 from .rule import Edit, FixSafety, all_rules
 from .run import Found, lint_files
+from .suppress import PAGES
 
 
 @dataclass(frozen=True, slots=True)
 class LintRun:
-    """What came out: findings (after fixes), files read, fixes made, codes of the rules that ran."""
+    """What came out: findings (after fixes), files read, fixes made, codes of the rules that ran.
+
+    unsaid  how many findings are only possible, and left out
+    runs    what was executed, in words; "" where nothing was
+    """
 
     findings: list[Finding]
     files: int
     fixed: int
     rules: list[str]
+    unsaid: int = 0
+    runs: str = ""
 
     @property
     def subject(self) -> str:
         mended = f", {self.fixed} fixed" if self.fixed else ""
-        return f"{self.files} file{'s' if self.files != 1 else ''}, {len(self.rules)} rules{mended}"
+        unsaid = f", {self.unsaid} possible (--possible)" if self.unsaid else ""
+        runs = f", {self.runs}" if self.runs else ""
+        return f"{self.files} file{'s' if self.files != 1 else ''}, {len(self.rules)} rules{mended}{runs}{unsaid}"
 
 
 def lint_command(
@@ -40,24 +51,36 @@ def lint_command(
     extend_select: Sequence[str] = (),
     ignore: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    weak: bool = False,
+    possible: bool = False,
     fix: Literal["safe", "unsafe"] | None = None,
+    prove: bool = False,
+    seconds: float = SECONDS,
 ) -> LintRun:
     """Options given here replace `select` of the configuration and add to its other lists.
+
+    prove    execute, in a process of its own, what can be cut out of the files
+    seconds  for all that is executed together
 
     Raises  UsageError for a path, code or configuration that means nothing.
     """
     config = settings(
-        paths[0], config_file=config_file, select=select, extend_select=extend_select, ignore=ignore, exclude=exclude, weak=weak
+        paths[0], config_file=config_file, select=select, extend_select=extend_select, ignore=ignore, exclude=exclude, possible=possible
     )
     config = replace(config, named=tuple(path.resolve() for path in paths if path.is_dir()))
     files = list(python_files(paths, config.exclude, config.root))
-    found = lint_files(files, config)
+    active = config.active()
+    found = lint_files(files, config, prove=prove)
     fixed = 0
     if fix:
-        fixed = _mend(found, unsafe=fix == "unsafe")
-        found = lint_files(files, config) if fixed else found
-    return LintRun([f.finding for f in found], len(files), fixed, config.active())
+        shown = [f for f in found if f.evidence.grade is not Grade.POSSIBLE and f.finding.code in active]
+        fixed = _mend(shown, unsafe=fix == "unsafe")
+        found = lint_files(files, config, prove=prove) if fixed else found
+    runs = ""
+    if prove:
+        found, runs = proved(found, seconds=seconds)
+        found = [f for f in found if f.evidence.grade is Grade.PROVED or f.finding.code in (*active, *PAGES)]
+    shown = found if config.possible else [f for f in found if f.evidence.grade is not Grade.POSSIBLE]
+    return LintRun([f.finding for f in shown], len(files), fixed, active, len(found) - len(shown), runs)
 
 
 def settings(
@@ -68,7 +91,7 @@ def settings(
     extend_select: Sequence[str] = (),
     ignore: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    weak: bool = False,
+    possible: bool = False,
 ) -> LintConfig:
     """The configuration for `near`, with what the command line adds."""
     config = load(config_file if config_file else find_pyproject(near))
@@ -78,7 +101,7 @@ def settings(
         extend_select=config.extend_select + check_codes(extend_select, "--extend-select"),
         ignore=config.ignore + check_codes(ignore, "--ignore"),
         exclude=config.exclude + tuple(exclude),
-        weak=config.weak or weak,
+        possible=config.possible or possible,
     )
 
 

@@ -4,7 +4,7 @@
 select = ["LT"]            # only these (codes or prefixes); rules that are off by default are switched on by naming them
 extend-select = ["LT005"]  # these too
 ignore = ["LT013"]         # never these
-weak = true                # also, as notes, what the code or its repository speaks against
+possible = true            # also, as notes, what no run proves and nobody here is seen to reach
 exclude = ["third_party"]  # glob patterns of files and folders
 [tool.isotype.lint.per-file-ignores]
 "tests/*" = ["LT007"]
@@ -25,7 +25,7 @@ from .rule import all_rules
 from .suppress import PAGES
 
 _LISTS = ("select", "extend-select", "ignore", "exclude")
-_KEYS = (*_LISTS, "weak", "per-file-ignores")
+_KEYS = (*_LISTS, "possible", "per-file-ignores")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +36,23 @@ class LintConfig:
     extend_select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    weak: bool = False
+    possible: bool = False
     per_file_ignores: tuple[tuple[str, tuple[str, ...]], ...] = ()
     root: Path = field(default_factory=Path.cwd)
     named: tuple[Path, ...] = ()
 
-    def active(self) -> list[str]:
-        """The codes of the rules to run, after select, extend-select and ignore."""
+    def active(self, *, prove: bool = False) -> list[str]:
+        """The codes of the rules to run, after select, extend-select and ignore; with `prove` those that are off as well.
+
+        What a rule that is off says is only told where a run proves it.
+        """
         chosen = []
         for code, rule in all_rules().items():
             # a bare family ("LT") selects what is on by default; a rule that is off wants its own code, or ALL
             if self.select:
                 wanted = any(p in (code, "ALL") or (code.startswith(p) and rule.on) for p in self.select)
             else:
-                wanted = rule.on
+                wanted = rule.on or prove
             wanted = wanted or any(p in (code, "ALL") for p in self.extend_select)
             if wanted and not code.startswith(tuple(self.ignore)):
                 chosen.append(code)
@@ -110,8 +113,8 @@ def load(file: Path | None) -> LintConfig:
     lists: dict[str, tuple[str, ...]] = {key: _strings(table.get(key, []), f"{file}: tool.isotype.lint.{key}") for key in _LISTS}
     for key in ("select", "extend-select", "ignore"):
         lists[key] = check_codes(lists[key], f"{file}: tool.isotype.lint.{key}")
-    if not isinstance(table.get("weak", False), bool):
-        raise UsageError(f"{file}: tool.isotype.lint.weak: expected true or false, got {table['weak']!r}")
+    if not isinstance(table.get("possible", False), bool):
+        raise UsageError(f"{file}: tool.isotype.lint.possible: expected true or false, got {table['possible']!r}")
     per_file = table.get("per-file-ignores", {})
     if not isinstance(per_file, dict):
         raise UsageError(f"{file}: tool.isotype.lint.per-file-ignores: expected a table of pattern = [codes]")
@@ -124,7 +127,7 @@ def load(file: Path | None) -> LintConfig:
         extend_select=lists["extend-select"],
         ignore=lists["ignore"],
         exclude=lists["exclude"],
-        weak=table.get("weak", False),
+        possible=table.get("possible", False),
         per_file_ignores=tuple(pairs),
         root=file.parent,
     )

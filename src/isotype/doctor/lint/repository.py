@@ -6,10 +6,12 @@ about, nobody meets it. A library alone decides nothing: its users do.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -40,12 +42,30 @@ _WIDE = re.compile(
     rb"prepare_model_for_(?:kbit|int8)|keep_in_fp32|upcast_layernorm|cast_norms?_to_fp32|load_in_[48]bit|BitsAndBytesConfig|"
     rb"norm\w*(?:\.weight)?(?:\.data)?\.(?:to\(torch\.float32\)|float\(\))"
 )
+# a whole model in a low precision, and not some tensor of it
+_MODEL_CAST = re.compile(
+    rb"\b\w*(?:model|net|unet|vae|transformer|encoder|decoder|pipe|pipeline|policy|backbone|llm|lm)\w*(?:\.\w+\([^()\n]*\))*"
+    rb"\.(?:half\(\)|bfloat16\(\)|to\([^)\n]*(?:dtype|bfloat16|float16|torch\.half))|torch_dtype\s*=\s*(?!None)|"
+    rb"(?:from_pretrained|from_config|from_single_file)\([^)]*?\bdtype\s*=|\bMixedPrecision(?:Policy)?\(|param_dtype\s*=\s*torch\.|"
+    rb"set_default_dtype\([^)\n]*(?:bfloat16|float16|half|dtype\))|[\"']bf16[\"']\s*:\s*\{"
+)
 _STEP = re.compile(rb"(?:optimi[sz]er|optim|opt|scaler)\w*(?:\[\w+\])?\.step\(")
 _TESTS = re.compile(r"(^|[_/])(tests?|testing|bench\w*)([_/.]|$)")
 _BENCHMARKS = re.compile(r"(^|[_/])bench\w*([_/.]|$)")
-_REFERENCES = re.compile(r"(^|/)references?/")
+_REFERENCES = re.compile(r"(^|[_/])references?(/|\.py$)")
 _INFERENCE = re.compile(r"(^|[_/])infer(ence)?([_/.]|$)")
 _EXAMPLES = re.compile(r"(^|[_/])examples?([_/.]|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A line of a file, written from the repository's root."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
 
 
 class Repository:
@@ -54,6 +74,9 @@ class Repository:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._parsed: dict[Path, SourceFile] = {}
+        self._places: dict[tuple[re.Pattern[bytes], Path], Spot | None] = {}
+        self._long_texts: dict[Path, set[int]] = {}
+        self._uses: dict[tuple[str, Path], Spot | None] = {}
 
     @cached_property
     def texts(self) -> dict[Path, bytes]:
@@ -129,6 +152,50 @@ class Repository:
             return True
         words = (b"precision", b"GradScaler", b"OptimWrapper", b"amp.", b"auto_fp16", b"TrainingArg", b"Lightning", b"Accelerator(")
         return any(map(_REGION.search, mentioned)) or any(map(_TRAINER.search, _having(self.texts.values(), *words)))
+
+    def place_of(self, scenario: Scenario, path: Path) -> Spot | None:
+        """The place, nearest to this file, where the repository brings the scenario about."""
+        if scenario.autocast is not None:
+            return self._nearest(_REGION, path, b"autocast") or self._nearest(_TRAINER, path)
+        if scenario.mixed_weights:
+            return self._nearest(_WIDE, path)
+        return self._nearest(_MODEL_CAST, path)
+
+    def use_of(self, name: str, but: Path) -> Spot | None:
+        """Where another file names it; a file that defines the same name itself does not count."""
+        word, own = name.encode(), re.compile(rb"^\s*(?:def|class) %b\b" % re.escape(name.encode()), re.MULTILINE)
+        if (name, but) not in self._uses:
+            texts = {p: t for p, t in self.texts.items() if word in t and p != but.resolve() and not own.search(t)}
+            self._uses[name, but] = self._spot(re.compile(rb"\b%b\b" % re.escape(word)), texts, but)
+        return self._uses[name, but]
+
+    def _nearest(self, pattern: re.Pattern[bytes], path: Path, word: bytes = b"") -> Spot | None:
+        if (pattern, path.parent) not in self._places:
+            self._places[pattern, path.parent] = self._spot(pattern, {p: t for p, t in self.texts.items() if word in t}, path)
+        return self._places[pattern, path.parent]
+
+    def _spot(self, pattern: re.Pattern[bytes], texts: dict[Path, bytes], near: Path) -> Spot | None:
+        """The first match outside of comments, in the file that shares most folders with `near`."""
+        above = set(near.resolve().parents)
+        for file in sorted(texts, key=lambda p: -len(above.intersection(p.parents))):
+            text = texts[file]
+            for match in pattern.finditer(text):
+                line = text.rfind(b"\n", 0, match.start()) + 1
+                number = text.count(b"\n", 0, match.start()) + 1
+                if b"#" not in text[line : match.start()] and not self._in_a_text(file, number):
+                    return Spot(file.relative_to(self.root).as_posix(), number)
+        return None
+
+    def _in_a_text(self, file: Path, line: int) -> bool:
+        """Whether the line stands inside a string of several lines: a docstring says what is done, and does not do it."""
+        if file not in self._long_texts:
+            lines: set[int] = set()
+            with suppress(SyntaxError, ValueError):
+                for node in ast.walk(ast.parse(self.texts[file])):
+                    if isinstance(node, ast.Constant) and isinstance(node.value, str) and (node.end_lineno or node.lineno) > node.lineno:
+                        lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            self._long_texts[file] = lines
+        return line in self._long_texts[file]
 
     def region_near(self, path: Path) -> bool:
         """Whether a region is opened in the folder of this file or below it. An engine keeps a folder for each model, with what runs it."""

@@ -55,6 +55,9 @@ class Hit:
     scenario  what it supposes: nothing is said where the repository speaks against that (`repository.py`)
     elsewhere asks the repository, None for a lone file, why nobody is likely to meet it, or ""
     weak      why the code itself makes the scenario unlikely, or ""
+    reached   why whoever runs the code meets it, where the code itself or a framework's contract says so
+    only_reached  whether nothing is to be said where nobody is seen to meet it, not even as possible
+    leads     asks the repository, None for a lone file, what leads there: the chain, or "" and what is missing
     """
 
     node: ast.expr | ast.stmt
@@ -68,6 +71,9 @@ class Hit:
     scenario: Scenario | None = None
     elsewhere: Callable[[Repository | None], str] | None = None
     weak: str = ""
+    reached: str = ""
+    only_reached: bool = False
+    leads: Callable[[Repository | None], tuple[str, str]] | None = None
 
 
 SECTIONS = ("Why", "Example", "Use instead", "Fix safety", "Known problems")
@@ -78,7 +84,8 @@ class Rule:
 
     words  the rule is asked only about files whose text has one of them (a cheap first look)
     in_tests  False for a rule that supposes dtypes: a function called test_... fixes its own
-    on     False for a rule that has to be selected by name because it errs too often, or is a matter of taste
+    on     False for a rule that errs too often, or is a matter of taste: it has to be selected by its code, or to be proved
+    first_look  how many of its findings were true, of how many read, in packages that were linted for the first time
     """
 
     code: ClassVar[str]
@@ -86,6 +93,7 @@ class Rule:
     severity: ClassVar[Severity] = Severity.WARNING
     fix_safety: ClassVar[FixSafety] = FixSafety.NONE
     on: ClassVar[bool] = True
+    first_look: ClassVar[tuple[int, int] | None] = None
     words: ClassVar[tuple[str, ...]] = ("torch",)
     in_tests: ClassVar[bool] = True
 
@@ -97,6 +105,10 @@ class Rule:
         """The docstring as Markdown: a title, the facts, the sections."""
         title, _, body = _dedented(cls.__doc__ or "").partition("\n")
         facts = f"severity {cls.severity}, {'on' if cls.on else 'off'} by default, automatic fix: {cls.fix_safety}"
+        if cls.first_look:
+            facts += (
+                f"; at first look on code not seen before, possible findings included, {cls.first_look[0]} of {cls.first_look[1]} were true"
+            )
         body = re.sub(rf"^({'|'.join(SECTIONS)})\n-+$", r"## \1", body, flags=re.MULTILINE)
         return f"# {cls.code} {cls.name}: {title}\n\n({facts})\n{body.rstrip()}\n"
 

@@ -8,19 +8,23 @@ import sys
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from ...finding import Finding, Place, Severity
 from .config import LintConfig
+from .dataflow.events import Scenario
 from .files import read
+from .grade import Evidence, Grade, evidence_for
 from .repository import look_again, repository_of
 from .rule import Edit, Hit, Rule, all_rules
 from .source import SourceFile
 from .suppress import Suppression, suppressions
 
+EVIDENCE = "evidence"  # the label under which a finding states its grade
+READ = ((EVIDENCE, "proved: by reading the file"),)
 PART = 32  # files handed to a process at once
 GARBAGE = 2_000_000  # objects more than after the last collection: some 500 MB
 PARALLEL_FROM = 200  # files: below this, starting a second process costs more than it saves
@@ -28,16 +32,25 @@ PARALLEL_FROM = 200  # files: below this, starting a second process costs more t
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A finding and, where its rule has one, the edit that mends it."""
+    """A finding with its evidence, the scenario that it supposes and, where its rule has one, the edit that mends it."""
 
     finding: Finding
     edit: Edit | None = None
+    evidence: Evidence = field(default_factory=lambda: Evidence(Grade.PROVED, "by reading the file"))
+    scenario: Scenario | None = None
+
+    def graded(self, evidence: Evidence) -> Found:
+        """The same finding on other evidence."""
+        severity = Severity.NOTE if evidence.grade is Grade.POSSIBLE else all_rules()[self.finding.code].severity
+        severity = self.finding.severity if self.evidence.grade is not Grade.POSSIBLE and evidence.grade is not Grade.POSSIBLE else severity
+        details = tuple((label, str(evidence)) if label == EVIDENCE else (label, value) for label, value in self.finding.details)
+        return replace(self, finding=replace(self.finding, severity=severity, details=details), evidence=evidence)
 
 
-def lint_files(paths: Sequence[Path], config: LintConfig) -> list[Found]:
-    """Every finding in these files, file by file in the order given."""
+def lint_files(paths: Sequence[Path], config: LintConfig, *, prove: bool = False) -> list[Found]:
+    """Every finding in these files, of every grade, file by file in the order given; with `prove` also of rules that are off."""
     look_again()
-    some = partial(_lint_some, active=tuple(config.active()), config=config)
+    some = partial(_lint_some, active=tuple(config.active(prove=prove)), config=config)
     processes = min(os.cpu_count() or 1, 8)
     if len(paths) < PARALLEL_FROM or processes < 2:
         return some(paths)
@@ -68,7 +81,7 @@ def _lint_guarded(path: Path, *, active: tuple[str, ...], config: LintConfig) ->
         text = read(path)
         return lint_text(text, path, active=active, config=config)
     except SyntaxError as error:
-        if _is_newer_python(path):
+        if _is_newer_python(path, error):
             return [_too_new(path, error)]
         return [_unread(path, f"could not be parsed: {error.msg}", error.lineno)]
     except (UnicodeDecodeError, OSError, RecursionError) as error:
@@ -78,8 +91,10 @@ def _lint_guarded(path: Path, *, active: tuple[str, ...], config: LintConfig) ->
         return [_unread(path, f"a rule failed: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})", None)]
 
 
-def _is_newer_python(path: Path) -> bool:
-    """Whether libcst, which knows the syntax of Pythons newer than this one, parses it; False where it is not installed."""
+def _is_newer_python(path: Path, error: SyntaxError) -> bool:
+    """Whether it is the syntax of a newer Python: an f-string that 3.12 allows, or what libcst parses where that is installed."""
+    if sys.version_info < (3, 12) and (error.msg or "").startswith("f-string"):
+        return True
     try:
         import libcst
 
@@ -94,16 +109,18 @@ def _too_new(path: Path, error: SyntaxError) -> Found:
     message = f"not looked at: its syntax is newer than Python {ours}, with which Isotype runs ({error.msg})"
     place = Place(file=str(path), line=error.lineno)
     fix = "run Isotype with the Python that the file is written for"
-    return Found(Finding(code="LT000", severity=Severity.NOTE, message=message, place=place, fix=fix))
+    return Found(Finding(code="LT000", severity=Severity.NOTE, message=message, place=place, fix=fix, details=READ))
 
 
 def _unread(path: Path, message: str, line: int | None) -> Found:
     fix = "correct the file, or leave it out with `exclude` in [tool.isotype.lint]"
-    return Found(Finding(code="LT000", severity=Severity.ERROR, message=message, place=Place(file=str(path), line=line), fix=fix))
+    return Found(
+        Finding(code="LT000", severity=Severity.ERROR, message=message, place=Place(file=str(path), line=line), fix=fix, details=READ)
+    )
 
 
 def lint_text(text: str, path: Path, *, active: Sequence[str], config: LintConfig | None = None) -> list[Found]:
-    """The findings of one file's text, suppressions applied, by line.
+    """The findings of one file's text, of every grade, suppressions applied, by line.
 
     Raises  SyntaxError when the text is not Python.
     """
@@ -126,25 +143,16 @@ def lint_text(text: str, path: Path, *, active: Sequence[str], config: LintConfi
                 continue
             last = min(hit.node.end_lineno or hit.node.lineno, hit.node.lineno + 20)
             silent = [s for s in silenced if s.silences(rule.code, hit.node.lineno, last)]  # all of them, so that each counts as used
-            against = "" if silent else _against(hit, file, path, config.named if config else ())
-            if not silent and (not against or (config and config.weak)):
-                found.append(Found(_finding(rule, hit, file, against), hit.edit))
+            if not silent:
+                evidence = evidence_for(hit, file, path, repository_of(path, config.named if config else ()))
+                if hit.only_reached and evidence.grade is Grade.POSSIBLE:
+                    continue
+                found.append(Found(_finding(rule, hit, file, evidence), hit.edit, evidence, hit.scenario))
     found += [Found(f) for s in silenced if (f := _about(s, file, active)) is not None]
     return sorted(found, key=lambda f: (f.finding.place.line or 0, f.finding.place.column or 0, f.finding.code))
 
 
-def _against(hit: Hit, file: SourceFile, path: Path, named: tuple[Path, ...]) -> str:
-    """Why nobody is likely to meet it, or ""."""
-    if hit.weak or (hit.scenario is None and hit.elsewhere is None):
-        return hit.weak
-    repository = repository_of(path, named)
-    found = hit.elsewhere(repository) if hit.elsewhere else ""
-    if found or repository is None or hit.scenario is None:
-        return found
-    return repository.against(hit.scenario, path, file.text)
-
-
-def _finding(rule: Rule, hit: Hit, file: SourceFile, against: str) -> Finding:
+def _finding(rule: Rule, hit: Hit, file: SourceFile, evidence: Evidence) -> Finding:
     symbol = hit.symbol or file.symbol(hit.node)
     place = Place(file=file.path, line=hit.node.lineno, column=hit.node.col_offset + 1, symbol=symbol)
     lines = file.text.splitlines()
@@ -152,12 +160,12 @@ def _finding(rule: Rule, hit: Hit, file: SourceFile, against: str) -> Finding:
     severity = rule.severity if hit.severity is None else hit.severity
     return Finding(
         code=rule.code,
-        severity=Severity.NOTE if against else severity,
+        severity=Severity.NOTE if evidence.grade is Grade.POSSIBLE else severity,
         message=hit.message,
         place=place,
         cause=hit.cause,
         fix=hit.fix,
-        details=(("code", code), *hit.details, *((("but", against),) if against else ())),
+        details=(("code", code), *hit.details, (EVIDENCE, str(evidence))),
     )
 
 
@@ -177,4 +185,5 @@ def _about(s: Suppression, file: SourceFile, active: Sequence[str]) -> Finding |
             return None
         message = f"the suppression of {', '.join(unused)} silences nothing"
     place = Place(file=file.path, line=s.line, column=s.column + 1)
-    return Finding(code="LT099", severity=Severity.NOTE, message=message, place=place, fix="say why, name the code, or remove the comment")
+    fix = "say why, name the code, or remove the comment"
+    return Finding(code="LT099", severity=Severity.NOTE, message=message, place=place, fix=fix, details=READ)

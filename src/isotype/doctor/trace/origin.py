@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from ...dtypes import name as dtype_name
 from .source import Site
 
+_FOLLOWS = re.compile(r"\.to\([^()]*(?:\w\.dtype|_dtype|\bdtype\s*=\s*\w+\.dtype)|\.type_as\(")
 LONGEST_CHAIN = 8  # a state that is cast back and forth every step would otherwise grow its chain for ever
 
 # Kinds. parameter, buffer: named in a module; input: from outside; created: a factory call; cast: explicit; autocast: a cast that autocast
@@ -57,11 +59,29 @@ class Origin:
             origin = origin.via
 
     def decider(self) -> Origin:
-        """The origin that decided: upstream of promotions, of ops that only followed, and of casts that autocast put in."""
+        """The origin that decided: upstream of promotions, of ops that only followed, and of casts that autocast put in.
+
+        A cast to the dtype of another tensor only brings a value back to what something upstream had departed to: then the first
+        departure of that round trip decided.
+        """
+        found = self._nearest_decision()
+        while found.kind == "cast" and found.follows and found.via is not None:
+            departures = [origin for origin in found.via.chain() if origin.dtype == found.dtype and origin.kind != "input"]
+            if not departures:
+                break
+            found = departures[-1]._nearest_decision()
+        return found
+
+    def _nearest_decision(self) -> Origin:
         for origin in self.chain():
             if origin.kind not in ("promotion", "op", "autocast") or origin.via is None:
                 return origin
         return self
+
+    @property
+    def follows(self) -> bool:
+        """Whether a cast is written to follow another tensor: `.to(x.dtype)`, `.type_as(x)`."""
+        return self.site is not None and bool(_FOLLOWS.search(self.site.text or ""))
 
     def describe(self) -> str:
         """One sentence without its place."""

@@ -117,7 +117,7 @@ def forward_with_gradients(
 
     out = like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk)
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
-    kept_N = _rows_to_compute(targets_T, rule)
+    kept_N = rows_to_compute(targets_T, rule)
     count = targets_T.numel() if kept_N is None else kept_N.numel()
     if not count:
         out.dweight_VH.zero_()
@@ -163,7 +163,7 @@ def forward_with_gradients(
     return out
 
 
-def _rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | None:
+def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | None:
     """int[N], the rows that are not ignored, or None for all of them: where counting them would make the host wait for the device, ignored
     rows are computed and masked. A caller that knows its labels on the host selects the rows before the op."""
     if not rows_can_be_counted(targets_T):
@@ -186,7 +186,7 @@ def backward_by_vocabulary(
     """Gradients of hidden, weight and bias for any upstream gradient a row, in fp32 or the product's dtype; empty where not wanted."""
     from ..cross_entropy.function import paths
 
-    kept_N = _rows_to_compute(targets_T, rule)
+    kept_N = rows_to_compute(targets_T, rule)
     rows: slice | Tensor = slice(None) if kept_N is None else kept_N
     targets_N, lse_N = targets_T[rows], lse_T[rows]
     dloss_N = dloss_T[rows].to(wide(hidden_TH.dtype)).masked_fill(targets_N == rule.ignore_index, 0)
@@ -195,7 +195,7 @@ def backward_by_vocabulary(
         given = dloss_N if factor is None else dloss_N * factor
         paths(z).cross_entropy_backward(z, targets_N, lse_N, given, rule, out, weight_VH.shape[0], first)
 
-    return by_vocabulary(hidden_TH, weight_VH, bias_V, rows, largest(dloss_N), gradient, want_dhidden, want_dweight)
+    return by_vocabulary(hidden_TH, weight_VH, bias_V, kept_N, largest(dloss_N), gradient, want_dhidden, want_dweight)
 
 
 def largest(*upstream_N: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def by_vocabulary(
     hidden_TH: Tensor,
     weight_VH: Tensor,
     bias_V: Tensor | None,
-    rows: slice | Tensor,
+    kept_N: Tensor | None,
     unit: Tensor,
     gradient: Callable[[Tensor, Tensor, int, Tensor | None], None],
     want_dhidden: bool,
@@ -216,13 +216,14 @@ def by_vocabulary(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias from those of the logits, which are computed again, a block of the vocabulary at a time.
 
-    rows      to compute: those that are not ignored, or all, where the upstream gradients of ignored ones are 0
+    kept_N    the rows that are not ignored, or None for all of them
     unit      the size of their upstream gradients
     gradient  (z, out, first, factor): writes the gradient of the block's logits `z` to `out`; `first` is the class of column 0, and every
               upstream gradient is multiplied by `factor` where there is one
     """
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
     result, fp32 = result_dtype(operand, device), wide(hidden_TH.dtype)
+    rows: slice | Tensor = slice(None) if kept_N is None else kept_N
     x_NH = hidden_TH[rows].to(operand)
     into, back = gradient_factors(operand, unit)
     factor = None if back is None else into / unit

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..autocast import wide
 from ..cross_entropy.rule import LossRule
-from ..linear_cross_entropy.eager import by_vocabulary, kept_dtype, largest
+from ..linear_cross_entropy.eager import by_vocabulary, kept_dtype, largest, rows_to_compute
 from ..linear_cross_entropy.products import (
     gradient_factors,
     operand_dtype,
@@ -55,31 +55,33 @@ def forward(
     """The values of every row that is not ignored; ignored rows are not computed."""
     out = like(hidden_TH, wanted, want_dhidden)
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
-    kept_N = (targets_T != rule.ignore_index).nonzero().squeeze(-1)
+    kept_N = rows_to_compute(targets_T, rule)
+    count = targets_T.numel() if kept_N is None else kept_N.numel()
     weight_VH = weight_VH.to(operand)
     result = result_dtype(operand, device)
     bias_V = None if bias_V is None else bias_V.to(result)
-    count, classes = min(chunk, kept_N.numel()), weight_VH.shape[0]
-    logits = rows_of_logits(count, classes, result, device)
-    dlogits = logits if result == operand else rows_of_logits(count if want_dhidden else 0, classes, operand, device)
+    most, classes = min(chunk, count), weight_VH.shape[0]
+    logits = rows_of_logits(most, classes, result, device)
+    dlogits = logits if result == operand else rows_of_logits(most if want_dhidden else 0, classes, operand, device)
     one = hidden_TH.new_ones((), dtype=wide(hidden_TH.dtype))
     into, back = gradient_factors(operand, one)
     compute = paths(logits)
-    for start in range(0, kept_N.numel(), chunk):
-        rows = kept_N[start : start + chunk]
-        x_NH, targets_N = hidden_TH[rows].to(operand), targets_T[rows]
+    for start in range(0, count, chunk):
+        rows: slice | Tensor = slice(start, min(start + chunk, count)) if kept_N is None else kept_N[start : start + chunk]
+        ignored = targets_T[rows] == rule.ignore_index
+        x_NH, targets_N = hidden_TH[rows].to(operand), targets_T[rows].masked_fill(ignored, 0)
         z_NV = product(x_NH, weight_VH.t(), logits[: x_NH.shape[0]])
         if bias_V is not None:
             z_NV.add_(bias_V)
         values = compute.forward(z_NV, targets_N, rule, wanted)
         for whole, part in zip(out.values, values):
             if whole.numel():
-                whole[rows] = part
+                whole[rows] = part.masked_fill(ignored, -1 if whole is out.values.top1 else 0)
         if not want_dhidden:
             continue
         g_NV = dlogits[: x_NH.shape[0]]
-        upstream = Upstream(into.expand(x_NH.shape[0]), None, None, None)
-        compute.backward(z_NV, targets_N, values.logsumexp, upstream, rule, g_NV)
+        upstream = Upstream(into.expand(x_NH.shape[0]).masked_fill(ignored, 0), None, None, None)
+        compute.backward(z_NV, targets_N, values.logsumexp.masked_fill(ignored, torch.inf), upstream, rule, g_NV)
         dx_NH = product_over_classes(g_NV, weight_VH, torch.empty_like(x_NH, dtype=result))
         out.dlog_probs_TH[rows] = (dx_NH if back is None else dx_NH * back).to(out.dlog_probs_TH.dtype)
     return out
@@ -102,10 +104,12 @@ def backward(
     upstream_T  of the log-probabilities, of logsumexp and of the entropies; None where there is none
     """
     fp32 = wide(hidden_TH.dtype)
-    kept_N = (targets_T != rule.ignore_index).nonzero().squeeze(-1)
-    targets_N, lse_N = targets_T[kept_N], lse_T[kept_N]
-    entropy_N = None if entropy_T is None else entropy_T[kept_N]
-    given = [None if u is None else u[kept_N].to(fp32) for u in upstream_T]
+    kept_N = rows_to_compute(targets_T, rule)
+    rows: slice | Tensor = slice(None) if kept_N is None else kept_N
+    ignored = targets_T[rows] == rule.ignore_index
+    targets_N, lse_N = targets_T[rows].masked_fill(ignored, 0), lse_T[rows].masked_fill(ignored, torch.inf)
+    entropy_N = None if entropy_T is None else entropy_T[rows]
+    given = [None if u is None else u[rows].to(fp32).masked_fill(ignored, 0) for u in upstream_T]
 
     def gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
         scaled = [u if u is None or factor is None else u * factor for u in given]

@@ -94,7 +94,8 @@ def backward_kernel(
     inside = v < columns
     x_fp32 = tl.load(logits + row * row_stride + v, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
     z_fp32 = capped(x_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
-    log_p = z_fp32 - tl.load(lse + row).to(tl.float32)
+    row_lse = tl.load(lse + row).to(tl.float32)
+    log_p = z_fp32 - row_lse
     factor = tl.zeros([BLOCK], tl.float32)
     if HAS_DLSE:
         factor += tl.load(dlse + row).to(tl.float32)
@@ -113,6 +114,8 @@ def backward_kernel(
         g_fp32 *= 1.0 - u_fp32 * u_fp32
     if HAS_SCALE:
         g_fp32 *= scale.to(tl.float32)
+    # an ignored row: a select, as 0 times a non-finite logit's exp would be nan
+    g_fp32 = tl.where(row_lse == float("inf"), 0.0, g_fp32)
     tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty), mask=inside)
 
 

@@ -83,7 +83,10 @@ def forward(logits_NV: Tensor, targets_N: Tensor, rule: LossRule, wanted: Wanted
 def backward(
     logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, upstream: Upstream, rule: LossRule, out_NV: Tensor, first: int = 0
 ) -> Tensor:
-    """The gradient of the logits, written to `out_NV`, which may be `logits_NV` itself. Column 0 is the class `first`."""
+    """The gradient of the logits, written to `out_NV`, which may be `logits_NV` itself. Column 0 is the class `first`.
+
+    A row whose logsumexp is inf is an ignored one: its gradient is 0, also where its logits are not finite.
+    """
     work = work_buffer(logits_NV)
     for rows in blocks(logits_NV.shape[0], logits_NV.shape[1], logits_NV.device):
         x = logits_NV[rows]
@@ -111,5 +114,5 @@ def backward(
             g.mul_(1 - slope * slope)
         if rule.logit_scale != 1.0:
             g.mul_(rule.logit_scale)
-        out_NV[rows] = g
+        out_NV[rows] = g.masked_fill_((lse_N[rows] == torch.inf).unsqueeze(-1), 0.0)
     return out_NV

@@ -1,13 +1,14 @@
-"""What a run really did, against what was declared: storage, arithmetic and files, seen in a few steps and compared in the others.
+"""Compares what a run really did with its declared precision: storage, arithmetic and files. A few steps are observed in full; in the
+other steps a cheap check detects changes of the model.
 
-observer      `Observer`: parameters, gradients, states, outputs, files, and the steps in which the rest is watched
-arithmetic    the dispatch mode: every operator of forward, backward, recomputation and update, judged by its role
-lineage       what a value was made of, and what was lost on the way
-callers       whose code asked for an operator
+observer      `Observer`: parameters, gradients, states, outputs, files, and the observed steps
+arithmetic    the dispatch mode that judges every operator of forward, backward, recomputation and update by its role
+lineage       what each value was computed from, and which precision it lost
+callers       the code that called an operator
 escapes       values that leave PyTorch
-changes       what changed in a model between two looks, at no cost that shows
-schedule      which steps are looked at
-record        what `precision.json` says of all looks
+changes       the cheap check for changes of the model between observed steps
+schedule      the choice of the observed steps
+record        the content of `precision.json`, from all observations
 """
 
 from .observation import UNSEEN, Observation

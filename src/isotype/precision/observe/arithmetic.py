@@ -1,11 +1,11 @@
-"""Every operator of a watched step, judged by its role: products, sums, arithmetic by element, casts.
+"""Judges every operator of an observed step by its role: products, sums, elementwise arithmetic, casts.
 
-What is a violation, in the words of the issue that asked for it: a product outside `compute` (of adapters: outside their branch's dtype),
-arithmetic narrower than its role, fp64 anywhere, and what hides behind a later widening. To know the last, each value carries what was
-lost on its way (`lineage`). Wider arithmetic by element is counted. What plain practice does is quiet: fp32 products of a router, found by
-what they are used for (a choice of the largest), and of tables, which are made of no activation.
+These are violations: a product outside `compute` (in adapters: outside the dtype of their branch), arithmetic narrower than its role, fp64
+anywhere, and a loss of precision that a later widening hides. To detect the last, `lineage` records what each value lost. Elementwise
+arithmetic that is wider than its role is only counted. Common practice is not reported: fp32 products of a router, recognised by their
+later use (top-k), and fp32 products of tables, which depend on no activation.
 
-Native backward follows the forward that was judged, so its sums are not judged again; Python code in backward is.
+PyTorch's own backward operators follow the forward that was judged, so their sums are not judged again. Python code in backward is judged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OWN_KERNEL = "inside {}, an operator with a contract"
 
 
 class Arithmetic(TorchDispatchMode):
-    """Judges every operator that runs while it is on.
+    """Judges every operator that runs while the mode is active.
 
     role         compute, or generate while tokens are made
     lora_branch  the dtype of the adapters' own products: fp32 beside narrower base products, or None for either
@@ -65,7 +65,7 @@ class Arithmetic(TorchDispatchMode):
         return False
 
     def know(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Registers what a step starts from: weights, buffers, tensors kept as plain attributes, states."""
+        """Registers the tensors that exist before a step: weights, buffers, tensors in plain attributes, optimizer states."""
         for parameter in model.parameters():
             self.lineages.set(parameter, Lineage(WEIGHT))
             if parameter.grad is not None:
@@ -85,7 +85,7 @@ class Arithmetic(TorchDispatchMode):
             self.lineages.set(tensor, Lineage(STATE))
 
     def know_inputs(self, given: Any) -> None:
-        """Registers what the model is called with."""
+        """Registers the inputs of the model."""
         for tensor in plain_tensors(given, []):
             before = self.lineages.of(tensor)
             # floats made in the step of nothing that the model has, as noised latents are, are inputs too
@@ -94,7 +94,7 @@ class Arithmetic(TorchDispatchMode):
                 self.lineages.set(tensor, replace(made, from_=made.from_ | (FLOAT_INPUT if tensor.is_floating_point() else INPUT)))
 
     def finish(self) -> None:
-        """Reports the products outside `compute` that turned out to be no router's."""
+        """Reports the products outside `compute` that do not belong to a router."""
         for number, (module, word, by, symbol) in self._pending.items():
             if number in self._routers:
                 self.seen.dtypes["router"][word] += 1
@@ -124,7 +124,7 @@ class Arithmetic(TorchDispatchMode):
 
 
 class _BesideCompiler(Arithmetic):
-    """The same, kept out of the compiler's sight: where it is in use, it would compile the mode itself."""
+    """The same mode, hidden from PyTorch's compiler, which would otherwise compile the mode itself."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -135,12 +135,12 @@ class _BesideCompiler(Arithmetic):
 
 
 def arithmetic_mode(*given: Any, **named: Any) -> Arithmetic:
-    """`Arithmetic`, in the form for a process that has or has not loaded PyTorch's compiler."""
+    """Makes the `Arithmetic` mode; the class depends on whether this process has loaded PyTorch's compiler."""
     return (_BesideCompiler if "torch._dynamo" in sys.modules else Arithmetic)(*given, **named)
 
 
 class _Look:
-    """One operator: its inputs and outputs, who asked for it, and where the step is."""
+    """One call of an operator: its inputs and outputs, its caller, and the part of the step."""
 
     def __init__(
         self, mode: Arithmetic, op: ops.Operator, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]
@@ -155,7 +155,7 @@ class _Look:
     # -- what the operator computes in
 
     def dtype(self) -> str | None:
-        """The dtype of the arithmetic: the one asked for, else what the operands are promoted to; None where nothing floats."""
+        """The dtype of the arithmetic: the requested one, else the dtype to which the operands are promoted; None if none is floating."""
         asked = self.kwargs.get("dtype")
         if asked is not None and self.op.kind in (ops.SUM, ops.CREATE):
             return _float(asked)
@@ -233,7 +233,7 @@ class _Look:
             self.mode.lineages.set(tensor, made)
 
     def _is_view(self, output: Tensor) -> bool:
-        """Whether an output shares its storage with what was given, and nothing was written."""
+        """Whether an output shares its storage with an input, and the operator wrote nothing."""
         if self.op.kind != ops.EXACT or any(self.op.writes):
             return False
         return any(self.mode.lineages.same(output, tensor) for tensor in self.inputs)
@@ -244,7 +244,7 @@ class _Look:
             self.mode.lineages.set(tensor, Lineage(written=written))
 
     def _unknown(self, known: list[tuple[Tensor, Lineage | None]]) -> None:
-        """Floating values that no operator made, and memory that none wrote."""
+        """Reports floating values that no observed operator made, and memory that no observed operator wrote."""
         if self.by.kind == OURS or self.op.name in ("lift_fresh", "lift"):
             return
         for index, (tensor, lineage) in enumerate(known):
@@ -289,7 +289,7 @@ class _Look:
         return {LOSS: "loss", BACKWARD: "grads", GRADIENTS: "grads", UPDATE: "optimizer"}.get(self.region, self.mode.role)
 
     def _wrong_dtype(self, dtype: str, made: Lineage) -> None:
-        """fp64, and dtypes that no role of this region has."""
+        """Reports fp64, and dtypes that no role of this region has."""
         role = self._role()
         declared = getattr(self.mode.precision, role)
         words = {dtype, *(w for t in self.outputs if (w := _float(t.dtype)))}
@@ -363,7 +363,7 @@ class _Look:
     # -- casts
 
     def _cast(self, made: Lineage) -> Lineage:
-        """A cast, or a copy into another dtype: what it loses and what it hides."""
+        """Judges a cast, or a copy into another dtype: which precision it loses, and which earlier loss it hides."""
         target, source = (self.args[0], self.args[1]) if self.op.name == "copy" and len(self.args) > 1 else (self.outputs[0], self.args[0])
         if not isinstance(source, Tensor) or not isinstance(target, Tensor):
             return made
@@ -389,7 +389,7 @@ class _Look:
         return lineage
 
     def _loses(self, source: Tensor, target: Tensor, lineage: Lineage, after: str) -> bool:
-        """Whether narrowing this value is worth remembering: activations are `compute` by declaration."""
+        """Whether to record that this value was narrowed. Activations are declared to be `compute`, so for them it is no loss."""
         if self.by.kind in (OURS, ENGINE) or (self.by.kind == PRACTICE and self.region == FORWARD):
             return False
         if self.region == FORWARD and lineage.activation and after == self.mode.compute:
@@ -400,14 +400,14 @@ class _Look:
         return not torch.equal(source[finite], target[finite].to(source.dtype))
 
     def _widened(self, known: list[tuple[Tensor, Lineage | None]], dtype: str) -> None:
-        """Operands that the arithmetic widens without a cast."""
+        """Judges operands that the arithmetic widens without a cast."""
         for tensor, lineage in known:
             word = _float(tensor.dtype)
             if lineage is not None and lineage.marks and word and itemsize(word) < itemsize(dtype):
                 self._hidden(lineage, word, dtype)
 
     def _hidden(self, lineage: Lineage, before: str, after: str) -> None:
-        """A value with a mark is widened: what was lost is hidden from there on."""
+        """Reports that a value with a recorded loss is widened: from here on its dtype hides the loss."""
         if self.region == FORWARD and (self.by.kind == OURS or self.mode.regions.inside(is_norm) is not None):
             return  # a norm's own sums are judged by `norms`
         for mark in lineage.marks:
@@ -481,7 +481,7 @@ class _Look:
         return made
 
     def _inexact(self) -> bool:
-        """Whether the same operator on widened operands gives other values."""
+        """Whether the same operator on widened operands gives different values."""
         if (self.op.writes and any(self.op.writes)) or not self.outputs or self.outputs[0].numel() > _SMALL:
             return True
         try:

@@ -1,4 +1,4 @@
-"""Whose code asked for an operator: the first frame of the Python stack that is neither PyTorch's nor the observer's."""
+"""Finds the code that called an operator: the first frame of the Python stack that belongs neither to PyTorch nor to the observer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ USER, OURS, PRACTICE, ENGINE, OPTIMIZER = "user", "isotype", "practice", "autogr
 
 
 class Caller(NamedTuple):
-    """kind of code, where it stands, and whether a compiled region lies around it."""
+    """The kind of code, its file and line, and whether it runs inside a compiled region."""
 
     kind: str
     file: str

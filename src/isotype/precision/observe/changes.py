@@ -1,7 +1,7 @@
-"""What changed in a model since it was last looked at, at no cost that shows: a reason to look again.
+"""Detects changes of a model since the last observed step, at negligible cost. After a change the next step is observed.
 
-Each step compares the next 128 modules, so that the cost does not grow with the model; one of 300 modules is compared whole in three
-steps. What a module does differently without any of this changing is found by the steps that are drawn.
+Each step compares the next 128 modules, so that the cost does not grow with the model: 300 modules take three steps. A module may also
+compute differently without any such change; the randomly chosen observed steps find this (`schedule`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Changes:
         self._next = 0
 
     def found(self) -> bool:
-        """Whether one of the next modules is not as it was remembered."""
+        """Whether one of the next modules differs from its remembered state."""
         if self._next >= len(self._known):
             self._next = 0
         part = self._known[self._next : self._next + _AT_ONCE]

@@ -1,4 +1,4 @@
-"""Values that leave PyTorch: NumPy, a list, an address. What happens to them there is not seen, and is said so."""
+"""Detects values that leave PyTorch as a NumPy array, a list or an address. Their later use cannot be observed, and the record says so."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ class Escapes(TorchFunctionMode):
 
 
 def _expected(way: str, by: Caller) -> bool:
-    """Our own kernels take addresses, and transformers looks at storages to see what it may free."""
+    """Whether this use is harmless: our own kernels take addresses, and transformers reads the addresses of storages."""
     return by.kind == OURS or (by.kind == PRACTICE and way in ("its storage", "an address", "a pickle"))

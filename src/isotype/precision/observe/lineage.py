@@ -1,7 +1,7 @@
-"""What a value was made of and what it lost on the way, kept for each storage while a step is watched.
+"""Records, during an observed step, what each value was computed from and which precision it lost.
 
-A storage and not a tensor: views and in-place operators then need no rule of their own. A weak reference holds the storage's address, so
-that no other storage can take it, and its memory is free as before.
+The record belongs to a storage, not to a tensor, so that views and in-place operators need no rules of their own. A weak reference keeps
+the storage's address from being reused, but not its memory from being freed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ INPUT, WEIGHT, BUFFER, STATE, GRADIENT, FLOAT_INPUT = 1, 2, 4, 8, 16, 32
 
 
 class Mark(NamedTuple):
-    """Something that was done to a value in a narrow dtype: by which operator, in which module, at which line.
+    """A loss of precision: the narrow dtype, the operator, its module and its line.
 
     kind  rounded (a cast from a wider dtype), reduced (a sum), table (arithmetic on no activation)
     """
@@ -46,12 +46,12 @@ class Lineage:
 
     @property
     def activation(self) -> bool:
-        """Made of the model's inputs and its weights, as every hidden state is; or given as floats."""
+        """Whether it depends on both the model's inputs and its weights, as every hidden state does, or was given as floats."""
         return bool(self.from_ & FLOAT_INPUT) or (self.from_ & (INPUT | WEIGHT)) == INPUT | WEIGHT
 
     @property
     def data(self) -> bool:
-        """Something that training depends on: no mask, no table of positions."""
+        """Whether training depends on it, unlike a mask or a table of positions."""
         return self.activation or bool(self.from_ & (WEIGHT | STATE | GRADIENT))
 
 
@@ -59,7 +59,7 @@ NOTHING = Lineage()
 
 
 def joined(parts: list[Lineage]) -> Lineage:
-    """Of a value made of several."""
+    """The lineage of a value that was computed from several others."""
     if not parts:
         return NOTHING
     if len(parts) == 1:
@@ -91,7 +91,7 @@ class Lineages:
         return found[1] if found else None
 
     def same(self, one: Tensor, other: Tensor) -> bool:
-        """Whether both lie in one storage."""
+        """Whether both tensors share one storage."""
         return bool(address := _address(one)) and address == _address(other)
 
     def set(self, tensor: Tensor, lineage: Lineage) -> None:

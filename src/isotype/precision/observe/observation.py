@@ -1,4 +1,4 @@
-"""`Observation`: what one look at a run saw, what it did not see and why, and what broke the declaration."""
+"""`Observation`: the dtypes found in one observation of a run, the ones that could not be observed and why, and the violations."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _CAUSE = "something changed it after the precision was put on the model: a .to()
 
 @dataclass
 class Observation:
-    """One look at a run.
+    """The result of observing one step or one set of files.
 
     dtypes       role -> dtype -> how many: parameters, gradients, states, products, norm calls, tensors of files
-    unseen       role -> reason -> how many of the same kind were not seen
-    total        role -> how many there are, counted apart from the two: their sum, for every role
-    violations   what broke the declaration
+    unseen       role -> reason -> how many things of that role could not be observed
+    total        role -> how many there are, counted independently; equal to the sum of `dtypes` and `unseen`
+    violations   findings where the dtype differs from the declared one
     promotions   module outputs wider than `compute` that the declaration allows: (module, dtype), counted
     widened      arithmetic on activations that is wider than `compute`, outside norms: (operator in module, dtype), counted
-    unobserved   place -> why nothing can be said of what happens there
+    unobserved   place -> why the arithmetic there cannot be observed
     """
 
     step: int
@@ -61,14 +61,14 @@ class Observation:
             raise DtypeError(worst.render() + more, code=None)
 
     def note(self, role: str, tensor: str, dtype: str, declared: str, *, allowed: tuple[str, ...] = ()) -> None:
-        """Counts one thing of a role, and reports it where its dtype is neither declared nor `allowed` beside that."""
+        """Counts one thing of a role, and reports a violation if its dtype is neither the declared one nor in `allowed`."""
         self.dtypes[role][dtype] += 1
         self.total[role] += 1
         if dtype != declared and dtype not in allowed:
             self.report(role, f"{tensor} is {dtype}, declared {declared}", symbol=tensor, observed=dtype, declared=declared)
 
     def unseen_thing(self, role: str, reason: str) -> None:
-        """Counts one thing of a role that cannot be seen."""
+        """Counts one thing of a role that cannot be observed."""
         self.unseen[role][reason] += 1
         self.total[role] += 1
 
@@ -76,7 +76,7 @@ class Observation:
         self, role: str, message: str, *, symbol: str, observed: str, declared: str, cause: str = _CAUSE, file: str | None = None,
         line: int | None = None,
     ) -> None:  # fmt: skip
-        """A violation, once for each message."""
+        """Adds a violation, unless one with the same message exists."""
         if (role, message) in self._said:
             return
         self._said.add((role, message))

@@ -1,7 +1,7 @@
 """`Observer`: compares a model, its gradients, its optimizer and its files with a `Precision`, and watches what a step computes.
 
-`watch()` hooks every module and switches a dispatch mode on for one step and nothing between, so that observing costs nothing on the
-other steps. What cannot be seen (`UNSEEN`, `Observation.unobserved`) is said so, with the reason, and never counted as observed (0091).
+`watch()` hooks every module and activates a dispatch mode for one step only, so that other steps have no extra cost. What cannot be
+observed (`UNSEEN`, `Observation.unobserved`) is reported with the reason and never counted as observed (decision 0091).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Observer:
         self._buffers = {full: b.dtype for full, b in model.named_buffers() if b.is_floating_point()}
 
     def changed(self) -> bool:
-        """Whether dtypes, hooks, classes or forwards are not as the last watched step left them: a reason to watch the next one."""
+        """Whether dtypes, hooks, classes or forwards changed since the last observed step. If so, the next step should be observed."""
         return self._changes.found()
 
     def look(
@@ -57,7 +57,7 @@ class Observer:
         averages: Iterable[tuple[str, Tensor]] = (),
         parameters: bool = True,
     ) -> Observation:
-        """Adds parameters, and what is given of gradients, optimizer states and weight averages (EMA), to `observation`."""
+        """Adds parameters to `observation`, and gradients, optimizer states and weight averages (EMA) where they are given."""
         p = self.precision
         for full, parameter in self.model.named_parameters():
             if parameters:
@@ -92,7 +92,7 @@ class Observer:
             observation.unseen_thing("base", "integers: packed weights whose dtype is their library's")
 
     def _look_at_buffers(self, observation: Observation) -> None:
-        """Floating buffers have no role of their own: a table or a running mean is fp32, a mask may be what it likes."""
+        """Checks floating buffers, which have no role of their own: a table or a running mean must be fp32, a mask may have any dtype."""
         for full, buffer in self.model.named_buffers():
             if not buffer.is_floating_point():
                 continue
@@ -134,7 +134,7 @@ class Observer:
     def watch(
         self, step: int, *, role: str = "compute", optimizer: torch.optim.Optimizer | None = None, gradient: Gradient | None = None
     ) -> Iterator[Observation]:
-        """Within this block every operator is judged and every module's output noted; `role` generate: while tokens are made.
+        """Judges every operator and notes every module's output within this block; `role` is `generate` while tokens are generated.
 
         optimizer, gradient  where given, gradients are looked at just before the update and states after the block
         """
@@ -228,9 +228,9 @@ def _whole(buffer: Tensor) -> bool:
 
 
 def _is_stream(module_name: str, module: nn.Module, output: Tensor, given: Any) -> bool:
-    """Whether a module hands on what it got: it multiplies, and its output has its input's shape.
+    """Whether a module passes on the residual stream: it has a weight matrix, and its output has the shape of its input.
 
-    Of transformers' own modules only the layers count: what is wide inside one is narrowed where it leaves (`apply_precision`).
+    Of transformers' own modules only the layers count: `apply_precision` narrows their output, whatever they compute inside.
     """
     if output.dim() < 2 or not any(p.dim() > 1 for p in module.parameters()):
         return False
@@ -254,7 +254,7 @@ def floating_tensors(output: Any) -> Iterator[Tensor]:
 
 
 def share_changed(before: list[Tensor], after: list[Tensor]) -> float:
-    """Share of sampled elements that differ: 1.0 when every update took, 0.0 when all rounded away."""
+    """The share of sampled elements that differ: 1.0 when every update changed its weight, 0.0 when all updates were rounded away."""
     total = sum(b.numel() for b in before)
     changed = sum(int(torch.count_nonzero(b != a)) for b, a in zip(before, after))
     return changed / total if total else 0.0

@@ -1,6 +1,6 @@
-"""The operators of PyTorch by what they do to a value: names of ATen, without overload and without a trailing underscore.
+"""A table that classifies PyTorch's operators by their effect: ATen names, without overload and without a trailing underscore.
 
-A table: what is in none of its sets is arithmetic by element.
+An operator in none of the sets is elementwise arithmetic.
 """
 
 from __future__ import annotations
@@ -423,7 +423,7 @@ _ATEN = ("aten", "prims", "prim", "profiler", "rng_prims", "c10d", "_c10d_functi
 
 
 class Operator:
-    """name, what it does, and for an operator that is not PyTorch's own where it comes from."""
+    """The name of an operator, its effect, and the library it comes from if that is not PyTorch."""
 
     __slots__ = ("foreign", "kind", "name", "trusted", "writes")
 

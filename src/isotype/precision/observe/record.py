@@ -1,4 +1,4 @@
-"""What `precision.json` says was observed: each role as the last look that saw it left it, and every place that no look can see."""
+"""The part of `precision.json` about observations: the last observed state of each role, and every place that cannot be observed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNSEEN_OF_TASK = "nothing of it ran in this process: what it makes was found in 
 
 
 def noted(before: Mapping[str, Any], seen: Observation) -> dict[str, Any]:
-    """The record after one more look: of the roles that it counted, the counts, what was not seen and the total are the new ones."""
+    """The record after one more observation. For each role that it counted, its counts replace those before."""
     new = seen.as_json()
     stepped = bool(new["total"].get("compute"))
 
@@ -33,14 +33,14 @@ def noted(before: Mapping[str, Any], seen: Observation) -> dict[str, Any]:
 
 
 def as_written(record: Mapping[str, Any], task_roles: Iterable[str] = ()) -> dict[str, Any]:
-    """The record as the file has it: `unobserved` names the roles that nothing was seen of, and the places, each with the reason."""
+    """The record in the form of the file: `unobserved` names the roles and places that were not observed, each with the reason."""
     reasons = UNSEEN | dict.fromkeys(task_roles, UNSEEN_OF_TASK)
     roles = {role: why for role, why in reasons.items() if role not in record.get("observed", {})}
     return {**{key: value for key, value in record.items() if key != "places"}, "unobserved": {**roles, **record.get("places", {})}}
 
 
 def as_read(said: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """The record of an earlier part of a run, up to `step`; raises what a damaged file makes it raise."""
+    """The record of an earlier part of a run, up to `step`. A damaged file raises KeyError, TypeError or ValueError."""
     counts = {key: {str(role): dict(count) for role, count in said.get(key, {}).items()} for key in ("observed", "unseen")}
     return {
         **counts,

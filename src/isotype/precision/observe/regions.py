@@ -1,4 +1,4 @@
-"""Where a step is: inside which module, in forward, loss, backward, between backward and update, or in the update."""
+"""Tracks the current module and the current part of a step: forward, loss, backward, between backward and update, or update."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FORWARD, LOSS, BACKWARD, GRADIENTS, UPDATE = "forward", "loss", "backward", "gra
 
 
 def observing(hook: Any) -> Any:
-    """Marks a hook that changes nothing, so that fused layers, which give way to a user's hooks, run in a watched step as in any other."""
+    """Marks a hook that changes nothing. Fused layers fall back to PEFT's code for other hooks, and must not do so in an observed step."""
     hook.observes = True
     return hook
 
 
 @dataclass
 class Call:
-    """A module that is running, and the dtypes of the sums, powers and roots seen in it."""
+    """A running call of a module, with the dtypes of the sums, powers and roots in it."""
 
     name: str
     module: nn.Module

@@ -1,7 +1,7 @@
-"""Which steps are looked at: the first, every `every`-th, and one more in each stretch of so many, drawn from the run's seed.
+"""Chooses the observed steps: the first, every `every`-th, and a random one between two of these, drawn from the run's seed.
 
-A module that does something else in other steps cannot know which. The number of a step decides, never the process, so that a resumed
-run looks at the steps at which the undisturbed one did.
+The random steps make it likely that a module is found that computes differently in some steps only. The choice depends only on the
+number of the step and the seed, so that a resumed run observes the same steps as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 
 
 def is_observed(step: int, *, every: int, seed: int, total: int) -> bool:
-    """Whether `step` (from 1) is looked at; a run shorter than three stretches is divided into three."""
+    """Whether `step` (counted from 1) is observed. A run shorter than 3 x `every` steps is divided into three stretches."""
     if step == 1 or step % every == 0:
         return True
     length = max(2, min(every, -(-total // 3)))

@@ -1,4 +1,4 @@
-"""An optimizer's states as words of the role `optimizer`: moments, and the scales of those that are kept in 8 bits."""
+"""The dtypes of an optimizer's states, for the role `optimizer`: the moments, and the scales of 8-bit moments."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Checkpoints: written aside, checksummed, synced and renamed, so that a kill at any moment leaves the previous one whole."""
+"""Checkpoints. Each is written to a temporary folder, checksummed, synced and renamed, so that a kill never damages the previous one."""

@@ -1,4 +1,4 @@
-"""A folder that is either whole or absent: written beside its place, synced, sealed with checksums, then renamed."""
+"""Writes a folder atomically: into a temporary folder beside the target, which is synced, sealed with checksums, and then renamed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _OS_ERROR = re.compile(r"\(os error \d+\)")
 
 
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
-    """Calls `fill(folder)` on a folder aside and puts the result at `target`; whatever was there is replaced at once.
+    """Calls `fill(folder)` on a temporary folder and renames it to `target`, replacing what was there.
 
-    Raises  RunError CK001 when the disk refuses (full, read-only); nothing is left behind and `target` is as it was
+    Raises  RunError CK001 when the disk is full or read-only; the temporary folder is then removed and `target` is unchanged
     """
     aside = target.parent / f".{target.name}.partial"
     try:
@@ -43,7 +43,7 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
 
 
 def refused(error: BaseException) -> str | None:
-    """What the operating system said when it would not write or read; None for errors of another kind."""
+    """The operating system's message about a failed read or write; None for other errors."""
     if isinstance(error, OSError) and error.errno is not None:
         return f"{error.strerror or error}"
     # safetensors and tokenizers are Rust: their I/O errors are no OSErrors and end in `(os error 28)`
@@ -51,7 +51,7 @@ def refused(error: BaseException) -> str | None:
 
 
 def seal(folder: Path) -> None:
-    """Syncs every file and writes DONE, last, with their sizes and SHA-256."""
+    """Syncs every file, then writes DONE with the sizes and SHA-256 checksums."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != SEAL)
     sums = {}
     for file in files:
@@ -106,7 +106,7 @@ def _remove(folder: Path) -> None:
 
 
 def write_text(target: Path, text: str) -> None:
-    """Replaces a small file at once: a reader sees the old text or the new, never half."""
+    """Replaces a small file atomically: a reader sees either the old text or the new text."""
     aside = target.with_name(f".{target.name}.partial")
     try:
         # a new file: what lies there from a kill, or a link that a stranger put there, is not written through

@@ -1,7 +1,7 @@
-"""Tensors that share memory, made storable: the same tensor under several names is kept once, other overlaps are copied apart.
+"""Prepares tensors that share memory for storage: a tensor with several names is stored once, other overlapping tensors are copied.
 
-A safetensors file holds no shared memory. bitsandbytes hands one table of 8-bit values to the state of every weight, on a CPU as the very
-same memory; tied weights and buffers are other cases.
+A safetensors file cannot contain shared memory. bitsandbytes gives the state of every weight the same table of 8-bit values, on a CPU in
+the same memory; tied weights and buffers are other cases.
 """
 
 from __future__ import annotations

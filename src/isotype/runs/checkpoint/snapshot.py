@@ -1,4 +1,4 @@
-"""Everything a run needs to go on bit for bit: trainable weights, optimizer, random state, data position. Tensors and JSON only."""
+"""The state for a bit-identical resume: trainable weights, optimizer, random state, data position. Only tensors and JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restore_random_state(tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    """Puts back what `random_state` took."""
+    """Restores the state that `random_state` returned."""
     import numpy as np
 
     torch.set_rng_state(tensors["rng.torch"])
@@ -85,7 +85,7 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
-    """Puts back every state where its parameter is. Raises RunError CK003 for a state of another shape."""
+    """Restores the optimizer's states, on the devices of their parameters. Raises RunError CK003 for a state of another shape."""
     parameters = dict(model.named_parameters())
     copies: dict[tuple[int, torch.device], Tensor] = {}  # one a tensor: what several parameters shared they share again
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: `checkpoints/step_N/`, the last few and the best kept, the newest whole one found again."""
+"""The checkpoints of a run, `checkpoints/step_N/`: retains the newest few and the best, and finds the newest complete one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """`keep` of the newest checkpoints, and the one marked best."""
+    """Retains the `keep` newest checkpoints and the one marked as best."""
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         self.folder, self.keep = folder, keep
@@ -57,9 +57,9 @@ class CheckpointStore:
         write_text(self.folder / "best.json", json.dumps({"step": step}) + "\n")
 
     def tidy(self, best: int | None) -> None:
-        """For a run that goes on: what a kill left half written goes, and the mark of the best is what the checkpoint remembers.
+        """Cleans up for a resumed run: removes half-written files, and marks as best the checkpoint that the resumed one names (`best`).
 
-        A kill between a checkpoint and its mark, or a damaged newest checkpoint, leaves a mark that is older or newer than the run.
+        The mark is wrong after a kill between writing a checkpoint and marking it, or when the newest checkpoint is damaged.
         """
         for rest in self.folder.glob(".step_*"):
             shutil.rmtree(rest, ignore_errors=True)
@@ -70,7 +70,7 @@ class CheckpointStore:
                 (self.folder / "best.json").unlink(missing_ok=True)
 
     def save(self, checkpoint: Checkpoint, *, best: bool = False) -> Path:
-        """Writes it, marks it, then removes what is no longer kept. Raises RunError CK001 when the disk refuses."""
+        """Writes the checkpoint, marks it, then removes old ones. Raises RunError CK001 when the disk is full or read-only."""
         target = self.path(checkpoint.step)
 
         def fill(aside: Path) -> None:
@@ -93,7 +93,7 @@ class CheckpointStore:
         return fault(self.path(step), needs=(TENSORS, STATE))
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
-        """(step, what was passed over and why). The step is None when no checkpoint is whole."""
+        """(step of the newest complete checkpoint, messages about damaged newer ones). The step is None if none is complete."""
         passed: list[str] = []
         for step in reversed(self.steps()):
             reason = self.fault(step)

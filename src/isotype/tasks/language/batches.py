@@ -1,4 +1,4 @@
-"""What a causal language model is given: rows of tokens, padded or packed, as tensors."""
+"""Batches for a causal language model: rows of tokens as tensors, padded or packed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def padded_length(longest: int, device_type: str) -> int:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model is given, and what a causal loss counts.
+    """The inputs of the model and the labels of the loss.
 
     input_ids, labels  int[B T]
     attention_mask     int[B T]  1 for real tokens; None where rows are packed

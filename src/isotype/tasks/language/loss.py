@@ -1,4 +1,4 @@
-"""The causal loss as a sum over supervised tokens, so that every mean is taken over tokens, once, by whoever knows how many there are."""
+"""The causal loss as a sum over supervised tokens. The caller, which knows the number of tokens in the whole step, divides once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .batches import Batch
 def batch_loss_sum(model: nn.Module, batch: Batch, *, dtype: str = "fp32") -> Tensor:
     """The loss of a batch, summed over its supervised tokens: float[] in `dtype`, `precision.loss`.
 
-    An optimized head hands out deferred logits here, so the logits are never held. Only fp32 losses do that: the fused loss is fp32 inside.
+    With an optimized head and an fp32 loss, the logits are deferred and never stored in full; the fused loss computes in fp32.
     """
     with deferring() if dtype == "fp32" else nullcontext():
         if batch.position_ids is not None and takes_one_row(model):

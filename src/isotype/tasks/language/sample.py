@@ -1,4 +1,4 @@
-"""Samples in the middle of training: under the same precision, and training goes on as without them."""
+"""Generates samples during training, in the same precision, without changing the state of training."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sample(
     top_p: float = 1.0,
     seconds: float = math.inf,
 ) -> list[Sample]:
-    """Answers, one prompt at a time, greedy by default; training goes on bit for bit as without them.
+    """Generates answers, one prompt at a time, greedily by default. The training that follows is bit-identical to one without samples.
 
     seconds  no further prompt is begun after so long; the first is always answered
     """

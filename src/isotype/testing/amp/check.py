@@ -16,7 +16,7 @@ from ...finding import Finding, Severity, worst_first
 from ...ops.contract import OpContract
 from . import raising
 from .aliasing import aliasing_faults
-from .attempt import Outcome, attempt
+from .attempt import BACKWARD, Outcome, attempt
 from .contracts import contract_faults
 from .dtype_rules import gradient_faults, output_faults
 from .edges import edge_faults, unwritten_memory
@@ -182,6 +182,8 @@ class _Check:
         if why is None:
             unlikely = Severity.NOTE if plain_runs is None else Severity.WARNING
             severity = Severity.ERROR if setting.produced or self.contract is not None else unlikely
+            if setting.inside and outcome.stage == BACKWARD:
+                severity = min(severity, Severity.WARNING)  # trainers run backward outside the region
             self._note([raising.finding_for(outcome, setting, self.subject, severity=severity)], setting)
         else:
             assert outcome.error is not None

@@ -152,6 +152,13 @@ class Numerics:
                     excesses.append(Excess(result, row[1], row[2], label, worst_row=row[0]))
         return Measured(errors, tuple(excesses))
 
+    def yardstick_errors(self, setting: Setting) -> dict[str, float]:
+        """Relative error of plain PyTorch, at the same dtypes and lengths, in each result; empty where there is no yardstick."""
+        yardstick, _ = self._yardstick(setting)
+        truth = self.truth(setting)
+        given = {n: t for n, t in (yardstick or {}).items() if n in truth and t.shape == truth[n].shape and _norm(truth[n])}
+        return {n: _distance(t, truth[n]) / _norm(truth[n]) for n, t in given.items()}
+
     def alike(self, result: str, left: Tensor | None, right: Tensor | None, setting: Setting, usual: Tensor | None = None) -> bool:
         """Equal but for the order of a few additions.
 

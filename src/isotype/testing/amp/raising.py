@@ -25,7 +25,7 @@ _NO_KERNEL = re.compile(
     re.IGNORECASE,
 )
 # out= variants and in-place products take no part in autocast
-_OUT = re.compile(r"\bout\s*=")
+_OUT = re.compile(r"[(,]\s*out\s*=(?!=)")  # the keyword of a call: `out = x @ w` writes nothing into a buffer
 _IN_PLACE_PRODUCT = re.compile(r"\.(addmm|addmv|addbmm|baddbmm|addr|matmul|mm)_\(")
 _SCATTER = re.compile(r"\b(scatter|scatter_add|scatter_reduce|index_put|index_add|index_copy|masked_scatter|copy)_?\(|\]\s*[-+*/]?=(?!=)")
 

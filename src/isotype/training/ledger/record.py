@@ -16,7 +16,7 @@ from .rows import Kind, Row
 
 aten = torch.ops.aten
 # no launch: memory is handed out, or a tensor's description is asked for
-_FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift_fresh", "resize_"}
+_FREE = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift_fresh", "resize_"}
 # the first argument is written without being read
 _WRITES = {"copy_", "zero_", "fill_"}
 _GATHERS = {"embedding", "index_select", "gather", "index"}

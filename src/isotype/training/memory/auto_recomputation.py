@@ -1,7 +1,7 @@
-"""`train.gradient_checkpointing: auto`: nothing is recomputed where the memory plan fits, else as few layers as will do.
+"""`train.gradient_checkpointing: auto`: recomputes no layer if the memory plan fits, else as few layers as needed.
 
-The first layers are the ones to recompute: at the end of forward, where memory is highest, every layer that keeps only its input saves
-the same; but the last layers recompute while the activations of all others are still held, and the first ones when those are gone.
+It recomputes the first layers. At the end of forward, where memory is highest, each recomputed layer saves the same. But in backward the
+last layers are recomputed while the activations of all others are still in memory, and the first layers when those have been freed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TRIES = 3  # simulations between "too few layers" and "all of them"; the peak i
 def auto_checkpointing(
     simulate: Callable[[Checkpointing], MemoryPlan], *, layers: int, has: int, besides: int, device_type: str, target: int | None = None
 ) -> tuple[Checkpointing, MemoryPlan]:
-    """What `auto` becomes, and its plan.
+    """The choice that `auto` makes, and the memory plan for it.
 
     simulate  the plan of a step under a choice
     layers    how many can recompute

@@ -1,4 +1,4 @@
-"""A bound on a step's memory that costs nothing: where it is far below what there is, no plan is needed."""
+"""A cheap upper bound on a step's memory: if it is far below the available memory, no plan is needed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .quantised_outline import scales_of
 
 
 def most_bytes(model: nn.Module, train: TrainSection, precision: Precision, *, length: int) -> int:
-    """More than a step on `train.batch_size` rows of `length` tokens can take, whatever is recomputed: what is held, six fp32 copies of
-    the input and output of every matrix, and attention scores in full. `length`: as padded."""
+    """An upper bound on the bytes of a step on `train.batch_size` rows of `length` (padded) tokens, even without recomputation: the sum of
+    weights, gradients and states, six fp32 copies of the input and output of every matrix, and the full attention scores."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     held = sum(t.numel() * t.element_size() for p in parameters for t in (p, *scales_of(p)))

@@ -1,4 +1,4 @@
-"""How much memory there is, and how much this process has taken at its highest."""
+"""How much memory the device has, and the peak memory of this process."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def peak_memory(device: torch.device) -> int:
 
 
 def return_freed_blocks() -> bool:
-    """Makes malloc give blocks from 128 KiB on back to the system as they are freed; whether it could (glibc only).
+    """Makes malloc return freed blocks of 128 KiB and more to the system. Returns whether this is possible (glibc only).
 
-    Left alone, glibc keeps freed blocks of up to 32 MiB, and a process stays larger than what it holds. Returning them costs page faults:
-    3 to 8% of a step's time at a hidden size of 768, 19 to 32% at 256 (docs/decisions/0059), so it is for when memory is near.
+    By default glibc retains freed blocks of up to 32 MiB, so that a process uses more memory than its tensors. Returning the blocks causes
+    page faults: 3 to 8% of a step's time at a hidden size of 768, 19 to 32% at 256 (docs/decisions/0059). Use it when memory is scarce.
     """
     global _returning
     try:
@@ -45,7 +45,7 @@ def returns_freed_blocks() -> bool:
 
 
 def memory_there(total: int, device: torch.device) -> int:
-    """What this process may take of a device with `total` bytes: on a GPU without what others hold. 0 where unknown."""
+    """The bytes that this process may use of a device with `total` bytes: on a GPU without those of other processes. 0 if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return min(total, free + torch.cuda.memory_reserved(device))
@@ -53,7 +53,7 @@ def memory_there(total: int, device: torch.device) -> int:
 
 
 def other_memory(model: nn.Module, device: torch.device) -> int:
-    """What this process holds besides the model: libraries and data, which count on a CPU."""
+    """The memory of this process besides the model: libraries and data, which use the same memory on a CPU."""
     if device.type != "cpu":
         return 0
     weights = sum(p.numel() * p.element_size() for p in model.parameters())

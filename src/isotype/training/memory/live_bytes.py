@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """While active, `now` is what the tensors made within it hold, `peak` the most they held.
+    """While active, `now` is the size of the live tensors that were made in it, and `peak` its maximum, in bytes.
 
-    device_type  only tensors there are counted
-    scratch      operator -> what it takes besides its results, from its arguments; other operators are taken to need nothing
-    Storages are counted once however many views they have.
+    device_type  counts only tensors on this device
+    scratch      operator -> function from its arguments to the bytes it needs besides its results; 0 for other operators
+    Each storage is counted once, however many views it has.
     """
 
     def __init__(self, device_type: str = "cpu", scratch: Mapping[Any, Callable[..., int]] | None = None) -> None:

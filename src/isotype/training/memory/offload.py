@@ -1,8 +1,8 @@
-"""Checkpointed layers whose inputs wait in host memory: copied out beside forward, and back beside backward, two at a time.
+"""Moves the inputs of recomputed layers to host memory, copying them while forward runs, and back while backward runs, two at a time.
 
-Out: a copy stream of its own writes into pinned memory. The last two inputs stay on the device until their copies are done, and the
-compute stream, not the host, waits for the second last one: memory is freed in stream order, however far the host runs ahead.
-Back: while one layer recomputes, the input of the layer before it is on its way.
+To the host: a separate CUDA stream copies into pinned memory. The last two inputs stay on the device until their copies are done. The
+compute stream, not the host, waits for the second last copy, so that memory is freed in stream order even if the host runs ahead.
+To the device: while one layer is recomputed, the input of the layer before it is copied.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SMALLEST = 1 << 14  # bytes: below, a copy's own cost is more than what it frees
 
 
 class Streamed:
-    """Copies on one CUDA stream a device, each begun after what that device's compute stream has been given so far."""
+    """Copies on a separate CUDA stream per device. Each copy begins after the work that the device's compute stream has at that time."""
 
     def __init__(self) -> None:
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def __call__(self, to: Tensor, source: Tensor) -> Copied:
-        """Begins the copy between the host and a device, for whose end that device's compute stream can be made to wait."""
+        """Begins the copy between the host and a device, and returns its end, for which the device's compute stream can wait."""
         device = to.device if to.is_cuda else source.device
         if device not in self.streams:
             self.streams[device] = torch.cuda.Stream(device)
@@ -42,7 +42,7 @@ class Streamed:
 
 
 class Copied:
-    """The end of a copy. An event's own `wait` is of the current device's stream, which need not be the tensor's."""
+    """The end of a copy. An event's own `wait` acts on the stream of the current device, which may not be the tensor's device."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self.event, self.device = event, device
@@ -52,7 +52,7 @@ class Copied:
 
 
 class Away:
-    """One input in host memory; dtype and shape are what it had and must have again."""
+    """One input in host memory, with the dtype and shape that it must have when it is copied back."""
 
     def __init__(self, tensor: Tensor, before: Away | None) -> None:
         self.dtype, self.shape, self.device = tensor.dtype, tensor.shape, tensor.device
@@ -72,10 +72,10 @@ class Away:
 
 
 class HostMemory:
-    """A checkpoint function for transformers' layers. Without a CUDA device the copies are plain ones, on the spot.
+    """A gradient checkpointing function for transformers' layers. Without a CUDA device it copies synchronously.
 
     call    runs a layer under checkpointing
-    copies  begins a copy and gives something whose `wait()` makes later work wait for it; made for the first CUDA tensor
+    copies  begins a copy and returns an object whose `wait()` makes later work wait for it; created for the first CUDA tensor
     """
 
     def __init__(self, copies: Callable[[Tensor, Tensor], Any] | None = None, *, call: Callable[..., Any] | None = None) -> None:

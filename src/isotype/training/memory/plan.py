@@ -1,9 +1,9 @@
-"""How much memory a run will take, from running its first steps on tensors without data.
+"""Plans how much memory a run will need, by running its first steps on tensors without data.
 
-No formula knows every architecture, attention and checkpointing. So the run's own step (forward, loss, backward, accumulation, update)
-is run under FakeTensorMode, where operators only compute shapes and dtypes, while `LiveBytes` counts what is alive. Against the peak
-resident size of real CPU runs with freed memory given back it is within 15% (docs/decisions/0051); a process whose C library keeps freed
-blocks, as glibc does, sits above it.
+No formula covers every architecture, attention and recomputation. So the run's own step (forward, loss, backward, accumulation, update)
+runs under FakeTensorMode, where operators compute only shapes and dtypes, and `LiveBytes` counts the bytes of live tensors. The result is
+within 15% of the peak resident size of real CPU runs that return freed memory (docs/decisions/0051). A process whose C library retains
+freed blocks, as glibc does by default, uses more.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ BLOCK_8BIT, SMALLEST_8BIT = 256, 4096  # bitsandbytes: 8-bit states have a scale
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes. The first four are held throughout; `peak` is the most at one time.
+    """All values are bytes. The first four stay allocated during the whole run; `peak` is the maximum.
 
-    activations   alive at the end of a forward pass: saved for backward, and the logits
-    working       what the loss and backward add to that at their worst
-    update        what the optimizer step adds to what is held
-    evaluation    what an evaluation adds; `sampling` a generated answer with its cache, None where that could not be simulated
-    not_simulated why activations, working and update are unknown, or None
+    activations   live at the end of a forward pass: tensors saved for backward, and the logits
+    working       the most that loss and backward add to them
+    update        what the optimizer step adds to the first four
+    evaluation    what an evaluation adds
+    sampling      what generating an answer with its cache adds; None if it could not be simulated
+    not_simulated the reason why activations, working and update are unknown, or None
     """
 
     frozen: int
@@ -63,7 +64,7 @@ class MemoryPlan:
 
     @property
     def held(self) -> int:
-        """What a whole run holds, whatever its rows."""
+        """The bytes that stay allocated during the whole run, independent of its rows."""
         return self.frozen + self.trained + self.gradients + self.optimizer
 
     def as_json(self) -> dict[str, Any]:
@@ -79,12 +80,12 @@ def plan_memory(
     checkpointing: Checkpointing,
     device_type: str = "cpu",
 ) -> MemoryPlan:
-    """What one optimizer step on the largest micro-batch takes; the same outline may be planned again otherwise.
+    """Plans the memory of one optimizer step on the largest micro-batch. The same outline may be planned again with other settings.
 
-    made     the task's outline; its parameters become fake ones here
+    made     the task's outline; its parameters are replaced by fake ones here
     largest  the task's largest step, evaluation and sample
-    A GPU's step is simulated on meta tensors that stand for its own, whether a GPU is here or not. Where a step cannot be simulated, what
-    is held is exact, and `not_simulated` says why there is no more.
+    A step for a GPU is simulated on meta tensors in place of the GPU's tensors, with or without a GPU. If a step cannot be simulated,
+    `held` is still exact, and `not_simulated` gives the reason.
     """
     held = _held(made.model, train, precision)
     apply_checkpointing(made.model, checkpointing)
@@ -177,7 +178,7 @@ def _simulated(
 
 
 def _added(live: LiveBytes, run: Callable[[nn.Module, torch.device], None], model: nn.Module, device: torch.device) -> int:
-    """The most bytes that `run` has alive beyond what was there before it."""
+    """The peak bytes of live tensors during `run`, beyond those before it."""
     live.restart_peak()
     before = live.now
     run(model, device)

@@ -1,4 +1,4 @@
-"""bitsandbytes' own 4-bit layers without data, so that a memory plan runs the operators that the run will run."""
+"""Makes bitsandbytes' 4-bit layers without data, so that a memory plan runs the same operators as the real run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK, INNER_BLOCK = 64, 256  # elements a scale, scales a scale of scales
 
 
 def quantise_outline(model: Any, compute: torch.dtype, *, double: bool = True) -> None:
-    """Every linear layer but the head becomes an nf4 one, its scales quantised too where `double`; on the meta device."""
+    """Replaces every linear layer except the head by an nf4 layer on the meta device; with `double` its scales are quantised too."""
     head = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -46,7 +46,7 @@ def _layer(linear: nn.Linear, compute: torch.dtype, double: bool) -> nn.Module:
 
 
 def scales_of(parameter: Tensor) -> list[Tensor]:
-    """The tensors beside a packed weight, which are no parameters of the model."""
+    """The tensors that belong to a packed weight but are not parameters of the model: scales and code tables."""
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return []
@@ -55,7 +55,7 @@ def scales_of(parameter: Tensor) -> list[Tensor]:
 
 
 def take_scales(made: Tensor, parameter: Tensor, make: Any) -> None:
-    """Gives `made`, which stands for `parameter`, its state with every tensor replaced by `make` of it."""
+    """Copies the quantisation state of `parameter` to its replacement `made`, with `make` applied to every tensor."""
     import copy
 
     state = getattr(parameter, "quant_state", None)
@@ -70,7 +70,7 @@ def take_scales(made: Tensor, parameter: Tensor, make: Any) -> None:
 
 
 def scratch() -> dict[Any, Any]:
-    """What bitsandbytes' 4-bit product takes besides its result: the weight, widened."""
+    """The memory that bitsandbytes' 4-bit product needs besides its result: the dequantised weight."""
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:

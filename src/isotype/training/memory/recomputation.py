@@ -1,7 +1,7 @@
-"""Which layers of a model recompute their activations in backward, and where what is kept of them waits.
+"""Chooses which layers of a model recompute their activations in backward, and whether their inputs are stored in host memory.
 
-A checkpointed layer keeps its input, and nothing else. transformers marks the layers that can do so with one class; the switch is set on
-instances, so that a model may have both kinds. Recomputing draws the same random numbers: results are bit for bit those without it.
+A recomputed layer stores only its input. In transformers one class marks the layers that support this; the switch is set on instances, so
+that some layers may recompute and others not. Recomputing draws the same random numbers, so that the results are bit-identical.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ NONE, LAYERS, OFFLOAD, AUTO = "none", "layers", "layers+offload", "auto"
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """What a run does. `layers`: positions of those that recompute, among `of`; `reason`: the file, or what `auto` found;
-    `keep_attention`: their attentions' outputs are kept."""
+    """The choice for a run. `layers`: positions of the recomputed layers among `of`; `reason`: the file, or why `auto` chose it;
+    `keep_attention`: the outputs of their attention are stored."""
 
     kind: str
     layers: tuple[int, ...] = ()
@@ -75,7 +75,7 @@ def check_settings(train: TrainSection, *, device_type: str) -> None:
 
 
 def as_configured(model: nn.Module, train: TrainSection) -> Checkpointing:
-    """What the configuration asks for of this model; `auto` is `auto_checkpointing`'s to decide. Raises UsageError."""
+    """The choice that the configuration makes for this model; `auto_checkpointing` decides about `auto`. Raises UsageError."""
     assert train.gradient_checkpointing != AUTO
     if train.gradient_checkpointing == NONE:
         return Checkpointing(NONE)
@@ -117,7 +117,7 @@ def checkpointable(model: nn.Module) -> list[nn.Module]:
 
 
 def apply_checkpointing(model: nn.Module, what: Checkpointing) -> None:
-    """Sets every layer's switch, on or off. May be called again with something else."""
+    """Switches recomputation of every layer on or off. May be called again with another choice."""
     keep: Callable[..., Any] = partial(call_and_recompute, keep_attention=what.keep_attention)
     function = HostMemory(call=keep) if what.kind == OFFLOAD else keep
     for position, layer in enumerate(checkpointable(model)):
@@ -126,8 +126,8 @@ def apply_checkpointing(model: nn.Module, what: Checkpointing) -> None:
 
 
 class WhileRecording:
-    """True while autograd records. transformers takes the cache from every layer whose switch is on and that is in training mode, so with
-    a plain True a generation in training mode would see one token at a time and nothing before it."""
+    """A switch that is true only while autograd records. transformers disables the cache of every layer that is in training mode and whose
+    switch is on; with a plain True, a generation in training mode would see one token at a time and no earlier ones."""
 
     def __bool__(self) -> bool:
         return torch.is_grad_enabled()

@@ -1,1 +1,1 @@
-"""What is checked between a run's preparation and its first step: static facts, data, memory, and a rehearsed step. Imports no torch."""
+"""The checks between the preparation of a run and its first step: static facts, data, memory, and a trial step. Imports no torch."""

@@ -1,6 +1,7 @@
-"""`preflight(subject, skips)`: every check in order, its record, and the refusal.
+"""`preflight(subject, skips)`: runs every check in order, writes the record, and refuses the run when a check found an error.
 
-Cheap ones first, and none after a phase that found an error: static facts, data, memory, and then the real thing. The task adds its own.
+Cheap checks run first: static facts, data, memory, then a trial step. After a phase that found an error no further phase runs. The task
+adds its own checks.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
 
 @dataclass
 class Outcome:
-    """What was found and what was left out; `seconds` by phase."""
+    """The findings, and the checks that did not run; `seconds` by phase."""
 
     findings: list[Finding] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class Outcome:
 
 
 def preflight(subject: Subject[Any], skips: Mapping[str, str], *, checks: Mapping[str, tuple[Check, ...]] = CHECKS) -> Outcome:
-    """Runs what is due, writes preflight.json, and raises PreflightError with every error found. A resumed run: static checks only.
+    """Runs the checks, writes preflight.json, and raises PreflightError with every error found. A resumed run gets static checks only.
 
     checks  by phase, beside the task's own
     """
@@ -123,7 +124,7 @@ def _line(finding: Finding) -> str:
 
 
 def skipped_before(record: Path) -> dict[str, str]:
-    """What the run was started without, code to reason; entries that no run writes are left out."""
+    """The checks that were skipped when the run started, code to reason; invalid entries are ignored."""
     skipped = _read(record).get("skipped")
     return {
         entry["code"]: entry["reason"]
@@ -133,7 +134,7 @@ def skipped_before(record: Path) -> dict[str, str]:
 
 
 def _read(record: Path) -> dict[str, Any]:
-    """The record of the run's start; nothing where there is none, or none that can be read."""
+    """The record of the run's start; empty if the file is missing or cannot be read."""
     try:
         content = json.loads(record.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""PF019: an adapter that was trained on another base than the one it goes on with."""
+"""PF019: the adapter of `adapter.start_from` was trained on another base than this run's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .subject import Subject
 
 
 def adapter_of_another_base(subject: Subject[Any]) -> Iterator[Finding]:
-    """By name: tensors that do not fit were refused when the adapter was loaded, and those of a sister model fit."""
+    """Compares the names of the bases. Tensors of another shape were refused when the adapter was loaded, but a related model's fit."""
     start, base = subject.config.adapter.start_from, subject.task.base_name
     if start is None or subject.resuming:
         return

@@ -16,7 +16,7 @@ from .subject import Subject
 
 
 def unexpected_device(subject: Subject[Any]) -> Iterator[Finding]:
-    """A device asked for by name is found or refused when the run is prepared; only `auto` can surprise."""
+    """Checks only `auto`: a device given by name is found or refused earlier, when the run is prepared."""
     if subject.config.model.device != "auto" or subject.prepared.device.type != "cpu":
         return
     gpu = installed_gpu()
@@ -36,7 +36,7 @@ def unexpected_device(subject: Subject[Any]) -> Iterator[Finding]:
 
 
 def installed_gpu() -> str | None:
-    """A GPU that the operating system or its driver's tool knows of, whatever torch sees."""
+    """A GPU that the operating system or the driver lists, even if torch does not find it."""
     tool = shutil.which("nvidia-smi")
     if tool is not None:
         try:

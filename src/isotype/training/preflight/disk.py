@@ -15,7 +15,7 @@ from .subject import Subject
 
 
 def disk_too_small(subject: Subject[Any]) -> Iterator[Finding]:
-    """Counts what the store keeps at once: `run.keep`, the best, and the one written aside before an old one goes."""
+    """Counts the checkpoints that exist at once: `run.keep`, the best, and the one being written before an old one is removed."""
     free = shutil.disk_usage(subject.folder).free
     one, result = checkpoint_bytes(subject), result_bytes(subject)
     kept = min(subject.config.run.keep, saves(subject)) + (1 if subject.plan.eval_every else 0)
@@ -32,7 +32,7 @@ def disk_too_small(subject: Subject[Any]) -> Iterator[Finding]:
 
 
 def checkpoint_bytes(subject: Subject[Any]) -> int:
-    """Trained tensors and the optimizer's states; the rest of a checkpoint is kilobytes."""
+    """Bytes of the trained tensors and the optimizer's states; the other parts of a checkpoint are kilobytes."""
     train, precision = subject.config.train, subject.prepared.resolved.precision
     trained = [p for p in subject.prepared.model.parameters() if p.requires_grad]
     return sum(p.numel() * p.element_size() + optimizer_bytes(p.numel(), train, precision) for p in trained)

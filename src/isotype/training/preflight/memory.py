@@ -1,6 +1,6 @@
 """PF011: the run will not fit into the device's memory.
 
-Running the step on tensors without data takes seconds, so it is done only where a generous bound on it comes near the memory there is.
+Running the step on tensors without data takes seconds, so it is done only if a generous upper bound comes near the available memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""PF012 to PF017: one step at learning rate 0 on the longest rows, one evaluation batch and one sample, then everything is undone.
+"""PF012 to PF017: runs one step at learning rate 0 on the longest rows, one evaluation batch and one sample, then restores the state.
 
-Gradients, optimizer states, buffers, modes and the loss scale are put back, and every random generator, so that a run with preflight is
-bit for bit the run without it. At learning rate 0 AdamW leaves each weight as it is, also under stochastic rounding: an exact value
-has nothing to round.
+It restores gradients, optimizer states, buffers, modes, the loss scale and every random generator, so that the weights of a run with
+preflight are bit-identical to those without. At learning rate 0 AdamW changes no weight, not even with stochastic rounding: the value is
+exact.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHOWN = 3  # names of tensors in a finding
 
 @contextmanager
 def undone(prepared: Prepared) -> Iterator[None]:
-    """Whatever a step, an evaluation or a generation changes inside, it is as before afterwards."""
+    """Restores, on exit, all state that a step, an evaluation or a generation changes."""
     model, stepper = prepared.model, prepared.stepper
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
@@ -57,7 +57,7 @@ def undone(prepared: Prepared) -> Iterator[None]:
 
 
 def rehearsed_step(subject: Subject[Any]) -> Iterator[Finding]:
-    """Forward, backward and update on the longest rows; its gradients are looked at before they go."""
+    """Runs forward, backward and update on the longest rows, and checks the gradients before they are freed."""
     prepared = subject.prepared
     stepper = prepared.stepper
     batch = subject.batch_of(subject.longest_rows)
@@ -87,7 +87,7 @@ def rehearsed_step(subject: Subject[Any]) -> Iterator[Finding]:
 
 
 def rehearsed_evaluation(subject: Subject[Any]) -> Iterator[Finding]:
-    """The longest evaluation rows, as many as one evaluation pass takes."""
+    """Runs one evaluation pass on the longest evaluation rows."""
     prepared = subject.prepared
     with undone(prepared):
         try:
@@ -104,7 +104,7 @@ def rehearsed_evaluation(subject: Subject[Any]) -> Iterator[Finding]:
 
 
 def rehearsed_samples(subject: Subject[Any]) -> Iterator[Finding]:
-    """One small sample, under the precision that samples have."""
+    """Generates one small sample in the precision for samples."""
     prepared = subject.prepared
     if not subject.task.samples or not subject.plan.sample_every:
         return
@@ -116,7 +116,7 @@ def rehearsed_samples(subject: Subject[Any]) -> Iterator[Finding]:
 
 
 def without_gradient(subject: Subject[Any]) -> Iterator[Finding]:
-    """PF014: trained tensors that backward did not reach, or reached with nothing but zeros."""
+    """PF014: trained tensors that get no gradient, or only zeros."""
     model, gradient = subject.prepared.model, subject.prepared.stepper.accumulator.gradient
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     given = {name: g for name, p in trained.items() if (g := gradient(p)) is not None}
@@ -137,7 +137,7 @@ def without_gradient(subject: Subject[Any]) -> Iterator[Finding]:
 
 
 def _rightly_zero(name: str, trained: dict[str, nn.Parameter]) -> bool:
-    """LoRA begins with B = 0, so A's gradient is zero at step 1; routed experts may see no token of one batch."""
+    """Whether a zero gradient is correct. LoRA begins with B = 0, so A's gradient is zero at step 1; an expert may get no token."""
     if ".experts." in name:
         return True
     for one, other in (("lora_A", "lora_B"), ("lora_B", "lora_A"), ("lora_embedding_A", "lora_embedding_B"),

@@ -1,4 +1,4 @@
-"""What every check of the preflight looks at."""
+"""`Subject`: the prepared run that every check of the preflight gets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AnyTask = TypeVar("AnyTask", bound=Task, covariant=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Subject(Generic[AnyTask]):
-    """A prepared run. `resuming`: it goes on from a checkpoint, so that some of its files exist already."""
+    """A prepared run. `resuming`: it continues from a checkpoint, so that some of its files already exist."""
 
     config: RunConfig
     task: AnyTask
@@ -29,7 +29,7 @@ class Subject(Generic[AnyTask]):
 
     @cached_property
     def longest_rows(self) -> Sequence[Any]:
-        """The rows of the largest batch that the stream could ever hand out."""
+        """The rows of the largest batch that the feed could return."""
         return self.task.largest(self.config.train.batch_size)
 
     def batch_of(self, rows: Sequence[Any]) -> Batch:

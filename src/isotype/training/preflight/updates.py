@@ -1,4 +1,4 @@
-"""PF003: updates that rounding to nearest throws away.
+"""PF003: updates that are lost by rounding to nearest.
 
 AdamW moves a weight by the learning rate times m / sqrt(v), which is 1 at the first step and 0.2 to 0.4 (root mean square) later
 (Liu et al. 2025, "Muon is scalable for LLM training"). A step below half the distance to the next number of the dtype is lost.

@@ -1,1 +1,1 @@
-"""TensorBoard and Weights & Biases, each an extra: what metrics.jsonl gets, they get too. `available` imports no torch."""
+"""Sends the values of metrics.jsonl to TensorBoard and Weights & Biases, each an extra. `available` imports no torch."""

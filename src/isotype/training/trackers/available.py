@@ -1,4 +1,4 @@
-"""Whether the packages of `run.trackers` are there, asked before anything is loaded. Imports no torch."""
+"""Checks, before anything is loaded, that the packages of `run.trackers` are installed. Imports no torch."""
 
 from __future__ import annotations
 

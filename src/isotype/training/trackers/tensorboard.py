@@ -1,4 +1,4 @@
-"""TensorBoard: event files in RUN/tensorboard. A resumed run hides what it will do again."""
+"""TensorBoard: writes event files into RUN/tensorboard. A resumed run hides the points of the steps that it repeats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..task import Sample
 
 
 class TensorBoard:
-    """Opened at the first row, whose step is where a resumed run goes on."""
+    """Opens its file at the first row, whose step tells where a resumed run continues."""
 
     name = "tensorboard"
 

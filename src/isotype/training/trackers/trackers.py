@@ -1,7 +1,7 @@
-"""Every tracker of a run as one: told each row of metrics.jsonl and each round of samples.
+"""Sends each row of metrics.jsonl and each round of samples to every tracker of a run.
 
-A tracker must not cost a run anything: random generators are left as they were, and one that fails in mid-run (a full disk, a lost network)
-is named once and told nothing more.
+A tracker must not disturb a run: random state is restored after each call, and a tracker that fails (a full disk, a lost network) is named
+once and then switched off.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Say = Callable[[str], None]
 
 
 class Tracker(Protocol):
-    """`scalars` are named `train/loss`, `eval/loss`; `place` says where a person finds them."""
+    """`scalars` are named `train/loss`, `eval/loss`; `place` is the folder or address where the user finds them."""
 
     name: str
     place: str

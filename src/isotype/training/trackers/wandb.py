@@ -1,7 +1,7 @@
-"""Weights & Biases: online where a key is known, else files in RUN/wandb that `wandb sync` sends later.
+"""Weights & Biases: online if a key is configured, else files in RUN/wandb, which `wandb sync` sends later.
 
-`WANDB_MODE` and wandb's other variables hold as they do everywhere. The id is kept in the run folder, so that a resumed run goes on in
-the same curve.
+`WANDB_MODE` and wandb's other variables have their usual effect. The id is stored in the run folder, so that a resumed run continues the
+same curve.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIMEOUT = 30  # seconds to wait for the service before going on without it
 
 
 class WeightsAndBiases:
-    """Rows carry their step as a metric: wandb's own counter refuses to go back to the checkpoint that a run is resumed from."""
+    """Writes the step as a metric of each row, since wandb's own step counter cannot go back to the checkpoint of a resumed run."""
 
     name = "wandb"
 

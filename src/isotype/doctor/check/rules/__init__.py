@@ -11,6 +11,7 @@ from . import (  # noqa: F401
     lightning,
     llamafactory,
     mixed_precision,
+    near_miss_keys,
     quantisation,
     repeated_keys,
     silent_losses,

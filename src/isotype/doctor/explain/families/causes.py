@@ -24,6 +24,8 @@ def is_floating(word: str) -> bool:
 
 def outside_autocast(s: Seen, base: float = 0.0) -> Iterator[Cause]:
     """Generation, evaluation and validation run outside the autocast that a trainer puts around the training forward only."""
+    if "autocast" in s.situation:
+        return
     if "generate" in s.situation:
         seen = f"generate is called in {s.situation.where('generate')}"
         if "callback" in s.situation:

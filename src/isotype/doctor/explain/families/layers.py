@@ -38,17 +38,26 @@ def convolution(s: Seen) -> Explained:
             )
         )
     vae = s.situation.mentions(r"vae|autoencoder|encode\(|decode\(|first_stage")
-    if vae or layer == "convolution":
+    if layer == "convolution" and not vae:
+        causes.append(
+            Cause(
+                name="input and convolution in two dtypes",
+                score=2,
+                why=f"the input is {left} and the convolution's parameters {right}: one of them was cast and the other was not",
+                fix="cast the input where it enters: x.to(conv.weight.dtype), or the convolution with the rest of its model",
+            )
+        )
+    if vae:
         causes.append(
             Cause(
                 name="VAE or image encoder in another dtype",
-                score=4 if vae else 2,
+                score=4,
                 why=(
                     f"the input is {left} and the layer's parameters {right}: a VAE (or image encoder) kept in one dtype "
                     "while pixels or latents are cast to another"
                 ),
                 fix="cast the input at the border: vae.encode(pixel_values.to(vae.dtype)), and latents.to(transformer.dtype) after it",
-                because=f"{vae.code or vae.function} at {vae.file}:{vae.line}" if vae else "",
+                because=f"{vae.code or vae.function} at {vae.file}:{vae.line}",
             )
         )
     causes += list(outside_autocast(s))

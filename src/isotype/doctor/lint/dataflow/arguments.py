@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from ..source import Function, SourceFile, keyword, last_name
+from ..source import Function, SourceFile, bindings, keyword, last_name
 from . import torch_names as names
 from .events import Scenario
 from .paths import Path
@@ -56,7 +56,7 @@ def bind(file: SourceFile, function: Function, arguments: list[ast.arg], scenari
     if any(map(WEIGHT.match, names_given)) and not any(ACTIVATION.match(n) or _LIKE_ACTIVATION.search(n) for n in names_given):
         scenario = replace(scenario, inputs=scenario.weights)  # what stands among weights only is one: the factors of an adapter
     for argument in arguments:
-        name, default = argument.arg, defaults.get(argument.arg)
+        name, default = argument.arg, _constant_behind(file, defaults.get(argument.arg))
         if default is None and "dtype" in name:
             default = _passed_by_all(file, function, name)
             if isinstance(default, ast.Call):  # worked out by another function
@@ -152,6 +152,16 @@ def _calls_by_name(file: SourceFile) -> dict[str, list[ast.Call]]:
             calls.setdefault(last_name(call.func), []).append(call)
         file.memo["calls_by_name"] = calls
     return file.memo["calls_by_name"]
+
+
+def _constant_behind(file: SourceFile, default: ast.expr | None) -> ast.expr | None:
+    """What a name of the module that is a default stands for: `dtype=DEFAULT_DTYPE`."""
+    if not isinstance(default, ast.Name):
+        return default
+    bound = [
+        value for node in file.tree.body for target, value in bindings(node) if isinstance(target, ast.Name) and target.id == default.id
+    ]
+    return bound[0] if len(bound) == 1 else default
 
 
 def defaults_of(function: Function) -> dict[str, ast.expr]:

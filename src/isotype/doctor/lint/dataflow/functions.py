@@ -53,6 +53,7 @@ class FunctionClass:
     custom_bwd: Decorator | None = None
     events: list[Event] = field(default_factory=list)
     launched: Launches = field(default_factory=dict)  # in a bf16 model
+    launched_under: dict[Scenario, Launches] = field(default_factory=dict)  # in every scenario
     hard_coded: list[Event] = field(default_factory=list)  # on a device for which the decorators were not written
 
 
@@ -155,8 +156,9 @@ def _run_pair(file: SourceFile, function: FunctionClass, scenario: Scenario, eve
     except OutOfSteps:
         pass
     events += run.events
-    if scenario.autocast is None:
-        for site, given in run.launched.items():
+    for site, given in run.launched.items() if events is function.events else ():
+        function.launched_under.setdefault(scenario, {}).setdefault(site, []).extend(given)
+        if scenario.autocast is None:
             function.launched.setdefault(site, []).extend(given)
 
 

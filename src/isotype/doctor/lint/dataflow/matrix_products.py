@@ -44,7 +44,8 @@ def matrix_product(run: Interpreter, name: str, node: ast.expr | ast.stmt, opera
     known = next((t for _, t in tensors if t.dtype is not None), UNFOLLOWED)
     if len(tensors) < len(operands) and known.made is not Made.LITERAL:
         known = known if any(v is not UNKNOWN for _, v in operands) else UNFOLLOWED
-    return known.but(zero_dim=False, positional=positional, lowered=lowered, buffer=None)
+    frequency = any(t.frequency for _, t in tensors)
+    return known.but(zero_dim=False, positional=positional, lowered=lowered, buffer=None, frequency=frequency)
 
 
 def _same_dtype(run: Interpreter, kind: Any, node: ast.expr | ast.stmt, name: str, tensors: list[tuple[str, Tensor]]) -> None:

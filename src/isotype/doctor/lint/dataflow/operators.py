@@ -289,4 +289,6 @@ def _autocast_region(run: Interpreter, args: list[Any], kwargs: dict[str, Any]) 
         return None
     if isinstance(enabled, Scalar) and enabled.value is UNKNOWN:
         return run.autocast
+    if dtype is UNKNOWN and run.phase == "backward":  # `torch.autocast(**kept)`: what forward had noted
+        return run.scenario.autocast
     return dtype.word if isinstance(dtype, Dtype) and dtype.word else run.autocast or run.scenario.inputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,6 +26,7 @@ SCENARIOS = (PURE, AUTOCAST, FP32_WEIGHTS)
 _FLOAT_FACTORIES = names.FACTORIES - {"arange", "as_tensor", "tensor"}
 _NORM = frozenset({"rsqrt", "rsqrt_", "sqrt", "normalize", "layer_norm", "rms_norm"})
 _TABLE = frozenset({"cos", "sin", "polar"})
+_MAKES_ANGLES = re.compile(r"rope|rotary|freq|angle", re.IGNORECASE)
 _KERNEL_LANGUAGES = frozenset({"tl", "hl", "T", "ct"})
 MAX_PATHS = 8
 MAX_STEPS = 12_000  # in all runs of one function in one scenario
@@ -138,6 +140,10 @@ def _worth_running(file: SourceFile) -> Wanted:
             scenarios |= {PURE, AUTOCAST}
         if any(is_root(node) for node in file.own(function)):
             scenarios |= {PURE, FP32_WEIGHTS}
+        if _multiplies_after_widening(file, function):
+            scenarios.add(PURE)
+        if "arange" in file.text and _MAKES_ANGLES.search(file.symbol(function) or ""):
+            scenarios |= {PURE, AUTOCAST}
         loops = loops or any(isinstance(n, ast.Assign) and "grad" in last_name(n.targets[0]) for n in file.own(function))
         if loops and any(isinstance(node, (ast.For, ast.While)) for node in file.own(function)):
             scenarios.add(PURE)
@@ -177,6 +183,29 @@ def is_root(node: ast.AST) -> bool:
         return False
     power = node.right.operand if isinstance(node.right, ast.UnaryOp) else node.right
     return isinstance(power, ast.Constant) and power.value == 0.5
+
+
+def _multiplies_after_widening(file: SourceFile, function: Function) -> bool:
+    """A method that casts something to fp32, or makes a table of positions, and multiplies matrices or calls submodules."""
+    if not isinstance(file.parents.get(function), ast.ClassDef):
+        return False
+    wide = products = False
+    for node in file.own(function):
+        if isinstance(node, ast.Call):
+            name = last_name(node.func)
+            wide = wide or (name == "float" and isinstance(node.func, ast.Attribute) and not node.args) or name == "arange"
+            wide = wide or any(
+                file.dotted(a) in ("torch.float32", "torch.float") for a in (*node.args, keyword(node, "dtype")) if a is not None
+            )
+            products = (
+                products
+                or name in names.LOWER
+                or name.endswith("_norm")
+                or (isinstance(node.func, ast.Attribute) and last_name(node.func.value) == "self")
+            )
+        elif isinstance(node, ast.BinOp):
+            products = products or isinstance(node.op, ast.MatMult)
+    return wide and products
 
 
 def _is_kernel(file: SourceFile, function: Function) -> bool:

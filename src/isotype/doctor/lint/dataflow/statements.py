@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ from .values import NONE, UNKNOWN, Closure, Context, Env, Instance, Items, Loop,
 
 if TYPE_CHECKING:
     from .interpreter import Interpreter
+
+
+_AUTOCAST = re.compile(r"autocast|amp\b|amp_|precision|ctx\.\w*(context|ctx|region)")
 
 
 def _expr(run: Interpreter, node: ast.Expr, env: Env) -> None:
@@ -123,6 +127,8 @@ def _with(run: Interpreter, node: ast.With, env: Env) -> None:
         value = run.evaluate(item.context_expr, env)
         if isinstance(value, Method) and value.name == "autocast":
             run.autocast = value.of
+        elif value is UNKNOWN and run.phase == "backward" and _AUTOCAST.search(run.file.snippet(item.context_expr, 200)):
+            run.autocast = run.scenario.autocast  # made elsewhere, and kept: taken to bring forward's region back
         if item.optional_vars is not None:
             assign(run, item.optional_vars, UNKNOWN, env, node)
     try:

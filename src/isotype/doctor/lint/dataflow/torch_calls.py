@@ -80,6 +80,7 @@ def torch_call(
         at = 1 if name == "polar" and len(args) > 1 else 0  # polar(radius, angle)
         if isinstance(args[at], Tensor) and args[at].positional:
             run.emit("table", node, name, (run.text(nodes[at]), args[at]))
+            first = first.but(positional=False, frequency=False, lowered=None)  # what comes out is a table, and no position
     if name in names.SPLIT:
         return Items(each=first.but(buffer=None))
     if name in names.VALUES_AND_INDICES or (name in ("max", "min", "median", "cummax") and (len(args) > 1 or "dim" in kwargs)):
@@ -104,9 +105,22 @@ def torch_call(
         first = first.but(on_cpu=False)
     if name in names.PART:
         first = first.but(buffer=None)
+    if name in ("layer_norm", "group_norm", "rms_norm", "instance_norm") and run.autocast is None:
+        _refuse_narrow_weight(run, name, args, nodes, kwargs, node)
     if name in names.KEEP:
         return _autocast_result(run, name, _with_dtype(run, first, kwargs, node))
     return UNKNOWN
+
+
+def _refuse_narrow_weight(
+    run: Interpreter, name: str, args: list[Any], nodes: list[ast.expr], kwargs: dict[str, Any], node: ast.Call
+) -> None:
+    """torch normalises an fp32 input with fp32 weights only; a narrower input may have fp32 weights."""
+    at = 1 if name == "instance_norm" else 2
+    weight = kwargs.get("weight", args[at] if len(args) > at else None)
+    if isinstance(weight, Tensor) and weight.low and args[0].dtype == "fp32":
+        label = run.text(nodes[at]) if len(nodes) > at else "weight"
+        run.refuse("matmul", node, name, (run.text(nodes[0]), args[0]), (label, weight))
 
 
 def spectrum(run: Interpreter, name: str, args: list[Any]) -> Any:

@@ -49,6 +49,7 @@ class ProductIntoUnfixedDtype(Rule):
 
     code = "LT001"
     name = "product-into-unfixed-dtype"
+    first_look = (4, 6)
     in_tests = False
     severity = Severity.WARNING
     words = ("out=", "addmm_", "addbmm_", "addmv_")

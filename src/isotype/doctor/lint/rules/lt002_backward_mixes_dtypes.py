@@ -61,6 +61,7 @@ class BackwardMixesDtypes(Rule):
 
     code = "LT002"
     name = "backward-mixes-dtypes"
+    first_look = (19, 34)
     in_tests = False
     severity = Severity.WARNING
     words = ("autograd",)

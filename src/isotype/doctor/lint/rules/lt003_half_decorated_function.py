@@ -53,6 +53,8 @@ class HalfDecoratedFunction(Rule):
 
     code = "LT003"
     name = "half-decorated-function"
+    first_look = (0, 15)
+    on = False
     words = ("custom_fwd", "custom_bwd")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:

@@ -53,6 +53,7 @@ class LowPrecisionAccumulator(Rule):
 
     code = "LT004"
     name = "low-precision-accumulator"
+    first_look = (13, 18)
     in_tests = False
     fix_safety = FixSafety.UNSAFE
 

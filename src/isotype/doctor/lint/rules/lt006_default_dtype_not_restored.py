@@ -57,6 +57,7 @@ class DefaultDtypeNotRestored(Rule):
 
     code = "LT006"
     name = "default-dtype-not-restored"
+    first_look = (11, 17)
     fix_safety = FixSafety.SAFE
     words = SETTERS
 

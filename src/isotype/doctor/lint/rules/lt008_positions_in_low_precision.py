@@ -7,7 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from ..dataflow.arguments import ACTIVATION
+from ..dataflow.events import Event
 from ..dataflow.plain import plain_events
+from ..dataflow.values import Items, Tensor
 from ..repository import Repository
 from ..rule import Hit, Rule
 from ..source import SourceFile, last_name
@@ -17,6 +19,7 @@ from .low_dtypes import casts_low
 _SPARES_PRECISION = re.compile(r"fp32|float32|upcast|high_precision|full_precision")
 
 
+_MAKES_ANGLES = re.compile(r"rope|rotary|freq|angle", re.IGNORECASE)
 _FOR_A_TABLE = re.compile(r"dtype|freq|theta")
 _WRITTEN_LOW = re.compile(r"half\(|float16\b|torch\.half\b")  # bfloat16 as well
 
@@ -60,11 +63,13 @@ class PositionsInLowPrecision(Rule):
 
     code = "LT008"
     name = "positions-in-low-precision"
+    first_look = (79, 122)
     in_tests = False
-    words = ("cos", "sin", "polar")
+    words = ("cos", "sin", "polar", "inv_freq", "rotary", "rope")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         seen: set[ast.AST | None] = set()
+        yield from _leaving(file, seen)
         events = (e for e in plain_events(file) if e.operands and e.operands[0][1].lowered is not None)
         for event in first_of_each(events, "table"):
             label, angle = event.operands[0]
@@ -77,7 +82,7 @@ class PositionsInLowPrecision(Rule):
             if any(_SPARES_PRECISION.search(test) for test in event.path):
                 continue  # an option of that name, set the other way: the author knows, and says so
             by_autocast = event.scenario.autocast is not None
-            if by_autocast and (_built_ahead(file, at) or not _runs_in_forward(file, at)):
+            if by_autocast and (_built_ahead(file, at) or _called_while_built(file, at) or not _runs_in_forward(file, at)):
                 continue
             written = _WRITTEN_LOW.search(ast.unparse(at)) or (isinstance(at, ast.Call) and casts_low(file, at))
             if not by_autocast and not written and not (of_a_model(file, at) or _of_a_table(file, at)):
@@ -101,6 +106,44 @@ class PositionsInLowPrecision(Rule):
                 scenario=event.scenario,
                 elsewhere=None if by_autocast else partial(_kept_in_fp32, file, _cast_with_the_model(file, at)),
             )
+
+
+def _leaving(file: SourceFile, seen: set[ast.AST | None]) -> Iterator[Hit]:
+    """Angles that a function rounds and returns: cos and sin are taken of them elsewhere."""
+    for event in first_of_each(filter(_rounds_angles, plain_events(file)), "returned"):
+        value, function = _first_lowered(event.value), file.function_of(event.node)
+        if value is None:
+            continue
+        at, name = value.lowered, file.symbol(event.node) or ""
+        if not isinstance(at, (ast.expr, ast.stmt)) or at not in file.parents or not _MAKES_ANGLES.search(name):
+            continue
+        if function in seen or any(last_name(n) in ("cos", "sin", "polar") for n in file.own(function) if isinstance(n, ast.Call)):  # type: ignore[arg-type]
+            continue
+        if event.scenario.autocast and (_called_while_built(file, at) or _built_ahead(file, at) or not _runs_in_forward(file, at)):
+            continue
+        seen.add(function)
+        word = event.scenario.autocast or event.scenario.inputs
+        yield Hit(
+            node=at,
+            message=f"angles leave {name} in {word}, before cos and sin are taken of them",
+            cause=f"`{file.snippet(at, 50)}` makes positions times frequencies {word}; bf16 counts exactly to 256 only, so that the "
+            "angles of later positions are wrong before cos and sin see them",
+            fix="return the angles in torch.float32, and cast after cos and sin",
+            details=details(event),
+            scenario=event.scenario,
+        )
+
+
+def _rounds_angles(event: Event) -> bool:
+    """Whether it returns positions times frequencies that were rounded: by a cast that is written, or by autocast."""
+    value = _first_lowered(event.value) if event.kind == "returned" and not event.scenario.mixed_weights else None
+    return value is not None and (value.frequency or event.scenario.autocast is not None)
+
+
+def _first_lowered(value: object) -> Tensor | None:
+    """The tensor returned, or the first of several, whose positions were rounded on the way."""
+    values = value.known or [] if isinstance(value, Items) else [value]
+    return next((v for v in values if isinstance(v, Tensor) and v.positional and v.lowered is not None), None)
 
 
 def _kept_in_fp32(file: SourceFile, names: tuple[str, ...], repository: Repository | None) -> str:
@@ -145,6 +188,26 @@ def _built_ahead(file: SourceFile, node: ast.AST) -> bool:
         return False
     hints = [ast.unparse(a.annotation) if a.annotation else "" for a in (*function.args.args[1:], *function.args.kwonlyargs)]
     return all("Tensor" not in hint for hint in hints) and not any(ACTIVATION.match(a.arg) for a in function.args.args)
+
+
+def _called_while_built(file: SourceFile, node: ast.AST) -> bool:
+    """A plain function that the file calls in constructors only, or in functions that are called so."""
+    function = file.function_of(node)
+    seen: set[str] = set()
+    waiting = [function] if function is not None and not isinstance(file.parents.get(function), ast.ClassDef) else []
+    callers = 0
+    for one in waiting:  # grows while it is read
+        seen.add(one.name)
+        for call in (c for c in file.nodes(ast.Call) if last_name(c.func) == one.name):
+            caller = file.function_of(call)
+            callers += 1
+            if caller is None or caller.name == "__init__":
+                continue
+            if isinstance(file.parents.get(caller), ast.ClassDef):
+                return False
+            if caller.name not in seen:
+                waiting.append(caller)
+    return callers > 0
 
 
 def _family(file: SourceFile, cls: ast.ClassDef) -> Iterator[ast.FunctionDef]:

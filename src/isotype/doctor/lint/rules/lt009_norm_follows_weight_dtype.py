@@ -53,6 +53,8 @@ class NormFollowsWeightDtype(Rule):
 
     code = "LT009"
     name = "norm-follows-weight-dtype"
+    first_look = (79, 122)
+    on = False
     in_tests = False
     words = ("sqrt", "0.5", "normalize(", "_norm(")
 

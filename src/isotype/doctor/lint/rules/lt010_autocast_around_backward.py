@@ -53,6 +53,7 @@ class AutocastAroundBackward(Rule):
 
     code = "LT010"
     name = "autocast-around-backward"
+    first_look = (15, 15)
     words = ("autocast",)
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:

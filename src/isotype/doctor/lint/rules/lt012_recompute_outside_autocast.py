@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ..dataflow.functions import FunctionClass, function_classes
 from ..dataflow.plain import AUTOCAST
 from ..rule import Hit, Rule
-from ..source import SourceFile, bindings, last_name, own_nodes
+from ..source import Function, SourceFile, bindings, last_name, own_nodes
 
 
 class RecomputeOutsideAutocast(Rule):
@@ -58,6 +58,7 @@ class RecomputeOutsideAutocast(Rule):
 
     code = "LT012"
     name = "recompute-outside-autocast"
+    first_look = (4, 6)
     words = ("enable_grad", "set_grad_enabled")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
@@ -71,7 +72,7 @@ def _fault(file: SourceFile, function: FunctionClass) -> Hit | None:
     forward, backward = function.forward, function.backward
     if forward is None or backward is None or (function.custom_fwd and function.custom_bwd):
         return None
-    if any("autocast" in word for word in _words(backward)):
+    if any("autocast" in word for word in _words(backward)) or _restores_a_context(file, forward, backward):
         return None
     kept = _callables_kept(forward)
     local = _names_for(backward, kept)
@@ -101,7 +102,20 @@ def _with_gradients(backward: ast.FunctionDef) -> Iterator[ast.AST]:
             yield backward
 
 
-def _words(function: ast.FunctionDef) -> Iterator[str]:
+def _restores_a_context(file: SourceFile, forward: ast.FunctionDef, backward: ast.FunctionDef) -> bool:
+    """`with ctx.region:`, or `with make_region(ctx):`, of what a function of this file that speaks of autocast made."""
+    speaking = {f.name for f in file.functions() if any("autocast" in word for word in _words(f))}
+    kept = {
+        target.attr
+        for node in own_nodes(forward)
+        for target, value in bindings(node)
+        if isinstance(target, ast.Attribute) and any(last_name(n) in speaking or "autocast" in last_name(n) for n in ast.walk(value))
+    }
+    entered = [item.context_expr for node in own_nodes(backward) if isinstance(node, ast.With) for item in node.items]
+    return any(last_name(n) in kept | speaking for expression in entered for n in ast.walk(expression))
+
+
+def _words(function: Function) -> Iterator[str]:
     for node in own_nodes(function):
         if isinstance(node, (ast.Name, ast.Attribute)):
             yield last_name(node)

@@ -49,6 +49,8 @@ class AutocastDefaultsToFp16(Rule):
 
     code = "LT013"
     name = "autocast-defaults-to-fp16"
+    first_look = (0, 2)
+    on = False
     fix_safety = FixSafety.UNSAFE
     words = ("autocast",)
 

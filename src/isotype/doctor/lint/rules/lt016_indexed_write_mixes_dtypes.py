@@ -48,6 +48,8 @@ class IndexedWriteMixesDtypes(Rule):
 
     code = "LT016"
     name = "indexed-write-mixes-dtypes"
+    first_look = (7, 19)
+    on = False
     in_tests = False
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:

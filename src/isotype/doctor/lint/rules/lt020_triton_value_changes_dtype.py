@@ -8,7 +8,7 @@ from ....finding import Severity
 from ..rule import Edit, FixSafety, Hit, Rule
 from ..source import SourceFile, last_name
 from ..triton.kernels import Kernel, KernelEvent, is_activation, kernels
-from ..triton.launches import against
+from ..triton.launches import against, leads
 
 
 class TritonValueChangesDtype(Rule):
@@ -49,6 +49,7 @@ class TritonValueChangesDtype(Rule):
 
     code = "LT020"
     name = "triton-value-changes-dtype"
+    first_look = (0, 6)
     severity = Severity.ERROR
     fix_safety = FixSafety.SAFE
     words = ("triton",)
@@ -90,6 +91,7 @@ def _hit(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hit:
         fix=f"cast at load: `tl.load(...).to(tl.float32)`, and leave the dtype alone inside{constexpr}",
         edit=Edit.at("append", load, ".to(tl.float32)") if load is not None and mendable else None,
         elsewhere=partial(against, file, kernel, event),
+        leads=partial(leads, file, kernel, event),
     )
 
 

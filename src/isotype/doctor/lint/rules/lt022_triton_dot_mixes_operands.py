@@ -7,8 +7,8 @@ from functools import partial
 from ....finding import Severity
 from ..rule import Hit, Rule
 from ..source import SourceFile, keyword
-from ..triton.kernels import Value, is_activation, kernels
-from ..triton.launches import against
+from ..triton.kernels import Kernel, KernelEvent, Value, is_activation, kernels
+from ..triton.launches import against, leads, mixed
 
 
 class TritonDotMixesOperands(Rule):
@@ -39,8 +39,8 @@ class TritonDotMixesOperands(Rule):
 
     Known problems
     --------------
-    Two operands loaded from two pointers are not reported, though a caller may hand over two dtypes; nor are pointers whose name does not
-    say that they hold activations or weights.
+    Two operands loaded from two pointers are reported where an autograd.Function is followed to a launch that hands them two dtypes.
+    Pointers whose name does not say that they hold activations or weights are left alone.
     """
 
     code = "LT022"
@@ -51,6 +51,8 @@ class TritonDotMixesOperands(Rule):
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         for kernel in kernels(file):
             for event in kernel.events:
+                if event.kind == "dot_of_pointers":
+                    yield _of_two_pointers(file, kernel, event)
                 if event.kind != "dot":
                     continue
                 if isinstance(event.node, ast.Call) and keyword(event.node, "input_precision") is not None:
@@ -66,7 +68,20 @@ class TritonDotMixesOperands(Rule):
                     "fails to compile as soon as that is bf16 or fp16",
                     fix="cast one operand: `.to(other.dtype)`, and apply a float scale after the dot",
                     elsewhere=partial(against, file, kernel, event),
+                    leads=partial(leads, file, kernel, event),
                 )
+
+
+def _of_two_pointers(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hit:
+    return Hit(
+        node=event.node,
+        message=f"tl.dot gets {_shown(event.before)} and {_shown(event.after)}, which a launch makes two dtypes",
+        cause="both operands of tl.dot must have the same dtype, it does not promote; an autograd.Function without custom_fwd and "
+        "custom_bwd hands over a gradient in autocast's dtype beside what it saved in another",
+        fix="cast in the kernel, `.to(other.dtype)`, or cast the tensors to one dtype before the launch",
+        leads=partial(mixed, file, kernel, event),
+        only_reached=True,
+    )
 
 
 def _shown(value: Value) -> str:

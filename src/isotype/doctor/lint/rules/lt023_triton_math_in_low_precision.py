@@ -8,7 +8,7 @@ from ....finding import Severity
 from ..rule import Edit, FixSafety, Hit, Rule
 from ..source import SourceFile
 from ..triton.kernels import is_activation, kernels
-from ..triton.launches import against
+from ..triton.launches import against, leads
 
 
 class TritonMathInLowPrecision(Rule):
@@ -44,6 +44,7 @@ class TritonMathInLowPrecision(Rule):
 
     code = "LT023"
     name = "triton-math-in-low-precision"
+    first_look = (2, 9)
     severity = Severity.ERROR
     fix_safety = FixSafety.SAFE
     words = ("triton",)
@@ -66,6 +67,7 @@ class TritonMathInLowPrecision(Rule):
                     fix="upcast at load: `tl.load(...).to(tl.float32)`, and cast down at the store",
                     edit=Edit.at("append", load, ".to(tl.float32)") if load is not None and new else None,
                     elsewhere=partial(against, file, kernel, event),
+                    leads=partial(leads, file, kernel, event),
                 )
                 if load is not None:
                     mended.add(load)

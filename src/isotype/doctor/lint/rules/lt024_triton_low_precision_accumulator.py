@@ -6,11 +6,11 @@ from functools import partial
 from ..rule import Hit, Rule
 from ..source import SourceFile
 from ..triton.kernels import Kernel, KernelEvent, is_activation, kernels
-from ..triton.launches import against
+from ..triton.launches import against, leads
 
 
 class TritonLowPrecisionAccumulator(Rule):
-    """a kernel sums over a loop in less than fp32
+    """a kernel sums over a loop, or over its programs, in less than fp32
 
     Why
     ---
@@ -39,17 +39,23 @@ class TritonLowPrecisionAccumulator(Rule):
 
     Known problems
     --------------
+    `tl.atomic_add` into a buffer is reported where a launch is followed that hands it a low precision.
     How long a loop is that is not written out in numbers is not known here. An accumulator of a pointer's element type is reported where
     something shows that the pointer holds floats: its name, a cast of what is loaded from it, a product or an fp32 value added.
     """
 
     code = "LT024"
     name = "triton-low-precision-accumulator"
+    first_look = (9, 30)
     words = ("triton",)
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         for kernel in kernels(file):
             for event in kernel.events:
+                if event.kind == "atomic":
+                    yield _atomic(file, kernel, event)
+                elif event.kind == "reread":
+                    yield _reread(file, kernel, event)
                 if event.kind == "accumulator" and _sums_floats(kernel, event):
                     held = f"the element type of {event.before.loaded}" if event.before.loaded else str(event.before.type)
                     yield Hit(
@@ -58,7 +64,34 @@ class TritonLowPrecisionAccumulator(Rule):
                         cause=f"every addition rounds to {held}: bf16 keeps 8 bits, fp16 overflows at 65504; tl.float32 does neither",
                         fix="tl.zeros(..., dtype=tl.float32), and cast once at the store",
                         elsewhere=partial(against, file, kernel, event),
+                        leads=partial(leads, file, kernel, event),
                     )
+
+
+def _atomic(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hit:
+    return Hit(
+        node=event.node,
+        message=f"tl.atomic_add sums into {event.name} in its element type, which a launch makes bf16",
+        cause=f"each program adds its part to {event.name}, and each addition rounds to the buffer's dtype: in bf16 (8 bits) parts below "
+        "1/256 of the sum are lost, and the result depends on the order",
+        fix="allocate the buffer in torch.float32 where the kernel is launched, and cast it afterwards",
+        elsewhere=partial(against, file, kernel, event),
+        leads=partial(leads, file, kernel, event),
+        only_reached=True,
+    )
+
+
+def _reread(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hit:
+    return Hit(
+        node=event.node,
+        message=f"{kernel.node.name} reads back what it stored in {event.name}, and stores it again: it was rounded in between",
+        cause=f"a value that was stored in {event.name} has been rounded to its element type, bf16 (8 bits) for a bf16 buffer: what is "
+        "added to or taken from it afterwards meets the rounding error, and a small difference is lost",
+        fix="keep the value in tl.float32 until its last store, or compute it again",
+        elsewhere=partial(against, file, kernel, event),
+        leads=partial(leads, file, kernel, event),
+        only_reached=True,
+    )
 
 
 def _sums_floats(kernel: Kernel, event: KernelEvent) -> bool:

@@ -29,7 +29,7 @@ _ACTIVATION = re.compile(
     r"(x|q|k|v|a|b|w|o|do|dy|dout|input|inp|in|logits?|hidden(_states)?|y|u|gate|up|weight|out|grad_?out(put)?|query|key|value|e|src|act|"
     r"activations?|scores?)_?(base|ptr)?"
 )
-Kind = Literal["branch", "loop", "dot", "math", "accumulator"]
+Kind = Literal["branch", "loop", "dot", "dot_of_pointers", "math", "accumulator", "atomic", "reread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,8 @@ class _Run:
         self.innermost: ast.stmt | None = None  # the loop being run
         self.done = told
         self.returned: list[Value] = []
+        self.stored: set[str] = set()  # pointers that were written to, and of those the ones that were read again
+        self.reread: set[str] = set()
         self.uncast: list[ast.If] = []  # compile-time branches being run whose other side casts to fp32
 
     def emit(self, kind: Kind, node: ast.expr | ast.stmt, name: str, before: Value, after: Value, test: ast.expr | None = None) -> None:
@@ -363,8 +365,18 @@ class _Run:
         called = self.file.memo["jit_functions"].get(name) if isinstance(node.func, ast.Name) else None
         if called is not None and self.depth < 3 and called.node is not self.kernel.node:
             return self.enter(called, node, args)
+        if name == "store" and first.pointer:
+            if first.pointer in self.reread:
+                self.emit("reread", node, first.pointer, Value(f"elem({first.pointer})", node), NOTHING)
+            self.stored.add(first.pointer)
+            return NOTHING
+        if name == "load" and first.pointer in self.stored:
+            self.reread.add(first.pointer)
         if name == "load":
             return Value(f"elem({first.pointer})", node) if first.pointer else NOTHING
+        if name == "atomic_add" and first.pointer and len(args) > 1 and args[1].type not in ("int", "bool"):
+            self.emit("atomic", node, first.pointer, Value(f"elem({first.pointer})", node), args[1])
+            return NOTHING
         if name == "make_block_ptr":
             return Value(None, node, pointer=first.pointer)
         if name in ("advance", "make_tensor_descriptor"):
@@ -450,6 +462,8 @@ class _Run:
         types = {left.type, right.type}
         if len(types) == 2 and not types & {None, "int"} and not (left.loaded and right.loaded):
             self.emit("dot", node, "tl.dot", left, right)
+        elif left.loaded and right.loaded and left.loaded != right.loaded and keyword(node, "input_precision") is None:
+            self.emit("dot_of_pointers", node, "tl.dot", left, right)
         given = keyword(node, "out_dtype")
         out = self.dtype_of(given) or ("fp32" if given is None else None)
         acc = keyword(node, "acc") or (node.args[2] if len(node.args) > 2 else None)

@@ -22,9 +22,7 @@ def against(file: SourceFile, kernel: Kernel, event: KernelEvent, repository: Re
     name = kernel.node.name
     if _is_left_over(file, name, repository):
         return "nothing launches it, and this file launches its other kernels"
-    files = [file]
-    if repository is not None:
-        files += [other for other in repository.files_with(f"{name}[".encode(), but=Path(file.path)) if name in other.imports]
+    files = _launching(file, name, repository)
     for pointer in (event.before.loaded, event.after.loaded):
         where = _always_wide(files, kernel, pointer) if pointer in kernel.parameters else ""
         if where:
@@ -34,6 +32,55 @@ def against(file: SourceFile, kernel: Kernel, event: KernelEvent, repository: Re
         if where:
             return f"the launch chooses {flag} by the dtype ({where}), and the other branch casts"
     return ""
+
+
+def leads(file: SourceFile, kernel: Kernel, event: KernelEvent, repository: Repository | None) -> tuple[str, str]:
+    """A launch that hands the accused pointer bf16 when its caller has bf16; else "" and what is missing."""
+    name = kernel.node.name
+    pointers = [p for p in (event.before.loaded, event.after.loaded) if p in kernel.parameters]
+    files = _launching(file, name, repository)
+    sites = [(other, site) for other in files for site in _sites(other, name)]
+    own = next((p for p in pointers if p in kernel.casts), None)
+    if own and event.kind in ("branch", "loop"):
+        return f"{name} itself casts what {own} holds to fp32, which an fp32 pointer would not need", ""
+    if not sites:
+        alone = "the file was linted alone, and launching the kernel is left to its readers"
+        return (alone, "") if repository is None else ("", f"no launch of {name} was found")
+    if not pointers:
+        return f"{Path(sites[0][0].path).name}:{sites[0][1].lineno} launches it, whatever its pointers hold", ""
+    for other, site in sites:
+        for given in _handed(other, site):
+            for pointer in pointers:
+                value = _argument(kernel, pointer, *given)
+                if isinstance(value, Tensor) and value.low:
+                    return f"{Path(other.path).name}:{site.lineno} hands {pointer} {value.dtype} when it is given {value.dtype}", ""
+    return "", f"no launch is seen to hand {' or '.join(dict.fromkeys(pointers))} a low precision"
+
+
+def mixed(file: SourceFile, kernel: Kernel, event: KernelEvent, repository: Repository | None) -> tuple[str, str]:
+    """A launch that hands the two pointers of a product different dtypes: the gradient's, which autocast chose, and a saved tensor's."""
+    left, right = event.before.loaded, event.after.loaded
+    assert left is not None
+    assert right is not None
+    if left not in kernel.parameters or right not in kernel.parameters:
+        return "", "its operands are loaded by another function"
+    for other in _launching(file, kernel.node.name, repository):
+        sites = _sites(other, kernel.node.name)
+        for cls in function_classes(other) if sites else ():
+            for scenario, launched in cls.launched_under.items():
+                for site in sites:
+                    for given in launched.get(site, ()):
+                        values = [_argument(kernel, pointer, *given) for pointer in (left, right)]
+                        if all(isinstance(v, Tensor) and v.floating for v in values) and values[0].dtype != values[1].dtype:
+                            where = f"{Path(other.path).name}:{site.lineno} in {cls.cls.name}"
+                            return f"{where} hands {left} {values[0].dtype} and {right} {values[1].dtype} with {scenario}", ""
+    return "", "no launch is seen to hand them different dtypes"
+
+
+def _launching(file: SourceFile, name: str, repository: Repository | None) -> list[SourceFile]:
+    """This file, and those of the repository that import the kernel and launch it."""
+    others = repository.files_with(f"{name}[".encode(), but=Path(file.path)) if repository is not None else []
+    return [file, *(other for other in others if name in other.imports)]
 
 
 def _is_left_over(file: SourceFile, name: str, repository: Repository | None) -> bool:

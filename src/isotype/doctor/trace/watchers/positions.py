@@ -105,9 +105,9 @@ class Positions:
         self._note("whole numbers", dtype, largest, eps(dtype_name(dtype)) / 2, source)
 
     def _angle(self, angle: torch.Tensor) -> None:
-        low = angle.dtype if angle.dtype in _EXACT else self._low_table()
         if angle.numel() == 0:
             return
+        low = angle.dtype if angle.dtype in _EXACT else self._low_table(angle)
         if low is None:
             if self._cast and angle.dtype == torch.float32:
                 self._rounded_before(angle)
@@ -128,12 +128,12 @@ class Positions:
         low, largest = self._cast[origin.site]
         self._note("timesteps or positions behind cos and sin", low, largest, eps(dtype_name(low)) / 2, angle, origin)
 
-    def _low_table(self) -> torch.dtype | None:
-        """The low dtype of a float buffer of the running module (inv_freq), when the angles come from it."""
-        if not self._tracer.stack:
+    def _low_table(self, angle: torch.Tensor) -> torch.dtype | None:
+        """The low dtype of a float buffer of the running module (inv_freq), when the angles are multiples of it."""
+        if not self._tracer.stack or angle.ndim == 0:
             return None
-        buffers = self._tracer.stack[-1]._buffers.values()
-        return next((b.dtype for b in buffers if b is not None and b.dtype in LOW and b.dtype in _EXACT and b.ndim == 1), None)
+        buffers = [b for b in self._tracer.stack[-1]._buffers.values() if b is not None and b.dtype in LOW and b.dtype in _EXACT]
+        return next((b.dtype for b in buffers if b.ndim == 1 and _are_multiples(angle, b)), None)
 
     def _note(
         self, what: str, dtype: torch.dtype, largest: float, error: float, tensor: torch.Tensor | None, by: Origin | None = None
@@ -157,6 +157,39 @@ class Positions:
         return [_finding(rounded) for rounded in places.values()]
 
 
+def _are_multiples(angle: torch.Tensor, table: torch.Tensor) -> bool:
+    """Whether each of the last rows of angles is one position times the table, the table perhaps twice, side by side or interleaved."""
+    count, width = table.numel(), angle.shape[-1]
+    if count < 2 or width not in (count, 2 * count):
+        return False
+    with torch.no_grad():
+        rows = angle.detach().reshape(-1, width)[-4:].double()
+        frequencies = table.detach().double()
+        kept = frequencies != 0
+        for part in (rows[:, :count], rows[:, ::2]) if width > count else (rows,):
+            positions = part[:, kept] / frequencies[kept]
+            if positions.numel() and bool((positions - positions[:, :1]).abs().le(0.02 * positions[:, :1].abs() + 1e-6).all()):
+                return True
+    return False
+
+
+def _fix(decider: Origin, word: str) -> str:
+    """What to change where the low dtype was decided, then the rule."""
+    where = str(decider.site) if decider.site is not None else decider.place() or "its place"
+    match decider.kind:
+        case "buffer" | "parameter":
+            first = f"keep {decider.what} in fp32 when the model is cast to {word}"
+        case "autocast":
+            first = f"switch autocast off around {where} (`torch.autocast(..., enabled=False)`)"
+        case "cast" | "engine":
+            first = f"leave out the cast to {word} at {where}"
+        case "created":
+            first = f"make it in fp32 at {where}: `dtype=torch.float32`"
+        case _:
+            first = "hand the positions over as integers or in fp32"
+    return f"{first}; positions, frequencies and the cos/sin table belong in fp32, with autocast off, and cos and sin are cast last"
+
+
 def _finding(rounded: Rounded) -> Finding:
     word = dtype_name(rounded.dtype)
     site = rounded.site
@@ -178,8 +211,7 @@ def _finding(rounded: Rounded) -> Finding:
         place=place_of(site, rounded.module),
         cause=f"{word} holds whole numbers exactly up to {_EXACT[rounded.dtype]} only: {effect}. {decider.describe()}"
         + (f" ({decider.place()})" if decider.place() else ""),
-        fix="positions, frequencies and the cos/sin table in fp32, with autocast off (`torch.autocast(..., enabled=False)`), "
-        "inv_freq a fp32 buffer, and cast cos and sin last",
+        fix=_fix(decider, word),
         details=(("chain", "\n".join(chain)),) + ((("at", f"{site}: {site.text}"),) if site is not None else ()),
     )
 

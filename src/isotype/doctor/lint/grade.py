@@ -1,0 +1,186 @@
+"""How sure a finding is: proved by execution, reached by somebody, or possible."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from pathlib import Path
+
+from .dataflow.events import Scenario
+from .repository import Repository
+from .rule import Hit
+from .source import Function, SourceFile, last_name
+
+# methods that a framework calls, whoever wrote the class
+_CALLED_BY_FRAMEWORKS = re.compile(
+    r"__\w+__|forward|backward|setup_context|jvp|vmap|step|setup|call|compute_loss|(training|validation|test|predict|prediction)_step|"
+    r"configure_\w+|on_\w+"
+)
+_ADAPTER_BASES = re.compile(r"\b(PreTrainedModel|ModelMixin|GenerationMixin|SchedulerMixin)\b")
+_TRAINER_BASES = re.compile(r"\b(PreTrainedModel|ModelMixin|LightningModule)\b")
+
+
+class Grade(StrEnum):
+    """proved: executed, and it failed or lost precision; reached: a caller or a framework's contract leads there; possible: neither."""
+
+    PROVED = "proved"
+    REACHED = "reached"
+    POSSIBLE = "possible"
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """A grade with its reason. against: whether something speaks against the scenario, so that a run of the function decides nothing."""
+
+    grade: Grade
+    why: str
+    against: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.grade}: {self.why}"
+
+
+def evidence_for(hit: Hit, file: SourceFile, path: Path, repository: Repository | None) -> Evidence:
+    """The grade that the code, its callers and its repository give; nothing is executed."""
+    against = hit.weak
+    if not against and hit.elsewhere is not None:
+        against = hit.elsewhere(repository)
+    if not against and hit.scenario is not None and repository is not None:
+        against = repository.against(hit.scenario, path, file.text)
+    if against:
+        return Evidence(Grade.POSSIBLE, against, against=True)
+    if hit.reached:
+        return Evidence(Grade.REACHED, hit.reached)
+    if hit.leads is not None:
+        chain, missing = hit.leads(repository)
+        return Evidence(Grade.REACHED, chain) if chain else Evidence(Grade.POSSIBLE, missing)
+    caller, missing = _caller(file, hit.node, path, repository)
+    if not caller:
+        return Evidence(Grade.POSSIBLE, missing)
+    if hit.scenario is None or repository is None:
+        return Evidence(Grade.REACHED, caller)
+    brought = _brought_about(hit, file, path, repository)
+    if not brought:
+        return Evidence(Grade.POSSIBLE, f"{caller}, but nothing here shows {hit.scenario}")
+    return Evidence(Grade.REACHED, f"{caller}; {brought}")
+
+
+# -- who calls it --------------------------------------------------------------------------------------------------------
+
+
+def _caller(file: SourceFile, node: ast.AST, path: Path, repository: Repository | None) -> tuple[str, str]:
+    """What leads to this code, or "" and what is missing."""
+    top, method = _owners(file, node)
+    if top is None:
+        return "it runs when the file is imported", ""
+    if repository is None:
+        return f"the file was linted alone, and {top.name} is what it offers its callers", ""
+    if method is not None and not (_CALLED_BY_FRAMEWORKS.fullmatch(method.name) or method.decorator_list):
+        called = _named(file, method.name, outside=method) or repository.use_of(method.name, but=path)
+        if not called:
+            return "", f"nothing in this repository calls {top.name}.{method.name}"
+    line = _named(file, top.name, outside=top)
+    if line:
+        return f"{top.name} is used in line {line}", ""
+    spot = repository.use_of(top.name, but=path)
+    if spot is not None:
+        return f"{spot} uses {top.name}", ""
+    registered = [last_name(d) for d in top.decorator_list if "regist" in last_name(d).lower()]
+    if registered:
+        return f"@{registered[0]} makes {top.name} known", ""
+    if "__main__" in file.text and top.name == "main":
+        return "the program runs it", ""
+    return "", f"nothing in this repository uses {top.name}"
+
+
+def _owners(file: SourceFile, node: ast.AST) -> tuple[Function | ast.ClassDef | None, Function | None]:
+    """The outermost function or class around a node, and its method that holds the node."""
+    around: list[Function | ast.ClassDef] = []
+    current: ast.AST | None = node
+    while current is not None:
+        if isinstance(current, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            around.append(current)
+        current = file.parents.get(current)
+    if not around:
+        return None, None
+    top = around[-1]
+    inner = around[-2] if len(around) > 1 else None
+    return top, inner if isinstance(top, ast.ClassDef) and isinstance(inner, Function) else None
+
+
+def _named(file: SourceFile, name: str, outside: ast.AST) -> int:
+    """The first line of this file that names it outside its own definition and `__all__`; 0 where none does."""
+    first, last = outside.lineno, getattr(outside, "end_lineno", None) or outside.lineno  # type: ignore[attr-defined]
+    lines = [n.lineno for n in file.nodes(ast.Name) if n.id == name] + [n.lineno for n in file.nodes(ast.Attribute) if n.attr == name]
+    return min((line for line in lines if not first <= line <= last), default=0)
+
+
+# -- who brings its dtypes about -----------------------------------------------------------------------------------------
+
+
+def _brought_about(hit: Hit, file: SourceFile, path: Path, repository: Repository) -> str:
+    """Where this repository, or a framework by its contract, runs the code with these dtypes; or ""."""
+    scenario = hit.scenario
+    assert scenario is not None
+    spot = repository.place_of(scenario, path)
+    if spot is not None:
+        return f"{spot} {_what(scenario)}"
+    if scenario.autocast is not None:
+        base = _base(path, _TRAINER_BASES)
+        if base:
+            return f"a trainer runs a {base} under autocast when it is asked for bf16"
+        if _in_an_autograd_function(file, hit.node) and not (repository.trains or repository.serves):
+            return "torch.amp calls an autograd.Function inside the region of whoever uses this library"
+        return ""
+    base = _base(path, _ADAPTER_BASES)
+    if base:
+        if scenario.mixed_weights:
+            return f"peft's prepare_model_for_kbit_training leaves the norms of a {base} in fp32"
+        return f"from_pretrained loads a {base} in the dtype that it is asked for"
+    if not scenario.mixed_weights and _takes_a_dtype(file, hit.node):
+        return "its argument dtype is its callers' to choose"
+    return ""
+
+
+def _what(scenario: Scenario) -> str:
+    if scenario.autocast is not None:
+        return "opens an autocast region, or lets a trainer do so"
+    return "keeps some weights in fp32 beside narrower ones" if scenario.mixed_weights else "casts a model to a low precision"
+
+
+@lru_cache(maxsize=256)
+def _folder_text(folder: Path) -> str:
+    texts = []
+    for file in sorted(folder.glob("*.py"))[:40]:
+        try:
+            texts.append(file.read_text(encoding="utf-8", errors="replace"))
+        except OSError:
+            continue
+    return "\n".join(texts)
+
+
+def _base(path: Path, bases: re.Pattern[str]) -> str:
+    """The framework's class from which a model in this folder is derived, or ""."""
+    text = _folder_text(path.resolve().parent)
+    found = re.search(r"^\s*class \w+\([^)]*?" + bases.pattern, text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _in_an_autograd_function(file: SourceFile, node: ast.AST) -> bool:
+    current: ast.AST | None = node
+    while current is not None and not isinstance(current, ast.ClassDef):
+        current = file.parents.get(current)
+    return isinstance(current, ast.ClassDef) and any(file.dotted(b).endswith("Function") for b in current.bases)
+
+
+def _takes_a_dtype(file: SourceFile, node: ast.AST) -> bool:
+    """Whether a function around the node has an argument called dtype."""
+    function = file.function_of(node)
+    while function is not None:
+        if any(re.fullmatch(r"(\w+_)?dtype", a.arg) for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)):
+            return True
+        function = file.function_of(function)
+    return False
