@@ -92,7 +92,10 @@ def test_values_and_where_they_came_from(write):
         ("--mixed_precision: bf16", "run.yaml:1 --mixed_precision: unknown section; here it is precision.preset"),
         ("- a\n- b", "run.yaml:1: expected sections (model:, data:, train:, ...)"),
         ("just text", "run.yaml:1: expected sections (model:, data:, train:, ...)"),
-        ("# nothing\n", "run.yaml: empty; expected sections (model, data, adapter, precision, train, run, parallel); isotype init writes"),
+        (
+            "# nothing\n",
+            "run.yaml: empty; expected sections (model, data, images, diffusion, adapter, precision, train, run, parallel); isotype init",
+        ),
         ("model:\n  config: {a: 1, a: 2}", "run.yaml:2: a is given twice"),
         ("model:\n  config: &x [*x]", "run.yaml"),
         ("train:\n\tsteps: 1", "run.yaml:2: broken YAML: "),

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isotype.config.expected import keys
+from isotype.config.kind import LANGUAGE, applies
 from isotype.config.load import load
 from isotype.config.recipes import names, recipe
 from isotype.config.write import init_yaml, reference_markdown, resolved_yaml
@@ -94,7 +96,9 @@ def test_every_commented_line_of_init_is_the_default(tmp_path):
     file.write_text("\n".join(line for line in lines if not line.startswith("  # ")) + "\n")
     uncommented = load(file)
     assert uncommented.config == load(None, [], {"model.name": "path/to/model", "data.train": "stdlib"}).config
-    assert "default" not in uncommented.sources.values()
+    assert {key for key, where in uncommented.sources.items() if where == "default"} == {
+        key for key in keys() if not applies(key, LANGUAGE)
+    }
 
 
 def test_the_documentation_is_the_schema():

@@ -2,7 +2,7 @@ import pytest
 
 from isotype.errors import UsageError
 from isotype.finding import Severity
-from isotype.precision import PRESETS, resolve
+from isotype.precision import PRESETS, Precision, resolve
 from isotype.precision.rules import RULES, page
 
 
@@ -44,6 +44,20 @@ def test_bf16_without_hardware_is_refused_with_both_ways_out(t4):
         resolve({"preset": "bf16-lora"}, device=t4, sources={"precision.preset": "run.yaml:3"})
 
 
+def test_a_vae_in_bf16_without_hardware_is_refused(t4):
+    with pytest.raises(UsageError, match=r"PR027(.|\n)*Tesla T4(.|\n)*precision.vae: fp32"):
+        resolve({"preset": "fp32", "vae": "bf16"}, device=t4, sources={"precision.vae": "run.yaml:3"}, task_roles={"vae": "fp32"})
+
+
+def test_roles_of_a_task_are_there_only_with_it(h100):
+    assert "vae" not in resolve({"preset": "bf16-lora"}, device=h100).as_json()
+    roles = {"vae": "fp32", "text_encoder": "compute"}
+    resolved = resolve({"preset": "bf16-lora"}, device=h100, task_roles=roles)
+    assert resolved.as_json()["vae"] == {"value": "fp32", "reason": "default"}
+    assert resolved.as_json()["text_encoder"] == {"value": "bf16", "reason": "follows compute"}
+    assert Precision.parse(str(resolved.precision)) == resolved.precision
+
+
 def test_gradient_precision_fp32_with_bf16_weights_is_no_contradiction(h100):
     resolved = resolve({"preset": "bf16-pure", "grads": "fp32"}, device=h100, adapter="none")
     assert resolved.precision.grads == "fp32"
@@ -69,11 +83,13 @@ BROKEN = {
     "PR016": ({"preset": "bf16-lora", "base": "fp32"}, "lora", "adamw"),
     "PR018": ({"preset": "bf16-pure"}, "none", "adamw8bit"),
     "PR017": ({"preset": "fp32", "base": "bf16"}, "lora", "adamw"),
+    "PR025": ({"preset": "fp32", "timesteps": "bf16"}, "lora", "adamw"),
+    "PR026": ({"preset": "fp32", "latents": "bf16"}, "lora", "adamw"),
 }
 
 
 def test_every_rule_has_a_test_and_a_page():
-    assert set(RULES) == {*BROKEN, "PR001"}
+    assert set(RULES) == {*BROKEN, "PR001", "PR027"}
     for code in RULES:
         text = page(code)
         assert text is not None

@@ -50,6 +50,7 @@ class Points:
 class Guess:
     x: float
     y: float
+    file = None
 
     def as_json(self) -> dict[str, Any]:
         return {"prompt": f"sin({self.x})", "answer": f"{self.y:.4f}", "reference": None}
@@ -64,6 +65,7 @@ class ToyTask:
     kind = "toy"
     words = Words(units="points", unit="pt", weight="learnt")
     base_name = "a network of 16 units"
+    roles: Mapping[str, str] = {}
     rows, eval_rows, samples = 40, 8, 1
 
     def __init__(self, config: RunConfig) -> None:
@@ -71,6 +73,9 @@ class ToyTask:
 
     def fingerprint(self) -> str:
         return str(DATA)
+
+    def observed(self) -> Sequence[tuple[str, str, str]]:
+        return ()
 
     def check(self, precision: Precision) -> None: ...
     def load_data(self) -> None: ...

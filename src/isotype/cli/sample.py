@@ -17,6 +17,7 @@ def register(app: typer.Typer) -> None:
 
 
 def sample(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's or a model's too.")],
     prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="Prompts; the run's own by default.")] = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="A file with a prompt a line.")] = None,
@@ -28,7 +29,7 @@ def sample(
     seed: Annotated[int, typer.Option("--seed", help="Of the draw.")] = 0,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Answer prompts with a run, under the run's own precision.
+    """Answer prompts with a run, under the run's own precision. A diffusion run draws a picture for each, into RUN/drawn.
 
     Examples:
 
@@ -45,6 +46,12 @@ def sample(
         from ..data.read import existing_file, read_text
 
         texts += [line for line in read_text(existing_file(str(prompts)), str(prompts)).splitlines() if line.strip()]
+    from ..config.kind import DIFFUSION
+    from ..runs.folder import kind_of_run
+
+    if kind_of_run(run) == DIFFUSION:
+        _draw(run, texts, context=context, seed=seed, json_output=json_output)
+        return
     from ..printable import printable
     from ..training.quiet import quiet_libraries
 
@@ -78,6 +85,34 @@ def sample(
     print(f"{run} ({loaded.taken})")
     for one in answers:
         print(f"\n> {one.prompt}\n{printable(one.answer) or '(nothing)'}")
+
+
+def _draw(run: Path, texts: list[str], *, context: typer.Context, seed: int, json_output: bool) -> None:
+    """Pictures as files in RUN/drawn, numbered on from those that are there."""
+    from click.core import ParameterSource
+
+    for option in ("tokens", "temperature", "top_p"):
+        if context.get_parameter_source(option) is not ParameterSource.DEFAULT:
+            raise UsageError(f"--{option.replace('_', '-')} has no effect: {run} is a diffusion run")
+    from ..tasks.diffusion.loaded import draw_with
+    from ..training.quiet import quiet_libraries
+
+    quiet_libraries()
+    taken, pictures = draw_with(run, texts, seed=seed)
+    folder = run / "drawn"
+    folder.mkdir(exist_ok=True)
+    first = 1 + max((int(p.stem) for p in folder.glob("*.png") if p.stem.isdecimal()), default=0)
+    made = []
+    for number, picture in enumerate(pictures, start=first):
+        file = folder / f"{number}.png"
+        file.write_bytes(picture.png)
+        made.append({"prompt": picture.prompt, "file": str(file)})
+    if json_output:
+        print(json.dumps({"run": str(run), "taken": taken, "samples": made}))
+        return
+    print(f"{run} ({taken})")
+    for one in made:
+        print(f"\n> {one['prompt']}\n{one['file']}")
 
 
 def _chats(run: Path) -> bool:

@@ -13,6 +13,7 @@ from .yaml_text import write_value
 MAY_CHANGE = {
     "model.device": "the same run elsewhere; not bit for bit",
     "data.cache": "where tokenised rows are kept, not what they are",
+    "images.cache": "where latents are kept, not what they are",
     "train.steps": "the schedule is stretched from here on",
     "train.epochs": "the schedule is stretched from here on",
     "train.learning_rate": "from here on",
@@ -36,6 +37,9 @@ MAY_CHANGE = {
     "run.sample_every": "when to sample; training does not see it",
     "run.samples": "what to sample; training does not see it",
     "run.sample_tokens": "what to sample; training does not see it",
+    "run.sample_steps": "how to sample; training does not see it",
+    "run.sample_size": "how to sample; training does not see it",
+    "run.sample_guidance": "how to sample; training does not see it",
     "run.observe_every": "when to look",
     "run.report": "what is written",
     "run.trackers": "what is written",

@@ -1,4 +1,4 @@
-"""The schema of a run: seven sections, every key with a default, a unit and a sentence; unknown keys are forbidden. Imports no torch.
+"""The schema of a run: nine sections, every key with a default, a unit and a sentence; unknown keys are forbidden. Imports no torch.
 
 The sentences become `isotype schema`, the comments that `isotype init` writes, and the reference in the documentation.
 """
@@ -26,7 +26,7 @@ class Section(BaseModel):
 
 class ModelSection(Section):
     name: str | None = None
-    """Folder or hub id of a causal language model. Not needed when `config` builds one."""
+    """Folder or hub id of a causal language model, or the folder of a diffusers pipeline. Not needed when `config` builds one."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     init: Literal["pretrained", "random"] = "pretrained"
@@ -87,6 +87,41 @@ class DataSection(Section):
     """Cache of tokenised rows for later runs: a folder, `none`, or `auto`: the user's cache folder, for sources of 1 MB and more."""
 
 
+class ImagesSection(Section):
+    train: str | list[str] | None = None
+    """Training pictures of a diffusion run: a folder (each picture with its caption in a .txt of the same name), a JSONL file (`image`,
+    `text`), or a list of these."""
+    eval: str | list[str] | None = None
+    """Evaluation pictures, named as in `train`; without it `eval_split` of the training pictures are held out."""
+    eval_split: Fraction = 0.05
+    """Share of the training pictures held out when `eval` is not given; 0 for none."""
+    resolution: PositiveInt = 512
+    """Side in pixels: a picture is scaled to cover a square of it, and its middle is taken."""
+    flip: bool = False
+    """Mirror half of the pictures, drawn anew each time one is seen."""
+    caption_dropout: Fraction = 0.0
+    """Share of the captions that are replaced by an empty one, drawn anew each time: what guidance needs."""
+    limit: PositiveInt | None = None
+    """Use only the first pictures: for a trial."""
+    shuffle: bool = True
+    """Shuffle the pictures of every epoch, from `train.seed`."""
+    cache: str = "auto"
+    """Where latents and text embeddings are kept for the next run: a folder, `none` (memory only), or `auto`, the user's cache folder."""
+
+
+class DiffusionSection(Section):
+    timesteps: Literal["logit_normal", "uniform"] = "logit_normal"
+    """How the noise level of a training picture is drawn, before the shift."""
+    shift: Literal["auto"] | PositiveFloat = "auto"
+    """Moves noise levels towards more noise: s t / (1 + (s - 1) t). `auto`: the scheduler's own, by resolution where it has that."""
+    guidance: Annotated[float, Field(ge=0.0)] = 1.0
+    """Guidance that a guidance-distilled model (Flux.1-dev) is told in training."""
+    eval_draws: PositiveInt = 4
+    """Noise levels at which each evaluation picture is denoised, spread evenly; the same in every evaluation."""
+    max_text_length: PositiveInt | None = None
+    """Longest caption in tokens of the T5 encoder; by default the model family's own."""
+
+
 class AdapterSection(Section):
     kind: Literal["lora", "none"] = "lora"
     """`lora` trains a PEFT adapter; `none` trains every weight."""
@@ -127,6 +162,14 @@ class PrecisionSection(Section):
     """Arithmetic inside norms; their output is always `compute`."""
     generate: Dtype | None = None
     """Sampling during and after training."""
+    vae: Dtype | None = None
+    """Diffusion: weights and arithmetic of the VAE."""
+    text_encoder: Dtype | None = None
+    """Diffusion: weights of the text encoders, and their embeddings as kept."""
+    timesteps: Dtype | None = None
+    """Diffusion: the noise level as the model is told, and its sinusoidal embedding."""
+    latents: Dtype | None = None
+    """Diffusion: latents, noise, noise level and target, before the model."""
     save: str | None = None
     """Files: one dtype, or `model bf16, adapter fp32`."""
     rounding: Literal["nearest", "stochastic"] | None = None
@@ -203,9 +246,15 @@ class RunSection(Section):
     """Steps between samples, 0 for none; by default at every evaluation, and left out where they would take more than a tenth of the
     training (10 seconds are always allowed)."""
     samples: list[str] = []
-    """Prompts answered during training; by default the first evaluation rows."""
+    """Prompts answered (or drawn) during training; by default the first evaluation rows, and for diffusion none."""
     sample_tokens: PositiveInt = 64
     """Longest sample in new tokens."""
+    sample_steps: PositiveInt = 20
+    """Diffusion: denoising steps of a sample."""
+    sample_size: PositiveInt | None = None
+    """Diffusion: side of a sample in pixels; by default `images.resolution`."""
+    sample_guidance: Annotated[float, Field(ge=0.0)] = 3.5
+    """Diffusion: guidance scale of a sample."""
     observe_every: PositiveInt = 100
     """Steps between observations of every dtype (step 1 is always observed)."""
     report: bool = True
@@ -227,6 +276,8 @@ class RunConfig(Section):
 
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
+    images: ImagesSection = ImagesSection()
+    diffusion: DiffusionSection = DiffusionSection()
     adapter: AdapterSection = AdapterSection()
     precision: PrecisionSection = PrecisionSection()
     train: TrainSection = TrainSection()

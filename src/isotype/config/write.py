@@ -10,6 +10,7 @@ from textwrap import wrap
 from typing import Any
 
 from .expected import default, expected, keys, sections
+from .kind import LANGUAGE, applies, kind_of
 from .load import DEFAULT, LoadedConfig
 from .recipes import recipe
 from .schema import RunConfig
@@ -27,7 +28,9 @@ _RESOLVED = {
 }  # those that can be `auto`
 _ABOUT = {
     "model": "What is fine-tuned.",
-    "data": "What it learns from.",
+    "data": "What a language model learns from.",
+    "images": "What a diffusion model learns from.",
+    "diffusion": "The objective of a diffusion model.",
     "adapter": "What is trained: an adapter, or every weight.",
     "precision": "The dtype of every role of the run. A preset fills all of them; the keys below override single roles.",
     "train": "How it is trained.",
@@ -54,7 +57,9 @@ def resolved_yaml(loaded: LoadedConfig, reasons: Mapping[str, str], values: Mapp
             return _commented(f"  # {name}: {write_value(values[key])}", reason or source)
         return _commented(f"  {name}: {write_value(value)}", source if value is not None or reason is None else reason)
 
-    return "# Each value of this run and where it came from. `isotype train --resume` reads this file.\n" + _sections(loaded.config, line)
+    return "# Each value of this run and where it came from. `isotype train --resume` reads this file.\n" + _sections(
+        loaded.config, line, kind=kind_of(loaded.config)
+    )
 
 
 def init_yaml(preset: str = "lora", *, model: str = "path/to/model", data: str = "stdlib") -> str:
@@ -78,7 +83,7 @@ def init_yaml(preset: str = "lora", *, model: str = "path/to/model", data: str =
         "#   yaml-language-server: $schema=isotype.schema.json\n"
         "# Lines that are commented out show the default.\n\n"
     )
-    return header + _sections(RunConfig(), line, about=_ABOUT)
+    return header + _sections(RunConfig(), line, kind=LANGUAGE, about=_ABOUT)
 
 
 def reference_markdown() -> str:
@@ -101,12 +106,16 @@ def reference_markdown() -> str:
     return "\n".join(lines)
 
 
-def _sections(config: RunConfig, line: Callable[[str, Any], str], about: Mapping[str, str] | None = None) -> str:
+def _sections(config: RunConfig, line: Callable[[str, Any], str], *, kind: str, about: Mapping[str, str] | None = None) -> str:
+    """The keys that this kind of run has, by section."""
     blocks = []
     for section in sections():
         values = getattr(config, section)
+        names = [name for name in type(values).model_fields if applies(f"{section}.{name}", kind)]
+        if not names:
+            continue
         head = f"# {about[section]}\n{section}:" if about else f"{section}:"
-        blocks.append("\n".join([head, *[line(f"{section}.{name}", getattr(values, name)) for name in type(values).model_fields]]))
+        blocks.append("\n".join([head, *[line(f"{section}.{name}", getattr(values, name)) for name in names]]))
     return ("\n\n" if about else "\n").join(["", *blocks]).lstrip("\n") + "\n"
 
 

@@ -10,6 +10,7 @@ from ..errors import UsageError
 
 def refuse_incomplete(loaded: LoadedConfig) -> None:
     """Raises  UsageError with a line for each thing that is missing."""
+    from ..config.kind import DIFFUSION, kind_of, refuse_inapplicable
     from ..config.sources import check_data, is_folder_name, near_model, source_specs
     from ..data.sources import refuse_absent
     from ..training.trackers.available import missing as missing_trackers
@@ -22,10 +23,16 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
     for key, name in (("model.name", config.model.name), ("model.tokenizer", config.model.tokenizer)):
         if name is not None and is_folder_name(name) and not Path(name).exists():
             missing.append(f"{loaded.sources[key]} {key}: {name}: no such folder{near_model(name)}")
-    if config.data.train is None:
+    refuse_inapplicable(config, loaded.sources)
+    diffusion = kind_of(config) == DIFFUSION
+    if diffusion and config.images.train is None:
+        missing.append(f"{where}images.train: missing: a folder of pictures with captions, or a JSONL file")
+    if not diffusion and config.data.train is None:
         missing.append(f"{where}data.train: missing: --data FILE, or --data stdlib for the built-in questions and answers")
     if missing:
         raise UsageError("\n".join(missing))
+    if diffusion:
+        return
     check_data(config, loaded.sources)
     for side in ("train", "eval"):
         for spec in source_specs(config.data, side):

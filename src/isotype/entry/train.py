@@ -22,6 +22,8 @@ SOURCE = "isotype.train()"
 NAMED = {
     "model": "model.name",
     "data": "data.train",
+    "images": "images.train",
+    "diffusion": None,
     "adapter": "adapter.kind",
     "precision": "precision.preset",
     "train": None,
@@ -35,6 +37,8 @@ def train(
     *,
     model: Given = None,
     data: Given | list[str] = None,
+    images: Given | list[str] = None,
+    diffusion: Given = None,
     adapter: Given = None,
     precision: Given = None,
     train: Given = None,
@@ -52,8 +56,8 @@ def train(
         run.metrics, run.adapter, run.chat("What is a bf16?")
 
     config     a RunConfig, or a YAML file; sections given beside it win
-    model ...  each section as a name (model.name, data.train, adapter.kind, precision.preset, run.folder, parallel.kind), a mapping,
-               or its class
+    model ...  each section as a name (model.name, data.train, images.train, adapter.kind, precision.preset, run.folder,
+               parallel.kind), a mapping, or its class
     preset     lora, qlora, full, full-bf16, or a precision
     resume     a run's folder to go on with; sections are what is to change
     skip       checks of the preflight to leave out, code to reason
@@ -65,7 +69,17 @@ def train(
     for callback in callbacks:
         if isinstance(callback, type):
             raise UsageError(f"callbacks: {callback.__name__} is a class", fix=f"give an object of it: callbacks=[{callback.__name__}()]")
-    given = {"model": model, "data": data, "adapter": adapter, "precision": precision, "train": train, "run": run, "parallel": parallel}
+    given = {
+        "model": model,
+        "data": data,
+        "images": images,
+        "diffusion": diffusion,
+        "adapter": adapter,
+        "precision": precision,
+        "train": train,
+        "run": run,
+        "parallel": parallel,
+    }
     flags: dict[str, Any] = {}
     if isinstance(config, RunConfig):
         flags |= {f"{name}.{key}": value for name in NAMED for key, value in _set_keys(getattr(config, name)).items()}

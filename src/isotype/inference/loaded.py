@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ..config.kind import DIFFUSION
 from ..config.load import load
 from ..config.schema import ModelSection, RunConfig
 from ..dtypes import name as name_of
@@ -25,7 +26,7 @@ from ..precision.quantised_base import of_config
 from ..runs.checkpoint.atomic_folder import fault
 from ..runs.checkpoint.snapshot import restore_model
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
-from ..runs.folder import RESOLVED, RunFolder, require_run, without_run
+from ..runs.folder import RESOLVED, RunFolder, kind_of_run, require_run, without_run
 from ..runs.untrusted import refuse_code_of
 from ..tasks.language.result import load_result
 from ..training.setup import resolve_precision
@@ -60,6 +61,8 @@ def load_run(folder: Path) -> LoadedRun:
     if kind is not None:
         return load_adapter(folder) if kind == "adapter" else load_model(folder)
     require_run(folder)
+    if kind_of_run(folder) == DIFFUSION:
+        raise UsageError(f"{folder}: a diffusion run draws pictures, and answers nothing", fix=f"isotype sample {folder} 'a prompt'")
     loaded = load(folder / RESOLVED, resolved=True)
     refuse_code_of(loaded, folder)
     config = loaded.config

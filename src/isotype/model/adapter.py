@@ -19,10 +19,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, seed: int, new_tokens: bool = False) -> PeftModel:
+def attach_adapter(
+    model: PreTrainedModel,
+    section: AdapterSection,
+    *,
+    seed: int,
+    new_tokens: bool = False,
+    task_type: str | None = "CAUSAL_LM",
+    targets: list[str] | None = None,
+) -> PeftModel:
     """A PeftModel over `model` with one trainable adapter, new or continued from `start_from`.
 
     new_tokens  also train embedding and head in full; tied ones stay tied
+    task_type   PEFT's; None for a model that is called as it is
+    targets     in place of the section's, for models whose linear layers PEFT cannot choose by itself
     """
     from peft import LoraConfig, get_peft_model
 
@@ -36,11 +46,11 @@ def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, seed: int
         names, tied = token_modules(model)
         in_full += [name for name in names if name not in in_full]
     config = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task_type,
         r=section.r,
         lora_alpha=section.alpha,  # type: ignore[arg-type]  # PEFT takes a float, its annotation says int
         lora_dropout=section.dropout,
-        target_modules=_targets(model, section),
+        target_modules=_targets(model, section) if targets is None else targets,
         use_rslora=section.rslora,
         modules_to_save=in_full or None,
         ensure_weight_tying=tied,
@@ -61,7 +71,7 @@ _MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
 
 def linear_names(model: PreTrainedModel) -> list[str]:
     """Last names of the linear layers that can have an adapter, without the head."""
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     names = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     return sorted(names.difference(_NEVER_CALLED) if getattr(model.config, "model_type", None) in _MAMBA else names)
 

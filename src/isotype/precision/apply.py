@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..dtypes import to_torch
 from ..environment import planned
 from ..instance_method import MadeMethod
+from .kept import is_kept, kept_modules, names_kept
 from .precision import Precision
 
 _STATE = "_isotype_precision"
@@ -76,13 +77,21 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def cast_parameters(model: nn.Module, precision: Precision) -> None:
-    """Casts frozen floating parameters to `base` and trainable ones to `trainable`. Quantised parameters and buffers do not change."""
-    frozen, trainable = to_torch(precision.unquantised), to_torch(precision.trainable)
-    for parameter in model.parameters():
+    """Casts frozen floating parameters to `base` and trainable ones to `trainable`. Quantised parameters and buffers do not change.
+
+    Parameters that the model's class keeps in fp32 (`precision.kept`) become or stay fp32.
+    """
+    for full, parameter in model.named_parameters():
         if parameter.is_floating_point() and not is_quantised(parameter):
-            dtype = trainable if parameter.requires_grad else frozen
+            dtype = to_torch(declared_dtype(model, full, parameter, precision))
             if parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
+
+
+def declared_dtype(model: nn.Module, full: str, parameter: Tensor, precision: Precision) -> str:
+    """The dtype that `precision` declares for one floating parameter of `model` that is not quantised."""
+    word = precision.trainable if parameter.requires_grad else precision.unquantised
+    return "fp32" if is_kept(full, names_kept(inner_model(model), to_torch(word))) else word
 
 
 def apply_precision(model: nn.Module, precision: Precision, *, device_type: str, cast: bool = True) -> None:
@@ -106,13 +115,14 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str,
     if backbone is not None:
         setattr(backbone, _STATE, _BackboneState(state, backbone.__dict__.get("forward")))
         state.put(MadeMethod(_in_its_precision, (), backbone))
+    kept = kept_modules(inner, to_torch(precision.compute))
     for block in _blocks_of_transformers(inner):
         block.register_forward_hook(_NarrowFirst(to_torch(precision.compute)))
     module: Any  # attributes of PEFT's and bitsandbytes' layers are set, which nn.Module does not declare
     for module in inner.modules():
         if precision.compute != "fp32" and _has_stacked_weights(module, to_torch(precision.compute)):
             state.put(MadeMethod(_multiplying_in, (to_torch(precision.compute),), module))
-        if is_norm(module) or isinstance(module, nn.Embedding):
+        if is_narrowed(module, kept):
             module.register_forward_hook(_Narrow(to_torch(precision.compute)))
         if hasattr(module, "cast_input_dtype_enabled"):
             state.change(module, "cast_input_dtype_enabled", False)
@@ -147,6 +157,12 @@ def _backbone(inner: nn.Module) -> nn.Module | None:
     """The model without its head, where transformers has one inside."""
     found = getattr(inner, "base_model", None)
     return found if isinstance(found, nn.Module) and found is not inner else None
+
+
+def is_narrowed(module: nn.Module, kept: set[nn.Module]) -> bool:
+    """Whether a module's output must leave in `compute`: norms and embeddings. A norm among those that the model keeps in fp32 answers in
+    its input's dtype, which the model chose: some modulate its fp32 output and narrow the result themselves."""
+    return (is_norm(module) and module not in kept) or isinstance(module, nn.Embedding)
 
 
 def _in_its_precision(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,9 +15,11 @@ from .named_roles import NAMED_ROLES
 # role -> words it may have
 _HALVES = ("fp32", "bf16", "fp16")
 _HALF_ROLES = ("trainable", "compute", "grads", "reduce", "loss", "norms", "generate", "save_model", "save_adapter")
+TASK_ROLES = ("vae", "text_encoder", "timesteps", "latents")
+"""Roles that only some tasks have; in a run of another task their word is empty."""
 _WORDS: dict[str, tuple[str, ...]] = {
     "base": (*_HALVES, "nf4"),
-    **dict.fromkeys(_HALF_ROLES, _HALVES),
+    **dict.fromkeys((*_HALF_ROLES, *TASK_ROLES), _HALVES),
     "optimizer": (*_HALVES, "int8"),
     "rounding": ("nearest", "stochastic"),
     "loss_scaling": ("none", "dynamic"),
@@ -42,6 +44,13 @@ class Precision:
     rounding      how an update is rounded into `trainable`: nearest or stochastic
     loss_scaling  none, or dynamic as fp16 gradients need
 
+    Roles of a diffusion run, empty elsewhere:
+
+    vae           weights and arithmetic of the VAE
+    text_encoder  weights of the text encoders, and their embeddings
+    timesteps     the noise level as the model is told, and its sinusoidal embedding
+    latents       latents, noise, noise level and target, before the model
+
     Raises  UsageError PR000 for a word a role cannot have.
     """
 
@@ -57,10 +66,16 @@ class Precision:
     save: str = "fp32"
     rounding: str = "nearest"
     loss_scaling: str = "none"
+    vae: str = ""
+    text_encoder: str = ""
+    timesteps: str = ""
+    latents: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = str(getattr(self, field.name)).strip().lower()
+            if not value and field.name in TASK_ROLES:
+                continue
             if field.name == "save":
                 model, adapter = _parse_save(value)
                 value = model if model == adapter else f"model {model}, adapter {adapter}"
@@ -100,7 +115,8 @@ class Precision:
         return replace(self, **overrides)
 
     def items(self) -> Iterator[tuple[str, str]]:
-        yield from asdict(self).items()
+        """Each role that there is in this run, and its word."""
+        yield from ((role, value) for role, value in asdict(self).items() if value)
 
     def __str__(self) -> str:
         """The short text form: the nearest preset and what differs, `bf16-pure grads=bf16`. `parse` reads it back."""
@@ -127,7 +143,7 @@ class Precision:
         return cls.preset(name, **overrides)
 
     def as_json(self) -> Mapping[str, Any]:
-        return asdict(self)
+        return dict(self.items())
 
     def as_file(self) -> str:
         """The `precision.json` that lies beside saved weights, since their own files carry no precision."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ..errors import UsageError
 from ..finding import Finding, Severity
-from .precision import ROLES, Precision
+from .precision import ROLES, TASK_ROLES, Precision
 from .presets import ABOUT, PRESETS
 from .rules import Facts, Setting, check
 
@@ -41,7 +41,7 @@ class Resolved:
     def rows(self) -> list[tuple[str, str, str]]:
         """(role, value, reason) in the order of the design's table; rounding and loss scaling where they are not the plain ones."""
         p = self.precision
-        shown = {role: getattr(p, role) for role in ROLES}
+        shown = {role: getattr(p, role) for role in (*ROLES, *TASK_ROLES) if getattr(p, role)}
         if p.base == "nf4":
             shown["base"] = f"nf4 (rest {p.unquantised})"
         if p.rounding == "stochastic":
@@ -71,11 +71,13 @@ def resolve(
     adapter: str = "lora",
     optimizer: str = "adamw",
     sources: Mapping[str, str] | None = None,
+    task_roles: Mapping[str, str] | None = None,
 ) -> Resolved:
     """Resolves `preset` and role overrides.
 
     settings  `preset` and roles as in the configuration's precision section; None and missing mean not given
     sources   `precision.grads`, `adapter.kind`, `train.optimizer` -> where it was set (`run.yaml:12`)
+    task_roles  roles that the run's task has besides -> a dtype, or the role that it follows (`compute`)
     Raises    UsageError with every contradiction, worst first
     """
     given = {role: value for role, value in (settings or {}).items() if value is not None and role != "preset"}
@@ -95,14 +97,22 @@ def resolve(
     if "compute" in given and "generate" not in given:
         precision = precision.but(generate=precision.compute)
 
+    of_task = {role: getattr(precision, value, value) for role, value in (task_roles or {}).items()}
+    precision = precision.but(**{role: value for role, value in of_task.items() if role not in given})
+
     reasons = {}
     table: dict[str, Setting] = {}
     for field in fields(Precision):
         role = field.name
+        if role in TASK_ROLES and role not in of_task and role not in given:
+            continue
         if role in given:
             reasons[role] = where.get(f"precision.{role}", "given")
         elif role == "generate" and "compute" in given:
             reasons[role] = "follows compute"
+        elif role in of_task:
+            follows = (task_roles or {})[role]
+            reasons[role] = "default" if follows == of_task[role] else f"follows {follows}"
         elif role == "optimizer" and eight_bits:
             reasons[role] = f"adamw8bit keeps 8 bits, and fp32 below 4,096 elements; {where.get('train.optimizer', 'train.optimizer')}"
         else:

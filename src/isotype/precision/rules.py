@@ -443,3 +443,60 @@ def eight_bit_optimizer_on_bf16_weights(f: Facts) -> Iterator[Finding]:
                 cause="bitsandbytes takes gradients in the weight's dtype and rounds updates to nearest",
                 fix="train.optimizer: adamw, or precision.preset: bf16-mixed",
             )  # fmt: skip
+
+
+@rule("PR025")
+def noise_levels_in_low_precision(f: Facts) -> Iterator[Finding]:
+    """The noise level of a diffusion model in half precision
+
+    **Why it matters.** bf16 has 8 significant bits: of 1000 noise levels 498 remain apart, and one is moved by up to 3.5. The model is then
+    told another level than the one its picture was mixed with, in training and in every denoising step.
+
+    **Example.** `precision.timesteps: bf16`.
+
+    **What to do.** Leave `timesteps` at fp32; it is one number a picture.
+    """
+    if "timesteps" in f.settings and f.value("timesteps") != "fp32":
+        yield _finding(
+            "PR025", f, ("timesteps", "compute"), f"noise levels in {f.value('timesteps')}",
+            cause="a model would be told another noise level than its picture has: up to 3.5 of 1000 off in bf16",
+            fix="precision.timesteps: fp32",
+        )  # fmt: skip
+
+
+@rule("PR026")
+def latents_narrower_than_the_loss(f: Facts) -> Iterator[Finding]:
+    """Latents, noise and target narrower than the loss that compares them
+
+    **Why it matters.** The noise level and the target would be rounded before the loss sees them: sigma is up to 1.94 of 1000 off in bf16,
+    as in example scripts that cast it to the latents' dtype. A loss in fp32 cannot bring that back.
+
+    **Example.** `precision.latents: bf16` with `loss: fp32`.
+
+    **What to do.** Leave `latents` at fp32: a latent is small beside one activation.
+    """
+    if "latents" in f.settings and itemsize(f.value("latents")) < itemsize(f.value("loss")):
+        yield _finding(
+            "PR026", f, ("latents", "loss"), f"latents, noise and target in {f.value('latents')} under a loss in {f.value('loss')}",
+            cause="noise level and target are rounded before the loss is computed",
+            fix=f"precision.latents: {f.value('loss')}",
+        )  # fmt: skip
+
+
+@rule("PR027")
+def bf16_parts_without_hardware(f: Facts) -> Iterator[Finding]:
+    """bf16 or fp16 for a part of a diffusion pipeline on a device without it
+
+    **Why it matters.** A VAE or text encoder in bf16 on a GPU without bf16 is emulated or refused.
+
+    **Example.** `precision.text_encoder: bf16` on a T4.
+
+    **What to do.** `fp32`, or `fp16` for the text encoders.
+    """
+    asked = [role for role in ("vae", "text_encoder") if role in f.settings and f.value(role) == "bf16"]
+    if asked and f.bf16 == "none":
+        yield _finding(
+            "PR027", f, tuple(asked), f"bf16 was asked for, and {f.device} has no bf16",
+            cause="bf16 needs compute capability 8.0 (Ampere), CDNA, or a CPU",
+            fix=f"precision.{asked[0]}: fp32",
+        )  # fmt: skip

@@ -12,6 +12,7 @@ from .chart import line_chart
 from .dataset import data, examples
 from .plots import loss_plot, plots, smoothed
 from .record import RunRecord
+from .sampled_pictures import as_data, picture_of
 from .settings import differences
 from .use import use
 from .verdicts import precision, preflight, verdict
@@ -33,6 +34,7 @@ def page(record: RunRecord) -> dict[str, Any]:
     """The variables of report.html.jinja."""
     loss = loss_plot(record)
     small = plots(record)
+    shown = samples(record)
     return {
         "verdict": verdict(record) if record.metrics else None,
         "name": record.folder.resolve().name,
@@ -46,7 +48,8 @@ def page(record: RunRecord) -> dict[str, Any]:
         "constants": [(plot.title, plot.constant, plot.note) for plot in small if plot.constant is not None],
         "precision": precision(record),
         "preflight": preflight(record),
-        "samples": samples(record),
+        "samples": shown,
+        "pictures": any(one["picture"] for sample in shown for one in sample["answers"]),
         "data": data(record),
         "examples": examples(record),
         "use": use(record),
@@ -76,7 +79,7 @@ def progress(record: RunRecord) -> tuple[int, int] | None:
 def subtitle(record: RunRecord) -> str:
     """`pretrain/model, 1.2M parameters, bf16-lora, LoRA r=16 (2.4% trained), on chats.jsonl`, as far as it is known."""
     model = record.setting("model", "name") or record.result.get("base")
-    kind, train = record.setting("adapter", "kind"), record.setting("data", "train")
+    kind, train = record.setting("adapter", "kind"), record.setting("data", "train") or record.setting("images", "train")
     total, trained = (n if isinstance(n := record.plan.get(key), int) else 0 for key in ("parameters", "trained"))
     how = f"LoRA r={record.setting('adapter', 'r')}" if kind == "lora" else "every weight trained" if kind == "none" else None
     parts = [
@@ -92,6 +95,7 @@ def subtitle(record: RunRecord) -> str:
 def tiles(record: RunRecord) -> list[Tile]:
     """The key numbers of a run; unknown ones are left out."""
     found: list[Tile] = []
+    units = "pictures" if record.plan.get("task") == "diffusion" else "tokens"
     loss = record.curve("loss")
     if loss:
         found.append(Tile("training loss", plain(smoothed(loss)[-1][1]), f"from {plain(loss[0][1])} at step {loss[0][0]:,.0f}"))
@@ -102,14 +106,14 @@ def tiles(record: RunRecord) -> list[Tile]:
         found.append(Tile("evaluation loss, best", plain(best), f"step {step:,.0f}{first}"))
     steps = max((s for s, _ in loss), default=None)
     if steps is not None:
-        tokens = [v for _, v in record.curve("tokens") if math.isfinite(v)]
-        found.append(Tile("steps", f"{steps:,.0f}", f"{count(tokens[-1])} tokens" if tokens else ""))
+        seen = [v for _, v in record.curve(units) if math.isfinite(v)]
+        found.append(Tile("steps", f"{steps:,.0f}", f"{count(seen[-1])} {units}" if seen else ""))
     seconds = record.result.get("trained_seconds") or sum(v for _, v in record.curve("seconds") if math.isfinite(v))
     if isinstance(seconds, int | float) and seconds > 0:
         found.append(Tile("training time", duration(seconds), "in steps alone"))
-    speed = sorted(v for _, v in record.curve("tokens_per_second") if math.isfinite(v))
+    speed = sorted(v for _, v in record.curve(f"{units}_per_second") if math.isfinite(v))
     if speed:
-        found.append(Tile("tokens per second", plain(speed[len(speed) // 2]), "median"))
+        found.append(Tile(f"{units} per second", plain(speed[len(speed) // 2]), "median"))
     memory = [v for _, v in record.curve("memory_bytes") if math.isfinite(v)]
     if memory:
         found.append(Tile("peak memory", bytes_written(max(memory))))
@@ -117,7 +121,7 @@ def tiles(record: RunRecord) -> list[Tile]:
 
 
 def samples(record: RunRecord) -> list[dict[str, Any]]:
-    """For every prompt its reference and the answers over time."""
+    """For every prompt its reference and the answers over time; `picture` is one of a diffusion run, else empty."""
     by_prompt: dict[str, dict[str, Any]] = {}
     for moment in record.samples:
         for sample in moment["samples"]:
@@ -125,7 +129,8 @@ def samples(record: RunRecord) -> list[dict[str, Any]]:
                 continue
             prompt = str(sample.get("prompt", ""))
             entry = by_prompt.setdefault(prompt, {"prompt": prompt, "reference": sample.get("reference"), "answers": []})
-            entry["answers"].append({"step": moment["step"], "text": str(sample.get("answer", ""))})
+            picture = as_data(picture_of(record.folder, sample))
+            entry["answers"].append({"step": moment["step"], "text": str(sample.get("answer", "")), "picture": picture})
     return list(by_prompt.values())
 
 

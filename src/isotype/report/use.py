@@ -20,6 +20,8 @@ def use(record: RunRecord) -> dict[str, Any]:
     dtype = _TORCH.get(str(compute).split(",")[0], "torch.float32")
     code, commands = "", []
     folder = shlex.quote(str(run))
+    if record.plan.get("task") == "diffusion":
+        return _of_diffusion(record, adapter, model, dtype)
     if adapter.is_dir():
         base = str(record.result.get("base") or record.setting("model", "name") or "BASE MODEL")
         base = str(Path(base).resolve()) if Path(base).is_dir() else base  # else an id on the hub
@@ -39,6 +41,30 @@ def use(record: RunRecord) -> dict[str, Any]:
     if code or (run / "checkpoints").is_dir():
         asked = [f"isotype chat {folder}", f"isotype sample {folder} 'Your prompt'", f"isotype eval {folder} FILE"]
         commands = [*asked, *commands]
+    if record.status not in ("done", "running"):
+        commands.append(f"isotype train --resume {folder}")
+    return {"code": code, "commands": commands}
+
+
+def _of_diffusion(record: RunRecord, adapter: Path, model: Path, dtype: str) -> dict[str, Any]:
+    """diffusers reads the adapter by itself; a denoiser trained whole takes the place of the pipeline's."""
+    base = str(record.setting("model", "name") or "PIPELINE")
+    base = str(Path(base).resolve()) if Path(base).is_dir() else base
+    code, commands = "", []
+    if adapter.is_dir():
+        code = (
+            "import torch\nfrom diffusers import DiffusionPipeline\n\n"
+            f"pipe = DiffusionPipeline.from_pretrained({_text(base)}, dtype={dtype})\npipe.load_lora_weights({_text(adapter)})\n"
+        )
+    elif model.is_dir():
+        code = (
+            "import torch\nfrom diffusers import AutoModel, DiffusionPipeline\n\n"
+            f"trained = AutoModel.from_pretrained({_text(model)}, dtype={dtype})\n"
+            f"pipe = DiffusionPipeline.from_pretrained({_text(base)}, transformer=trained, dtype={dtype})\n"
+        )
+    folder = shlex.quote(str(record.folder.resolve()))
+    if code or (record.folder / "checkpoints").is_dir():
+        commands.append(f"isotype sample {folder} 'Your prompt'")
     if record.status not in ("done", "running"):
         commands.append(f"isotype train --resume {folder}")
     return {"code": code, "commands": commands}

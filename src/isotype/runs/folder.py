@@ -26,7 +26,7 @@ def name_of(config: RunConfig) -> str:
     model = config.model.name or str(
         (config.model.config or {}).get("model_type", "model") if isinstance(config.model.config, dict) else "model"
     )
-    parts = [Path(model).name, Path(first_name(config.data.train)).stem, time.strftime("%Y%m%d-%H%M%S")]
+    parts = [Path(model).name, Path(first_name(config.data.train or config.images.train)).stem, time.strftime("%Y%m%d-%H%M%S")]
     return "-".join("".join(c if c.isalnum() or c in "._" else "-" for c in part) for part in parts)
 
 
@@ -87,6 +87,15 @@ def require_run(path: Path) -> Path:
         what = f"no {RESOLVED} there: not a run folder, or a run that stopped before its first step"
     fix = f"did you mean {path.parent / near[0]}?" if near else f"isotype ls {path.parent if path.parent.is_dir() else '.'} lists the runs"
     raise UsageError(f"{path}: {what}", fix=None if inside else fix)
+
+
+def kind_of_run(path: Path) -> str:
+    """The kind of run that a folder is of, from its plan.json; those from before there were several are `language`."""
+    try:
+        said = json.loads((path / "plan.json").read_text(encoding="utf-8"))
+        return str(said["task"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return "language"
 
 
 def without_run(path: Path) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..config.kind import DIFFUSION, kind_of
 from ..config.load import LoadedConfig
 from ..config.schema import RunConfig
 from ..training.callbacks import Callback
@@ -17,6 +18,10 @@ from ..training.task import Task
 
 def task_of(config: RunConfig) -> Task:
     """The task of a configuration."""
+    if kind_of(config) == DIFFUSION:
+        from .diffusion.task import DiffusionTask
+
+        return DiffusionTask(config)
     from .language.task import LanguageTask
 
     return LanguageTask(config)

@@ -44,7 +44,7 @@ from .milestones import Milestones
 from .pace import Pace, sample_seconds
 from .schedule import learning_rate
 from .step import Stepper
-from .task import Batch, Task
+from .task import Batch, Sample, Task
 from .trackers.trackers import Trackers
 
 
@@ -201,6 +201,7 @@ class Loop:
         if self.stepper.loss_dtype is not None:
             self.observer.look_at_loss(seen, self.stepper.loss_dtype)
         self.observer.look_at_sums(seen, accumulator.sent)
+        self.observer.look_at_task(seen, self.task.observed())
         self.note(seen)
         return result, sum(seen.promotions.values())
 
@@ -225,7 +226,7 @@ class Loop:
                 "precision": str(self.resolved.precision),
                 "preset": self.resolved.preset,
                 "declared": self.resolved.as_json(),
-                **as_written(self.observed),
+                **as_written(self.observed, self.task.roles),
             },
         )
 
@@ -318,11 +319,21 @@ class Loop:
             self.note(seen)
         self.folder.samples.mkdir(exist_ok=True)
         step = self.progress.step
-        self.folder.write_json(f"samples/step_{step}.json", {"step": step, "samples": [s.as_json() for s in samples]})
+        made = [{**s.as_json(), **self._sample_file(step, i, s)} for i, s in enumerate(samples)]
+        self.folder.write_json(f"samples/step_{step}.json", {"step": step, "samples": made})
         self.trackers.samples(step, samples)
         self.console.settle()
         self.console.samples(step, samples)
-        self._tell("samples", {"samples": [s.as_json() for s in samples]})
+        self._tell("samples", {"samples": made})
+
+    def _sample_file(self, step: int, position: int, sample: Sample) -> dict[str, str]:
+        """Writes the file that a sample has, if it has one, and says where: relative to the run's folder."""
+        if sample.file is None:
+            return {}
+        suffix, content = sample.file
+        name = f"samples/step_{step}_{position}{suffix}"
+        (self.folder.path / name).write_bytes(content)
+        return {"file": name}
 
     def save(self, *, best: bool = False) -> None:
         """Saves a checkpoint. Raises  RunError NF001 when a trained weight is not finite, CK001 when the disk refuses."""

@@ -110,7 +110,7 @@ def _train(
                 f"run.folder: {folder.path} has a run already", fix=f"isotype train --resume {folder.path}, or give another folder"
             )
         if resume is not None:
-            _compare_with_before(loaded, folder, console)
+            _compare_with_before(loaded, task, folder, console)
         try:
             status, result = _run(loaded, task, folder, console, interrupt, world, resuming=resume is not None, skips=skips, own=own)
         except torch.OutOfMemoryError as error:
@@ -322,9 +322,9 @@ def _write_start(
     folder.write_text(RESOLVED, resolved_yaml(loaded, reasons, values))
 
 
-def _compare_with_before(loaded: LoadedConfig, folder: RunFolder, console: RunConsole) -> None:
+def _compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole) -> None:
     """Prints the differences from the configuration that the run was started with, and refuses those that would make it a different run."""
-    preset = resolve_precision(loaded.config, loaded.sources, detect(loaded.config.model.device)).preset
+    preset = resolve_precision(loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles).preset
     changes = compare(load(folder.path / RESOLVED, [], {}).config, loaded.config, auto=preset)
     forbidden = [c for c in changes if not c.allowed and not loaded.consent]
     if forbidden:

@@ -52,14 +52,20 @@ class Prepared(Basis):
     passes: Passes
 
 
-def resolve_precision(config: RunConfig, sources: Mapping[str, str], hardware: Hardware) -> Resolved:
-    """The contract of this configuration on this hardware. Raises UsageError with every contradiction."""
+def resolve_precision(
+    config: RunConfig, sources: Mapping[str, str], hardware: Hardware, task_roles: Mapping[str, str] | None = None
+) -> Resolved:
+    """The contract of this configuration on this hardware. Raises UsageError with every contradiction.
+
+    task_roles  `Task.roles` of its kind of run
+    """
     return resolve(
         config.precision.model_dump(),
         device=hardware,
         adapter=config.adapter.kind,
         optimizer=config.train.optimizer,
         sources=sources,
+        task_roles=task_roles,
     )
 
 
@@ -74,7 +80,7 @@ def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = N
         hardware = replace(hardware, memory=hardware.memory // world.local_size)
     device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
     check_settings(config.train, device_type=device.type)
-    resolved = resolve_precision(config, sources, hardware)
+    resolved = resolve_precision(config, sources, hardware, task.roles)
     task.check(resolved.precision)
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
     world.at(0, "reading the data")

@@ -60,6 +60,10 @@ class Batch(Protocol):
 class Sample(Protocol):
     """One output that the model generated during training."""
 
+    @property
+    def file(self) -> tuple[str, bytes] | None:
+        """The suffix and the bytes of a file that holds it; None where words say it all."""
+
     def as_json(self) -> dict[str, Any]: ...
 
     def lines(self) -> tuple[str, str]:
@@ -130,6 +134,13 @@ class Task(Protocol):
 
     @property
     def words(self) -> Words: ...
+
+    @property
+    def roles(self) -> Mapping[str, str]:
+        """Roles of `precision` that only this kind of run has -> a dtype by default, or the role that is followed."""
+
+    def observed(self) -> Iterable[tuple[str, str, str]]:
+        """(role, tensor, dtype) of these roles as the last step had them."""
 
     @property
     def base_name(self) -> str:

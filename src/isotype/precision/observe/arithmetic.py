@@ -88,7 +88,8 @@ class Arithmetic(TorchDispatchMode):
         """Registers the inputs of the model."""
         for tensor in plain_tensors(given, []):
             before = self.lineages.of(tensor)
-            if before is None or not tensor.is_floating_point():
+            # floats made in the step of nothing that the model has, as noised latents are, are inputs too
+            if before is None or not before.from_ or not tensor.is_floating_point():
                 made = before or NOTHING
                 self.lineages.set(tensor, replace(made, from_=made.from_ | (FLOAT_INPUT if tensor.is_floating_point() else INPUT)))
 
@@ -108,6 +109,8 @@ class Arithmetic(TorchDispatchMode):
         return out
 
     def _look(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if self.role == "generate" and not self.regions.stack:
+            return  # the loop around the model: a sampler's choice of a token, a pipeline's scheduler and VAE
         op = ops.operator(func)
         inputs, outputs = plain_tensors([args, kwargs], []), plain_tensors(out, [])
         _Look(self, op, func, args, kwargs, inputs, outputs).judge()
@@ -292,6 +295,8 @@ class _Look:
         words = {dtype, *(w for t in self.outputs if (w := _float(t.dtype)))}
         sizes = max((t.numel() for t in [*self.inputs, *self.outputs]), default=0)
         calculates = self.op.kind not in (ops.EXACT, ops.CAST)
+        if "fp64" in words and self._in_a_position_table():
+            return
         if "fp64" in words and (calculates or sizes > 1) and not (dtype != "fp64" and sizes <= 1):
             # a single number that a cast leaves in fp64 is harmless; a table is not
             self.report(role, f"{self.symbol} in fp64", observed="fp64", declared=declared, cause="fp64 is no role's dtype")
@@ -312,6 +317,11 @@ class _Look:
                 role, f"{self.symbol} in {word}, declared {declared}", observed=word, declared=declared,
                 cause="a cast to a dtype that no role has here" if self.op.kind == ops.CAST else "narrower than its role",
             )  # fmt: skip
+
+    def _in_a_position_table(self) -> bool:
+        """Whether this runs in a module of diffusers without weights, which computes positions in fp64 and hands them out in fp32."""
+        module = self.mode.regions.stack[-1].module if self.mode.regions.stack else None
+        return module is not None and type(module).__module__.startswith("diffusers.") and next(module.parameters(), None) is None
 
     # -- products
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...dtypes import FLOATS, itemsize, name
-from ..apply import inner_model, is_norm, is_quantised
+from ...dtypes import FLOATS, itemsize, name, to_torch
+from ..apply import declared_dtype, inner_model, is_narrowed, is_norm, is_quantised
+from ..kept import kept_modules
 from ..precision import Precision
 from .arithmetic import arithmetic_mode
 from .callers import Caller
@@ -85,7 +86,7 @@ class Observer:
             kind = getattr(getattr(parameter, "quant_state", None), "quant_type", "int8")
             observation.note("base", full, kind, p.base)
         elif parameter.is_floating_point():
-            role, declared = ("trainable", p.trainable) if parameter.requires_grad else ("base", p.unquantised)
+            role, declared = "trainable" if parameter.requires_grad else "base", declared_dtype(self.model, full, parameter, p)
             observation.note(role, full, name(parameter.dtype), declared)
         else:
             observation.unseen_thing("base", "integers: packed weights whose dtype is their library's")
@@ -116,6 +117,11 @@ class Observer:
         """What was summed across processes, by bucket."""
         for number, dtype in enumerate(sent):
             observation.note("reduce", f"bucket {number} of the gradients summed across processes", name(dtype), self.precision.reduce)
+
+    def look_at_task(self, observation: Observation, tensors: Iterable[tuple[str, str, str]]) -> None:
+        """(role, tensor, dtype) of the roles that only the run's task has."""
+        for role, tensor, dtype in tensors:
+            observation.note(role, tensor, dtype, getattr(self.precision, role))
 
     def look_at_files(self, observation: Observation, folder: Path, declared: str) -> None:
         """The floating tensors of a saved result, as its files have them; integers are packed 4-bit weights or ids."""
@@ -189,9 +195,10 @@ class Observer:
         compute = getattr(self.precision, role)
         generating = role == "generate"  # norms and embeddings leave in `compute` then too: only products are judged
         outermost = inner_model(self.model)
+        kept = kept_modules(outermost, to_torch(self.precision.compute))
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            declared = isinstance(module, nn.Linear) if generating else isinstance(module, nn.Linear | nn.Embedding) or is_norm(module)
+            declared = isinstance(module, nn.Linear) or (not generating and is_narrowed(module, kept))
             for tensor in floating_tensors(output):
                 dtype = name(tensor.dtype)
                 if not generating:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..precision import TASK_ROLES
 from .observation import UNSEEN, Observation
+
+UNSEEN_OF_TASK = "nothing of it ran in this process: what it makes was found in the cache"
 
 
 def noted(before: Mapping[str, Any], seen: Observation) -> dict[str, Any]:
@@ -29,9 +32,10 @@ def noted(before: Mapping[str, Any], seen: Observation) -> dict[str, Any]:
     }
 
 
-def as_written(record: Mapping[str, Any]) -> dict[str, Any]:
+def as_written(record: Mapping[str, Any], task_roles: Iterable[str] = ()) -> dict[str, Any]:
     """The record in the form of the file: `unobserved` names the roles and places that were not observed, each with the reason."""
-    roles = {role: why for role, why in UNSEEN.items() if role not in record.get("observed", {})}
+    reasons = UNSEEN | dict.fromkeys(task_roles, UNSEEN_OF_TASK)
+    roles = {role: why for role, why in reasons.items() if role not in record.get("observed", {})}
     return {**{key: value for key, value in record.items() if key != "places"}, "unobserved": {**roles, **record.get("places", {})}}
 
 
@@ -45,5 +49,5 @@ def as_read(said: Mapping[str, Any], step: int) -> dict[str, Any]:
         "promotions": list(said["promotions"]),
         "wide_arithmetic": list(said.get("wide_arithmetic", [])),
         "observed_at": [int(at) for at in said["observed_at"] if int(at) <= step],
-        "places": {str(place): str(why) for place, why in said.get("unobserved", {}).items() if place not in UNSEEN},
+        "places": {str(place): str(why) for place, why in said.get("unobserved", {}).items() if place not in (*UNSEEN, *TASK_ROLES)},
     }

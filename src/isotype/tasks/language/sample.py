@@ -30,6 +30,7 @@ class Sample:
     prompt: str
     answer: str
     reference: str | None
+    file: tuple[str, bytes] | None = None
 
     def as_json(self) -> dict[str, Any]:
         return {"prompt": self.prompt, "answer": self.answer, "reference": self.reference}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -48,6 +48,7 @@ class LanguageTask:
 
     kind = "language"
     words = Words(units="tokens", unit="tok", weight="supervised")
+    roles: Mapping[str, str] = {}
 
     tokenizer: PreTrainedTokenizerBase
     data: LoadedData
@@ -57,6 +58,9 @@ class LanguageTask:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+
+    def observed(self) -> Iterable[tuple[str, str, str]]:
+        return ()
 
     @property
     def base_name(self) -> str:

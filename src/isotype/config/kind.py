@@ -1,0 +1,63 @@
+"""Which kind of run a configuration is, and which keys each kind has. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import UsageError
+from .schema import RunConfig
+
+LANGUAGE, DIFFUSION = "language", "diffusion"
+PIPELINE_FILE = "model_index.json"
+
+# keys, or sections ending in a dot, that only one kind of run has
+ONLY: Mapping[str, tuple[str, ...]] = {
+    DIFFUSION: (
+        "images.", "diffusion.", "precision.vae", "precision.text_encoder", "precision.timesteps", "precision.latents",
+        "run.sample_steps", "run.sample_size", "run.sample_guidance",
+    ),
+    LANGUAGE: (
+        "data.", "model.revision", "model.init", "model.config", "model.tokenizer", "model.attention", "model.allow_unquantised",
+        "model.trust_remote_code", "adapter.start_from", "adapter.modules_to_save", "run.sample_tokens",
+    ),
+}  # fmt: skip
+INSTEAD = {
+    "data.train": "images.train", "data.eval": "images.eval", "data.eval_split": "images.eval_split", "data.limit": "images.limit",
+    "data.shuffle": "images.shuffle", "data.cache": "images.cache", "run.sample_tokens": "run.sample_steps",
+    "data.max_length": "diffusion.max_text_length",
+}  # fmt: skip
+
+
+def kind_of(config: RunConfig) -> str:
+    """`diffusion` where the model's folder is a diffusers pipeline's, or the model is no folder and pictures are given."""
+    name = config.model.name
+    if name is None:
+        return LANGUAGE
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return DIFFUSION if (folder / PIPELINE_FILE).is_file() else LANGUAGE
+    return DIFFUSION if config.images.train is not None and config.data.train is None else LANGUAGE
+
+
+def applies(key: str, kind: str) -> bool:
+    """Whether a run of this kind has the key."""
+    return not any(_among(key, keys) for other, keys in ONLY.items() if other != kind)
+
+
+def refuse_inapplicable(config: RunConfig, sources: Mapping[str, str]) -> None:
+    """Raises  UsageError with a line for each key that was set and that this kind of run does not have."""
+    kind = kind_of(config)
+    lines = []
+    for key, where in sources.items():
+        if where == "default" or applies(key, kind):
+            continue
+        also = {v: k for k, v in INSTEAD.items()} if kind == LANGUAGE else INSTEAD
+        hint = f"; here it is {also[key]}" if key in also else ""
+        lines.append(f"{where} {key}: does not apply to a {kind} run ({config.model.name}){hint}")
+    if lines:
+        raise UsageError("\n".join(lines))
+
+
+def _among(key: str, keys: tuple[str, ...]) -> bool:
+    return any(key.startswith(one) if one.endswith(".") else key == one for one in keys)

@@ -1,0 +1,43 @@
+"""Evaluation at fixed noise levels with fixed noise: the same draws in every evaluation and in every run of the same seed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...training.task import Evaluation
+from ...training.undisturbed import evaluation_mode
+from .batches import Batch, Row
+from .noise_levels import fixed_levels, part_name
+
+Drawn = tuple[int, Row, float]
+
+
+def evaluate(
+    model: nn.Module,
+    rows: Sequence[Row],
+    *,
+    draws: int,
+    batch_size: int,
+    device: torch.device,
+    batch_of: Callable[[Sequence[Drawn]], Batch],
+    losses: Callable[[nn.Module, Batch], Tensor],
+) -> Evaluation:
+    """Mean loss over `draws` noise levels of each row, and by part of [0, 1000]; sums are kept in fp64.
+
+    batch_of  makes a batch of (number of the draw, row, noise level)
+    losses    float[N] of a batch
+    """
+    drawn = [(i * draws + k, row, level) for i, row in enumerate(rows) for k, level in enumerate(fixed_levels(draws))]
+    sums: dict[str, float] = defaultdict(float)
+    with evaluation_mode(model):
+        for start in range(0, len(drawn), batch_size):
+            some = drawn[start : start + batch_size]
+            found = losses(model, batch_of(some).to(device)).double().tolist()
+            for (_, _, level), loss in zip(some, found):
+                sums[part_name(level, draws)] += loss
+    count = max(1, len(rows))
+    return Evaluation(sum(sums.values()) / (count * draws), len(rows), {name: total / count for name, total in sums.items()})

@@ -1,0 +1,69 @@
+"""Which noise levels a picture is mixed with: their distribution in training, the fixed ones of an evaluation, and the shift."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...config.schema import DiffusionSection
+
+
+@dataclass(frozen=True)
+class NoiseLevels:
+    """shift  s in s t / (1 + (s - 1) t); 1 leaves levels as drawn"""
+
+    timesteps: str
+    shift: float
+
+    def draw(self, generator: torch.Generator) -> float:
+        """One level in (0, 1) of the training distribution, shifted. Uses one number of the generator."""
+        if self.timesteps == "uniform":
+            t = float(torch.rand((), generator=generator, dtype=torch.float64))
+        else:
+            t = float(torch.sigmoid(torch.randn((), generator=generator, dtype=torch.float64)))
+        return self.shift * t / (1 + (self.shift - 1) * t)
+
+
+def noise_levels(section: DiffusionSection, scheduler: Mapping[str, Any], *, tokens: int) -> NoiseLevels:
+    """The distribution of a run.
+
+    scheduler  the content of scheduler_config.json: `shift`, or with `use_dynamic_shifting` one that grows with the picture
+    tokens     latent tokens of a training picture
+    Source     diffusers' FlowMatchEulerDiscreteScheduler and `calculate_shift` of its Flux pipeline
+    """
+    if section.shift != "auto":
+        return NoiseLevels(section.timesteps, float(section.shift))
+    if not scheduler.get("use_dynamic_shifting"):
+        return NoiseLevels(section.timesteps, float(scheduler.get("shift", 1.0)))
+    low, high = float(scheduler.get("base_image_seq_len", 256)), float(scheduler.get("max_image_seq_len", 4096))
+    least, most = float(scheduler.get("base_shift", 0.5)), float(scheduler.get("max_shift", 1.15))
+    mu = least + (most - least) * (tokens - low) / (high - low)
+    return NoiseLevels(section.timesteps, math.exp(mu) if scheduler.get("time_shift_type", "exponential") == "exponential" else mu)
+
+
+def fixed_levels(count: int) -> list[float]:
+    """Levels in the middle of `count` equal parts of [0, 1]: those of every evaluation."""
+    return [(k + 0.5) / count for k in range(count)]
+
+
+def part_name(level: float, count: int) -> str:
+    """The part of [0, 1000] that a fixed level stands for: `t250_500`."""
+    k = int(level * count)
+    return f"t{round(1000 * k / count)}_{round(1000 * (k + 1) / count)}"
+
+
+def mixed(latents: Tensor, noise: Tensor, sigma_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Flow matching: the straight line from a latent to noise, and its velocity.
+
+    latents, noise  F[N C H W]
+    sigma_N         F[N]         0: the latent, 1: noise
+    ->              (1 - sigma) latents + sigma noise, noise - latents: both F[N C H W]
+    Source          Lipman et al. 2023, in the direction of diffusers' FlowMatchEulerDiscreteScheduler
+    """
+    sigma = sigma_N.reshape(-1, *[1] * (latents.ndim - 1))
+    return (1 - sigma) * latents + sigma * noise, noise - latents

@@ -1,0 +1,110 @@
+"""Saves what was trained, also as the file that diffusers reads, and loads that file as a user would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ...config.schema import RunConfig
+from ...dtypes import to_torch
+from ...errors import RunError
+from ...model.adapter import save_adapter
+from ...precision.precision import Precision
+from .build import put_under
+from .pipeline_folder import DENOISER, PipelineFolder, widen_buffers
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+MODEL_FILE = "diffusion_pytorch_model.safetensors"
+_PEFT_PREFIX = "base_model.model."
+
+
+def save_lora(model: Any, folder: Path, precision: Precision, pipeline: PipelineFolder) -> None:
+    """A PEFT folder, and beside it the adapter under diffusers' names. Rank, alpha and the rest stand in that file's metadata: without
+    them diffusers would take alpha for the rank."""
+    from peft.utils import get_peft_model_state_dict
+
+    save_adapter(model, folder, precision)
+    dtype = to_torch(precision.save_adapter)
+    tensors = {name.removeprefix(_PEFT_PREFIX): t.detach().to(dtype).cpu() for name, t in get_peft_model_state_dict(model).items()}
+    pipeline_class(pipeline).save_lora_weights(
+        folder, **{f"{DENOISER}_lora_layers": tensors, f"{DENOISER}_lora_adapter_metadata": model.peft_config["default"].to_dict()}
+    )
+
+
+def save_denoiser(model: Any, folder: Path, precision: Precision) -> None:
+    """A diffusers model's folder in `save_model`'s dtype."""
+    dtype = to_torch(precision.save_model)
+    model.save_config(folder)
+    tensors = {name: (t.to(dtype) if t.is_floating_point() else t).contiguous().cpu() for name, t in model.state_dict().items()}
+    save_file(tensors, folder / MODEL_FILE, metadata={"format": "pt"})
+    (folder / "precision.json").write_text(precision.as_file())
+
+
+def load_result(folder: Path, pipeline: PipelineFolder, config: RunConfig, precision: Precision, device: torch.device) -> nn.Module:
+    """The saved adapter on a freshly loaded denoiser by `load_lora_weights`, or the saved denoiser, under the run's precision.
+
+    Raises  RunError SV001 when a tensor of the file is missing in the model, or differs
+    """
+    if (folder / LORA_FILE).is_file():
+        denoiser = pipeline.denoiser(to_torch(precision.unquantised)).requires_grad_(False)
+        put_adapter(denoiser, folder, pipeline)
+    else:
+        denoiser = pipeline.denoiser_class().from_pretrained(folder, dtype=to_torch(precision.trainable), use_safetensors=True)
+        widen_buffers(denoiser, pipeline.path / DENOISER)  # tables are not trained, and the saved file has them in its own dtype
+    model = NamedAsPeft(denoiser) if (folder / LORA_FILE).is_file() else denoiser
+    model.to(device)
+    put_under(model, denoiser, pipeline.family, config, precision, device_type=device.type)
+    return model.eval()
+
+
+class NamedAsPeft(nn.Module):
+    """A denoiser that diffusers put an adapter on, whose parameters have the names that PEFT's wrapper gives them."""
+
+    def __init__(self, denoiser: nn.Module) -> None:
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = denoiser
+
+    def get_base_model(self) -> nn.Module:
+        inner = self.base_model.model
+        assert isinstance(inner, nn.Module)
+        return inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.get_base_model()(*args, **kwargs)
+
+
+def put_adapter(denoiser: Any, folder: Path, pipeline: PipelineFolder) -> None:
+    """Loads the adapter as diffusers does, and checks it: diffusers fills what the file lacks with whatever is in memory, and leaves out
+    what the model has no place for. Raises RunError SV001.
+
+    diffusers narrows the adapter to the denoiser's dtype; afterwards each tensor is the file's own.
+    """
+    pipe = pipeline.pipeline_for_sampling(denoiser, None)
+    pipe.load_lora_weights(folder, weight_name=LORA_FILE, adapter_name="default")
+    saved = {name.removeprefix(f"{DENOISER}."): tensor for name, tensor in load_file(folder / LORA_FILE).items()}
+    loaded = {name.replace(".default.", "."): p for name, p in denoiser.named_parameters() if ".lora_" in name}
+    _compare(saved, {name: p.detach() for name, p in loaded.items()}, f"{folder / LORA_FILE}: load_lora_weights")
+    peft = {name.removeprefix(_PEFT_PREFIX): t for name, t in load_file(folder / "adapter_model.safetensors").items()}
+    _compare(saved, peft, f"{folder}: the PEFT file")
+    for name, parameter in loaded.items():
+        parameter.data = saved[name].to(parameter.device)
+
+
+def _compare(saved: dict[str, Tensor], loaded: dict[str, Tensor], what: str) -> None:
+    apart = sorted(set(saved) ^ set(loaded)) or [n for n in saved if not torch.equal(saved[n].to(loaded[n].dtype), loaded[n].cpu())]
+    if apart:
+        raise RunError(
+            f"{what} does not agree with what was saved: {apart[0]} ({len(apart)} such)", code="SV001",
+            fix="the checkpoints are untouched; report this with env.json",
+        )  # fmt: skip
+
+
+def pipeline_class(pipeline: PipelineFolder) -> Any:
+    import diffusers
+
+    return getattr(diffusers, pipeline.family.pipeline)

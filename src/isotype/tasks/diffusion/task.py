@@ -1,0 +1,341 @@
+"""LoRA and full fine-tuning of a diffusion model, as the training code sees it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...config.schema import RunConfig
+from ...distributed.world import ALONE, World
+from ...dtypes import name as dtype_name
+from ...dtypes import to_torch
+from ...errors import UsageError
+from ...model.adapter import check_branch
+from ...optimize import Manifest
+from ...precision.apply import inner_model
+from ...precision.precision import Precision
+from ...training.memory.bound import most_bytes
+from ...training.task import Check, Evaluation, Outline, StepOutline, Words, micro_batch
+from ...training.undisturbed import evaluation_mode
+from .batches import Batch, PictureStream, Placed, Row, generator_of, stacked
+from .build import built
+from .encode import Encoder, latent
+from .evaluate import Drawn, evaluate
+from .exact_time import embeddings_of_time
+from .loss import picture_losses
+from .noise_levels import NoiseLevels, noise_levels
+from .pictures import Picture, captions_of, split
+from .pipeline_folder import DENOISER, PipelineFolder
+from .result import load_result, save_denoiser, save_lora
+from .sample import Drawing, Sample, sample
+from .store import Store
+
+EMPTY = ""
+REHEARSED_STEPS = 2  # of a shortened sample
+
+
+class DiffusionTask:
+    """Pictures with captions, a loss for each noised latent, sampled pictures. Implements `training.task.Task`."""
+
+    kind = "diffusion"
+    words = Words(units="pictures", unit="pic", weight="compared")
+    roles: Mapping[str, str] = {"vae": "fp32", "text_encoder": "compute", "timesteps": "fp32", "latents": "fp32"}
+
+    folder: PipelineFolder
+    precision: Precision
+    levels: NoiseLevels
+    train: list[Picture]
+    eval: list[Picture]
+    encoder: Encoder
+    train_rows: list[Row]
+    evaluated: list[Row]
+    text: dict[str, str]
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self._observed: dict[tuple[str, str], str] = {}
+
+    @property
+    def base_name(self) -> str:
+        return str(self.config.model.name)
+
+    # before step 1
+
+    def check(self, precision: Precision) -> None:
+        config, side = self.config, self.config.images.resolution
+        check_branch(config, precision)
+        if precision.base == "nf4":
+            raise UsageError("precision.base: nf4 is not offered for diffusion models yet", fix="precision.preset: bf16-lora")
+        if config.train.gradient_checkpointing not in ("auto", "none"):
+            raise UsageError(
+                f"train.gradient_checkpointing: {config.train.gradient_checkpointing}: diffusion models recompute nothing yet",
+                fix="train.gradient_checkpointing: none",
+            )
+        self.precision = precision
+        self.folder = PipelineFolder.open(self.base_name)
+        multiple = self.downscale * self.folder.family.downscale
+        for key, size in (("images.resolution", side), ("run.sample_size", config.run.sample_size or side)):
+            if size % multiple:
+                raise UsageError(f"{key}: {size} is not a multiple of {multiple}", fix=f"{key}: {max(multiple, size - size % multiple)}")
+        most = self.folder.config(DENOISER).get("pos_embed_max_size")
+        if most is not None and side // multiple > int(most):
+            raise UsageError(f"images.resolution: {side} is more than this model has positions for", fix=f"at most {int(most) * multiple}")
+
+    @property
+    def downscale(self) -> int:
+        """Pixels in a latent pixel, in each direction."""
+        return int(2 ** (len(self.folder.config("vae")["block_out_channels"]) - 1))
+
+    @property
+    def tokens(self) -> int:
+        """Latent tokens of a training picture."""
+        return int((self.config.images.resolution // self.downscale // self.folder.family.downscale) ** 2)
+
+    @property
+    def text_length(self) -> int:
+        return self.config.diffusion.max_text_length or self.folder.family.max_text_length
+
+    def load_data(self) -> None:
+        self.train, self.eval = split(self.config.images, seed=self.config.train.seed)
+        self.levels = noise_levels(self.config.diffusion, self.folder.config("scheduler"), tokens=self.tokens)
+
+    def encode(self, device: torch.device) -> None:
+        """Latents and text embeddings of the run into its store; the encoders are gone afterwards. Raises UsageError."""
+        images = self.config.images
+        self.encoder = encoder = self.new_encoder(device)
+        self.text = encoder.captions(list(dict.fromkeys([EMPTY, *captions_of([*self.train, *self.eval]), *self.config.run.samples])))
+        rows = encoder.pictures([*self.train, *self.eval], self.text, flip=images.flip)
+        encoder.store.hold_to_bound()
+        self.train_rows, self.evaluated = rows[: len(self.train)], rows[len(self.train) :]
+        self._observed |= encoder.observed
+
+    def new_encoder(self, device: torch.device) -> Encoder:
+        images = self.config.images
+        return Encoder(self.folder, self.precision, device, Store.of(images.cache), self.text_length, images.resolution)
+
+    def build_model(self, precision: Precision, device: torch.device, folder: Path) -> tuple[nn.Module, Manifest]:
+        self.encode(device)
+        return self.denoiser(precision, device)
+
+    def denoiser(self, precision: Precision, device: torch.device) -> tuple[nn.Module, Manifest]:
+        """The model that is trained, with the folder's weights."""
+        dtype = to_torch(precision.trainable if self.config.adapter.kind == "none" else precision.unquantised)
+        loaded = self.folder.denoiser(dtype).to(device)
+        model, manifest = built(loaded, self.folder.family, self.config, precision, device_type=device.type)
+        self.watch_time(model)
+        return model, manifest
+
+    def watch_time(self, model: nn.Module) -> None:
+        """Notes the dtype of every noise level that is embedded, and of its embedding."""
+
+        def note(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            if args[0].is_floating_point():
+                self._observed["timesteps", "noise level"] = dtype_name(args[0].dtype)
+            self._observed["timesteps", "sinusoidal embedding"] = dtype_name(output.dtype)
+
+        for module in embeddings_of_time(model):
+            module.register_forward_hook(note)
+
+    def observed(self) -> Iterable[tuple[str, str, str]]:
+        return [(role, tensor, dtype) for (role, tensor), dtype in self._observed.items()]
+
+    @property
+    def rows(self) -> int:
+        return len(self.train)
+
+    @property
+    def eval_rows(self) -> int:
+        return len(self.eval)
+
+    def feed(self) -> PictureStream:
+        return PictureStream(self.train_rows, seed=self.config.train.seed, shuffle=self.config.images.shuffle)
+
+    def largest(self, count: int) -> list[Placed]:
+        return [Placed(row, i) for i, row in enumerate((self.train_rows * count)[:count])]
+
+    def outline(self, precision: Precision, *, device_type: str) -> Outline:
+        denoiser = self.folder.denoiser_outline()
+        total = sum(p.numel() for p in denoiser.parameters())
+        with torch.device("meta"):
+            model, _ = built(denoiser, self.folder.family, self.config, precision, device_type=device_type)
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return Outline(model, trainable, total + (0 if self.config.adapter.kind == "none" else trainable))
+
+    def step_outline(self, precision: Precision) -> StepOutline:
+        rows = self.config.train.batch_size
+        draws = min(micro_batch(self.config.train), len(self.eval) * self.config.diffusion.eval_draws)
+
+        def evaluation(model: nn.Module, device: torch.device) -> None:
+            with evaluation_mode(model):
+                self.loss_sum(model, self._empty_batch(draws, device), dtype=precision.loss)
+
+        return StepOutline(
+            rows=rows,
+            length=self.tokens,
+            batch=lambda device: self._empty_batch(rows, device),
+            loss_sum=lambda model, batch: self.loss_sum(model, batch, dtype=precision.loss),
+            evaluation=evaluation if draws else None,
+        )
+
+    def _empty_batch(self, rows: int, device: torch.device) -> Batch:
+        config = self.folder.config(DENOISER)
+        side, channels = self.config.images.resolution // self.downscale, int(self.folder.config("vae")["latent_channels"])
+        dtype, text = to_torch(self.precision.latents), to_torch(self.precision.text_encoder)
+        length = self.folder.family.text_tokens(self.folder.clip_length(), self.text_length)
+        latents, noise = (torch.empty(rows, channels, side, side, dtype=dtype, device=device) for _ in range(2))
+        words = {
+            "text": torch.empty(rows, length, int(config["joint_attention_dim"]), dtype=text, device=device),
+            "pooled": torch.empty(rows, int(config["pooled_projection_dim"]), dtype=text, device=device),
+        }
+        return Batch(latents, noise, torch.empty(rows, dtype=dtype, device=device), words)
+
+    def most_bytes(self, model: nn.Module, precision: Precision) -> int:
+        length = self.tokens + self.folder.family.text_tokens(self.folder.clip_length(), self.text_length)
+        return most_bytes(model, self.config.train, precision, length=length)
+
+    def checks(self) -> Mapping[str, tuple[Check, ...]]:
+        return {}
+
+    # training
+
+    def collate(self, rows: Sequence[Placed]) -> Batch:
+        config, drawn = self.config, []
+        for placed in rows:
+            generator = generator_of("train", config.train.seed, placed.position)
+            sigma = self.levels.draw(generator)
+            dropped, mirrored = torch.rand(2, generator=generator).tolist()
+            row = placed.row
+            key = row.mirrored if row.mirrored is not None and mirrored < 0.5 else row.latents
+            entry = self.encoder.store.get(key)
+            eps, noise = (torch.randn(entry["mean"].shape, generator=generator) for _ in range(2))
+            text = self.text[EMPTY] if dropped < config.images.caption_dropout else row.text
+            drawn.append((latent(entry, self.vae_config, eps=eps), noise, sigma, self.encoder.store.get(text)))
+        return self._stacked(drawn)
+
+    def _stacked(self, drawn: Sequence[tuple[Tensor, Tensor, float, dict[str, Tensor]]]) -> Batch:
+        batch = stacked(*zip(*drawn), dtype=to_torch(self.precision.latents))
+        for what in ("latents", "noise", "sigma"):
+            self._observed["latents", what] = dtype_name(getattr(batch, what).dtype)
+        return batch
+
+    @property
+    def vae_config(self) -> dict[str, Any]:
+        return self.folder.config("vae")
+
+    def losses(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
+        return picture_losses(model, self.folder.family, batch, guidance=self.config.diffusion.guidance, dtype=dtype)
+
+    def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
+        return self.losses(model, batch, dtype=dtype).sum()
+
+    def flops(self, model: nn.Module) -> Callable[[Any], float]:
+        """Every matrix of the blocks sees every token once forward and once backward; trained ones once more for their own gradient."""
+        held = trained = 0
+        for module in inner_model(model).modules():
+            if isinstance(module, nn.Linear):
+                held += module.weight.numel()
+                trained += module.weight.numel() if module.weight.requires_grad else 0
+        length = self.tokens + self.folder.family.text_tokens(self.folder.clip_length(), self.text_length)
+        return lambda batch: float(batch.rows * length * (4 * held + 2 * trained))
+
+    def fingerprint(self) -> str:
+        """Only a run on several processes asks for it, which is not offered for images. Raises UsageError."""
+        raise UsageError("a run on images uses one process: several are not offered yet", fix="leave --processes, --gpus or torchrun away")
+
+    def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
+        return self._evaluate(model, (self.evaluated or self.train_rows)[:most], device, dtype)
+
+    def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
+        return self._evaluate(model, self.evaluated[: micro_batch(self.config.train)], device, dtype) if self.evaluated else None
+
+    def _evaluate(self, model: nn.Module, rows: Sequence[Row], device: torch.device, dtype: str) -> Evaluation:
+        return evaluate(
+            model, rows, draws=self.config.diffusion.eval_draws, batch_size=micro_batch(self.config.train), device=device,
+            batch_of=self._fixed, losses=lambda model, batch: self.losses(model, batch, dtype=dtype),
+        )  # fmt: skip
+
+    def _fixed(self, some: Sequence[Drawn]) -> Batch:
+        """The batch of fixed draws: the posterior's mean, noise by the draw's number, the row's own caption."""
+        drawn = []
+        for number, row, level in some:
+            entry = self.encoder.store.get(row.latents)
+            noise = torch.randn(entry["mean"].shape, generator=generator_of("evaluation", self.config.train.seed, number))
+            drawn.append((latent(entry, self.vae_config, eps=None), noise, level, self.encoder.store.get(row.text)))
+        return self._stacked(drawn)
+
+    @property
+    def samples(self) -> int:
+        return len(self.config.run.samples)
+
+    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf) -> list[Sample]:
+        prompts = self.config.run.samples[:1] if shortened else self.config.run.samples
+        return self.draw(model, device, prompts, self.drawing(REHEARSED_STEPS if shortened else None), seconds=seconds)
+
+    def drawing(self, steps: int | None = None) -> Drawing:
+        run = self.config.run
+        return Drawing(
+            run.sample_size or self.config.images.resolution, steps or run.sample_steps, run.sample_guidance, self.config.train.seed
+        )
+
+    def draw(
+        self, model: nn.Module, device: torch.device, prompts: Sequence[str], how: Drawing, *, seconds: float = math.inf
+    ) -> list[Sample]:
+        """A picture for each prompt, whose embeddings are in the store. After `seconds` no further one is begun."""
+        get = self.encoder.store.get
+        asked = [(prompt, get(self.text[prompt])) for prompt in prompts]
+        return sample(model, self.folder, self.precision, asked, get(self.text[EMPTY]), how, device, seconds=seconds)
+
+    # the result
+
+    def save(self, model: Any, folder: Path, precision: Precision) -> None:
+        if self.config.adapter.kind != "none":
+            save_lora(model, folder, precision, self.folder)
+        else:
+            save_denoiser(model, folder, precision)
+
+    def reload(self, folder: Path, precision: Precision, device: torch.device) -> nn.Module:
+        return load_result(folder, self.folder, self.config, precision, device)
+
+    # what is told
+
+    def header(self) -> list[tuple[str, str]]:
+        made, kept = self.encoder.made, self.encoder.kept
+        where = f" in {self.encoder.store.folder}" if self.encoder.store.folder else " in memory"
+        return [("data", self.plan_lines()[0]), ("", f"{made} latents and embeddings made, {kept} found{where}"), ("", self.levels_line())]
+
+    def levels_line(self) -> str:
+        draws = self.config.diffusion.eval_draws
+        return f"noise levels {self.levels.timesteps}, shift {self.levels.shift:.4g}; evaluated at {draws} fixed ones"
+
+    def records(self) -> Mapping[str, Any]:
+        return {"data.json": {**self.plan_facts(), "made": self.encoder.made, "found": self.encoder.kept}}
+
+    def begin(self, folder: Path, *, resuming: bool) -> None:
+        """Nothing lasts through the run: pictures that cannot be read refuse it."""
+
+    def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
+        return type(inner_model(made.model)).__name__, []
+
+    def plan_facts(self) -> dict[str, Any]:
+        return {
+            "train_pictures": len(self.train),
+            "eval_pictures": len(self.eval),
+            "captions": len(captions_of([*self.train, *self.eval])),
+            "resolution": self.config.images.resolution,
+            "latent_tokens": self.tokens,
+            "timesteps": self.levels.timesteps,
+            "shift": self.levels.shift,
+        }
+
+    def plan_lines(self) -> list[str]:
+        facts = self.plan_facts()
+        return [
+            f"{facts['train_pictures']:,} training pictures, {facts['eval_pictures']:,} evaluation pictures, "
+            f"{facts['resolution']} x {facts['resolution']} pixels, {facts['latent_tokens']:,} latent tokens each",
+            self.levels_line(),
+        ]

@@ -1,0 +1,113 @@
+"""Tiny SD3 and Flux pipelines from configurations, saved as folders, and drawn pictures with captions. Random weights, no download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
+from PIL import Image, ImageDraw
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+)
+
+SHAPES, COLOURS = ("circle", "square"), {"red": (220, 40, 40), "green": (40, 180, 60)}
+SIDE = 32
+WORDS = ("<pad>", "</s>", "<unk>", "a", "on", "white", *SHAPES, *COLOURS)
+WIDTH = 16
+
+
+def tokenizer(length: int) -> PreTrainedTokenizerFast:
+    inner = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    inner.pre_tokenizer = Whitespace()
+    inner.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=length)
+
+
+def clip(*, projection: bool) -> torch.nn.Module:
+    config = CLIPTextConfig(
+        vocab_size=len(WORDS), hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=8, projection_dim=WIDTH, eos_token_id=1, bos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config)
+
+
+def t5() -> T5EncoderModel:
+    return T5EncoderModel(T5Config(vocab_size=len(WORDS), d_model=2 * WIDTH, d_kv=8, d_ff=24, num_layers=1, num_heads=2))
+
+
+def vae(channels: int) -> AutoencoderKL:
+    return AutoencoderKL(
+        in_channels=3, out_channels=3, latent_channels=channels, block_out_channels=(8, 8, 8), layers_per_block=1, norm_num_groups=4,
+        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, sample_size=SIDE,
+        use_quant_conv=False, use_post_quant_conv=False, scaling_factor=1.5, shift_factor=0.1,
+    )  # fmt: skip
+
+
+def sd3_transformer() -> SD3Transformer2DModel:
+    return SD3Transformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=2 * WIDTH, caption_projection_dim=16, pooled_projection_dim=2 * WIDTH, pos_embed_max_size=8, qk_norm="rms_norm",
+    )  # fmt: skip
+
+
+def flux_transformer(*, guidance: bool = False) -> FluxTransformer2DModel:
+    return FluxTransformer2DModel(
+        patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=2 * WIDTH, pooled_projection_dim=WIDTH, guidance_embeds=guidance, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+
+
+def sd3(folder: Path) -> Path:
+    torch.manual_seed(0)
+    StableDiffusion3Pipeline(
+        transformer=sd3_transformer(), scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae(4),
+        text_encoder=clip(projection=True), tokenizer=tokenizer(8), text_encoder_2=clip(projection=True), tokenizer_2=tokenizer(8),
+        text_encoder_3=t5(), tokenizer_3=tokenizer(8),
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def flux(folder: Path, *, guidance: bool = False) -> Path:
+    torch.manual_seed(0)
+    FluxPipeline(
+        transformer=flux_transformer(guidance=guidance), vae=vae(4),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15),
+        text_encoder=clip(projection=False), tokenizer=tokenizer(8), text_encoder_2=t5(), tokenizer_2=tokenizer(8),
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def draw(shape: str, colour: str, shift: int = 0) -> Image.Image:
+    picture = Image.new("RGB", (SIDE, SIDE), "white")
+    box = (6 + shift, 6, 26 + shift, 26)
+    canvas = ImageDraw.Draw(picture)
+    (canvas.ellipse if shape == "circle" else canvas.rectangle)(box, fill=COLOURS[colour])
+    return picture
+
+
+def pictures(folder: Path, *, shifts: int = 3) -> Path:
+    """A picture with its .txt for every shape, colour and shift."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for shape in SHAPES:
+        for colour in COLOURS:
+            for shift in range(shifts):
+                draw(shape, colour, shift).save(folder / f"{colour}_{shape}_{shift}.png")
+                (folder / f"{colour}_{shape}_{shift}.txt").write_text(f"a {colour} {shape} on white\n")
+    return folder

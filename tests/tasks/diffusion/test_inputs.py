@@ -1,0 +1,156 @@
+"""What a diffusion run cannot begin with is one line each, before anything heavy is loaded."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from isotype.config.load import load
+from isotype.entry.complete import refuse_incomplete
+from isotype.errors import UsageError
+from isotype.tasks.choose import task_of
+from isotype.tasks.diffusion.pictures import find_pictures
+from isotype.tasks.diffusion.pixels import BadPicture, pixels
+from isotype.training.setup import settle
+from tests.tasks.diffusion.models import draw
+
+
+def refused(loaded) -> str:
+    try:
+        refuse_incomplete(loaded)
+        settle(task_of(loaded.config), loaded.sources)
+    except UsageError as error:
+        return error.message
+    pytest.fail("it was not refused")
+
+
+def test_keys_of_language_runs_are_refused(drawn, tmp_path):
+    loaded = drawn(run={"sample_tokens": 4})
+    assert "run.sample_tokens: does not apply to a diffusion run" in refused(loaded)
+    assert "here it is run.sample_steps" in refused(loaded)
+
+
+def test_keys_of_diffusion_runs_are_refused(configured):
+    assert "precision.vae: does not apply to a language run" in refused(configured(precision={"preset": "fp32", "vae": "fp32"}))
+
+
+def test_a_resolved_file_has_the_keys_of_its_kind_only(drawn, configured):
+    from isotype.config.write import resolved_yaml
+
+    assert "images:" not in resolved_yaml(configured(), {})
+    assert "vae:" not in resolved_yaml(configured(), {})
+    assert "data:" not in resolved_yaml(drawn(), {})
+    assert "vae:" in resolved_yaml(drawn(), {})
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"images": {"resolution": 36}}, "images.resolution: 36 is not a multiple of 8"),
+        ({"images": {"resolution": 128}}, "more than this model has positions for"),
+        ({"images": {"train": "nowhere"}}, "images.train: nowhere: no such file or folder"),
+        ({"precision": {"preset": "nf4-lora"}}, "precision.base: nf4"),
+        ({"precision": {"preset": "bf16-lora", "timesteps": "bf16"}}, "PR025"),
+        ({"train": {"gradient_checkpointing": "layers"}}, "train.gradient_checkpointing: layers"),
+    ],
+)
+def test_settings_that_cannot_be_kept(drawn, sections, said):
+    assert said in refused(drawn(**sections))
+
+
+def test_a_pipeline_without_a_vae(drawn, studio, tmp_path):
+    index = json.loads((studio.sd3 / "model_index.json").read_text())
+    folder = tmp_path / "halved"
+    folder.mkdir()
+    (folder / "model_index.json").write_text(json.dumps(index | {"vae": [None, None]}))
+    (folder / "transformer").symlink_to(studio.sd3 / "transformer")
+    assert "the pipeline has no vae" in refused(drawn(model=folder))
+    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "WanPipeline"}))
+    assert "WanPipeline is not supported" in refused(drawn(model=folder))
+
+
+def test_pictures_and_captions_that_do_not_pair_are_all_named(tmp_path):
+    draw("circle", "red").save(tmp_path / "alone.png")
+    draw("circle", "red").save(tmp_path / "twice.png")
+    draw("circle", "red").save(tmp_path / "twice.jpg")
+    (tmp_path / "twice.txt").write_text("a red circle")
+    (tmp_path / "words.txt").write_text("a caption")
+    with pytest.raises(UsageError) as caught:
+        find_pictures(str(tmp_path), "images.train", limit=None)
+    said = caught.value.message
+    assert "alone.png: no caption: alone.txt is missing" in said
+    assert "words.txt: a caption without a picture" in said
+    assert "has the same caption file" in said
+
+
+def test_a_jsonl_names_its_broken_lines(tmp_path):
+    draw("circle", "red").save(tmp_path / "a.png")
+    rows = [{"image": "a.png", "text": "a red circle"}, {"image": "b.png", "text": "gone"}, {"picture": "a.png"}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows[:1]))
+    (found,) = find_pictures(str(file), "images.train", limit=None)
+    assert (found.caption, found.where) == ("a red circle", f"{file}:1")
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
+    with pytest.raises(UsageError) as caught:
+        find_pictures(str(file), "images.train", limit=None)
+    assert all(f"{file}:{line}" in caught.value.message for line in (2, 3, 4))
+
+
+def test_every_cut_picture_is_named_and_the_others_are_kept(drawn, tmp_path):
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for name in ("whole", "cut", "fake"):
+        draw("square", "green").save(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text("a green square")
+    (folder / "cut.png").write_bytes((folder / "cut.png").read_bytes()[:60])
+    (folder / "fake.png").write_bytes(b"GIF?")
+    loaded = drawn(images={"train": str(folder), "eval_split": 0.0, "cache": str(tmp_path / "cache")})
+    task = task_of(loaded.config)
+    settle(task, loaded.sources)
+    with pytest.raises(UsageError) as caught:
+        task.encode(torch.device("cpu"))
+    assert "cut.png: not a whole picture" in caught.value.message
+    assert "fake.png: not a whole picture" in caught.value.message
+    assert "whole.png" not in caught.value.message
+    assert task.encoder.made == 5
+    again = task_of(loaded.config)
+    settle(again, loaded.sources)
+    with pytest.raises(UsageError):
+        again.encode(torch.device("cpu"))
+    assert again.encoder.kept == 3
+
+
+def saved(image, tmp_path, suffix=".png", **settings) -> bytes:
+    file = tmp_path / f"picture{suffix}"
+    image.save(file, **settings)
+    return file.read_bytes()
+
+
+def test_pictures_come_out_as_a_viewer_shows_them(tmp_path):
+    plain = pixels(saved(Image.new("RGB", (8, 8), (255, 0, 0)), tmp_path), resolution=8)
+    assert plain[:, 0, 0].tolist() == [1.0, -1.0, -1.0]
+    clear = pixels(saved(Image.new("RGBA", (8, 8), (255, 0, 0, 0)), tmp_path), resolution=8)
+    assert clear.min() == 1.0
+    deep = pixels(saved(Image.fromarray(np.full((8, 8), 32768, dtype=np.uint16)), tmp_path), resolution=8)
+    assert abs(float(deep.mean())) < 0.01
+    halves = Image.new("RGB", (8, 4), "white")
+    halves.paste((0, 0, 0), (0, 0, 4, 4))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees clockwise: the left half is shown on top
+    turned = pixels(saved(halves, tmp_path, ".png", exif=exif), resolution=4)
+    assert turned[:, 0].mean() < -0.9 < 0.9 < turned[:, -1].mean()
+    cmyk = pixels(saved(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), tmp_path, ".jpg"), resolution=8)
+    assert cmyk[0].mean() > 0.8 > -0.8 > cmyk[1].mean()
+    with pytest.raises(BadPicture, match="not a whole picture"):
+        pixels(b"", resolution=8)
+
+
+def test_a_folder_of_language_takes_no_pictures(configured, studio, tmp_path):
+    file = tmp_path / "mixed.yaml"
+    base = configured().config.model.name
+    file.write_text(json.dumps({"model": {"name": base}, "images": {"train": str(studio.pictures)}}))
+    assert "images.train: does not apply to a language run" in refused(load(file, [], {}))

@@ -1,0 +1,82 @@
+"""The loss is the one that diffusers' example scripts compute, written here from the pipelines' own functions, on the same draws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+
+from isotype.tasks.choose import task_of
+from isotype.tasks.diffusion.noise_levels import NoiseLevels, fixed_levels, noise_levels, part_name
+from isotype.training.setup import settle
+
+
+def plain_flux(model, batch):
+    n, c, h, w = batch.latents.shape
+    sigma = batch.sigma.view(-1, 1, 1, 1)
+    noisy = (1.0 - sigma) * batch.latents + sigma * batch.noise
+    ids = FluxPipeline._prepare_latent_image_ids(n, h // 2, w // 2, torch.device("cpu"), torch.float32)
+    made = model(
+        hidden_states=FluxPipeline._pack_latents(noisy, n, c, h, w), timestep=batch.sigma, guidance=None,
+        pooled_projections=batch.text["pooled"], encoder_hidden_states=batch.text["text"],
+        txt_ids=torch.zeros(batch.text["text"].shape[1], 3), img_ids=ids, return_dict=False,
+    )[0]  # fmt: skip
+    made = FluxPipeline._unpack_latents(made, height=h * 4, width=w * 4, vae_scale_factor=4)
+    return torch.mean(((made.float() - (batch.noise - batch.latents).float()) ** 2).reshape(n, -1), 1).mean()
+
+
+def plain_sd3(model, batch):
+    sigma = batch.sigma.view(-1, 1, 1, 1)
+    made = model(
+        hidden_states=(1.0 - sigma) * batch.latents + sigma * batch.noise, timestep=batch.sigma * 1000,
+        encoder_hidden_states=batch.text["text"], pooled_projections=batch.text["pooled"], return_dict=False,
+    )[0]  # fmt: skip
+    return torch.mean(((made.float() - (batch.noise - batch.latents).float()) ** 2).reshape(batch.rows, -1), 1).mean()
+
+
+@pytest.mark.parametrize(("kind", "plain"), [("flux", plain_flux), ("sd3", plain_sd3)])
+def test_the_loss_is_the_example_scripts_one(drawn, studio, kind, plain):
+    loaded = drawn(model=getattr(studio, kind), adapter={"kind": "none"}, images={"limit": 4})
+    task = task_of(loaded.config)
+    basis = settle(task, loaded.sources)
+    model, _ = task.build_model(basis.resolved.precision, basis.device, studio.sd3)
+    batch = task.collate(task.feed().take(3))
+    with torch.no_grad():
+        ours = task.loss_sum(model, batch, dtype="fp32") / batch.weight
+        theirs = plain(task.folder.denoiser(torch.float32), batch)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+def test_latents_are_the_vaes_shifted_and_scaled(drawn):
+    loaded = drawn(images={"limit": 3, "eval_split": 0.0})
+    task = task_of(loaded.config)
+    settle(task, loaded.sources)
+    task.encode(torch.device("cpu"))
+    batch = task._fixed([(0, task.train_rows[0], 0.5)])
+    entry = task.encoder.store.get(task.train_rows[0].latents)
+    torch.testing.assert_close(batch.latents[0], (entry["mean"] - 0.1) * 1.5)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_a_static_shift_is_the_schedulers(shift):
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    levels = NoiseLevels("uniform", shift)
+    t = torch.linspace(1, 1000, 1000).flip(0) / 1000
+    ours = levels.shift * t / (1 + (levels.shift - 1) * t)
+    torch.testing.assert_close(ours, scheduler.sigmas, rtol=1e-6, atol=1e-7)
+
+
+def test_a_shift_by_resolution_is_the_pipelines(drawn):
+    section = drawn().config.diffusion
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    mu = calculate_shift(1024, 256, 4096, 0.5, 1.15)
+    ours = noise_levels(section, scheduler.config, tokens=1024).shift
+    theirs = float(scheduler.time_shift(mu, 1.0, torch.tensor(0.3, dtype=torch.float64)))
+    assert ours * 0.3 / (1 + (ours - 1) * 0.3) == pytest.approx(theirs, rel=1e-9)
+
+
+def test_fixed_levels_are_spread_over_time():
+    assert fixed_levels(4) == [0.125, 0.375, 0.625, 0.875]
+    assert [part_name(level, 4) for level in fixed_levels(4)] == ["t0_250", "t250_500", "t500_750", "t750_1000"]

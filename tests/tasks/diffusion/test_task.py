@@ -1,0 +1,146 @@
+"""A diffusion run from folder to verified adapter, on the one loop."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from isotype.config.load import load
+from isotype.errors import RunError, UsageError
+from isotype.inference.loaded import load_run
+from isotype.report import write_report
+from isotype.tasks.choose import plan, task_of, train
+from isotype.tasks.diffusion.loaded import draw_with
+from isotype.tasks.diffusion.pipeline_folder import PipelineFolder
+from isotype.training.callbacks import Callback
+from isotype.training.setup import settle
+
+
+@pytest.mark.parametrize(("family", "preset"), [("sd3", "fp32"), ("sd3", "bf16-lora"), ("flux", "fp32"), ("flux", "bf16-lora")])
+def test_a_lora_trains_from_a_folder(drawn, studio, tmp_path, family, preset):
+    run = {"samples": ["a red circle on white"]} if preset == "bf16-lora" else {}
+    loaded = drawn(model=getattr(studio, family), precision={"preset": preset}, run=run)
+    assert train(loaded) == 0
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert result["status"] == "done"
+    assert result["pictures"] == 8
+    assert abs(result["check"]["trained_loss"] - result["check"]["reloaded_loss"]) < 1e-6
+    precision = json.loads((tmp_path / "run/precision.json").read_text())
+    assert precision["violations"] == []
+    text = "bf16" if preset == "bf16-lora" else "fp32"
+    for role, dtype in {"vae": "fp32", "text_encoder": text, "timesteps": "fp32", "latents": "fp32"}.items():
+        assert precision["declared"][role]["value"] == dtype
+        assert set(precision["observed"][role]) == {dtype}
+    lora = tmp_path / "run/adapter/pytorch_lora_weights.safetensors"
+    with safe_open(lora, framework="pt") as file:
+        assert json.loads(file.metadata()["lora_adapter_metadata"])["transformer.lora_alpha"] == 32.0
+    assert any(bool(tensor.any()) for name, tensor in load_file(lora).items() if "lora_B" in name)
+    if run:
+        said = json.loads((tmp_path / "run/samples/step_4.json").read_text())["samples"]
+        assert (tmp_path / "run" / said[0]["file"]).read_bytes().startswith(b"\x89PNG")
+
+
+def adapter(run):
+    return load_file(run / "adapter/adapter_model.safetensors")
+
+
+def test_rows_are_drawn_by_position_whatever_the_batch(drawn, tmp_path):
+    """1 x 4, 2 x 2 and a run that is stopped and resumed train the same adapter."""
+    settings = {"steps": 3, "eval_every": 3}
+    images = {"caption_dropout": 0.5, "flip": True}
+    assert train(drawn("whole", images=images, train={**settings, "batch_size": 4})) == 0
+    assert train(drawn("parts", images=images, train={**settings, "batch_size": 2, "accumulate": 2})) == 0
+    whole, parts = adapter(tmp_path / "whole"), adapter(tmp_path / "parts")
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_a_stopped_run_resumes_bit_for_bit_and_samples_change_nothing(drawn, tmp_path):
+    train_section = {"steps": 4, "eval_every": 2}
+    images = {"caption_dropout": 0.5, "flip": True, "cache": str(tmp_path / "cache")}
+    assert train(drawn("plain", images=images, train=train_section)) == 0
+
+    class StopsAfterTwo(Callback):
+        def on_step(self, moment):
+            if moment.step == 2:
+                raise RuntimeError("stopped here")
+
+    drawing = {"samples": ["a red circle on white", "a green square"], "sample_every": 1}
+    loaded = drawn("stopped", images=images, train=train_section, run=drawing)
+    with pytest.raises(RuntimeError, match="stopped here"):
+        train(loaded, callbacks=[StopsAfterTwo()])
+    again = load(tmp_path / "stopped/resolved.yaml", [], {}, resolved=True)
+    assert train(again, resume=tmp_path / "stopped") == 0
+    first, second = adapter(tmp_path / "plain"), adapter(tmp_path / "stopped")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    made = json.loads((tmp_path / "stopped/data.json").read_text())
+    assert made["made"] == 0, "latents and embeddings come from the cache the second time"
+
+
+def test_encoders_are_gone_before_the_denoiser_is_loaded(drawn, studio, monkeypatch):
+    alive = []
+    own = PipelineFolder.denoiser
+
+    def looking(self, dtype):
+        gc.collect()
+        kinds = ("AutoencoderKL", "CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel")
+        alive.extend(type(o).__name__ for o in gc.get_objects() if type(o).__name__ in kinds)
+        return own(self, dtype)
+
+    monkeypatch.setattr(PipelineFolder, "denoiser", looking)
+    loaded = drawn(model=studio.flux)
+    task = task_of(loaded.config)
+    settle(task, loaded.sources)
+    task.build_model(task.precision, torch.device("cpu"), studio.flux)
+    assert alive == []
+
+
+def test_bf16_weights_train_with_fp32_gradients(drawn, tmp_path):
+    """SimpleTuner's mixed_precision=bf16 with gradient_precision=fp32, for every weight."""
+    loaded = drawn(adapter={"kind": "none"}, precision={"preset": "bf16-pure"}, train={"accumulate": 2, "steps": 3})
+    assert train(loaded) == 0
+    precision = json.loads((tmp_path / "run/precision.json").read_text())
+    assert set(precision["observed"]["trainable"]) == {"bf16"}
+    assert set(precision["observed"]["grads"]) == {"fp32"}
+    saved = load_file(tmp_path / "run/model/diffusion_pytorch_model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+
+
+def test_a_run_is_planned_reported_and_drawn_from(drawn, tmp_path, capsys):
+    loaded = drawn(run={"samples": ["a red circle on white"]})
+    made = plan(loaded)
+    assert made.memory.not_simulated is None
+    assert made.memory.activations > 0
+    assert "10 training pictures" in made.as_text()
+    assert "text_encoder" in made.as_text()
+    assert train(loaded) == 0
+    page = write_report(tmp_path / "run").page.read_text()
+    assert "data:image/png;base64," in page
+    assert "load_lora_weights" in page
+    taken, pictures = draw_with(tmp_path / "run", ["a green square on white"])
+    assert taken == "adapter"
+    assert Image.open(io.BytesIO(pictures[0].png)).size == (32, 32)
+    with pytest.raises(UsageError, match="draws pictures"):
+        load_run(tmp_path / "run")
+
+
+def test_a_damaged_diffusers_file_is_no_result(drawn, studio, tmp_path):
+    loaded = drawn()
+    assert train(loaded) == 0
+    file = tmp_path / "run/adapter/pytorch_lora_weights.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
+    tensors.pop(next(name for name in tensors if "lora_B" in name))
+    save_file(tensors, file, metadata=metadata)
+    task = task_of(loaded.config)
+    basis = settle(task, loaded.sources)
+    with pytest.raises(RunError, match=r"SV001|does not agree"):
+        task.reload(tmp_path / "run/adapter", basis.resolved.precision, basis.device)
