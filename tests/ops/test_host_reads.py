@@ -9,7 +9,7 @@ from isotype.environment.planned import planned_for
 from isotype.ops import attention, cross_entropy, gelu_mul, linear_cross_entropy, rms_norm, rope, silu_mul
 from isotype.ops.backend import using
 from isotype.ops.cross_entropy.rule import LossRule
-from isotype.ops.linear_cross_entropy import eager
+from isotype.ops.linear_cross_entropy import chunked
 from tests.host_reads import HostReadError, NoHostReads
 
 V, H = 1000, 64
@@ -55,8 +55,8 @@ def test_the_heads_chunks_read_nothing_on_the_host(head):
     hidden, weight, labels, rule = of(300, H, grad=False), of(V, H, grad=False), targets(300), LossRule()
     one = of(dtype=torch.float32, grad=False)
     with planned_for("cuda"), using("eager"), NoHostReads() as mode:
-        made = eager.forward_with_gradients(hidden, weight, None, labels, one, rule, 64, True, head, False, True)
-        eager.backward_by_vocabulary(hidden, weight, None, labels, made.lse_T, made.loss_T, rule, True, head)
+        made = chunked.forward_with_gradients(hidden, weight, None, labels, one, rule, 64, True, head, False, True)
+        chunked.backward_by_vocabulary(hidden, weight, None, labels, made.lse_T, made.loss_T, rule, True, head)
     # five chunks of rows, then one block of the vocabulary
     assert sum(name in ("aten.mm.dtype_out", "aten.addmm.dtype_out") for name in mode.seen) == 6 * (2 + head)
 
@@ -86,7 +86,7 @@ def test_masked_rows_give_what_selected_rows_give(monkeypatch, reduction, share,
         return loss.detach(), x.grad, w.grad, *seen
 
     selected = run()
-    for module in (eager, eager.rows_eager):
+    for module in (chunked, chunked.rows_eager):
         monkeypatch.setattr(module, "rows_can_be_counted", lambda x: False)
     for masked, wanted in zip(run(), selected, strict=True):
         torch.testing.assert_close(masked, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)

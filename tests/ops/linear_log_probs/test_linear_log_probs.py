@@ -159,7 +159,7 @@ def test_a_masked_class_and_a_batch_without_labels():
 def test_where_rows_are_not_counted_ignored_ones_are_computed_and_masked(trained, outputs, monkeypatch):
     """As on a GPU, where counting would make the host wait; an ignored row may hold anything."""
     x, w, _, targets = make(33, 8, 300, dtype=torch.float32)
-    from isotype.ops.linear_cross_entropy import eager as head_eager
+    from isotype.ops.linear_cross_entropy import chunked as head_eager
 
     results = []
     for counted in (True, False):
@@ -186,11 +186,11 @@ def test_logits_never_exist_at_once():
             return out
 
     from isotype.ops.cross_entropy.rule import LossRule
-    from isotype.ops.linear_log_probs import eager
+    from isotype.ops.linear_log_probs import chunked
     from isotype.ops.linear_log_probs.rows import Wanted
 
     with Sizes():
-        eager.forward(x, w, None, targets, LossRule(), 64, Wanted(True, True, True, True), True)
+        chunked.forward(x, w, None, targets, LossRule(), 64, Wanted(True, True, True, True), True)
     assert max(seen) <= 64 * 2000
 
 

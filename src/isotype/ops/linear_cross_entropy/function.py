@@ -15,7 +15,7 @@ from ..cross_entropy.function import RULE
 from ..cross_entropy.rule import LossRule, Reduction
 from ..debug import checked_in_debug
 from ..library import library_op
-from . import eager
+from . import chunked
 from .chunks import extent
 from .contract import LINEAR_CROSS_ENTROPY
 from .products import operand_dtype, result_dtype
@@ -42,7 +42,7 @@ class TokenStatistics(NamedTuple):
 
 def _fake_forward(hidden_TH, weight_VH, bias_V, targets_T, upstream, ignore_index, smoothing, scale, softcap, z_loss, chunk, *want):  # type: ignore[no-untyped-def]
     want_dhidden, want_dweight, want_dbias, want_statistics = want
-    return tuple(eager.like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk))
+    return tuple(chunked.like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk))
 
 
 @library_op(
@@ -69,7 +69,7 @@ def _forward(
     want_statistics: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
-    made = eager.forward_with_gradients(
+    made = chunked.forward_with_gradients(
         hidden_TH, weight_VH, bias_V, targets_T, upstream, rule, chunk, want_dhidden, want_dweight, want_dbias, want_statistics
     )
     return tuple(made)  # type: ignore[return-value]
@@ -79,7 +79,7 @@ def _fake_backward(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, *res
     fp32 = wide(hidden_TH.dtype)
     return (
         hidden_TH.new_empty(hidden_TH.shape if rest[-2] else (0,), dtype=fp32),
-        weight_VH.new_empty(weight_VH.shape if rest[-1] else (0,), dtype=eager.kept_dtype(hidden_TH.dtype, hidden_TH.device)),
+        weight_VH.new_empty(weight_VH.shape if rest[-1] else (0,), dtype=chunked.kept_dtype(hidden_TH.dtype, hidden_TH.device)),
         weight_VH.new_empty(weight_VH.shape[0] if bias_V is not None else 0, dtype=fp32),
     )
 
@@ -105,7 +105,7 @@ def _backward(
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
-    return eager.backward_by_vocabulary(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, rule, want_dhidden, want_dweight)
+    return chunked.backward_by_vocabulary(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, rule, want_dhidden, want_dweight)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -137,7 +137,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx.later = head and items is None
         now = (False, False, False) if ctx.later else want
         with autocast_off(hidden_TH):
-            made = eager.Forward(
+            made = chunked.Forward(
                 *_forward(
                     hidden_TH.to(dtype),
                     weight_VH.to(dtype),
@@ -180,7 +180,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 *made, items = ctx.saved_tensors
                 factor = dloss if items is None else dloss * items
                 factor = factor if factor.dim() == 0 else factor.unsqueeze(-1)
-                grads = [eager.scaled(grad, factor, dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
+                grads = [chunked.scaled(grad, factor, dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
         return *grads, None, None, None, None, None, None, None, None
 
 

@@ -14,10 +14,10 @@ from ..cross_entropy.arguments import checked_rule
 from ..cross_entropy.rule import LossRule
 from ..debug import checked_in_debug
 from ..library import library_op
+from ..linear_cross_entropy.chunked import kept_dtype, scaled
 from ..linear_cross_entropy.chunks import extent
-from ..linear_cross_entropy.eager import kept_dtype, scaled
 from ..linear_cross_entropy.products import operand_dtype, result_dtype
-from . import eager
+from . import chunked
 from .contract import LINEAR_LOG_PROBS
 from .reference import linear_log_probs_reference
 from .rows import Wanted
@@ -46,7 +46,7 @@ class TokenLogProbs(NamedTuple):
 
 
 def _fake_forward(hidden_TH, weight_VH, bias_V, targets_T, ignore_index, scale, softcap, chunk, *want):  # type: ignore[no-untyped-def]
-    made = eager.like(hidden_TH, Wanted(*want[:4]), want[4])
+    made = chunked.like(hidden_TH, Wanted(*want[:4]), want[4])
     return (*made.values, made.dlog_probs_TH)
 
 
@@ -68,7 +68,7 @@ def _forward(
     *want: bool,
 ) -> tuple[Tensor, ...]:
     rule = LossRule(ignore_index=ignore_index, logit_scale=scale, softcap=softcap)
-    made = eager.forward(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, Wanted(*want[:4]), want[4])
+    made = chunked.forward(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, Wanted(*want[:4]), want[4])
     return (*made.values, made.dlog_probs_TH)
 
 
@@ -103,7 +103,7 @@ def _backward(
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rule = LossRule(ignore_index=ignore_index, logit_scale=scale, softcap=softcap)
-    return eager.backward(
+    return chunked.backward(
         hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T, (dlog_probs_T, dlse_T, dentropy_T), rule, want_dhidden, want_dweight
     )
 

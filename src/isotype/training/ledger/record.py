@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...ops.cross_entropy.rule import LossRule
-from ...ops.linear_cross_entropy import eager as head
+from ...ops.linear_cross_entropy import chunked as head
 from ...ops.recompute import is_recomputing
 from .rows import Kind, Row
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..autocast import wide
 from ..cross_entropy.rule import LossRule
-from ..linear_cross_entropy.eager import by_vocabulary, kept_dtype, largest, rows_to_compute
+from ..linear_cross_entropy.chunked import by_vocabulary, kept_dtype, largest, rows_to_compute
 from ..linear_cross_entropy.products import (
     gradient_factors,
     operand_dtype,

@@ -18,6 +18,7 @@ from ...environment.planned import stands_for
 from ..autocast import wide
 from ..backend import rows_can_be_counted
 from ..cross_entropy import eager as rows_eager
+from ..cross_entropy.function import paths
 from ..cross_entropy.rule import LossRule
 from .chunks import extent
 from .products import add_product_, gradient_factors, operand_dtype, product, product_over_classes, result_dtype, rows_of_logits
@@ -112,9 +113,6 @@ def forward_with_gradients(
     want_statistics: bool,
 ) -> Forward:
     """Losses a row, and the gradients asked for as if every row's upstream gradient were `upstream`. Ignored rows are not computed."""
-    # here, not at the top: function.py, which imports this module, owns the choice of path
-    from ..cross_entropy.function import paths
-
     out = like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk)
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
     kept_N = rows_to_compute(targets_T, rule)
@@ -184,8 +182,6 @@ def backward_by_vocabulary(
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias for any upstream gradient a row, in fp32 or the product's dtype; empty where not wanted."""
-    from ..cross_entropy.function import paths
-
     kept_N = rows_to_compute(targets_T, rule)
     rows: slice | Tensor = slice(None) if kept_N is None else kept_N
     targets_N, lse_N = targets_T[rows], lse_T[rows]
