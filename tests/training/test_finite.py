@@ -6,7 +6,6 @@ import pytest
 import torch
 from tests.models import rows, tiny
 
-from isotype.config.schema import TrainSection
 from isotype.tasks.language.batches import collate
 from isotype.training.finite import non_finite_error
 
@@ -22,7 +21,7 @@ def test_advice_does_not_repeat_current_settings(clip, compute, where):
     gradient = (lambda p: torch.full_like(p, float("nan"))) if where == "gradient" else (lambda p: None)
     batch = collate(rows(2), pad_id=0)
     error = non_finite_error(
-        model, [lambda: model(**batch.inputs)], step=1, what="the loss", gradient=gradient, train=TrainSection(clip=clip), compute=compute
+        model, [lambda: model(**batch.inputs)], step=1, what="the loss", gradient=gradient, learning_rate=1e-4, clip=clip, compute=compute
     )
     assert "train.learning_rate" in error.fix
     assert ("train.clip" in error.fix) == (clip == 0)

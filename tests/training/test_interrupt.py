@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 
 from isotype.runs.checkpoint.store import CheckpointStore
+from isotype.tasks.choose import train
 from isotype.training.interrupt import Interrupt
 
 
@@ -68,6 +69,6 @@ def test_an_interrupt_swallowed_by_a_library_ends_the_run_before_step_1(configur
 
     preflight = run.preflight
     monkeypatch.setattr(run, "preflight", swallowing)
-    assert run.train(configured("run")) == 130
+    assert train(configured("run")) == 130
     assert "interrupted before" in capfd.readouterr().out
     assert not (tmp_path / "run/metrics.jsonl").exists()

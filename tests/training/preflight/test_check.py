@@ -41,7 +41,7 @@ TINY_RATE = {"precision": {"preset": "bf16-pure", "rounding": "nearest"}, "adapt
 )
 def test_a_run_with_preflight_is_bit_identical_to_one_without(configured, tmp_path, monkeypatch, settings):
     assert train(configured("with", **settings)) == 0
-    monkeypatch.setattr(run, "preflight", lambda subject, skips: Outcome())
+    monkeypatch.setattr(run, "preflight", lambda subject, skips, *, world: Outcome())
     assert train(configured("without", **settings)) == 0
     assert not (tmp_path / "without/preflight.json").exists()
     same_result(tmp_path / "with", tmp_path / "without")
