@@ -162,7 +162,11 @@ def _stopped_at_once(folder: RunFolder, console: RunConsole, *, trained: bool) -
 def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:
     """Turns a disk error in the run's folder into CK001 with the last good checkpoint, and one elsewhere into a usage error. Returns other
     errors unchanged."""
-    reason = None if isinstance(error, IsotypeError) else refused(error)
+    gone = RunError(f"{folder.path}: the run's folder is gone", code="CK001", fix="start the run again")
+    if isinstance(error, IsotypeError):
+        # a file of the run that could not be written, because its folder is gone
+        return gone if error.code == "CK001" and not folder.path.is_dir() else error
+    reason = refused(error)
     if reason is None:
         return error
     name = str(error.filename) if isinstance(error, OSError) and error.filename else ""
@@ -171,7 +175,7 @@ def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:
     step, _ = CheckpointStore(folder.checkpoints).newest_whole()
     good = f"last good checkpoint: {folder.checkpoints / f'step_{step}'}" if step is not None else "there is no checkpoint yet"
     if not folder.path.is_dir():
-        return RunError(f"{folder.path}: the run's folder is gone", code="CK001", fix="start the run again")
+        return gone
     message = f"{name}: {reason}" if name else reason
     return RunError(f"{message}\n  saved     {good}", code="CK001", fix="free space or make it writable, then resume")
 
