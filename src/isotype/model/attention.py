@@ -24,6 +24,11 @@ def attention_options(attention: str, device: torch.device) -> dict[str, Any]:
     return {} if name is None else {"attn_implementation": name}
 
 
+def is_known(model: Any) -> bool:
+    """Whether the model's configuration states its attention, as those of transformers do; diffusers' do not."""
+    return hasattr(getattr(model, "config", None), "_attn_implementation")
+
+
 def taken(model: Any) -> str:
     """The word for what `model` runs with, as `model.attention` takes it; another library's name as it is."""
     name = getattr(model.config, "_attn_implementation", None) or "eager"
@@ -32,7 +37,7 @@ def taken(model: Any) -> str:
 
 def said(model: Any, asked: str) -> str:
     """A header line: the implementation, and the reason if it is not the requested one; "" for a model that is not from transformers."""
-    if not hasattr(model, "config"):
+    if not is_known(model):
         return ""
     word = taken(model)
     if asked != AUTO:

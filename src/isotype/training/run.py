@@ -316,7 +316,7 @@ def _write_start(
     reasons["precision.preset"] = prepared.resolved.why_preset
     values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
     values["precision.preset"] = prepared.resolved.preset
-    if loaded.config.model.attention == attention.AUTO and hasattr(prepared.model, "config"):
+    if loaded.config.model.attention == attention.AUTO and attention.is_known(prepared.model):
         values["model.attention"] = attention.taken(prepared.model)
         reasons["model.attention"] = attention.said(prepared.model, attention.AUTO)
     if loaded.config.train.gradient_checkpointing == "auto":
