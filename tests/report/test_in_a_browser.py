@@ -172,7 +172,7 @@ def test_charts_are_drawn_in_both_colour_schemes(browser: Browser, pages: dict[s
         boxes = browser.value(
             "[...document.querySelectorAll('svg')].map(s => { const b = s.getBoundingClientRect(); return [b.width, b.height] })"
         )
-        assert len(boxes) >= 7
+        assert len(boxes) >= 3  # constant values are a line of text, not a chart
         assert all(width > 300 and height > 100 for width, height in boxes)
         strokes.append(
             browser.value(

@@ -41,7 +41,8 @@ class Recipe:
     hidden: Tensor  # X[*n H], with its graph
     weight: Tensor  # W[V H]
     bias: Tensor | None
-    changes: tuple[int, int]  # of the weight, when the head was called
+    source: Tensor  # the head's own weight: `weight` may be a detached view of it
+    changes: tuple[int, int]  # of `source`, when the head was called
     grad: bool  # whether gradients were on then
     cast: torch.dtype | None  # autocast's dtype then
     dtype: torch.dtype  # of the logits as seen now
@@ -52,7 +53,7 @@ class Recipe:
         return replace(self, pre=self.pre * factor) if self.post is None else replace(self, post=self.post * factor)
 
     def check(self) -> None:
-        if change_count(self.weight) != self.changes:
+        if change_count(self.source) != self.changes:
             raise IsotypeError(
                 "these logits were not computed before the head's weight changed, and now cannot be",
                 fix="read outputs.logits before optimizer.step(), or keep outputs.logits.detach().clone()",
@@ -165,7 +166,9 @@ class DeferredLogits(Tensor):
 def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
     """What `F.linear(hidden, weight, bias)` would be."""
     grad = torch.is_grad_enabled()
-    return DeferredLogits(Recipe(hidden, weight, bias, change_count(weight), grad, autocast_dtype(hidden), product_dtype(hidden, weight)))
+    return DeferredLogits(
+        Recipe(hidden, weight, bias, weight, change_count(weight), grad, autocast_dtype(hidden), product_dtype(hidden, weight))
+    )
 
 
 def _give_memory(name: str, arguments: tuple[Any, ...]) -> None:

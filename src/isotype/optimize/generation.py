@@ -129,7 +129,8 @@ class SeesTraining:
         self.stream = stream
 
     def __call__(self, embeddings: nn.Module, args: Any, output: Any) -> None:
-        if embeddings.training and torch.is_grad_enabled():
+        # reading the generator would break a compiled graph; of a compiled model a callback's own seed may then go unnoticed
+        if not torch.compiler.is_compiling() and embeddings.training and torch.is_grad_enabled():
             self.stream.trained = torch.get_rng_state()
 
 
