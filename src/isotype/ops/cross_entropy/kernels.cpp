@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "logit_rule.h"
 
 using namespace isotype;
 
@@ -16,20 +17,6 @@ struct Rule {
 struct Shape {
   int64_t rows, columns, row_stride;
 };
-
-template <bool CAPPED>
-inline f32 rule_logits(f32 x, const Rule& rule) {
-  const f32 z = x * rule.scale;
-  return CAPPED ? rule.softcap * tanh(z / rule.softcap) : z;
-}
-
-// d z / d x of the above
-template <bool CAPPED>
-inline f32 slope(f32 x, const Rule& rule) {
-  if (!CAPPED) return all(rule.scale);
-  const f32 t = tanh(x * (rule.scale / rule.softcap));
-  return rule.scale * (1.0f - t * t);
-}
 
 struct Row {
   float top, lse, total, loss;

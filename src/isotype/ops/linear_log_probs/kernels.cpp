@@ -1,6 +1,7 @@
 // Per-token values of rows of logits, and their gradient: a row stays in a core's cache and is read for its maximum, then for its
 // sums, then for the gradient. fp32 inside whatever the logits' dtype; block sums are added in double.
 #include "lanes.h"
+#include "logit_rule.h"
 
 using namespace isotype;
 
@@ -25,20 +26,6 @@ struct Upstream {
 };
 
 constexpr int64_t BLOCK = 8192;
-
-template <bool CAPPED>
-inline f32 rule_logits(f32 x, const Rule& rule) {
-  const f32 z = x * rule.scale;
-  return CAPPED ? rule.softcap * tanh(z / rule.softcap) : z;
-}
-
-// d z / d x of the above
-template <bool CAPPED>
-inline f32 slope(f32 x, const Rule& rule) {
-  if (!CAPPED) return all(rule.scale);
-  const f32 t = tanh(x * (rule.scale / rule.softcap));
-  return rule.scale * (1.0f - t * t);
-}
 
 // f(start, stop) for each block of columns
 template <class F>
