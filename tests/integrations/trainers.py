@@ -192,8 +192,9 @@ def rloo(setting: Setting) -> Any:
 def reward(setting: Setting) -> Any:
     from transformers import AutoModelForSequenceClassification
 
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_pretrained(setting.path(), num_labels=1, dtype=torch.float32)
+    path = setting.path()
+    torch.manual_seed(0)  # the head is in no file: both trainers of a comparison start with the same one
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
     rows = dataset(chosen=lambda i: words(i + 1, 5 + i % 3), rejected=lambda i: words(i + 2, 6))
     return _trl("Reward", setting, {"max_length": 32}, task="SEQ_CLS", model=model, train_dataset=rows)
 

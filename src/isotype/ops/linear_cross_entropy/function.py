@@ -24,7 +24,7 @@ from .weighted import check_weights, weighted_losses, weights_of_tokens
 
 
 class TokenStatistics(NamedTuple):
-    """What the logits said of each token, without a gradient; an ignored token has 0, 0 and -1.
+    """What the logits said of each token, without a gradient; an ignored token has 0, and -1 as its class.
 
     log_probs  fp32[*n]   of the target
     entropy    fp32[*n]   nats
@@ -259,6 +259,7 @@ def linear_cross_entropy(
     if not statistics:
         return loss
     log_probs, entropy, top1, lse = (s.reshape(targets.shape) for s in seen)
+    lse = lse.masked_fill(targets == ignore_index, 0.0)  # where ignored rows were not selected away, theirs was computed
     return loss, TokenStatistics(log_probs, entropy, top1, lse, z_loss * lse.square())
 
 
