@@ -7,8 +7,8 @@ import json
 import peft
 import pytest
 import torch
-from tests.models import lora
-from transformers import AutoModelForCausalLM
+from tests.models import lora, tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
@@ -88,3 +88,55 @@ def test_dtype_of_a_merged_model():
     }  # fmt: skip
     declared = PRESETS["bf16-lora"].but(save="model fp16, adapter fp32")
     assert merged_dtype(declared) == ("fp16", "precision.save: model fp16, adapter fp32")
+
+
+@pytest.fixture
+def merged_logits(tmp_path, workshop):
+    """`merged_logits(base, ...)`: logits of a base with a random adapter, and of the two merged, loaded by transformers alone."""
+
+    def make(base, **settings):
+        base.save_pretrained(tmp_path / "base")
+        AutoTokenizer.from_pretrained(workshop.base).save_pretrained(tmp_path / "base")
+        model = lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), init_lora_weights=False, **settings)
+        model.save_pretrained(tmp_path / "adapter")
+        ids = torch.arange(3, 20)[None]
+        with torch.no_grad():
+            expected = model.eval()(input_ids=ids).logits
+            merge(load_run(tmp_path / "adapter"), tmp_path / "merged")
+            return AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=ids).logits, expected, model
+
+    return make
+
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("apertus", {}), ("glm4_moe", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **EXPERTS})],
+    ids=["apertus", "glm4_moe"],
+)
+def test_buffers_of_the_models_file_are_merged(merged_logits, family, settings):
+    """The constants of Apertus' activation are buffers, and so is the bias of GLM 4's router."""
+    base = tiny(family, **settings)
+    for name, buffer in base.named_buffers():
+        if name.endswith(("beta", "e_score_correction_bias")):
+            buffer += torch.rand(buffer.shape)
+    got, expected, _ = merged_logits(base, target_modules=["q_proj"])
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_on_bare_parameters_are_merged(merged_logits):
+    """`all-linear` puts an adapter on the router of these experts, which is a parameter and no linear layer."""
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1, "moe_num_shared_experts": 1, **EXPERTS}
+    got, expected, model = merged_logits(tiny("ernie4_5_moe", **experts))
+    assert any(isinstance(m, peft.tuners.lora.ParamWrapper) for m in model.modules())
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_on_stacked_experts_are_merged(merged_logits):
+    base = tiny("mixtral", num_local_experts=4)
+    wanted = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    got, expected, model = merged_logits(base, **wanted)
+    assert sum(isinstance(m, peft.tuners.lora.ParamWrapper) for m in model.modules()) == 4
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)

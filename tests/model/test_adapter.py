@@ -85,3 +85,20 @@ def test_modules_trained_in_full_are_loaded_as_they_were_saved_on_a_narrower_bas
 def full_head_is_embedding(parameters):
     head, embedding = (p for name, p in sorted(parameters.items()) if ".modules_to_save." in name)
     return head is embedding
+
+
+def test_all_linear_leaves_out_routers_that_return_no_tensor():
+    """Phi-MoE's router is a linear layer whose forward gives a pair."""
+    model = attach_adapter(tiny("phimoe", num_local_experts=4, num_experts_per_tok=2), AdapterSection(), seed=0)
+    adapted = {
+        name.rpartition(".lora_A.default")[0].rpartition(".")[2] for name, _ in model.named_modules() if name.endswith("lora_A.default")
+    }
+    assert {"q_proj", "v_proj"} <= adapted
+    assert "router" not in adapted
+    ids = torch.arange(3, 20)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_all_linear_takes_a_familys_own_linear_layers():
+    model = attach_adapter(tiny("falcon"), AdapterSection(), seed=0)
+    assert {"query_key_value", "dense"} <= {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,27 +106,35 @@ def merged_state(model: nn.Module, dtype: torch.dtype) -> tuple[dict[str, Tensor
     effect = error = 0.0
     count = 0
     unchanged: dict[int, Tensor] = {}  # of a parameter with two names, as a tied head and its embedding: cast once, so stored once
-    layers = {name: m for name, m in inner.named_modules() if hasattr(m, "get_delta_weight") and hasattr(m, "base_layer")}
+    layers = _adapted_weights(inner)
     for name, parameter in inner.named_parameters(remove_duplicate=False):
         plain = _plain_name(name)
         if plain is None:
             continue
-        layer = layers.get(plain.rpartition(".")[0])
-        merging = layer is not None and plain.endswith(".weight")
-        if not merging and id(parameter) in unchanged:
+        layer = layers.get(plain)
+        if layer is None and id(parameter) in unchanged:
             state[plain] = unchanged[id(parameter)]
             continue
         value = dequantised(parameter)
-        if layer is not None and merging:
+        if layer is not None:
             exact = merged_weight(layer, value)
             delta, value = exact - value, exact.to(dtype)
             effect += float(delta.double().square().sum())
             error += float((value.double() - exact.double()).square().sum())
             count += 1
         state[plain] = value.to(dtype).contiguous().cpu()
-        if not merging:
+        if layer is None:
             unchanged[id(parameter)] = state[plain]
+    for plain, buffer in _stored_buffers(inner).items():
+        state[plain] = (buffer.to(dtype) if buffer.is_floating_point() else buffer).contiguous().cpu()
     return state, (error / effect) ** 0.5 if effect else 0.0, count
+
+
+def _stored_buffers(inner: nn.Module) -> dict[str, Tensor]:
+    """Buffers that belong to the model's file, such as the constants of Apertus' activation or the router bias of DeepSeek V3."""
+    kept = inner.state_dict(keep_vars=True)
+    named = {name: buffer for name, buffer in inner.named_buffers(remove_duplicate=False) if name in kept}
+    return {plain: buffer.detach() for name, buffer in named.items() if (plain := _plain_name(name)) is not None}
 
 
 def merged_weight(layer: Any, weight: Tensor) -> Tensor:
@@ -135,8 +144,36 @@ def merged_weight(layer: Any, weight: Tensor) -> Tensor:
         if adapter in layer.lora_variant:  # DoRA scales the sum, row by row
             merged = layer.lora_variant[adapter].merge_safe(layer, adapter, merged)
         elif adapter in layer.lora_A or adapter in layer.lora_embedding_A:
-            merged = merged + layer.get_delta_weight(adapter).float()
+            merged = merged + _delta(layer, adapter)
     return merged
+
+
+def _delta(layer: Any, adapter: str) -> Tensor:
+    """The change of one weight by one adapter, in fp32."""
+    from peft.tuners.lora import ParamWrapper
+
+    if not isinstance(layer, ParamWrapper):
+        return layer.get_delta_weight(adapter).float()
+    parameter = layer.get_param()  # PEFT gives the change of a bare parameter in that parameter's dtype
+    kept = parameter.data
+    parameter.data = kept.float()
+    try:
+        return layer.get_delta_weight(adapter)
+    finally:
+        parameter.data = kept
+
+
+def _adapted_weights(inner: nn.Module) -> dict[str, Any]:
+    """Plain name of each weight that has an adapter -> PEFT's layer. Stacked experts and routers have theirs on bare parameters."""
+    found = {}
+    for name, layer in inner.named_modules():
+        if hasattr(layer, "get_delta_weight") and hasattr(layer, "base_layer"):
+            found[f"{_without_wrappers(name)}.{getattr(layer, 'parameter_name', 'weight')}"] = layer
+    return found
+
+
+def _without_wrappers(name: str) -> str:
+    return re.sub(r"(\.base_layer)+(?=\.|$)", "", name)
 
 
 def _refuse_unmergeable(model: nn.Module) -> None:
@@ -144,7 +181,7 @@ def _refuse_unmergeable(model: nn.Module) -> None:
     from peft.tuners import lora
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    known = (lora.Linear, lora.Embedding, lora.Conv2d, getattr(lora, "Linear4bit", lora.Linear))
+    known = (lora.Linear, lora.Embedding, lora.Conv2d, getattr(lora, "Linear4bit", lora.Linear), lora.ParamWrapper)
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
             continue
@@ -171,7 +208,7 @@ def _plain_name(name: str) -> str | None:
     """A parameter's name without PEFT's wrappers; None for what the plain model has not."""
     if ".lora_" in name or ".original_module." in name:
         return None
-    return name.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")
+    return _without_wrappers(name).replace(".modules_to_save.default.", ".")
 
 
 def _rows(run: LoadedRun) -> list:

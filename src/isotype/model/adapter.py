@@ -51,6 +51,7 @@ def attach_adapter(
         lora_alpha=section.alpha,  # type: ignore[arg-type]  # PEFT takes a float, its annotation says int
         lora_dropout=section.dropout,
         target_modules=_targets(model, section) if targets is None else targets,
+        exclude_modules=(_routers(model) or None) if section.targets == "all-linear" else None,
         use_rslora=section.rslora,
         modules_to_save=in_full or None,
         ensure_weight_tying=tied,
@@ -74,6 +75,27 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     names = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     return sorted(names.difference(_NEVER_CALLED) if getattr(model.config, "model_type", None) in _MAMBA else names)
+
+
+def _routers(model: nn.Module) -> list[str]:
+    """Last names of linear layers of a family's own kind whose result is no tensor, as the routers of Llama 4 and Phi-MoE.
+
+    PEFT's layer takes the result of the linear layer that it wraps for a tensor, and fails.
+    """
+    own = {
+        name: m
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and type(m).__module__.startswith("transformers.models.") and type(m).forward is not nn.Linear.forward
+    }
+    one_of_each = {type(m): m for m in own.values()}
+    without_tensor = {kind for kind, m in one_of_each.items() if not _gives_a_tensor(m)}
+    return sorted({name.rpartition(".")[2] for name, m in own.items() if type(m) in without_tensor})
+
+
+def _gives_a_tensor(linear: nn.Linear) -> bool:
+    weight = linear.weight
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        return isinstance(linear(torch.zeros(2, linear.in_features, dtype=weight.dtype, device=weight.device)), torch.Tensor)
 
 
 def _targets(model: PreTrainedModel, section: AdapterSection) -> str | list[str]:

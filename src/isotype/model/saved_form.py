@@ -98,7 +98,7 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def refuse_difference(folder: Path, expected: Digests, loaded: nn.Module, dtype: torch.dtype) -> None:
     """Compares a model loaded from `folder` with what should have been saved in `dtype`. Raises RunError SV001 naming the first tensor."""
-    found = dict(loaded.named_parameters(remove_duplicate=False))
+    found = dict(loaded.named_parameters(remove_duplicate=False)) | dict(loaded.named_buffers(remove_duplicate=False))
     missing = [name for name in expected if name not in found]
     if missing:
         raise _different(folder, f"{missing[0]} is not there when it is loaded ({len(missing)} such)")
