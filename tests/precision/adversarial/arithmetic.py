@@ -247,7 +247,45 @@ def narrow_written_out_loss(run) -> None:
     run.loss = loss
 
 
+TABLE = torch.linspace(-1, 1, 256)
+
+
+class ByTable(MLP):
+    """Each value becomes the nearest of 256, as the straight-through estimator of a quantisation does."""
+
+    def index(self, x: Tensor) -> Tensor:
+        return ((x.detach() + 1) * 127.5).long().clamp(0, 255)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + (TABLE.to(y.dtype)[self.index(y.float())] - y).detach()
+
+
+class ByBins(ByTable):
+    def index(self, x: Tensor) -> Tensor:
+        return torch.bucketize(x.detach(), TABLE).clamp(max=255)
+
+
+class ByNearest(ByTable):
+    def index(self, x: Tensor) -> Tensor:
+        return (x.detach()[..., None] - TABLE).abs().argmin(-1)
+
+
+class ByIntegers(MLP):
+    """Integers in a product with a number: widened without a cast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + ((y.detach().float() * 127).to(torch.int16) * (1 / 127) - y.detach()).to(y.dtype)
+
+
+class ByLargeConstant(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x).float() + 49152.0 - 49152.0).to(x.dtype)
+
+
 for made in (
+    ByTable, ByBins, ByNearest, ByIntegers, ByLargeConstant,
     Fp64ThenFp16MLP, Fp16MLP, Fp32MLP, EinsumMLP, Fp32Convolution, InlineNorm, NarrowVariance, NarrowPooling, NarrowRunningSum,
     Int8Activations, Fp8Activations, SumOfProducts, RecomputedInFp16,
 ):  # fmt: skip

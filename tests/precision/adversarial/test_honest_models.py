@@ -75,6 +75,18 @@ def test_common_practice_gives_no_violation(family, preset, how):
     assert not made.unobserved
 
 
+def test_tables_that_a_family_stores_with_its_weights_are_no_violation():
+    """MiniMax's decays are buffers of the model's file: a base in bf16 has them in bf16."""
+    changes = {"num_local_experts": 4, "head_dim": 8, "block_size": 16, "layer_types": ["linear_attention", "full_attention"]}
+    config = AutoConfig.for_model("minimax", **{**SIZES, **changes})
+    torch.manual_seed(0)
+    model = lora(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    tables = {name: buffer for name, buffer in model.named_buffers() if name.endswith("slope_rate")}
+    assert {buffer.dtype for buffer in tables.values()} == {torch.bfloat16}
+    seen = watched_step(set_up(model, PRESETS["bf16-lora"]), 1)
+    assert [finding.message for finding in seen.violations] == []
+
+
 @pytest.mark.parametrize("preset", ["fp32", "bf16-mixed", "bf16-pure", "fp16-mixed"])
 def test_a_plain_pytorch_model_gives_no_violation(preset):
     seen = watched_step(set_up(tiny(), PRESETS[preset]), 1)

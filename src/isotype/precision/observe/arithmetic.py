@@ -1,9 +1,9 @@
 """Judges every operator of an observed step by its role: products, sums, elementwise arithmetic, casts.
 
 These are violations: a product outside `compute` (in adapters: outside the dtype of their branch), arithmetic narrower than its role, fp64
-anywhere, and a loss of precision that a later widening hides. To detect the last, `lineage` records what each value lost. Elementwise
-arithmetic that is wider than its role is only counted. Common practice is not reported: fp32 products of a router, recognised by their
-later use (top-k), and fp32 products of tables, which depend on no activation.
+anywhere, values put on a grid (`disguises`), and a loss of precision that a later widening hides. To detect the last, `lineage` records
+what each value lost. Elementwise arithmetic that is wider than its role is only counted. Common practice is not reported: fp32 products of
+a router, recognised by their later use (top-k), and fp32 products of tables, which depend on no activation.
 
 PyTorch's own backward operators follow the forward that was judged, so their sums are not judged again. Python code in backward is judged.
 """
@@ -24,6 +24,7 @@ from ..apply import is_norm
 from ..precision import Precision
 from . import operators as ops
 from .callers import ENGINE, OURS, PRACTICE, Caller, caller
+from .disguises import BINS, LOOKUPS, NEAREST, looked_up_in_constants, quantised_operands, shifted
 from .lineage import BUFFER, FLOAT_INPUT, INPUT, NOTHING, STATE, WEIGHT, Lineage, Lineages, Mark, joined, plain_tensors, wide
 from .observation import Observation
 from .regions import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE, Regions
@@ -219,7 +220,32 @@ class _Look:
         if self.op.name == "view" and self.inputs and self.outputs:
             into_integers = _float(self.inputs[0].dtype) is not None and _float(self.outputs[0].dtype) is None
             made = replace(made, bits=made.bits or into_integers)
-        self._remember(made)
+        self._remember(self._disguised(made))
+
+    def _disguised(self, made: Lineage) -> Lineage:
+        """Judges ways to put values on a grid without a cast or a rounding operator, and records the first half of each."""
+        lineages, name_, by_user = self.mode.lineages, self.op.name, self.by.kind not in (OURS, ENGINE, PRACTICE)
+        if name_ in BINS or name_ in NEAREST:
+            of_values = self.region != UPDATE and any(_float(t.dtype) and (lineages.of(t) or NOTHING).data for t in self.inputs)
+            return replace(made, integers=of_values and name_ in BINS, nearest=of_values and name_ in NEAREST)
+        floats = bool(self.outputs) and _float(self.outputs[0].dtype) is not None
+        if floats and name_ in LOOKUPS:
+            if by_user and looked_up_in_constants(self.inputs, lineages):
+                self._on_a_grid(f"{name_} takes values from a table of constants", "the index was computed from the values")
+            return replace(made, integers=False, nearest=False)
+        if floats and self.op.kind == ops.ARITHMETIC and by_user and (whole := quantised_operands(self.inputs, lineages)):
+            self._on_a_grid(f"values pass through {name(whole[0].dtype)} in {name_}", "quantised and widened again")
+            return replace(made, integers=False)
+        if self.op.kind not in (ops.EXACT, ops.CAST):
+            shift, rounds = shifted(name_, self.args, self.kwargs, made)
+            if rounds and by_user and made.data:
+                self._on_a_grid(f"{name_} takes off a large constant that was added before", "the sum kept only the high bits")
+            return replace(made, shift=shift)
+        return made
+
+    def _on_a_grid(self, message: str, cause: str) -> None:
+        role = self._role()
+        self.report(role, message, observed="a grid", declared=getattr(self.mode.precision, role), cause=cause)
 
     def _remember(self, made: Lineage) -> None:
         for tensor in self.outputs:

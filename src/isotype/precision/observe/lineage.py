@@ -32,9 +32,18 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """from_  what it was made of: bits;  marks  what it lost;  written  whether an operator wrote it;  bits  floats seen as integers;
-    integers  floats cast to integers;  added  how many narrow additions in Python code of backward it is the end of;  products  products
-    outside `compute` that it depends on and whose use is not known yet."""
+    """What is known of a value.
+
+    from_     what it was made of: bits
+    marks     what it lost
+    written   whether an operator wrote it
+    bits      floats seen as integers
+    integers  floats cast to integers, or the bins of floats
+    added     how many narrow additions in Python code of backward it is the end of
+    products  products outside `compute` that it depends on and whose use is not known yet
+    nearest   positions of the largest or smallest of some values
+    shift     the sum of the constants that were added to it
+    """
 
     from_: int = 0
     marks: tuple[Mark, ...] = ()
@@ -43,6 +52,8 @@ class Lineage:
     integers: bool = False
     added: int = 0
     products: frozenset[int] = frozenset()
+    nearest: bool = False
+    shift: float = 0.0
 
     @property
     def activation(self) -> bool:

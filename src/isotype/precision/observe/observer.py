@@ -92,7 +92,10 @@ class Observer:
             observation.unseen_thing("base", "integers: packed weights whose dtype is their library's")
 
     def _look_at_buffers(self, observation: Observation) -> None:
-        """Checks floating buffers, which have no role of their own: a table or a running mean must be fp32, a mask may have any dtype."""
+        """Checks floating buffers, which have no role of their own: a table or a running mean must be fp32, a mask may have any dtype.
+
+        Tables that a family of transformers keeps in the model's file (MiniMax's decays) are loaded in the dtype of its weights.
+        """
         for full, buffer in self.model.named_buffers():
             if not buffer.is_floating_point():
                 continue
@@ -101,7 +104,11 @@ class Observer:
             if buffer.dtype == torch.float64 or (buffer.dtype != first and itemsize(word) < itemsize(name(first))):
                 was = "fp32" if buffer.dtype == torch.float64 else name(first)
                 observation.report("compute", f"buffer {full} is {word}, declared {was}", symbol=full, observed=word, declared=was)
-            elif itemsize(word) < 4 and buffer.numel() > 1 and (word not in self._words() or _is_table(buffer)):
+            elif (
+                itemsize(word) < 4
+                and buffer.numel() > 1
+                and (word not in self._words() or (_is_table(buffer) and not _of_the_models_file(self.model, full)))
+            ):
                 observation.report(
                     "compute", f"buffer {full} is stored in {word}, declared fp32", symbol=full, observed=word, declared="fp32"
                 )
@@ -220,6 +227,13 @@ class Observer:
 
     def _adapter(self, module_name: str, dtype: str) -> bool:
         return "lora_" in module_name and dtype == "fp32" and self.lora_branch in (None, "fp32")
+
+
+def _of_the_models_file(model: nn.Module, full: str) -> bool:
+    """Whether a buffer is stored with the weights by a module of transformers' own."""
+    owner, _, own = full.rpartition(".")
+    module = model.get_submodule(owner)
+    return type(module).__module__.startswith("transformers.models.") and own not in module._non_persistent_buffers_set
 
 
 def _is_table(buffer: Tensor) -> bool:

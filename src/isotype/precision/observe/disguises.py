@@ -1,0 +1,47 @@
+"""Ways to put values on a grid without a cast or a rounding operator: tables, integers in arithmetic, large constants.
+
+A lookup in a table of constants by an index that was computed from the values gives the nearest of a few values. A large constant that is
+added and subtracted again removes the low bits: fp32 has steps of 2^-8 above 32,768.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .lineage import NOTHING, WEIGHT, Lineage, Lineages
+
+LOOKUPS = frozenset(("index", "gather", "index_select", "take", "embedding"))
+BINS = frozenset(("bucketize", "searchsorted"))  # give the bin of each value
+NEAREST = frozenset(("argmin", "argmax"))
+_LARGE = 256.0  # a constant that removes at least 8 bits of values near 1
+_CANCELLED = 1 / 16
+
+
+def looked_up_in_constants(inputs: Sequence[Tensor], lineages: Lineages) -> bool:
+    """Whether a lookup (table first, then indices) takes values of a table that is not trained, by indices made of values."""
+    table, *indices = [lineages.of(tensor) or NOTHING for tensor in inputs]
+    return not (table.activation or table.from_ & WEIGHT) and any(index.integers or index.nearest for index in indices)
+
+
+def quantised_operands(inputs: Sequence[Tensor], lineages: Lineages) -> list[Tensor]:
+    """The integer operands that were made of floating values: arithmetic with floats widens them without a cast."""
+    whole = [tensor for tensor in inputs if not tensor.is_floating_point() and not tensor.is_complex()]
+    return [tensor for tensor in whole if (lineages.of(tensor) or NOTHING).integers]
+
+
+def shifted(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], lineage: Lineage) -> tuple[float, bool]:
+    """The constant that a value holds after this operator, and whether a large one was taken off again."""
+    constant = _constant(args[1]) if name in ("add", "sub") and len(args) == 2 else None
+    if constant is None:
+        return 0.0, False
+    total = lineage.shift + (constant if name == "add" else -constant) * float(kwargs.get("alpha", 1))
+    return total, abs(lineage.shift) >= _LARGE and abs(total) < abs(lineage.shift) * _CANCELLED
+
+
+def _constant(value: Any) -> float | None:
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 and value.device.type == "cpu" and not value.requires_grad else None
+    return float(value) if isinstance(value, int | float) else None
