@@ -10,6 +10,11 @@ def main() -> None:
         command()
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        # a second Ctrl-C, while Python shuts down, ends the process without a traceback
+        import signal
+
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

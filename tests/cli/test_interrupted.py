@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tomllib
@@ -59,3 +60,19 @@ def test_nothing_slow_is_imported_before_ctrl_c_is_heeded():
     )
     imported = subprocess.run([sys.executable, "-S", "-c", program, source], capture_output=True, text=True, check=True, timeout=900).stdout
     assert {name.partition(".")[0] for name in imported.split()} <= {"isotype", "importlib", "warnings", "__future__"}
+
+
+def test_a_second_interrupt_while_python_shuts_down_is_no_traceback():
+    """An exit handler stands for the time that Python needs to shut down."""
+    program = (
+        "import atexit, os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import isotype.__main__ as entry, isotype.cli.app as app\n"
+        "def interrupted(): raise KeyboardInterrupt\n"
+        "app.main = interrupted\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "entry.main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900)
+    assert ended.returncode == -signal.SIGINT
+    assert ended.stderr == ""
