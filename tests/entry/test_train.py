@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import gc
+import logging
+import os
+import random
+import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
 import isotype
 from isotype.config.schema import TrainSection
@@ -135,3 +141,58 @@ def test_a_callback_that_rounds_the_optimizers_states_stops_the_run(workshop, tm
 
     with pytest.raises(RunError, match=r"Rounds.on_step changed the optimizer's exp_avg.* of .*lora_"):
         isotype.train(**settings(workshop, tmp_path / "run"), callbacks=[Rounds()])
+
+
+def summed_loss(model, batch):
+    logits = model(**batch.inputs).logits[:, :-1].float()
+    return F.cross_entropy(logits.flatten(0, 1), batch.labels[:, 1:].flatten(), reduction="sum")
+
+
+class StopsAt2(isotype.Callback):
+    def on_step(self, moment):
+        if moment.step == 2:
+            moment.stop()
+
+
+@pytest.mark.parametrize("with_objective", [True, False])
+def test_a_run_does_not_go_on_with_another_objective(workshop, tmp_path, with_objective):
+    first, second = (summed_loss, None) if with_objective else (None, summed_loss)
+    run = isotype.train(**settings(workshop, tmp_path / "run"), callbacks=[StopsAt2()], objective=first)
+    with pytest.raises(UsageError, match=r"it was trained with .*, and would go on with"):
+        isotype.train(resume=run.folder, objective=second)
+    assert isotype.train(resume=run.folder, objective=first).result["steps"] == 4
+
+
+def process_state():
+    return {
+        "dtype": torch.get_default_dtype(),
+        "strict": torch.are_deterministic_algorithms_enabled(),
+        "torch": torch.get_rng_state().tolist(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state()[1].tolist(),
+        "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        "verbosity": transformers.utils.logging.get_verbosity(),
+        "bars": transformers.utils.logging.is_progress_bar_enabled(),
+        "peft": logging.getLogger("peft").level,
+        "warnings": list(warnings.filters),
+    }
+
+
+def test_a_run_leaves_the_process_as_it_was(workshop, tmp_path):
+    transformers.utils.logging.set_verbosity_warning()
+    transformers.utils.logging.enable_progress_bar()
+    before = process_state()
+    isotype.train(**settings(workshop, tmp_path / "run", deterministic=True))
+    assert process_state() == before
+
+
+def test_a_run_does_not_depend_on_the_callers_default_dtype_or_gradient_mode(workshop, tmp_path):
+    one = isotype.train(**settings(workshop, tmp_path / "one"))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode():
+            other = isotype.train(**settings(workshop, tmp_path / "other"))
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    same_result(one.folder, other.folder)

@@ -65,6 +65,8 @@ def train(
     objective  objective(model, batch) -> float[], the losses of a micro-batch summed over `batch.weight` tokens, in place of the
                cross-entropy; the batch has `inputs` for the model and `labels`. Evaluation keeps the cross-entropy.
     Raises     UsageError, PreflightError, RunError, DtypeError, each with its fix
+
+    Random state, the default dtype, deterministic mode, warnings and log levels are afterwards what they were before the call.
     """
     for callback in callbacks:
         if isinstance(callback, type):
@@ -90,9 +92,11 @@ def train(
     from ..runs.folder import RunFolder
     from ..tasks.choose import train as run_task
     from ..training.run import run_folder
+    from .process_state import own_process_state
 
     folder: RunFolder = run_folder(loaded, None if resume is None else Path(resume))
-    run_task(loaded, resume=None if resume is None else Path(resume), skips=skip or {}, callbacks=callbacks, objective=objective)
+    with own_process_state():
+        run_task(loaded, resume=None if resume is None else Path(resume), skips=skip or {}, callbacks=callbacks, objective=objective)
     return Run(folder.path)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from ..config.compare import compare
 from ..config.load import LoadedConfig, load
@@ -44,6 +43,7 @@ from .interrupt import Interrupt
 from .loop import Loop
 from .memory.device import returns_freed_blocks
 from .milestones import Milestones
+from .own_code import OBJECTIVE, Objective, Own, compare_objectives
 from .preflight.check import RECORD, preflight
 from .preflight.subject import Subject
 from .quiet import quiet_libraries
@@ -54,15 +54,6 @@ from .trackers.trackers import start
 
 INTERRUPTED = 130
 RESUMES = "resumes.json"
-Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]
-
-
-@dataclass(frozen=True)
-class Own:
-    """A user's own code in a run."""
-
-    callbacks: Sequence[Callback] = ()
-    objective: Objective | None = None
 
 
 def train(
@@ -111,6 +102,7 @@ def _train(
             )
         if resume is not None:
             _compare_with_before(loaded, task, folder, console)
+            compare_objectives(loaded, own, folder, console)
         try:
             status, result = _run(loaded, task, folder, console, interrupt, world, resuming=resume is not None, skips=skips, own=own)
         except torch.OutOfMemoryError as error:
@@ -214,9 +206,11 @@ def _run(
         micro_batch=prepared.passes.rows,
     )  # fmt: skip
     checked = preflight(subject, skips, world=world)
-    world.first_does(lambda: _write_start(loaded, task, prepared, loop.plan, folder, world, resuming=resuming))
+    world.first_does(lambda: _write_start(loaded, task, prepared, loop.plan, folder, world, own, resuming=resuming))
     shared = contention() if prepared.device.type == "cpu" and world.first else None
     said = [("cores", str(shared))] if shared else []
+    if own.objective is not None:
+        said.append(("objective", f"{own.objective_name} in place of the cross-entropy, which evaluation keeps"))
     console.header([*header_rows(task, prepared, loop.plan, folder, world), *said, *checked.header_rows()])
     if world.size == 1 and (note := asked_but_not_started()):
         console.say(f"warning   {note}")
@@ -297,7 +291,7 @@ def _loop(task: Task, prepared: Prepared, folder: RunFolder, console: RunConsole
 
 
 def _write_start(
-    loaded: LoadedConfig, task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder, world: World, *, resuming: bool
+    loaded: LoadedConfig, task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder, world: World, own: Own, *, resuming: bool
 ) -> None:
     """Writes the files that describe the run before its first step; `resolved.yaml` last, since it marks the folder as a run."""
     (folder.path / "result.json").unlink(missing_ok=True)  # of the part that a resumed run goes on from
@@ -310,8 +304,10 @@ def _write_start(
     for name, content in task.records().items():
         folder.write_json(name, content)
     trainable, total = trainable_share(prepared.model)
-    shared = {"processes": world.size, "machines": world.nodes}
-    folder.write_json("plan.json", {**asdict(plan), "task": task.kind, "parameters": total, "trained": trainable, **shared})
+    shared: dict[str, Any] = {"processes": world.size, "machines": world.nodes}
+    folder.write_json(
+        "plan.json", {**asdict(plan), "task": task.kind, "parameters": total, "trained": trainable, OBJECTIVE: own.objective_name, **shared}
+    )
     reasons = {f"precision.{role}": reason for role, reason in prepared.resolved.reasons.items()}
     reasons["precision.preset"] = prepared.resolved.why_preset
     values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
