@@ -32,7 +32,7 @@ def learnt(families: SimpleNamespace, template: str, messages: list[dict[str, An
     tokenizer, tally = families.of("chatml"), Tally()
     encoder = Encoder(tokenizer, max_length=512, loss_on="assistant", template=ChatTemplate(tokenizer, template, "file"))
     found = list(encoder.rows([Example("x:1", messages=tuple(messages), tools=tools)], tally))
-    tally.bad.refuse()
+    tally.bad.refuse(sound=1)
     ((_, row, _),) = found
     return tokenizer.decode([label for label in row.labels if label != IGNORED]), tally
 

@@ -237,7 +237,7 @@ WRONG: dict[str, tuple[str, str | bytes | list[Any], dict[str, Any], str]] = {
     "surrogate": ("x.jsonl", '{"text": "a"}\n{"text": "\\ud800"}', {}, "x.jsonl:2: a \\u escape is half of a surrogate pair"),
     "deep": ("x.jsonl", "[" * 100_000, {}, "x.jsonl:1: JSON nested too deeply"),
     "ends early": ("x.jsonl", '{"text": "a"}\n{"text": [\n', {}, "x.jsonl:2: broken JSON: the line ends within a value"),
-    "wrapped": ("x.json", '{"data": [{"text": "a"}]}', {}, "x.json:1: the rows are inside the key data: give a file that is"),
+    "wrapped": ("x.json", '{"data": [{"text": "a"}]}', {}, "x.json:1: no known format in the keys; data is a list of objects: if"),
     "unmarked": ("x.txt", "hello".encode("utf-16-le"), {}, "x.txt:1: byte 1 is zero: UTF-16 without its mark"),
     "latin": ("x.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}', {}, "x.jsonl:2: byte 27 (0xe9) is not UTF-8"),
     "utf16": ("x.txt", "words".encode("utf-16"), {}, "x.txt:1: byte 0: the file is UTF-16; save it as UTF-8"),

@@ -82,3 +82,5 @@ def test_a_run_lists_the_rows_that_it_left_out(configured: Any, workshop: Any, t
     rows = [json.loads(line) for line in (tmp_path / "run/bad_rows.jsonl").read_text().splitlines()]
     assert [row["place"].removeprefix(f"{file}:") for row in rows] == ["21", "50", "51"]
     assert [row["reason"] for row in rows][1] == "the answer is empty"
+    facts = json.loads((tmp_path / "run/data.json").read_text())
+    assert not stream or facts["stream"]["left_out"] == 3

@@ -353,8 +353,9 @@ def test_a_row_that_cannot_be_read_in_mid_run_names_itself_and_the_last_good_che
     }
     with pytest.raises(RunError, match=r"stream\.jsonl:45(.|\n)*saved .*last good checkpoint: .*step_\d+"):
         train(configured(**sections))
-    file.write_text("".join([*good[:44], good[0], *good[44:]]))
+    sections["data"]["on_bad_row"] = "skip"
     assert train(configured(**sections), resume=tmp_path / "run") == 0
+    assert json.loads((tmp_path / "run" / "bad_rows.jsonl").read_text())["place"].endswith("stream.jsonl:45")
 
 
 def test_samples_can_be_switched_off(configured, tmp_path):

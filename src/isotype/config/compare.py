@@ -75,5 +75,7 @@ def compare(old: RunConfig, new: RunConfig, *, auto: str = "auto") -> list[Chang
             after = auto
         if before != after:
             why = MAY_CHANGE.get(key)
+            if key == "data.on_bad_row" and after == "skip":
+                why = "there was no bad row so far"
             changes.append(Change(key, before, after, why is not None, why or "what was trained so far had the old one"))
     return changes

@@ -22,6 +22,8 @@ KEPT = 10_000  # of a source, by place and reason; all are counted
 EMPTY = "the answer is empty"
 FIX = "data.on_bad_row: skip leaves them out, counts them and lists them in the run's bad_rows.jsonl"
 
+NONE_SOUND = "none of the rows can be used as they are: docs/data.md shows each format; data.columns names keys that are called otherwise"
+
 
 class RowError(UsageError):
     """One row cannot be used; others of the file may be sound."""
@@ -48,8 +50,8 @@ class BadRow:
         empty = isinstance(error, EmptyAnswer)
         return cls(place, EMPTY if empty else error.message.removeprefix(f"{place}: "), error.fix, empty)
 
-    def error(self) -> UsageError:
-        return UsageError(f"{self.place}: {self.reason}", fix=self.fix or FIX)
+    def error(self, *, fix: str | None = FIX) -> UsageError:
+        return UsageError(f"{self.place}: {self.reason}", fix=self.fix or fix)
 
 
 @dataclass
@@ -82,11 +84,15 @@ class BadRows:
         self.empty += said["empty"]
         self.kept += [BadRow(*row) for row in said["rows"]]
 
-    def refuse(self) -> None:
-        """Raises  UsageError that names every kind, and up to PLACES places; nothing where no row is bad."""
+    def refuse(self, *, sound: int) -> None:
+        """Raises  UsageError that names every kind, and up to PLACES places; nothing where no row is bad.
+
+        sound  rows that can be used: with none, leaving out the bad ones is no help
+        """
         bad = [row for row in self.kept if not row.empty]
+        fix = FIX if sound else NONE_SOUND
         if self.count == 1 and bad:
-            raise bad[0].error()
+            raise bad[0].error(fix=fix)
         if not self.count:
             return
         by_kind: dict[str, list[BadRow]] = {}
@@ -103,7 +109,7 @@ class BadRows:
             lines.append(f"  {self.kinds[kind]:,} x {rows[0].reason}\n      {places}")
         if len(self.kinds) > len(shown):
             lines.append(f"  and {len(self.kinds) - len(shown)} more kinds")
-        raise UsageError("\n".join(lines), fix=FIX)
+        raise UsageError("\n".join(lines), fix=fix)
 
 
 def kind_of(reason: str) -> str:
@@ -125,6 +131,10 @@ class BadRowFile:
                     self._written.add(str(json.loads(line)["place"]))
                 except (ValueError, LookupError, TypeError):
                     continue
+
+    @property
+    def count(self) -> int:
+        return len(self._written)
 
     def write(self, rows: Iterable[BadRow]) -> None:
         new = {row.place: row for row in rows if row.place not in self._written}

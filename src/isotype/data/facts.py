@@ -156,7 +156,10 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
             said.append(f"{sum(side['bad_rows'].values()):,} bad {name} rows are left out (data.on_bad_row: skip): {kinds}")
         said += [f"{d['rows']} {name} rows dropped: {d['why']} (first: {d['first']})" for d in side["dropped"]]
         for file in side["files"]:
-            said += [f"{file['path']}: the key {key} is not read ({n} rows)" for key, n in file.get("ignored_keys", {}).items()]
+            said += [
+                f"{file['path']}: the key {key or '(without a name)'} is not read ({n} rows)"
+                for key, n in file.get("ignored_keys", {}).items()
+            ]
     longest = max(train["lengths"]["longest"], evaluation["lengths"]["longest"])
     if longest > encoder.tokenizer.model_max_length:
         most = encoder.tokenizer.model_max_length

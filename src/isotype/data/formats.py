@@ -98,7 +98,7 @@ def renamed(record: Record, columns: Columns) -> dict[str, Any]:
             known = sorted({key for form in FORMATS.values() for key in form.keys + form.beside})
             raise UsageError(f"data.columns.{ours}: unknown key: one of {', '.join(known)}")
         if theirs not in record.value:
-            raise RowError(f"{record.place}: no key {theirs!r}{_suggestion(theirs, record.value)} (data.columns.{ours})")
+            raise RowError(f"{record.place}: no key {theirs!r}{_column(ours, theirs, record.value)}")
         row[ours] = record.value[theirs]
     return row
 
@@ -191,9 +191,16 @@ def _unknown(row: Mapping[str, Any]) -> str:
                 return f"the row has {key} but no {missing}"
     inside = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if len(inside) == 1:
-        return f"the rows are inside the key {inside[0]}: give a file that is that list alone"
+        key = inside[0]
+        return f"no known format in the keys; {key} is a list of objects: if these are the rows, give a file that is that list alone"
     shown = ", ".join(list(row)[:6]) or "none"
     return f"no known format in the keys ({shown}): use messages, or prompt and completion, or text, or name them in data.columns"
+
+
+def _column(ours: str, theirs: str, row: Mapping[str, Any]) -> str:
+    """What to write in `data.columns` in place of a name that the row lacks."""
+    close = difflib.get_close_matches(theirs.lower(), [key for key in row if isinstance(key, str)], n=1, cutoff=0.75)
+    return f", but {close[0]!r}: data.columns.{ours}: {close[0]}" if close else f" (data.columns.{ours})"
 
 
 def _suggestion(key: str, row: Mapping[str, Any]) -> str:

@@ -80,6 +80,8 @@ def _load(source: HubSource) -> Any:
             if isinstance(found, datasets.DatasetDict):
                 if spec.split not in found:
                     raise UsageError(f"{spec.name}: no split {spec.split!r}: there are {', '.join(found)}")
+                if others := [split for split in found if split != spec.split]:
+                    source.notes.append(f"{spec.name}: split {spec.split} is read, not {', '.join(others)}")
                 found = found[spec.split]
             return found.to_iterable_dataset() if source.streaming else found
         return datasets.load_dataset(

@@ -65,7 +65,7 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
     tallies = [Tally.sum(block.facts["tally"] for block in side.blocks) for side in (train, evaluation if eval_sources else TokenRows([]))]
     bad = all_bad(tallies)
     if data.on_bad_row == "error":
-        bad.refuse()
+        bad.refuse(sound=len(train) + len(evaluation))
     if not len(train):
         why = "; ".join([*tallies[0].dropped, *bad.kinds]) or "no rows"
         raise UsageError(f"{', '.join(s.name for s in sources)}: no training row is left: {why}")

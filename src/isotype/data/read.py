@@ -136,7 +136,7 @@ def decoded_line(raw: bytes, *, file: str, line: int, offset: int) -> tuple[str,
     except UsageError as error:
         if b"\0" in raw or not error.message.startswith(f"{file}:{line}: ") or raw.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise
-        return raw.decode("utf-8", "replace"), error.message.removeprefix(f"{file}:{line}: ")
+        return raw.decode("utf-8", "replace"), f"{error.message.removeprefix(f'{file}:{line}: ')}: {error.fix}"
 
 
 def text_blocks(path: Path, name: str, meter: Meter | None = None) -> Iterator[str]:

@@ -105,11 +105,12 @@ class StreamedRows:
         try:
             tokens, _, tally = tokenised(self.cursors.examples(self.data.shuffle_buffer), self.encoder)
             if self.data.on_bad_row == "error":
-                tally.bad.refuse()
+                tally.bad.refuse(sound=len(tokens))
             self.on_bad_rows(tally.bad.kept)
         except UsageError as error:
             raise RunError(
-                f"the stream cannot be read on: {error.message}", fix="mend the row, then go on: isotype train --resume"
+                f"the stream cannot be read on: {error.message}",
+                fix="mend the row, or leave such rows out: isotype train --resume FOLDER data.on_bad_row=skip",
             ) from error
         digests = tokens.column("digest").tolist()
         kept = np.array([not is_held_out(d, self.held_out, self.seed) for d in digests], bool)
@@ -151,7 +152,7 @@ def load_stream(
     tallies = [tally, Tally.sum(block.facts["tally"] for block in evaluation.blocks) if eval_sources else Tally()]
     bad = all_bad(tallies)
     if data.on_bad_row == "error":
-        bad.refuse()
+        bad.refuse(sound=len(beginning))
     if not len(train):
         why = "; ".join([*tally.dropped, *tally.bad.kinds]) or "all held out"
         raise UsageError(f"{sources[0].name}: no training row in the first {data.shuffle_buffer}: {why}")

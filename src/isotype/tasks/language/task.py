@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...config.schema import RunConfig
 from ...data.bad_rows import FILE as BAD_ROWS
-from ...data.bad_rows import BadRowFile
+from ...data.bad_rows import BadRow, BadRowFile
 from ...data.examples import examples
 from ...data.facts import source_lines
 from ...data.load import load_data
@@ -25,6 +25,7 @@ from ...model.load import Source, base_source, check_vocabulary, load_architectu
 from ...optimize import Manifest
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base, check_share, of_config
+from ...runs.folder import RunFolder
 from ...training.feed import Feed
 from ...training.memory.bound import most_bytes
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, micro_batch
@@ -177,8 +178,18 @@ class LanguageTask:
         """Lists the rows that are left out; a stream meets more of them while it is read."""
         listed = BadRowFile(folder / BAD_ROWS, resuming=resuming)
         listed.write(self.data.bad_rows)
-        if self.data.stream is not None:
-            self.data.stream.on_bad_rows = listed.write
+        if self.data.stream is None:
+            return
+        stream: dict[str, Any] = self.data.facts["stream"]
+        stream["left_out"] = listed.count
+
+        def more(rows: Sequence[BadRow]) -> None:
+            listed.write(rows)
+            if stream["left_out"] != listed.count:
+                stream["left_out"] = listed.count
+                RunFolder(folder).write_json("data.json", self.data.facts)
+
+        self.data.stream.on_bad_rows = more
 
     def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
         architecture: Any = self.architecture()
