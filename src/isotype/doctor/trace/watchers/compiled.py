@@ -10,13 +10,16 @@ import torch
 from ....finding import Finding, Place, Severity
 from ..context import Context
 from ..source import Site, in_library
+from ..watcher import Watcher
 
 
-class Compiled:
+class Compiled(Watcher):
     """Holds torch.compile off while tracing, and says so; follows launches of Triton kernels."""
 
+    order = 85
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
         self._compile: Any = torch.compile
         self._stance: Any = None
         self._regions: dict[Site, None] = {}
@@ -28,9 +31,9 @@ class Compiled:
         if "torch._dynamo" in sys.modules:
             self._hold_off()
         torch.compile = self._compiling
-        self.look()
+        self.forward_begins()
 
-    def look(self) -> None:
+    def forward_begins(self) -> None:
         """Called again as the program goes on: it may import Triton later."""
         if self._jit is None and "triton.runtime.jit" in sys.modules:
             self._watch_launches()

@@ -11,8 +11,10 @@ import torch
 
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Place, Severity
+from ..context import Context
 from ..ops import LOW
 from ..source import Site, callers, in_library, own_line, short
+from ..watcher import Watcher
 
 
 @dataclass(slots=True)
@@ -31,10 +33,13 @@ class Change:
         return own_line(list(self.stack)) or self.stack[0]
 
 
-class DefaultDtype:
+class DefaultDtype(Watcher):
     """Follows `torch.set_default_dtype`; a function that means to put the old dtype back and has ended without doing so has leaked it."""
 
-    def __init__(self) -> None:
+    order = 5
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
         self._original = torch.set_default_dtype
         self._initial = torch.get_default_dtype()
         self._last: Change | None = None
@@ -59,6 +64,9 @@ class DefaultDtype:
             self._never.clear()  # somebody put it back after all
         stack = tuple(site for site in callers(2) if not site.file.startswith("<"))
         self._last = None if after == self._initial else Change(before, after, stack)
+
+    def forward_begins(self) -> None:
+        self.look()
 
     def look(self) -> Change | None:
         """The change that is in force although the function that made it, meaning to undo it, is gone."""

@@ -19,6 +19,7 @@ from ....finding import Finding, Severity, listed
 from ..context import Context
 from ..ops import LOW, Op
 from ..source import Site, place_of
+from ..watcher import After, Before, Watcher
 
 SAMPLE = 4_096  # elements of a sum that are followed in fp32
 _ENOUGH = 8  # forwards a sum must span: within one forward it may be a residual stream, which is bf16 by design
@@ -61,13 +62,18 @@ class _Decay:
     forwards: set[int] = field(default_factory=set)
 
 
-class Sums:
+class Sums(Watcher):
+    order = 30
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
         self._sums: dict[tuple[int, int], _Sum] = {}
         self._told: dict[tuple[bool, Any], list[_Sum]] = {}
         self._decays: dict[Site | None, _Decay] = {}
         self._totals: dict[tuple[Site | None, torch.Size], _Total] = {}
+
+    def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
+        return {"add": self.summed, "mul": self.multiplied}
 
     def added(self, op: Op, args: tuple, kwargs: dict | None) -> None:
         """Before an in-place addition to a low-precision tensor that is no parameter, outside an optimizer's step."""
@@ -187,7 +193,7 @@ class Sums:
             if len(kept) < 64:
                 kept.append(known)
 
-    def prune(self) -> None:
+    def forward_begins(self) -> None:
         for key in [key for key, known in self._sums.items() if known.storage.expired()]:
             self._keep(self._sums.pop(key))
 
