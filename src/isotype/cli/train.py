@@ -190,9 +190,7 @@ def _loaded(
     no_cache: bool = False,
     device: str | None = None,
 ) -> LoadedConfig:
-    from ..config.load import load
-    from ..entry.complete import refuse_incomplete
-    from ..runs.folder import require_run
+    from ..entry.settings import load_settings
 
     arguments = list(settings or [])
     file = Path(arguments.pop(0)) if arguments and "=" not in arguments[0] else None
@@ -206,15 +204,11 @@ def _loaded(
     }
     if consent and resume is None:
         raise UsageError("--yes has no effect without --resume")
-    if resume is not None:
-        if file is not None:
-            raise UsageError(f"{file}: --resume takes the run's own configuration", fix="give changes as section.key=value")
-        if out is not None:
-            raise UsageError("--out: a resumed run stays in its folder", fix="leave --out away, or start a new run")
-        file = require_run(resume) / "resolved.yaml"
-    loaded = load(file, arguments, flags, preset=preset, consent=consent, resolved=resume is not None)
-    refuse_incomplete(loaded)
-    return loaded
+    if resume is not None and out is not None:
+        raise UsageError("--out: a resumed run stays in its folder", fix="leave --out away, or start a new run")
+    return load_settings(
+        file, arguments, flags, preset=preset, resume=resume, how_to_change="give changes as section.key=value", consent=consent
+    )
 
 
 def _print_plan(loaded: LoadedConfig, json_output: bool, *, device: str | None = None, ledger: bool = False) -> None:
