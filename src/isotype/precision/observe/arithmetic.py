@@ -512,8 +512,8 @@ class _Look:
         if made.integers and self.by.kind != OURS:
             self.unobserved(
                 f"values from a table in {self.module or self.region}",
-                f"{_short(self.by.file)}:{self.by.line} reads a table at integers that floating values were cast to: whether its entries stand "
-                "for those values, rounded, is not seen",
+                f"{_short(self.by.file)}:{self.by.line} reads a table at integers that floating values became: whether its entries "
+                "stand for those values, rounded, is not seen",
             )
         return replace(made, integers=False)
 
