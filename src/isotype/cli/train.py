@@ -141,9 +141,9 @@ def plan(
 
 @contextmanager
 def _said_once() -> Iterator[None]:
-    """For mistakes in the command, which every process of a launcher finds: the others let the first one say it.
+    """For mistakes in the command, which every process of a launcher finds: only the first process prints them at once.
 
-    The launcher ends them as soon as the first one ends; a mistake of one machine only is said after a moment.
+    The launcher ends the others as soon as the first one ends. A mistake on one machine only is printed after five seconds.
     """
     try:
         yield

@@ -197,7 +197,7 @@ def _loss(model: nn.Module, run: LoadedRun, rows: list) -> float:
 
 
 def _load_merged(out: Path, run: LoadedRun, dtype: str) -> nn.Module:
-    # fp32 products of half-precision weights do not exist: the merged model computes in what it is kept in
+    # fp32 products of half-precision weights do not exist, so the merged model computes in the dtype of its weights
     compute = dtype if run.precision.compute == "fp32" else run.precision.compute
     precision = run.precision.but(base=dtype, trainable=dtype, compute=compute, generate=compute, save=dtype)
     source = Source(str(out), trust_remote_code=run.source.trust_remote_code)

@@ -1,9 +1,9 @@
 """Deferred logits: a tensor that stands for `post * tanh(pre * (hidden @ weight.T + bias))`, or for `pre * (...)`, not yet computed.
 
-The cross-entropy of it is `linear_cross_entropy` (a sum waits for its divisor: `deferred_loss`); scaling, softcapping, casts, reshapes and
-row slices of it are deferred logits again; anything else turns it into the real tensor, once, with its place in forward's graph intact.
-Being a wrapper tensor, it has the shape, dtype and device of what it stands for, and no memory. It can be read until an optimizer has
-stepped on the head's weight: a copy to keep is `logits.detach().clone()`.
+Its cross-entropy is computed by `linear_cross_entropy` (a sum is deferred until its divisor is known: `deferred_loss`). Scaling, softcapping,
+casts, reshapes and row slices give deferred logits again. Any other operation computes the real tensor, once, as part of forward's graph.
+A wrapper tensor, it has the shape, dtype and device of the logits, and no memory. It can be read until an optimizer changes the head's
+weight. To keep the values, use `logits.detach().clone()`.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def _rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
     if not all(p is Ellipsis or isinstance(p, slice) for p in parts):
         return None
     dims = x.recipe.hidden.dim()
-    # Python's own rule for an ellipsis, so that the last part can be told to be the vocabulary's
+    # Python's rule for an ellipsis, so that the part for the vocabulary is known
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
         parts = (*parts[:at], *[slice(None)] * (dims - len(parts) + 1), *parts[at + 1 :])

@@ -28,7 +28,7 @@ BYPASSED = "TRL's fused head computes the loss from the head's weight, and never
 
 @dataclass
 class HeadSettings:
-    """manifest  told when another library's loss passes the head by"""
+    """manifest  gets a note when another library's loss does not call the head"""
 
     manifest: Manifest
 

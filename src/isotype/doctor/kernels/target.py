@@ -97,7 +97,7 @@ def load(place: str) -> list[ModuleType]:
             except (IsotypeError, ModuleNotFoundError, SyntaxError):
                 raise
             except Exception:
-                # code that picks a driver or a device when imported: once more, on a machine that says it has a GPU
+                # code that selects a driver or a device when it is imported: once more, with a simulated GPU
                 with pretend_gpu(parse_target(DEFAULT)):
                     return _imported(place)
     except IsotypeError:

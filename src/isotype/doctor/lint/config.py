@@ -44,7 +44,7 @@ class LintConfig:
     def active(self, *, prove: bool = False) -> list[str]:
         """The codes of the rules to run, after select, extend-select and ignore; with `prove` those that are off as well.
 
-        What a rule that is off says is only told where a run proves it.
+        Findings of a rule that is off are reported only where a run proves them.
         """
         chosen = []
         for code, rule in all_rules().items():

@@ -1,4 +1,7 @@
-"""`Context`: what a watcher, and whatever explains a failure, may ask of the trace. The tracer is one; nothing below it imports it."""
+"""`Context`: the interface of a trace for watchers and for the explanation of failures.
+
+The tracer implements it; no file that uses it imports the tracer.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The tracer: one dispatch mode (what every op really got), with the function mode of `calls` above it, and module hooks (where it was).
 
-The modes only watch: each op runs once, unchanged, and its result is returned as it is. While the program repeats itself they
-rest (`pace`). Long because it is one class: its state is what the watchers share, and a call less an op is time.
+The modes only observe: each op runs once, unchanged, and its result is returned unchanged. While the program repeats itself they are
+switched off (`pace`). The tracer calls the watchers (`watcher`), which share its state as their `Context`.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def _backward(
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """Decides the product's dtype once and switches autocast off; a gradient that never arrives is not computed."""
+    """Decides the dtype of the product once and switches autocast off. Outputs without an upstream gradient cost nothing in backward."""
 
     @staticmethod
     def forward(

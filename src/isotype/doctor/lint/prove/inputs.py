@@ -1,4 +1,4 @@
-"""Arguments for a function that nobody has called: tensors, numbers and dtypes by what the interpreter takes its parameters to be.
+"""Arguments for a function that has no caller: tensors, numbers and dtypes, as the interpreter classifies its parameters.
 
 Shapes are tried until the function runs in fp32. What it then does in other dtypes is due to the dtypes.
 """

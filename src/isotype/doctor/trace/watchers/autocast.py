@@ -58,7 +58,7 @@ class Autocast(Watcher):
             self._copies[storage._cdata] = (StorageWeakRef(storage), weakref.ref(source), origin)
 
     def updated(self, parameter: torch.Tensor) -> None:
-        """A tensor was updated in place while autocast is on: a kept copy of it is stale from now on."""
+        """A tensor was updated in place while autocast is on: autocast's cached copy of it is stale from now on."""
         if not torch.is_autocast_cache_enabled():
             return
         for key, (storage, owner, origin) in self._copies.items():

@@ -17,7 +17,7 @@ from ..source import Site, place_of
 from ..watcher import After, Before, Watcher
 
 _LOOKS = 8  # calls of a line whose values are looked at, then those whose number is a power of two
-_ROUNDINGS = 4.0  # a difference of so many roundings of its operands says nothing
+_ROUNDINGS = 4.0  # a difference of this many rounding errors of its operands has no correct digit
 _MOST = 0.5  # of the elements
 _SQUARES = ("MulBackward0", "PowBackward0")
 _MEANS = ("MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1", "DivBackward0")

@@ -14,7 +14,7 @@ from ..watcher import Watcher
 
 
 class Compiled(Watcher):
-    """Holds torch.compile off while tracing, and says so; follows launches of Triton kernels."""
+    """Switches torch.compile off while tracing, with a note, and records launches of Triton kernels."""
 
     order = 85
 
@@ -34,7 +34,7 @@ class Compiled(Watcher):
         self.forward_begins()
 
     def forward_begins(self) -> None:
-        """Called again as the program goes on: it may import Triton later."""
+        """Called at every forward, because the program may import Triton after the trace began."""
         if self._jit is None and "triton.runtime.jit" in sys.modules:
             self._watch_launches()
 

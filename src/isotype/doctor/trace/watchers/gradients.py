@@ -1,4 +1,4 @@
-"""Casts that nobody wrote or that repeat: gradients that autograd casts to fit, and frozen parameters that autocast casts on every call."""
+"""Implicit and repeated casts: of gradients by autograd, to the dtype of their tensor; of frozen parameters by autocast, at every call."""
 
 from __future__ import annotations
 

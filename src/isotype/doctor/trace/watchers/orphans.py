@@ -1,4 +1,4 @@
-"""Parameters that took another's place after the optimizer was made (often in another dtype): they get gradients, and nobody steps them."""
+"""Parameters that replaced others after the optimizer was created, often in another dtype: they get gradients and are never updated."""
 
 from __future__ import annotations
 

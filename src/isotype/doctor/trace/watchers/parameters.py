@@ -277,7 +277,7 @@ class Parameters(Watcher):
             fault.names.append(down.name)
 
     def _copied(self, module: int) -> bool:
-        """Whether a module seems to be in a copy of another model seen: the rounding of a copy that is then left alone harms nobody."""
+        """Whether a module seems to belong to a copy of another model. Rounding a copy that is not trained later is no fault."""
         roots = self._context.names.roots()
         own = next((root for root in roots if any(id(inner) == module for inner in root.modules())), None)
         if own is None:

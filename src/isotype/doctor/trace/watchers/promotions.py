@@ -1,4 +1,4 @@
-"""Promotions that spread: a wide tensor meets the model's activations, and what follows is computed and kept in the wider dtype."""
+"""Promotions that spread: a wide tensor widens the activations, and later results are computed and stored in the wider dtype."""
 
 from __future__ import annotations
 

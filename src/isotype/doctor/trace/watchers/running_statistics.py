@@ -25,7 +25,7 @@ NORMS = frozenset({"native_batch_norm", "_native_batch_norm_legit", "_batch_norm
 _STATISTICS = ((3, "running mean"), (4, "running variance"))  # their places among the arguments
 _LAST = 3  # updates that are judged together
 _LOST = 0.5  # below this share of the fp32 movement they count as rounded away
-_OFF = 0.05  # distance from what the batches show, relative to that, from which on it is told
+_OFF = 0.05  # relative distance from the statistics of the batches above which it is reported
 
 
 @dataclass(slots=True)

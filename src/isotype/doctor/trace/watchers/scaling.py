@@ -41,7 +41,7 @@ class Scaling(Watcher):
         self._stepped: tuple[float, Site | None] | None = None
         self._twice: tuple[float, Site | None, Site | None] | None = None
         self._within = False  # the scaler's own step
-        self._scalers: set[Any] = set()  # those that skipped; kept, so that none takes another's place
+        self._scalers: set[Any] = set()  # those that skipped; references keep their ids from being reused
         self._losses = 0
         self._awaited = False  # whether a scaled loss has not had its backward
         self._first: tuple[str, float, Site | None] | None = None

@@ -23,7 +23,7 @@ from ..watcher import After, Before, Watcher
 
 SAMPLE = 4_096  # elements of a sum that are followed in fp32
 _ENOUGH = 8  # forwards a sum must span: within one forward it may be a residual stream, which is bf16 by design
-_OFF = 5e-3  # relative error of a sum from which on it is told; one rounding to bf16 is 2e-3
+_OFF = 5e-3  # relative error of a sum above which it is reported; one rounding to bf16 is 2e-3
 _TOTALS = 256  # totals written anew that are followed at once
 _STANDS = 0.5  # share of elements that a decay factor leaves as they are
 
@@ -126,13 +126,13 @@ class Sums(Watcher):
         known.low = low + step
 
     def compensates(self, tensor: torch.Tensor) -> None:
-        """A tensor that was seen to keep the rests of additions to a weight: its own rounding harms nobody."""
+        """Marks a tensor that stores the rounding errors of additions to a weight: its own rounding is harmless."""
         known = self._sums.get((tensor.untyped_storage()._cdata, int(tensor.storage_offset())))
         if known is not None:
             known.rest = True
 
     def grows(self) -> bool:
-        """Whether the last forward, or its backward, went on with a sum of earlier ones."""
+        """Whether the last forward or its backward added to a sum that earlier ones began."""
         before = self._context.forwards - 1
         return any(known.inside and known.last == before and len(known.forwards) > 1 for known in self._sums.values())
 

@@ -54,7 +54,7 @@ class Watched:
     source: StorageWeakRef | None = None
     from_master: bool = False
     constant: bool = False  # a number is added, not a tensor
-    kept: int = 0  # samples whose rest was found in the operand afterwards: compensated (Kahan) summation
+    kept: int = 0  # samples whose rounding error was found in the operand afterwards: compensated (Kahan) summation
 
     @property
     def moved(self) -> float:
