@@ -1,6 +1,6 @@
 """Deferred logits: a tensor that stands for `post * tanh(pre * (hidden @ weight.T + bias))`, or for `pre * (...)`, not yet computed.
 
-Its cross-entropy is computed by `linear_cross_entropy` (a sum is deferred until its divisor is known: `deferred_loss`). Scaling, softcapping,
+Its cross-entropy is computed by `linear_cross_entropy` (a sum is deferred until its divisor is known: `deferred_loss`). Scale, softcap,
 casts, reshapes and row slices give deferred logits again. Any other operation computes the real tensor, once, as part of forward's graph.
 A wrapper tensor, it has the shape, dtype and device of the logits, and no memory. It can be read until an optimizer changes the head's
 weight. To keep the values, use `logits.detach().clone()`.
