@@ -78,8 +78,8 @@ def _take_best(loop: Loop) -> int:
 def _free(loop: Loop, prepared: Prepared) -> None:
     """Frees the trained model, so that the memory suffices for the reloaded one."""
     loop.stepper.accumulator.close()
-    loop.observer = loop.stepper = loop.model = None  # type: ignore[assignment]
-    prepared.stepper = prepared.model = None  # type: ignore[assignment]
+    loop.observer = loop.stepper = loop.model = None  # type: ignore[assignment]  # nothing reads them again
+    prepared.stepper = prepared.model = None  # type: ignore[assignment]  # nor these
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -103,11 +103,11 @@ def chosen(layers: str | int | list[int], of: int) -> tuple[int, ...]:
     return positions
 
 
-def checkpointable(model: nn.Module) -> list[nn.Module]:
-    """The layers that transformers can checkpoint, in the order of the model; not those inside another one."""
+def checkpointable(model: nn.Module) -> list[Any]:
+    """The modules that transformers can checkpoint, in the order of the model; not those inside another one."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    found: list[nn.Module] = []
+    found: list[Any] = []
     inside = ""
     for name, module in model.named_modules():
         if isinstance(module, GradientCheckpointingLayer) and not (inside and name.startswith(inside)):
@@ -121,8 +121,8 @@ def apply_checkpointing(model: nn.Module, what: Checkpointing) -> None:
     keep: Callable[..., Any] = partial(call_and_recompute, keep_attention=what.keep_attention)
     function = HostMemory(call=keep) if what.kind == OFFLOAD else keep
     for position, layer in enumerate(checkpointable(model)):
-        layer.gradient_checkpointing = WhileRecording() if position in what.layers else False  # type: ignore[assignment]
-        layer._gradient_checkpointing_func = function  # type: ignore[assignment]
+        layer.gradient_checkpointing = WhileRecording() if position in what.layers else False
+        layer._gradient_checkpointing_func = function
 
 
 class WhileRecording:

@@ -513,11 +513,11 @@ def _ends(body: list[ast.stmt]) -> bool:
 
 def _last_assignment(inside: ast.stmt, name: str) -> ast.stmt | None:
     """The statement in this block that last gives `name` a value."""
-    found = None
+    found: ast.stmt | None = None
     for node in ast.walk(inside):
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []
-        )
+        if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if any(isinstance(t, ast.Name) and t.id == name for t in targets):
-            found = node if found is None or node.lineno >= found.lineno else found  # type: ignore[attr-defined]
-    return found  # type: ignore[return-value]
+            found = node if found is None or node.lineno >= found.lineno else found
+    return found
