@@ -177,6 +177,8 @@ class PrecisionSection(Section):
     """Diffusion: the noise level as the model is told, and its sinusoidal embedding."""
     latents: Dtype | None = None
     """Diffusion: latents, noise, noise level and target, before the model."""
+    ema: Dtype | None = None
+    """Diffusion: the moving average that `train.ema` keeps."""
     save: str | None = None
     """Files: one dtype, or `model bf16, adapter fp32`."""
     rounding: Literal["nearest", "stochastic"] | None = None
@@ -214,6 +216,8 @@ class TrainSection(Section):
     """AdamW's decay of the second moment."""
     epsilon: PositiveFloat = 1e-8
     """AdamW's epsilon."""
+    ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Diffusion: decay of an exponential moving average of the trained weights (0.999), saved as a second result beside the trained one."""
     clip: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest gradient norm; 0 for no clipping."""
     gradient_checkpointing: Literal["auto", "none", "layers", "layers+offload"] = "auto"

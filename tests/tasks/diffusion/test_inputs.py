@@ -55,7 +55,6 @@ def test_a_resolved_file_has_the_keys_of_its_kind_only(drawn, configured):
         ({"images": {"train": "nowhere"}}, "images.train: nowhere: no such file or folder"),
         ({"precision": {"preset": "nf4-lora"}}, "precision.base: nf4"),
         ({"precision": {"preset": "bf16-lora", "timesteps": "bf16"}}, "PR025"),
-        ({"train": {"gradient_checkpointing": "layers"}}, "train.gradient_checkpointing: layers"),
     ],
 )
 def test_settings_that_cannot_be_kept(drawn, sections, said):

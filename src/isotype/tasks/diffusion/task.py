@@ -48,7 +48,6 @@ class DiffusionTask:
 
     kind = "diffusion"
     words = Words(units="pictures", unit="pic", weight="compared")
-    roles: Mapping[str, str] = {"vae": "fp32", "text_encoder": "compute", "timesteps": "fp32", "latents": "fp32"}
 
     folder: PipelineFolder
     precision: Precision
@@ -65,6 +64,11 @@ class DiffusionTask:
         self._observed: dict[tuple[str, str], str] = {}
 
     @property
+    def roles(self) -> Mapping[str, str]:
+        average = {} if self.config.train.ema is None else {"ema": "fp32"}
+        return {"vae": "fp32", "text_encoder": "compute", "timesteps": "fp32", "latents": "fp32", **average}
+
+    @property
     def base_name(self) -> str:
         return str(self.config.model.name)
 
@@ -75,11 +79,8 @@ class DiffusionTask:
         check_branch(config, precision)
         if precision.base == "nf4":
             raise UsageError("precision.base: nf4 is not offered for diffusion models yet", fix="precision.preset: bf16-lora")
-        if config.train.gradient_checkpointing not in ("auto", "none"):
-            raise UsageError(
-                f"train.gradient_checkpointing: {config.train.gradient_checkpointing}: diffusion models recompute nothing yet",
-                fix="train.gradient_checkpointing: none",
-            )
+        if config.train.ema is None and config.precision.ema is not None:
+            raise UsageError(f"precision.ema: {config.precision.ema} has no effect without train.ema", fix="train.ema: 0.999")
         self.precision = precision
         self.folder = PipelineFolder.open(self.base_name)
         family = self.folder.family
