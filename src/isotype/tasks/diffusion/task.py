@@ -22,6 +22,7 @@ from ...optimize import Manifest
 from ...precision.apply import inner_model
 from ...precision.precision import Precision
 from ...training.memory.bound import held_bytes
+from ...training.memory.quantised_outline import quantise_outline
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, micro_batch
 from ...training.undisturbed import evaluation_mode
 from .batches import Batch, PictureStream, Placed, Row, generator_of, stacked
@@ -35,6 +36,7 @@ from .loss import picture_losses
 from .objective import Objective, objective_of
 from .pictures import Picture, captions_of, split
 from .pipeline_folder import PipelineFolder
+from .quantise import frozen_denoiser, quantised_layers
 from .result import load_result, save_denoiser, save_lora
 from .sample import Drawing, Sample, sample
 from .store import Store
@@ -77,8 +79,6 @@ class DiffusionTask:
     def check(self, precision: Precision) -> None:
         config, side = self.config, self.config.images.resolution
         check_branch(config, precision)
-        if precision.base == "nf4":
-            raise UsageError("precision.base: nf4 is not offered for diffusion models yet", fix="precision.preset: bf16-lora")
         if config.train.ema is None and config.precision.ema is not None:
             raise UsageError(f"precision.ema: {config.precision.ema} has no effect without train.ema", fix="train.ema: 0.999")
         self.precision = precision
@@ -135,8 +135,10 @@ class DiffusionTask:
 
     def denoiser(self, precision: Precision, device: torch.device) -> tuple[nn.Module, Manifest]:
         """The model that is trained, with the folder's weights."""
-        dtype = to_torch(precision.trainable if self.config.adapter.kind == "none" else precision.unquantised)
-        loaded = self.folder.denoiser(dtype).to(device)
+        if self.config.adapter.kind == "none":
+            loaded = self.folder.denoiser(to_torch(precision.trainable)).to(device)
+        else:
+            loaded = frozen_denoiser(self.folder, precision, device)
         model, manifest = built(loaded, self.folder.family, self.config, precision, device_type=device.type)
         self.watch_time(model)
         return model, manifest
@@ -172,6 +174,9 @@ class DiffusionTask:
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
         denoiser = self.folder.denoiser_outline()
         total = sum(p.numel() for p in denoiser.parameters())
+        if precision.base == "nf4" and self.config.adapter.kind != "none":
+            layers = set(quantised_layers(denoiser, self.folder.family, precision).values())
+            quantise_outline(denoiser, to_torch(precision.compute), layers=layers)
         with torch.device("meta"):
             model, _ = built(denoiser, self.folder.family, self.config, precision, device_type=device_type)
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
