@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from .dataflow.events import Scenario
+from .dataflow.functions import function_classes
 from .repository import Repository
 from .rule import Hit
 from .source import Function, SourceFile, last_name
@@ -170,10 +171,16 @@ def _base(path: Path, bases: re.Pattern[str]) -> str:
 
 
 def _in_an_autograd_function(file: SourceFile, node: ast.AST) -> bool:
+    """Whether it stands in an autograd.Function, or in a plain function that one of this file calls."""
     current: ast.AST | None = node
     while current is not None and not isinstance(current, ast.ClassDef):
         current = file.parents.get(current)
-    return isinstance(current, ast.ClassDef) and any(file.dotted(b).endswith("Function") for b in current.bases)
+    if current is not None:
+        return any(file.dotted(b).endswith("Function") for b in current.bases)
+    top, _ = _owners(file, node)
+    methods = [m for cls in function_classes(file) for m in (cls.forward, cls.backward) if m is not None]
+    called = {last_name(n.func) for m in methods for n in file.own(m) if isinstance(n, ast.Call)}
+    return top is not None and top.name in called
 
 
 def _takes_a_dtype(file: SourceFile, node: ast.AST) -> bool:
