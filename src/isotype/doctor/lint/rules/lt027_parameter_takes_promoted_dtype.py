@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from ..dataflow.plain import FP32_WEIGHTS
 from ..rule import Hit, Rule
-from ..source import SourceFile, last_name
+from ..source import SourceFile, bindings, last_name
 
 _MIXES = frozenset("mul add sub div matmul mm addmm".split())  # noqa: SIM905
 _CASTS = frozenset("to type type_as float half bfloat16 astype copy_".split())  # noqa: SIM905
+_RESHAPES = frozenset("transpose t permute reshape view unsqueeze squeeze flatten expand contiguous detach clone get_base_layer".split())  # noqa: SIM905
 _OF_AN_ADAPTER = re.compile(r"merge|lora|adapter|ia3|delta|fuse", re.IGNORECASE)
 
 
@@ -57,7 +58,7 @@ class ParameterTakesPromotedDtype(Rule):
             target = node.targets[0]
             if not (isinstance(target, ast.Attribute) and target.attr == "data" and last_name(target.value) in ("weight", "bias")):
                 continue
-            others = _mixed_with(node.value, ast.unparse(target))
+            others = [other for other in _mixed_with(node.value, ast.unparse(target)) if not _returned_by_a_function(file, node, other)]
             if others and _OF_AN_ADAPTER.search(file.symbol(node) or ""):
                 yield Hit(
                     node=node,
@@ -87,6 +88,18 @@ def _mixed_with(value: ast.expr, own: str) -> list[ast.expr]:
     if not any(text in (own, own.removesuffix(".data")) for text in texts):
         return []
     return [side for side, text in zip(sides, texts) if text not in (own, own.removesuffix(".data")) and _is_tensor(side)]
+
+
+def _returned_by_a_function(file: SourceFile, at: ast.stmt, node: ast.expr) -> bool:
+    """Whether a name in it was bound to what a function returned, which may have cast it; one that only reshapes has not."""
+    names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    bound = (pair for n in file.own(file.function_of(at) or file.tree) for pair in bindings(n))
+    return any(
+        isinstance(target, ast.Name)
+        and target.id in names
+        and any(isinstance(n, ast.Call) and last_name(n) not in _RESHAPES for n in ast.walk(value))
+        for target, value in bound
+    )
 
 
 def _is_tensor(node: ast.expr) -> bool:
