@@ -79,7 +79,7 @@ def evidence_for(hit: Hit, file: SourceFile, path: Path, repository: Repository 
 def _intended(file: SourceFile, node: ast.AST) -> str:
     """The comment beside the code, or in the two lines before it, that says that it is meant so; or ""."""
     lines = file.text.splitlines()
-    last = node.lineno  # type: ignore[attr-defined]
+    last = node.lineno  # type: ignore[attr-defined]  # every node that is graded has a line
     for number in range(last, max(last - 3, 0), -1):
         code, mark, comment = lines[number - 1].partition("#") if number <= len(lines) else ("", "", "")
         if mark and (number == last or not code.strip()) and _ON_PURPOSE.search(comment):

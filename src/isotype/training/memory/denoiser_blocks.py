@@ -19,7 +19,7 @@ def denoiser_blocks(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     for owner in model.modules():
         if type(owner).__module__.startswith("diffusers.") and getattr(owner, "_no_split_modules", None):
-            classes = set(owner._no_split_modules)  # type: ignore[arg-type]
+            classes = set(owner._no_split_modules)  # type: ignore[arg-type]  # a list of names, where there is one
             lists = [module for module in owner.modules() if isinstance(module, nn.ModuleList)]
             members = {block for blocks in lists for block in blocks if type(block).__name__ in classes}
             found += [block for block in owner.modules() if block in members and not _holds_another(block, members)]
@@ -49,4 +49,4 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return own(*values[:count], **dict(zip(names, values[count:])))
 
     # all of them by position: checkpointing sees the tensors among its arguments
-    return block._gradient_checkpointing_func(run, *args, *kwargs.values())  # type: ignore[operator]
+    return block._gradient_checkpointing_func(run, *args, *kwargs.values())  # type: ignore[operator]  # the function that apply_checkpointing put there

@@ -1,8 +1,8 @@
 """Chooses which layers of a model recompute their activations in backward, and whether their inputs are stored in host memory.
 
 A recomputed layer stores only its input. In transformers one class marks the layers that support this; the switch is set on instances, so
-that some layers may recompute and others not (of diffusers: `denoiser_blocks`). Recomputing draws the same random numbers, so that the results
-are bit-identical.
+that some layers may recompute and others not (of diffusers: `denoiser_blocks`). Recomputing draws the same random
+numbers, so that the results are bit-identical.
 """
 
 from __future__ import annotations

@@ -497,7 +497,7 @@ class _Run:
         factors = [added.left, added.right] if isinstance(added, ast.BinOp) and isinstance(added.op, ast.Mult) else [added]
         values = [v if v.type else Value(v.perhaps, v.node) for v in (self.value(f) for f in factors if f is not None)]
         casts = [f for f in factors if isinstance(f, ast.Call) and isinstance(f.func, ast.Attribute) and last_name(f) in ("to", "cast")]
-        if not any(isinstance(c.func.value, ast.BinOp) for c in casts):  # type: ignore[attr-defined]
+        if not any(isinstance(c.func.value, ast.BinOp) for c in casts):  # type: ignore[attr-defined]  # the casts were chosen as method calls
             return
         by_option = [self.is_dtype_option(f) for f in factors]
         if all(v.loaded or v.type in ("bf16", "fp16") or option for v, option in zip(values, by_option)):
