@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,12 +11,17 @@ from torch import Tensor, nn
 BLOCK, INNER_BLOCK = 64, 256  # elements a scale, scales a scale of scales
 
 
-def quantise_outline(model: Any, compute: torch.dtype, *, double: bool = True) -> None:
-    """Replaces every linear layer except the head by an nf4 layer on the meta device; with `double` its scales are quantised too."""
-    head = model.get_output_embeddings()
+def quantise_outline(model: Any, compute: torch.dtype, *, double: bool = True, layers: Collection[nn.Module] | None = None) -> None:
+    """Replaces linear layers by nf4 layers on the meta device; with `double` their scales are quantised too.
+
+    layers  which ones; by default every one except the head
+    """
+    if layers is None:
+        head = model.get_output_embeddings()
+        layers = {module for module in model.modules() if isinstance(module, nn.Linear) and module is not head}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and child is not head:
+            if isinstance(child, nn.Linear) and child in layers:
                 setattr(parent, name, _layer(child, compute, double))
     model.is_loaded_in_4bit = True  # what PEFT asks
 
