@@ -81,7 +81,7 @@ def test_right_padding_needs_no_mask_under_causal_attention(family, attention):
     ],
     ids=str,
 )
-def test_a_model_that_reads_its_mask_otherwise_keeps_it(change, reason):
+def test_a_model_that_uses_its_mask_elsewhere_gets_it(change, reason):
     model, batch = tiny("mixtral"), unpacked()
     for name, value in change.items():
         setattr(model.config, name, value)
