@@ -17,7 +17,8 @@ from ..precision.apply import apply_precision, remove_precision
 from .accelerate_autocast import Autocast
 from .attachment import Attachment
 from .evaluation import Evaluation
-from .guards import Guards, overridden
+from .guards import Guards
+from .methods import overridden
 from .owners import claims, resolve_for
 from .record import Record
 from .refusals import ATTACHED, check_skips, check_trainer
