@@ -13,6 +13,7 @@ from ..backend import differentiated_again, reference_runs
 from ..cross_entropy.arguments import checked_rule
 from ..cross_entropy.function import RULE
 from ..cross_entropy.rule import LossRule, Reduction
+from ..cross_entropy.weights import check_weights, reduced
 from ..debug import checked_in_debug
 from ..library import library_op
 from . import chunked
@@ -20,7 +21,7 @@ from .chunks import extent
 from .contract import LINEAR_CROSS_ENTROPY
 from .products import operand_dtype, result_dtype
 from .reference import linear_cross_entropy_reference
-from .weighted import check_weights, weighted_losses, weights_of_tokens
+from .weighted import weighted_losses
 
 
 class TokenStatistics(NamedTuple):
@@ -232,10 +233,7 @@ def linear_cross_entropy(
         if statistics:
             raise UsageError("statistics=True has no effect with weights", fix="linear_log_probs gives every per-token value")
         losses = weighted_losses(hidden, weight, bias, targets, rule, class_weights, token_weights, chunk)
-        if reduction == "none":
-            return losses
-        counted = weights_of_tokens(targets, class_weights, token_weights, ignore_index).sum() if num_items is None else num_items
-        return losses.sum() if reduction == "sum" else losses.sum() / counted
+        return reduced(losses, targets, reduction, num_items, class_weights, token_weights, ignore_index)
     if reference_runs():
         if statistics:
             raise UsageError("statistics=True is not available under torch.func or forward-mode AD", fix="call without it there")
