@@ -17,7 +17,9 @@ from ..precision.apply import apply_precision, remove_precision
 from .accelerate_autocast import Autocast
 from .attachment import Attachment
 from .evaluation import Evaluation
-from .guards import Guards, overridden
+from .guards import Guards
+from .logits import Logits
+from .methods import overridden
 from .owners import claims, resolve_for
 from .record import Record
 from .refusals import ATTACHED, check_skips, check_trainer
@@ -107,13 +109,13 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
             f"{weights.kept_bytes / 2**20:.0f} MiB of weights as they were are kept for detach(); attach(..., reversible=False) keeps none"
         )
     guards = Guards(trainer, precision.compute)
-    for part in (guards, Evaluation(trainer)):
+    for part in (guards, Evaluation(trainer), Logits(trainer)):
         attached.undo.append(part.remove)
         part.install()
     _one_graph_for_every_rank(attached)
     for method in ("training_step", "compute_loss"):
         if own := overridden(trainer, method):
-            attached.notes.append(f"{own} runs as it is; logits that it reads are computed, counted and named with their line")
+            attached.notes.append(f"{own} runs as it is; logits that it reads as a whole are computed, counted and named with their line")
     return guards
 
 

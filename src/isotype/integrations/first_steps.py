@@ -13,7 +13,8 @@ from torch import nn
 
 from ..lora.plain import lora_layers, why_not_fused
 from ..optimize import fused_head
-from ..optimize.deferred import answered, materialised
+from ..optimize.deferred import materialised
+from ..optimize.deferred_values import answered
 from ..precision.observe import Observation, Observer
 from ..precision.observe.record import as_written, noted
 from .attachment import Attachment

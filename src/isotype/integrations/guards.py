@@ -5,7 +5,6 @@ The loss is looked at after each micro-batch, before any weight moves; Trainer's
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -125,16 +124,3 @@ class Guards(TrainerCallback):
             learning_rate=args.learning_rate, clip=args.max_grad_norm or None, compute=self.compute,
         )  # fmt: skip
         return RunError(error.message, code="NF001", fix=in_trainers_words(error.fix or ""))
-
-
-def overridden(trainer: Any, method: str) -> str | None:
-    """`Class.method at file:line` where a user's own class, not transformers' or TRL's, defines this method."""
-    for cls in type(trainer).__mro__:
-        if method in cls.__dict__:
-            if cls.__module__.partition(".")[0] in ("transformers", "trl"):
-                return None
-            function = inspect.unwrap(cls.__dict__[method])
-            code = getattr(function, "__code__", None)
-            at = f" at {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" if code else ""
-            return f"{cls.__name__}.{method}{at}"
-    return None

@@ -158,6 +158,8 @@ def claims(trainer: Any, precision: Precision) -> list[Claim]:
             found.append(Claim("PEFT's casts", "activations widened to the adapter's dtype", "off: A and B are cast down instead"))
     if getattr(args, "cast_lm_head_to_fp32", False):
         found.append(Claim("TRL's cast", "cast_lm_head_to_fp32=True", "kept: the head's product is fp32"))
+    if getattr(trainer, "precompute_ref_logps", False) and precision.compute != "fp32":
+        found.append(Claim("TRL's reference", "precompute_ref_log_probs=True", "computed before attach(), in the trainer's own precision"))
     for flag in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, flag, False):
             found.append(Claim("training arguments", f"{flag}=True", "evaluation computes in the precision, weights stay"))
