@@ -15,9 +15,9 @@ from .files import python_files
 from .fix import apply_edits
 from .grade import Grade
 from .prove.command import SECONDS, proved
+from .repository import repository_of
 from .rule import Edit, FixSafety, all_rules
 from .run import Found, lint_files
-from .suppress import PAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +68,17 @@ def lint_command(
     )
     config = replace(config, named=tuple(path.resolve() for path in paths if path.is_dir()))
     files = list(python_files(paths, config.exclude, config.root))
-    active = config.active()
+    active = config.active(alone=any(repository_of(file, config.named) is None for file in files))
     found = lint_files(files, config, prove=prove)
     fixed = 0
     if fix:
-        shown = [f for f in found if f.evidence.grade is not Grade.POSSIBLE and f.finding.code in active]
+        shown = [f for f in found if f.evidence.grade is not Grade.POSSIBLE and f.asked]
         fixed = _mend(shown, unsafe=fix == "unsafe")
         found = lint_files(files, config, prove=prove) if fixed else found
     runs = ""
     if prove:
         found, runs = proved(found, seconds=seconds)
-        found = [f for f in found if f.evidence.grade is Grade.PROVED or f.finding.code in (*active, *PAGES)]
+        found = [f for f in found if f.evidence.grade is Grade.PROVED or f.asked]
     shown = found if config.possible else [f for f in found if f.evidence.grade is not Grade.POSSIBLE]
     return LintRun([f.finding for f in shown], len(files), fixed, active, len(found) - len(shown), runs)
 

@@ -41,10 +41,11 @@ class LintConfig:
     root: Path = field(default_factory=Path.cwd)
     named: tuple[Path, ...] = ()
 
-    def active(self, *, prove: bool = False) -> list[str]:
-        """The codes of the rules to run, after select, extend-select and ignore; with `prove` those that are off as well.
+    def active(self, *, prove: bool = False, alone: bool = False) -> list[str]:
+        """The codes of the rules to run, after select, extend-select and ignore.
 
-        What a rule that is off says is only told where a run proves it.
+        prove  those that are off as well: what such a rule says is only told where a run proves it
+        alone  for a file that stands in no repository
         """
         chosen = []
         for code, rule in all_rules().items():
@@ -52,7 +53,7 @@ class LintConfig:
             if self.select:
                 wanted = any(p in (code, "ALL") or (code.startswith(p) and rule.on) for p in self.select)
             else:
-                wanted = rule.on or prove
+                wanted = rule.on or prove or (alone and rule.alone)
             wanted = wanted or any(p in (code, "ALL") for p in self.extend_select)
             if wanted and not code.startswith(tuple(self.ignore)):
                 chosen.append(code)
