@@ -106,12 +106,13 @@ def test_pyproject_is_found_and_obeyed(project):
     assert codes("bad.py", select=["LT"]) == []
 
 
-def test_a_rule_measured_below_its_mark_speaks_of_a_file_in_no_repository(project):
-    """Whoever names one file asks about it; in a repository such a rule has to be selected or proved."""
-    assert codes("bad.py") == ["LT006"]
+def test_a_rule_below_its_mark_reports_on_a_file_that_is_named(project):
+    """Whoever names one file asks about it; in a folder such a rule has to be selected or proved."""
     (project / "pyproject.toml").touch()
-    assert codes("bad.py") == []
-    assert codes("bad.py", select=["LT006"]) == ["LT006"]
+    assert codes("bad.py") == ["LT006"]
+    assert codes(".") == []
+    assert codes(".", select=["LT006"]) == ["LT006"]
+    assert codes("bad.py", select=["LT"]) == [], "what is on by default and nothing else"
 
 
 @pytest.mark.parametrize(

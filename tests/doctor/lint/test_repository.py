@@ -11,7 +11,7 @@ from isotype.doctor.lint.rule import all_rules
 from isotype.errors import UsageError
 from isotype.finding import Severity
 
-SPEAKING = [code for code, rule in all_rules().items() if rule.on or rule.alone]
+SPEAKING = [code for code, rule in all_rules().items() if rule.on or rule.by_name]
 UNDER_AUTOCAST = """import torch
 
 

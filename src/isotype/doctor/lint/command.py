@@ -15,7 +15,6 @@ from .files import python_files
 from .fix import apply_edits
 from .grade import Grade
 from .prove.command import SECONDS, proved
-from .repository import repository_of
 from .rule import Edit, FixSafety, all_rules
 from .run import Found, lint_files
 
@@ -66,9 +65,10 @@ def lint_command(
     config = settings(
         paths[0], config_file=config_file, select=select, extend_select=extend_select, ignore=ignore, exclude=exclude, possible=possible
     )
-    config = replace(config, named=tuple(path.resolve() for path in paths if path.is_dir()))
+    named = tuple(path.resolve() for path in paths if path.is_dir())
+    config = replace(config, named=named, files=frozenset(path.resolve() for path in paths if path.is_file()))
     files = list(python_files(paths, config.exclude, config.root))
-    active = config.active(alone=any(repository_of(file, config.named) is None for file in files))
+    active = config.active(by_name=bool(config.files))
     found = lint_files(files, config, prove=prove)
     fixed = 0
     if fix:

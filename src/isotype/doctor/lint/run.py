@@ -83,9 +83,9 @@ def _lint_guarded(path: Path, *, prove: bool, config: LintConfig) -> list[Found]
     """`lint_text`, with trouble about one file told as a finding of that file instead of ending the run."""
     try:
         text = read(path)
-        alone = repository_of(path, config.named) is None
-        asked = {*config.active(alone=alone), *PAGES}
-        found = lint_text(text, path, active=config.active(prove=prove, alone=alone), config=config)
+        by_name = path.resolve() in config.files
+        asked = {*config.active(by_name=by_name), *PAGES}
+        found = lint_text(text, path, active=config.active(prove=prove, by_name=by_name), config=config)
         return [f if f.finding.code in asked else replace(f, asked=False) for f in found]
     except SyntaxError as error:
         if _is_newer_python(path, error):

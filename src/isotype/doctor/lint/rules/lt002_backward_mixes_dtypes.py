@@ -62,7 +62,7 @@ class BackwardMixesDtypes(Rule):
     code = "LT002"
     name = "backward-mixes-dtypes"
     on = False
-    alone = True
+    by_name = True
     first_look = (19, 38)
     in_tests = False
     severity = Severity.WARNING

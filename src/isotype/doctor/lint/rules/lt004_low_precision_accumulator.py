@@ -55,7 +55,7 @@ class LowPrecisionAccumulator(Rule):
     code = "LT004"
     name = "low-precision-accumulator"
     on = False
-    alone = True
+    by_name = True
     first_look = (13, 18)
     in_tests = False
     fix_safety = FixSafety.UNSAFE

@@ -58,7 +58,7 @@ class DefaultDtypeNotRestored(Rule):
     code = "LT006"
     name = "default-dtype-not-restored"
     on = False
-    alone = True
+    by_name = True
     first_look = (11, 17)
     fix_safety = FixSafety.SAFE
     words = SETTERS

@@ -52,7 +52,7 @@ class FloatTensorWithoutDtype(Rule):
     code = "LT007"
     name = "float-tensor-without-dtype"
     on = False
-    alone = True
+    by_name = True
     first_look = (33, 69)
     in_tests = False
     fix_safety = FixSafety.UNSAFE

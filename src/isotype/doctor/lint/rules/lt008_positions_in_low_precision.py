@@ -64,7 +64,7 @@ class PositionsInLowPrecision(Rule):
     code = "LT008"
     name = "positions-in-low-precision"
     on = False
-    alone = True
+    by_name = True
     first_look = (79, 124)
     in_tests = False
     words = ("cos", "sin", "polar", "inv_freq", "rotary", "rope")

@@ -45,7 +45,7 @@ class ProductAfterWidening(Rule):
     code = "LT018"
     name = "product-after-widening"
     on = False
-    alone = True
+    by_name = True
     first_look = (3, 4)
     in_tests = False
 

@@ -47,7 +47,7 @@ class TritonLowPrecisionAccumulator(Rule):
     code = "LT024"
     name = "triton-low-precision-accumulator"
     on = False
-    alone = True
+    by_name = True
     first_look = (9, 30)
     words = ("triton",)
 
