@@ -11,7 +11,8 @@ from .noise_levels import mixed
 
 
 def picture_losses(model: nn.Module, family: Family, batch: Batch, *, guidance: float, dtype: str) -> Tensor:
-    """Squared error of the predicted velocity, averaged over each picture's latent pixels.
+    """Squared error of the predicted velocity, averaged over each picture's latent pixels (as far as its mask shows them), times the
+    picture's weight.
 
     ->      float[N]  in `dtype`, `precision.loss`
     inside  the denoiser under the model's precision; the difference, its square and the mean in `dtype`
@@ -19,4 +20,13 @@ def picture_losses(model: nn.Module, family: Family, batch: Batch, *, guidance: 
     noisy, target = mixed(batch.latents, batch.noise, batch.sigma)
     predicted = family.predict(model, noisy, batch.sigma, batch.text, guidance=guidance)
     wide = to_torch(dtype)
-    return (predicted.to(wide) - target.to(wide)).square().flatten(1).mean(1)
+    losses_N = mean_of_pictures((predicted.to(wide) - target.to(wide)).square(), batch.mask)
+    return losses_N if batch.weights is None else losses_N * batch.weights.to(wide)
+
+
+def mean_of_pictures(errors_NCHW: Tensor, mask_N1HW: Tensor | None) -> Tensor:
+    """F[N]: the mean of each picture's errors, weighted by its mask."""
+    if mask_N1HW is None:
+        return errors_NCHW.flatten(1).mean(1)
+    mask = mask_N1HW.to(errors_NCHW.dtype).expand_as(errors_NCHW)
+    return (errors_NCHW * mask).flatten(1).sum(1) / mask.flatten(1).sum(1)
