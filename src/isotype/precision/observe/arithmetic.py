@@ -319,9 +319,12 @@ class _Look:
             )  # fmt: skip
 
     def _in_a_position_table(self) -> bool:
-        """Whether this runs in a module of diffusers without weights, which computes positions in fp64 and hands them out in fp32."""
+        """Whether this runs where diffusers computes positions in fp64 and hands them out in fp32: in a module without weights, or in the
+        functions that its patch embeddings call."""
         module = self.mode.regions.stack[-1].module if self.mode.regions.stack else None
-        return module is not None and type(module).__module__.startswith("diffusers.") and next(module.parameters(), None) is None
+        if module is None or not type(module).__module__.startswith("diffusers."):
+            return False
+        return next(module.parameters(), None) is None or self.by.file.endswith("diffusers/models/embeddings.py")
 
     # -- products
 

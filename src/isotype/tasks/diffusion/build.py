@@ -21,7 +21,7 @@ def built(denoiser: Any, family: Family, config: RunConfig, precision: Precision
     if config.adapter.kind == "none":
         model: nn.Module = denoiser
     else:
-        model = attach_adapter(denoiser, config.adapter, seed=config.train.seed, task_type=None, targets=targets(denoiser, config))
+        model = attach_adapter(denoiser, config.adapter, seed=config.train.seed, task_type=None, targets=targets(denoiser, family, config))
     return model, put_under(model, denoiser, family, config, precision, device_type=device_type)
 
 
@@ -41,10 +41,11 @@ def put_under(
     return manifest
 
 
-def targets(denoiser: Any, config: RunConfig) -> list[str]:
+def targets(denoiser: Any, family: Family, config: RunConfig) -> list[str]:
     """The modules that get an adapter: with `all-linear` every linear layer of the denoiser's blocks."""
     given = config.adapter.targets
     if given != "all-linear":
         return [given] if isinstance(given, str) else list(given)
-    blocks = tuple(f"{name}." for name, module in denoiser.named_modules() if type(module).__name__ in (denoiser._no_split_modules or ()))
+    classes = family.adapted or tuple(denoiser._no_split_modules or ())
+    blocks = tuple(f"{name}." for name, module in denoiser.named_modules() if type(module).__name__ in classes)
     return [name for name, module in denoiser.named_modules() if isinstance(module, nn.Linear) and name.startswith(blocks)]

@@ -112,10 +112,16 @@ def _held(model: nn.Module, train: TrainSection, precision: Precision) -> Memory
 
 
 def optimizer_bytes(elements: int, train: TrainSection, precision: Precision) -> int:
-    """AdamW's two moments of one tensor."""
+    """AdamW's two moments of one tensor, and its moving average where `train.ema` asks for one."""
+    average = average_bytes(elements, train, precision)
     if train.optimizer == "adamw8bit":
-        return 8 * elements if elements < SMALLEST_8BIT else 2 * (elements + 4 * -(-elements // BLOCK_8BIT))
-    return 2 * elements * to_torch(precision.optimizer).itemsize
+        return average + (8 * elements if elements < SMALLEST_8BIT else 2 * (elements + 4 * -(-elements // BLOCK_8BIT)))
+    return average + 2 * elements * to_torch(precision.optimizer).itemsize
+
+
+def average_bytes(elements: int, train: TrainSection, precision: Precision) -> int:
+    """The moving average of one tensor."""
+    return 0 if train.ema is None else elements * to_torch(precision.ema).itemsize
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -171,7 +177,7 @@ def _simulated(
         update=update,
         evaluation=evaluation,
         sampling=sampling,
-        peak=max(peak, between),
+        peak=max(peak, between) + sum(average_bytes(p.numel(), train, precision) for p in model.parameters() if p.requires_grad),
         rows=largest.rows,
         length=largest.length,
     )

@@ -1,7 +1,7 @@
 """Chooses which layers of a model recompute their activations in backward, and whether their inputs are stored in host memory.
 
 A recomputed layer stores only its input. In transformers one class marks the layers that support this; the switch is set on instances, so
-that some layers may recompute and others not. Recomputing draws the same random numbers, so that the results are bit-identical.
+that some layers may recompute and others not (of diffusers: `denoiser_blocks`). Recomputing draws the same random numbers, so that the results are bit-identical.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from ...config.schema import TrainSection
 from ...errors import UsageError
+from .denoiser_blocks import denoiser_blocks, put_switch
 from .layer_call import call_and_recompute
 from .offload import HostMemory
 
@@ -104,7 +105,8 @@ def chosen(layers: str | int | list[int], of: int) -> tuple[int, ...]:
 
 
 def checkpointable(model: nn.Module) -> list[nn.Module]:
-    """The layers that transformers can checkpoint, in the order of the model; not those inside another one."""
+    """The layers that can be checkpointed, in the order of the model: those that transformers marks, not those inside another one; else the
+    blocks of a diffusers model."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     found: list[nn.Module] = []
@@ -113,7 +115,7 @@ def checkpointable(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, GradientCheckpointingLayer) and not (inside and name.startswith(inside)):
             found.append(module)
             inside = f"{name}."
-    return found
+    return found or denoiser_blocks(model)
 
 
 def apply_checkpointing(model: nn.Module, what: Checkpointing) -> None:
@@ -123,6 +125,8 @@ def apply_checkpointing(model: nn.Module, what: Checkpointing) -> None:
     for position, layer in enumerate(checkpointable(model)):
         layer.gradient_checkpointing = WhileRecording() if position in what.layers else False  # type: ignore[assignment]
         layer._gradient_checkpointing_func = function  # type: ignore[assignment]
+        if type(layer).__module__.startswith("diffusers."):
+            put_switch(layer)
 
 
 class WhileRecording:
