@@ -63,9 +63,7 @@ def load_result(folder: Path, pipeline: PipelineFolder, config: RunConfig, preci
             model = load_adapter(denoiser, folder)
     else:
         denoiser = pipeline.denoiser_class().from_pretrained(folder, dtype=to_torch(precision.trainable), use_safetensors=True)
-        widen_buffers(
-            denoiser, pipeline.path / pipeline.denoiser_part
-        )
+        widen_buffers(denoiser, pipeline.path / pipeline.denoiser_part)
         model = denoiser
     model.to(device)
     put_under(model, denoiser, pipeline.family, config, precision, device_type=device.type)
@@ -124,7 +122,9 @@ def _refuse_of_another_model(denoiser: nn.Module, folder: Path, pipeline: Pipeli
         else:
             what = ""
         if what:
-            raise UsageError(f"{folder}: an adapter of another model than {pipeline.path}: {path}: {what}", fix="take the base it was trained on")
+            raise UsageError(
+                f"{folder}: an adapter of another model than {pipeline.path}: {path}: {what}", fix="take the base it was trained on"
+            )
 
 
 def _compare(saved: dict[str, Tensor], loaded: dict[str, Tensor], what: str) -> None:
