@@ -31,7 +31,7 @@ LEVELS = [
     {"tasks"},
     {"integrations"},
     {"inference"},
-    {"entry", "quickstart"},
+    {"entry", "quickstart", "quickstart_pictures"},
     {"cli"},
     {"isotype", "__main__"},
 ]
