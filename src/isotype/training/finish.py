@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..distributed.shard import Sharding, whole_in_state_dict, whole_tensors
+from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
-from ..model.saved_form import digests, trained_tensors
+from ..model.saved_form import Digests, digests, trained_tensors
 from ..runs.checkpoint.atomic_folder import write_folder
-from ..runs.checkpoint.snapshot import restore_model
+from ..runs.checkpoint.snapshot import restore_model, rows_here
 from .loop import Loop
 from .setup import Prepared
 from .verify import ROWS, verify_result
@@ -20,29 +23,30 @@ from .verify import ROWS, verify_result
 def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     """Returns the content of result.json. Raises RunError SV001 when the saved result is not the trained one.
 
-    The first process saves and checks; the others wait, for as long as it lives.
+    The first process saves and checks; the others wait, for as long as it lives. Processes that share the model do both together: none of
+    them could hold it.
     """
     loop.world.at(loop.progress.step, "the result")
+    if prepared.sharding is not None:
+        with loop.world.exchanging():
+            return _finish(loop, prepared, loop.world)
     if not loop.world.first:
         _free(loop, prepared)
-    return loop.world.first_does(lambda: _finish(loop, prepared), patiently=True)
+    return loop.world.first_does(lambda: _finish(loop, prepared, ALONE), patiently=True)
 
 
-def _finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
+def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
+    """world  the processes that call this together"""
     config, progress, precision, task = loop.config, loop.progress, prepared.resolved.precision, loop.task
-    taken = _take_best(loop) if config.train.patience else progress.step
-    adapter = config.adapter.kind != "none"
+    taken = _take_best(loop, world) if config.train.patience else progress.step
+    adapter, sharding = config.adapter.kind != "none", prepared.sharding
     target = loop.folder.path / ("adapter" if adapter else "model")
-
-    def fill(folder: Path) -> None:
-        task.save(loop.model, folder, precision)
-
-    write_folder(target, fill)
-    loop.observe_saved(target, precision.save_adapter if adapter else precision.save_model)
-    trained = task.evaluate(loop.model, loop.device, dtype=precision.loss, most=ROWS)
-    weights = digests(trained_tensors(loop.model), to_torch(precision.save_adapter if adapter else precision.save_model))
+    weights = _saved(loop, target, precision.save_adapter if adapter else precision.save_model, sharding, world)
+    trained = task.evaluate(loop.model, loop.device, dtype=precision.loss, most=ROWS, world=world)
     _free(loop, prepared)
-    reloaded = verify_result(task, target, precision, prepared.device, trained=trained, weights=weights, adapter=adapter)
+    reloaded = verify_result(
+        task, target, precision, prepared.device, trained=trained, weights=weights, adapter=adapter, world=world, sharding=sharding
+    )
     return {
         "status": "done",
         "folder": str(loop.folder.path),
@@ -62,14 +66,33 @@ def _finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _take_best(loop: Loop) -> int:
+def _saved(loop: Loop, target: Path, dtype: str, sharding: Sharding | None, world: World) -> Digests:
+    """Writes the result in `dtype`; returns what its trained tensors must be, on the first process."""
+    tensors: dict[str, Tensor] = (
+        trained_tensors(loop.model) if sharding is None else whole_tensors(loop.model, world, sharding, to_torch(dtype))
+    )
+
+    def fill(folder: Path) -> None:
+        with whole_in_state_dict(loop.model, tensors if sharding is not None else {}):
+            loop.task.save(loop.model, folder, loop.resolved.precision)
+
+    world.first_does(lambda: write_folder(target, fill), patiently=True)
+    if world.first:
+        loop.observe_saved(target, dtype)
+    return digests(tensors, to_torch(dtype))
+
+
+def _take_best(loop: Loop, world: World) -> int:
     """With early stopping the best weights are the result; returns their step."""
-    best = loop.store.best
+    found: tuple[int | None, str | None] = world.first_does(
+        lambda: (loop.store.best, None if loop.store.best is None else loop.store.fault(loop.store.best))
+    )
+    best, reason = found
     if best is not None and best != loop.progress.step:
-        if (reason := loop.store.fault(best)) is not None:
+        if reason is not None:
             loop.console.say(f"warning   the best checkpoint, step_{best}, is damaged ({reason}): the result is the last step's weights")
             return loop.progress.step
-        restore_model(loop.model, loop.store.load(best).tensors)
+        restore_model(loop.model, loop.store.load(best, rows_here(loop.model)).tensors)
         loop.console.say(f"taking the weights of step {best}, the best evaluation")
         return best
     return loop.progress.step

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from ..config.schema import RunConfig
 from ..config.sizes import bytes_of
+from ..distributed.agree import fingerprint_of_weights
 from ..distributed.passes import Passes
 from ..distributed.random_states import seed_of_rank
+from ..distributed.shard import Sharding, shard
 from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
 from ..optimize import Manifest
@@ -28,6 +30,7 @@ from .memory.device import memory_there, other_memory, return_freed_blocks, show
 from .memory.plan import MemoryPlan, plan_memory
 from .memory.recomputation import AUTO, NONE, Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable
 from .optimizer import build_optimizer
+from .parallel import REPLICATE, Parallel, choose_parallel
 from .step import Stepper
 from .task import Batch, Outline, Task
 
@@ -50,6 +53,9 @@ class Prepared(Basis):
     stepper: Stepper
     checkpointing: Checkpointing
     passes: Passes
+    sharding: Sharding | None = None
+    fingerprint: str = ""  # of the weights, where there are several processes
+    parallel: Parallel = REPLICATE
 
 
 def resolve_precision(
@@ -94,15 +100,22 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     passes = Passes.of(config.train, rank=world.rank, size=world.size)
     basis = settle(task, sources, world=world)
     precision = basis.resolved.precision
+    parallel = choose_parallel(task, basis, world)
     world.at(0, "building the model")
+    # a model that is to be distributed goes to the device unit by unit
+    where = torch.device("cpu") if parallel.shares else basis.device
 
     def build() -> tuple[nn.Module, Manifest]:
-        return task.build_model(precision, basis.device, folder)
+        return task.build_model(precision, where, folder)
 
     model, manifest = world.first_before_others(build) if config.model.init == "random" else build()
+    fingerprint = fingerprint_of_weights(model) if world.size > 1 else ""
     checkpointing = choose_checkpointing(task, basis, model)
     apply_checkpointing(model, checkpointing)
-    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
+    sharding = None
+    if parallel.shares:
+        sharding = shard(model, world, reduce=precision.reduce, device=basis.device, nodes=parallel.nodes)
+    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce, summed=sharding)
     optimizer = build_optimizer(model, config.train, precision, accumulator.gradient)
     # building drew from the generators by a path that a resumed run may not take again
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
@@ -112,8 +125,10 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
         return task.loss_sum(model, batch, dtype=precision.loss)
 
-    stepper = Stepper(model, optimizer, accumulator, precision, config.train, loss_sum, world)
-    return Prepared(basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing, passes)
+    stepper = Stepper(model, optimizer, accumulator, precision, config.train, loss_sum, world, sharding)
+    return Prepared(
+        basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing, passes, sharding, fingerprint, parallel
+    )  # fmt: skip
 
 
 def choose_checkpointing(task: Task, basis: Basis, model: nn.Module) -> Checkpointing:
