@@ -121,12 +121,13 @@ class Loop:
         while self.progress.step < self.plan.total:
             step = self.progress.step + 1
             try:
-                self._step(step)
-                stopping = self._between(
-                    evaluating=self.plan.due(self.plan.eval_every, step),
-                    sampling=self.plan.due(self.plan.sample_every, step),
-                    saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
-                )
+                with self.world.exchanging():
+                    self._step(step)
+                    stopping = self._between(
+                        evaluating=self.plan.due(self.plan.eval_every, step),
+                        sampling=self.plan.due(self.plan.sample_every, step),
+                        saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
+                    )
             except (RunError, UsageError) as error:  # a stream meets its broken rows here
                 raise self.with_last_good(error) from error
             if self.world.any(interrupt.asked) and step < self.plan.total:

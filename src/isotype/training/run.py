@@ -207,6 +207,10 @@ def _run(
         )
     if own.objective is not None:
         prepared.stepper.loss_sum = own.objective
+    if own.callbacks and prepared.sharding is not None:
+        raise UsageError(
+            "callbacks are called by the first process, which has only a part of a shared model", fix="parallel.kind: replicate"
+        )
     loop = _loop(task, prepared, folder, console, world)
     loop.callbacks = own.callbacks
     world.at(0, "the preflight")
@@ -214,7 +218,8 @@ def _run(
         config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=resuming,
         micro_batch=prepared.passes.rows,
     )  # fmt: skip
-    checked = preflight(subject, skips, world=world)
+    with world.exchanging():
+        checked = preflight(subject, skips, world=world)
     world.first_does(lambda: _write_start(loaded, task, prepared, loop.plan, folder, world, resuming=resuming))
     shared = contention() if prepared.device.type == "cpu" and world.first else None
     said = [("cores", str(shared))] if shared else []
@@ -375,9 +380,9 @@ def _processes(count: int) -> str:
     return "1 process" if count == 1 else f"{count} processes"
 
 
-def _processes_row(world: World, prepared: Prepared) -> list[tuple[str, str]]:
+def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[str, str]]:
     if world.size == 1:
-        return []
+        return [("processes", f"1: parallel.kind: {kind} has no effect")] if kind in ("shard", "hybrid") else []
     passes = prepared.passes
     where = "on one machine" if world.nodes == 1 else f"on {world.nodes} machines"
     each = f"{len(passes.own)} x {passes.rows} rows of each step"
@@ -395,7 +400,7 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
     rows = [
         ("run", str(folder.path)),
         ("device", f"{hardware.name}, torch {torch.__version__}"),
-        *_processes_row(world, prepared),
+        *_processes_row(world, prepared, config.parallel.kind),
         ("model", f"{task.base_name}  {total:,} parameters, {trainable:,} trained ({trainable / total:.2%}, {how})"),
         ("precision", f"{p}  ({resolved.why_preset})"),
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),

@@ -27,10 +27,13 @@ from ..precision.accumulate import GradientAccumulator
 from ..precision.resolve import Resolved, resolve
 from .memory.auto_recomputation import auto_checkpointing
 from .memory.device import memory_there, other_memory, return_freed_blocks, shown
-from .memory.plan import MemoryPlan, plan_memory
+from .memory.distributed_plan import plan_part
+from .memory.plan import MemoryPlan
 from .memory.recomputation import AUTO, NONE, Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable
 from .optimizer import build_optimizer
-from .parallel import REPLICATE, Parallel, choose_parallel
+from .parallel import ALONE as ONE_PROCESS
+from .parallel import Parallel, by_plan
+from .parallel import as_configured as parallel_as_configured
 from .step import Stepper
 from .task import Batch, Outline, Task
 
@@ -55,7 +58,7 @@ class Prepared(Basis):
     passes: Passes
     sharding: Sharding | None = None
     fingerprint: str = ""  # of the weights, where there are several processes
-    parallel: Parallel = REPLICATE
+    parallel: Parallel = ONE_PROCESS
 
 
 def resolve_precision(
@@ -110,11 +113,12 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
 
     model, manifest = world.first_before_others(build) if config.model.init == "random" else build()
     fingerprint = fingerprint_of_weights(model) if world.size > 1 else ""
-    checkpointing = choose_checkpointing(task, basis, model)
+    checkpointing = choose_checkpointing(task, basis, model, parts=parallel.parts(world.size))
     apply_checkpointing(model, checkpointing)
     sharding = None
     if parallel.shares:
-        sharding = shard(model, world, reduce=precision.reduce, device=basis.device, nodes=parallel.nodes)
+        with world.exchanging():
+            sharding = shard(model, world, reduce=precision.reduce, device=basis.device, nodes=parallel.nodes)
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce, summed=sharding)
     optimizer = build_optimizer(model, config.train, precision, accumulator.gradient)
     # building drew from the generators by a path that a resumed run may not take again
@@ -131,8 +135,32 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     )  # fmt: skip
 
 
-def choose_checkpointing(task: Task, basis: Basis, model: nn.Module) -> Checkpointing:
-    """The configured choice. `auto` plans the step on the longest rows, unless an upper bound is far below the available memory."""
+def choose_parallel(task: Task, basis: Basis, world: World) -> Parallel:
+    """The configured kind. `auto` plans the step as one process would compute it. All processes take what the first one decides."""
+    config, precision, device = task.config, basis.resolved.precision, basis.device
+    given = parallel_as_configured(config, world)
+    if given is not None:
+        return given
+
+    def decide() -> list[str]:
+        made = task.outline(precision, device_type=device.type)
+        has = memory_there(basis.hardware.memory, device)
+
+        def peak() -> int:
+            return planned_checkpointing(task, basis, made, has=has, besides=0)[1].peak
+
+        found = by_plan(task.most_bytes(made.model, precision), has, peak, optimizer=config.train.optimizer)
+        return [found.kind, found.reason]
+
+    kind, reason = world.first_does(decide)
+    return Parallel(kind, reason)
+
+
+def choose_checkpointing(task: Task, basis: Basis, model: nn.Module, *, parts: int = 1) -> Checkpointing:
+    """The configured choice. `auto` plans the step on the longest rows, unless an upper bound is far below the available memory.
+
+    parts  how many processes share the model
+    """
     train, device, precision = task.config.train, basis.device, basis.resolved.precision
     has, besides = memory_there(basis.hardware.memory, device), other_memory(model, device)
     most = task.most_bytes(model, precision) + besides
@@ -145,16 +173,21 @@ def choose_checkpointing(task: Task, basis: Basis, model: nn.Module) -> Checkpoi
     if not near and (target is None or most - besides <= target):
         return Checkpointing(NONE, reason=f"auto: the step cannot take more than {shown(most)} of {shown(has)}")
     made = task.outline(precision, device_type=device.type)
-    found, _ = planned_checkpointing(task, basis, made, has=has, besides=besides)
+    found, _ = planned_checkpointing(task, basis, made, has=has, besides=besides, parts=parts)
     return found
 
 
-def planned_checkpointing(task: Task, basis: Basis, made: Outline, *, has: int, besides: int) -> tuple[Checkpointing, MemoryPlan]:
-    """The choice of recomputation on a device with `has` bytes, of which `besides` are in use, and the memory plan of its step."""
+def planned_checkpointing(
+    task: Task, basis: Basis, made: Outline, *, has: int, besides: int, parts: int = 1
+) -> tuple[Checkpointing, MemoryPlan]:
+    """The choice of recomputation on a device with `has` bytes, of which `besides` are in use, and the memory plan of its step.
+
+    parts  how many processes share the model
+    """
     train, precision, largest = task.config.train, basis.resolved.precision, task.step_outline(basis.resolved.precision)
 
     def simulate(checkpointing: Checkpointing) -> MemoryPlan:
-        return plan_memory(made, train, precision, largest, checkpointing=checkpointing, device_type=basis.device.type)
+        return plan_part(made, train, precision, largest, checkpointing=checkpointing, device_type=basis.device.type, parts=parts)
 
     if train.gradient_checkpointing != AUTO:
         checkpointing = as_configured(made.model, train)
