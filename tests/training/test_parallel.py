@@ -60,9 +60,8 @@ def test_auto_takes_the_whole_model_where_it_fits_and_says_why():
     def never():
         raise AssertionError("the bound is enough")
 
-    assert (
-        str(by_plan(GIB, 80 * GIB, never, optimizer="adamw")) == "replicate (auto: a process cannot take more than 1.00 GiB of 80.00 GiB)"
-    )
+    below = by_plan(GIB, 80 * GIB, never, optimizer="adamw")
+    assert str(below) == "replicate (auto: a process cannot take more than 1.00 GiB of 80.00 GiB)"
     near = by_plan(70 * GIB, 80 * GIB, lambda: 60 * GIB, optimizer="adamw")
     assert (near.kind, near.reason) == (REPLICATE, "auto: a process takes 60.00 GiB of 80.00 GiB")
     over = by_plan(90 * GIB, 80 * GIB, lambda: 75 * GIB, optimizer="adamw")
@@ -95,8 +94,7 @@ def test_a_plan_for_sixteen_gpus(configured, tmp_path):
     assert held["replicate"] > held["hybrid"] > held["shard"]
     assert made["kinds"]["hybrid"]["between"] < made["kinds"]["shard"]["between"]
     assert made["auto"]["kind"] == "replicate"
-    refused = subprocess.run(
-        [*command[:5], "--gpus", "12", "--device", "h100"], env=environment(), capture_output=True, text=True, check=False
-    )
+    twelve = [*command[:5], "--gpus", "12", "--device", "h100"]
+    refused = subprocess.run(twelve, env=environment(), capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert "machines of 8 are planned for" in refused.stderr
