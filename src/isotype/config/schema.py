@@ -292,9 +292,10 @@ class RunSection(Section):
 
 
 class ParallelSection(Section):
-    kind: Literal["auto", "replicate"] = "auto"
+    kind: Literal["auto", "replicate", "shard", "hybrid"] = "auto"
     """What several processes share. `replicate`: each holds the whole model and computes its share of a step's rows; gradients are summed
-    once a step. `auto` takes it."""
+    once a step. `shard`: each holds a part of every weight, gradient and state, and a layer's weights are gathered while it runs. `hybrid`:
+    the processes of a machine share the model, and each machine has all of it. `auto` asks the memory plan: `replicate` where it fits."""
     timeout: PositiveFloat = 1800.0
     """Seconds to wait for another process before it is named and the run ends: longer than samples of the whole run's prompts take."""
 

@@ -320,7 +320,9 @@ class DiffusionTask:
     def samples(self) -> int:
         return len(self.config.run.samples)
 
-    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf) -> list[Sample]:
+    def sample(
+        self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf, world: World = ALONE
+    ) -> list[Sample]:
         prompts = self.config.run.samples[:1] if shortened else self.config.run.samples
         return self.draw(model, device, prompts, self.drawing(REHEARSED_STEPS if shortened else None), seconds=seconds)
 
