@@ -1,4 +1,4 @@
-"""The scripts that TRL ships, from its installed package, with one line added: they run to their end, and their manifest says what was fused."""
+"""The scripts of the installed TRL with one line added: they run to their end, and their manifest says what was fused."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_a_script_of_trls_runs_with_one_line_added(name, models, tmp_path, monke
     data.mkdir()
     (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(name)))
     arguments = [
-        "--model_name_or_path", Setting(models, family="smollm3").path(), "--dataset_name", str(data), "--output_dir", str(tmp_path / "out"), "--use_cpu",
-        "true", "--max_steps", "2", "--per_device_train_batch_size", "2", "--logging_steps", "1", "--report_to", "none", "--use_peft",
+        "--model_name_or_path", Setting(models, family="smollm3").path(), "--dataset_name", str(data),
+        "--output_dir", str(tmp_path / "out"), "--use_cpu", "true", "--max_steps", "2", "--per_device_train_batch_size", "2", "--logging_steps", "1", "--report_to", "none", "--use_peft",
         "--lora_target_modules", "all-linear", "--lora_r", "4", "--disable_tqdm", "true", *MORE.get(name, []),
     ]  # fmt: skip
     if name == "distillation":
