@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from .account import Draft, Given, Handler, changed, no_effect, not_offered, number, precision, to, to_count, to_number, truth
-from .simpletuner_data import dataset_key, finish_data
+from .simpletuner_data import dataset_key, finish_data, pixels
 from .simpletuner_file import DATASET
 from .source import Source
 from .words import trackers
@@ -81,12 +81,6 @@ def _kind(draft: Draft, given: Given) -> None:
 
 def _resolution(draft: Draft, given: Given) -> None:
     draft.set(given, "images.resolution", pixels(given.value, draft.keys.get("resolution_type", "pixel_area")))
-
-
-def pixels(value: Any, kind: object) -> int:
-    """The side of a square in pixels; megapixels where `kind` is area."""
-    size = float(value)
-    return int(size) if str(kind) != "area" else max(64, round((size * 1e6) ** 0.5 / 64) * 64)
 
 
 def _optimizer(draft: Draft, given: Given) -> None:

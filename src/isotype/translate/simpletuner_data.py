@@ -102,6 +102,12 @@ def _image_key(draft: Draft, given: Given, key: str, entry: dict[str, Any], inde
         draft.not_offered(given, "isotype import does not know this key of a dataset")
 
 
+def pixels(value: Any, kind: object) -> int:
+    """The side of a square in pixels; megapixels where `kind` is area."""
+    size = float(value)
+    return int(size) if str(kind) != "area" else max(64, round((size * 1e6) ** 0.5 / 64) * 64)
+
+
 def side_of(entry: dict[str, Any]) -> str:
     if str(entry.get("dataset_type")) == "eval":
         return "images.eval"
@@ -125,8 +131,6 @@ def _caption_strategy(draft: Draft, given: Given, entry: dict[str, Any], side: s
 
 
 def _resolution(draft: Draft, given: Given, entry: dict[str, Any]) -> None:
-    from .simpletuner import pixels
-
     size = pixels(given.value, entry.get("resolution_type", draft.keys.get("resolution_type", "pixel_area")))
     before = draft.settings.get("images.resolution")
     if before is not None and before != size and draft.sources["images.resolution"].name.startswith("dataset."):
