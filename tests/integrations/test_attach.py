@@ -186,7 +186,7 @@ def test_custom_logits_are_fp32_as_under_accelerates_wrapper(models):
         ("lora", True, "nf4-lora", "base nf4, but the trainer's model is not quantised"),
         ("qlora", True, "bf16-lora", "weights are nf4 already"),
         ("full", True, "bf16-lora", "adapter"),
-        ("full", True, "bf16-pure", "gradients in the weights' own dtype"),
+        ("full", True, "bf16-pure rounding=nearest", "with fp32 gradients and stochastic rounding"),
         ("lora", True, "bf16-lorra", "unknown preset"),
         ("lora", True, 16, "expected a preset's name"),
     ],

@@ -1,4 +1,4 @@
-"""The scripts of the installed TRL with one line added: they run to their end, and their manifest says what was fused."""
+"""The scripts that TRL ships, from its installed package, with one line added: they run to their end and say what was fused."""
 
 from __future__ import annotations
 
@@ -54,26 +54,19 @@ MORE = {
 SLOW = pytest.mark.slow  # seven of them take half a minute; what the three share with others is tested by others
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "sft",
-        "kto",
-        "reward",
-        "grpo",
-        pytest.param("dpo", marks=SLOW),
-        pytest.param("rloo", marks=SLOW),
-        pytest.param("distillation", marks=SLOW),
-    ],
-)
+OTHERS = [pytest.param(name, marks=SLOW) for name in ("dpo", "rloo", "distillation")]
+
+
+@pytest.mark.parametrize("name", ["sft", "kto", "reward", "grpo", *OTHERS])
 def test_a_script_of_trls_runs_with_one_line_added(name, models, tmp_path, monkeypatch):
     data = tmp_path / "data"
     data.mkdir()
     (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(name)))
     arguments = [
-        "--model_name_or_path", Setting(models, family="smollm3").path(), "--dataset_name", str(data),
-        "--output_dir", str(tmp_path / "out"), "--use_cpu", "true", "--max_steps", "2", "--per_device_train_batch_size", "2", "--logging_steps", "1", "--report_to", "none", "--use_peft",
-        "--lora_target_modules", "all-linear", "--lora_r", "4", "--disable_tqdm", "true", *MORE.get(name, []),
+        "--model_name_or_path", Setting(models, family="smollm3").path(), "--dataset_name", str(data), "--output_dir",
+        str(tmp_path / "out"), "--use_cpu", "true", "--max_steps", "2", "--per_device_train_batch_size", "2", "--logging_steps", "1",
+        "--report_to", "none", "--use_peft", "--lora_target_modules", "all-linear", "--lora_r", "4", "--disable_tqdm", "true",
+        *MORE.get(name, []),
     ]  # fmt: skip
     if name == "distillation":
         arguments += ["--teacher_model_name_or_path", Setting(models, family="smollm3").path()]

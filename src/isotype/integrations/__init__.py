@@ -4,6 +4,7 @@ attach     the two functions, and what is undone when one of its parts fails
 owners     who else claims the precision of this trainer, and what becomes of each claim
 refusals   trainers and arguments that cannot be attached to, in a sentence each
 weights    the weights' dtypes, and the way back
+pure       bf16 weights: their gradients' fp32 sums, and the AdamW that rounds stochastically
 accelerate_autocast   where autocast runs: on the inner model, not on accelerate's wrapper
 guards     non-finite numbers stop the run; what the trainer's logs say besides
 logits     logits of a trainer's own loss are deferred

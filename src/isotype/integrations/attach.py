@@ -21,6 +21,7 @@ from .guards import Guards
 from .logits import Logits
 from .methods import overridden
 from .owners import claims, resolve_for
+from .pure import PureWeights
 from .record import Record
 from .refusals import ATTACHED, check_skips, check_trainer
 from .weights import Weights
@@ -108,7 +109,11 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
         attached.notes.append(
             f"{weights.kept_bytes / 2**20:.0f} MiB of weights as they were are kept for detach(); attach(..., reversible=False) keeps none"
         )
-    guards = Guards(trainer, precision.compute)
+    if precision.trainable != "fp32":
+        attached.pure = PureWeights(trainer, precision)
+        attached.undo.append(attached.pure.remove)
+        attached.pure.install()
+    guards = Guards(trainer, precision.compute, attached.gradient)
     for part in (guards, Evaluation(trainer), Logits(trainer)):
         attached.undo.append(part.remove)
         part.install()
