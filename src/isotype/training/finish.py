@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..dtypes import to_torch
-from ..model.saved_form import digests, trained_tensors
+from ..model.saved_form import Digests, digests, trained_tensors
+from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.checkpoint.snapshot import restore_model
+from .ema import FOLDER_SUFFIX
 from .loop import Loop
 from .setup import Prepared
+from .task import Evaluation
 from .verify import ROWS, verify_result
 
 
@@ -28,25 +32,33 @@ def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     return loop.world.first_does(lambda: _finish(loop, prepared), patiently=True)
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """A written result, and what it must give when it is loaded."""
+
+    folder: Path
+    trained: Evaluation
+    weights: Digests
+
+
 def _finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     config, progress, precision, task = loop.config, loop.progress, prepared.resolved.precision, loop.task
     taken = _take_best(loop) if config.train.patience else progress.step
     adapter = config.adapter.kind != "none"
-    target = loop.folder.path / ("adapter" if adapter else "model")
-
-    def fill(folder: Path) -> None:
-        task.save(loop.model, folder, precision)
-
-    write_folder(target, fill)
-    loop.observe_saved(target, precision.save_adapter if adapter else precision.save_model)
-    trained = task.evaluate(loop.model, loop.device, dtype=precision.loss, most=ROWS)
-    weights = digests(trained_tensors(loop.model), to_torch(precision.save_adapter if adapter else precision.save_model))
+    kind = "adapter" if adapter else "model"
+    saved = [_save(loop, precision, loop.folder.path / kind)]
+    if loop.ema is not None:
+        with loop.ema.in_place():
+            saved.append(_save(loop, precision, loop.folder.path / f"{kind}{FOLDER_SUFFIX}"))
     _free(loop, prepared)
-    reloaded = verify_result(task, target, precision, prepared.device, trained=trained, weights=weights, adapter=adapter)
-    return {
+    reloaded = [
+        verify_result(task, one.folder, precision, prepared.device, trained=one.trained, weights=one.weights, adapter=adapter)
+        for one in saved
+    ]
+    result: dict[str, Any] = {
         "status": "done",
         "folder": str(loop.folder.path),
-        "adapter" if adapter else "model": str(target),
+        kind: str(saved[0].folder),
         "base": task.base_name if adapter else None,
         "steps": progress.step,
         "of_step": taken,
@@ -56,10 +68,28 @@ def _finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
         "trained_seconds": round(progress.trained_seconds, 2),
         "check": {
             "rows": min(ROWS, task.eval_rows or task.rows),
-            "trained_loss": trained.loss,
-            "reloaded_loss": reloaded.loss,
+            "trained_loss": saved[0].trained.loss,
+            "reloaded_loss": reloaded[0].loss,
         },
     }
+    if len(saved) > 1:
+        losses = {"averaged_loss": saved[1].trained.loss, "reloaded_loss": reloaded[1].loss}
+        result[f"{kind}{FOLDER_SUFFIX}"] = {"folder": str(saved[1].folder), **losses}
+    return result
+
+
+def _save(loop: Loop, precision: Precision, target: Path) -> _Saved:
+    """Writes the model's weights as they are now, and looks at the files."""
+    adapter = loop.config.adapter.kind != "none"
+    dtype = precision.save_adapter if adapter else precision.save_model
+
+    def fill(folder: Path) -> None:
+        loop.task.save(loop.model, folder, precision)
+
+    write_folder(target, fill)
+    loop.observe_saved(target, dtype)
+    trained = loop.task.evaluate(loop.model, loop.device, dtype=precision.loss, most=ROWS)
+    return _Saved(target, trained, digests(trained_tensors(loop.model), to_torch(dtype)))
 
 
 def _take_best(loop: Loop) -> int:
@@ -69,7 +99,10 @@ def _take_best(loop: Loop) -> int:
         if (reason := loop.store.fault(best)) is not None:
             loop.console.say(f"warning   the best checkpoint, step_{best}, is damaged ({reason}): the result is the last step's weights")
             return loop.progress.step
-        restore_model(loop.model, loop.store.load(best).tensors)
+        tensors = loop.store.load(best).tensors
+        restore_model(loop.model, tensors)
+        if loop.ema is not None:
+            loop.ema.restore(tensors)
         loop.console.say(f"taking the weights of step {best}, the best evaluation")
         return best
     return loop.progress.step
@@ -78,8 +111,8 @@ def _take_best(loop: Loop) -> int:
 def _free(loop: Loop, prepared: Prepared) -> None:
     """Frees the trained model, so that the memory suffices for the reloaded one."""
     loop.stepper.accumulator.close()
-    loop.observer = loop.stepper = loop.model = None  # type: ignore[assignment]
-    prepared.stepper = prepared.model = None  # type: ignore[assignment]
+    loop.observer = loop.stepper = loop.model = loop.ema = None  # type: ignore[assignment]  # nothing reads them again
+    prepared.stepper = prepared.model = None  # type: ignore[assignment]  # nor these
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -80,7 +80,7 @@ def evidence_for(hit: Hit, file: SourceFile, path: Path, repository: Repository 
 def _intended(file: SourceFile, node: ast.AST) -> str:
     """The comment beside the code, or in the two lines before it, that says that it is meant so; or ""."""
     lines = file.text.splitlines()
-    last = node.lineno  # type: ignore[attr-defined]
+    last = node.lineno  # type: ignore[attr-defined]  # every node that is graded has a line
     for number in range(last, max(last - 3, 0), -1):
         code, mark, comment = lines[number - 1].partition("#") if number <= len(lines) else ("", "", "")
         if mark and (number == last or not code.strip()) and _ON_PURPOSE.search(comment):
@@ -162,9 +162,9 @@ def _owners(file: SourceFile, node: ast.AST) -> tuple[Function | ast.ClassDef | 
     return top, inner if isinstance(top, ast.ClassDef) and isinstance(inner, Function) else None
 
 
-def _named(file: SourceFile, name: str, outside: ast.AST) -> int:
+def _named(file: SourceFile, name: str, outside: Function | ast.ClassDef) -> int:
     """The first line of this file that names it outside its own definition and `__all__`; 0 where none does."""
-    first, last = outside.lineno, getattr(outside, "end_lineno", None) or outside.lineno  # type: ignore[attr-defined]
+    first, last = outside.lineno, outside.end_lineno or outside.lineno
     lines = [n.lineno for n in file.nodes(ast.Name) if n.id == name] + [n.lineno for n in file.nodes(ast.Attribute) if n.attr == name]
     return min((line for line in lines if not first <= line <= last), default=0)
 

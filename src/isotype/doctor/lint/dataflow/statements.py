@@ -93,10 +93,12 @@ def _for(run: Interpreter, node: ast.For, env: Env) -> None:
 
 def _first(source: ast.expr, element: Any) -> Any:
     """What the first round gets: counting begins with 0."""
-    counts = source.func.id if isinstance(source, ast.Call) and isinstance(source.func, ast.Name) else ""
-    if counts == "range" and (len(source.args) == 1 or (isinstance(source.args[0], ast.Constant) and source.args[0].value == 0)):  # type: ignore[attr-defined]
+    if not isinstance(source, ast.Call) or not isinstance(source.func, ast.Name):
+        return element
+    counts = source.func.id
+    if counts == "range" and (len(source.args) == 1 or (isinstance(source.args[0], ast.Constant) and source.args[0].value == 0)):
         return Scalar(0)
-    if counts == "enumerate" and len(source.args) == 1 and not source.keywords and isinstance(element, Items):  # type: ignore[attr-defined]
+    if counts == "enumerate" and len(source.args) == 1 and not source.keywords and isinstance(element, Items):
         return Items(known=[Scalar(0), *(element.known or [])[1:]])
     return element
 
@@ -207,7 +209,9 @@ def _unpack(run: Interpreter, targets: list[ast.expr], value: Any, env: Env, nod
         end = len(known) - (len(targets) - star - 1)
         for target, item in zip([*targets[:star], *targets[star + 1 :]], [*known[:star], *known[end:]]):
             assign(run, target, item, env, node)
-        assign(run, targets[star].value, Items(known=known[star:end]), env, node)  # type: ignore[attr-defined]
+        starred = targets[star]
+        assert isinstance(starred, ast.Starred)
+        assign(run, starred.value, Items(known=known[star:end]), env, node)
         return
     for target in targets:
         assign(run, target, run.element_of(value) if known is None else UNKNOWN, env, node)

@@ -66,7 +66,7 @@ class DtypeArgumentWithoutEffect(Rule):
         for function in file.functions():
             for argument in _unread(file, function):
                 yield Hit(
-                    node=argument,  # type: ignore[arg-type]
+                    node=argument,  # type: ignore[arg-type]  # an ast.arg has a place, as expressions have
                     message=f"`{function.name}` takes `{argument.arg}` and never reads it",
                     cause=f"tensors are made or cast in this function, in dtypes that do not depend on `{argument.arg}`: whoever passes it "
                     "gets another dtype than the one asked for",

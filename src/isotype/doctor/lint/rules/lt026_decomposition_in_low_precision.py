@@ -65,11 +65,11 @@ class DecompositionInLowPrecision(Rule):
             for call in calls:
                 on_cpu = narrow_test is not None and narrow_test.lineno < call.lineno
                 if on_cpu or (covered and not wide.has(call)):
-                    yield _hit(file, call, narrow_test if on_cpu else covered[0], on_cpu=on_cpu)  # type: ignore[arg-type]
+                    yield _hit(file, call, narrow_test if on_cpu else covered[0], on_cpu=on_cpu)  # type: ignore[arg-type]  # on_cpu is only true with a test
 
 
 def _hit(file: SourceFile, call: ast.Call, other: ast.AST, *, on_cpu: bool) -> Hit:
-    line = other.lineno  # type: ignore[attr-defined]
+    line = other.lineno  # type: ignore[attr-defined]  # a test or a call: both have a line
     what = f"`{file.snippet(call.args[0], 40)}`"
     how = f"is cast to fp32 on the CPU only (line {line})" if on_cpu else f"is not cast to fp32, as the matrix in line {line} is"
     return Hit(

@@ -67,7 +67,7 @@ def twin_calls(file: SourceFile) -> Iterator[Hit]:
         for (module, _), pairs in groups.items():
             cast = next((pair for pair in pairs if _is_cast(pair[1])), None)
             bare = next((pair for pair in pairs if isinstance(pair[1], ast.Name)), None)
-            if cast is None or bare is None or _cast_by_assignment(file, bare[0], bare[1].id):  # type: ignore[attr-defined]
+            if cast is None or bare is None or _cast_by_assignment(file, bare[0], bare[1].id):  # type: ignore[attr-defined]  # the bare twin was chosen as a Name
                 continue
             yield Hit(
                 node=bare[0],
@@ -102,7 +102,7 @@ def _module_of(call: ast.Call) -> str:
 def _bare_name(value: ast.expr) -> str:
     """The name that is handed over, through a cast of it; "" for anything else."""
     if _is_cast(value):
-        value = value.func.value  # type: ignore[attr-defined]
+        value = value.func.value  # type: ignore[attr-defined]  # a cast is a method call
     return value.id if isinstance(value, ast.Name) else ""
 
 

@@ -497,7 +497,7 @@ class _Run:
         factors = [added.left, added.right] if isinstance(added, ast.BinOp) and isinstance(added.op, ast.Mult) else [added]
         values = [v if v.type else Value(v.perhaps, v.node) for v in (self.value(f) for f in factors if f is not None)]
         casts = [f for f in factors if isinstance(f, ast.Call) and isinstance(f.func, ast.Attribute) and last_name(f) in ("to", "cast")]
-        if not any(isinstance(c.func.value, ast.BinOp) for c in casts):  # type: ignore[attr-defined]
+        if not any(isinstance(c.func.value, ast.BinOp) for c in casts):  # type: ignore[attr-defined]  # the casts were chosen as method calls
             return
         by_option = [self.is_dtype_option(f) for f in factors]
         if all(v.loaded or v.type in ("bf16", "fp16") or option for v, option in zip(values, by_option)):
@@ -541,11 +541,11 @@ def _ends(body: list[ast.stmt]) -> bool:
 
 def _last_assignment(inside: ast.stmt, name: str) -> ast.stmt | None:
     """The statement in this block that last gives `name` a value."""
-    found = None
+    found: ast.stmt | None = None
     for node in ast.walk(inside):
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []
-        )
+        if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if any(isinstance(t, ast.Name) and t.id == name for t in targets):
-            found = node if found is None or node.lineno >= found.lineno else found  # type: ignore[attr-defined]
-    return found  # type: ignore[return-value]
+            found = node if found is None or node.lineno >= found.lineno else found
+    return found

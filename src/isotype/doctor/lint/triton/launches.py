@@ -68,7 +68,7 @@ def mixed(file: SourceFile, kernel: Kernel, event: KernelEvent, repository: Repo
         for cls in _functions_reaching(other, kernel.node.name, repository):
             for scenario, launched in cls.launched_under.items():
                 for site, handed in launched.items():
-                    if last_name(site.func.value) != kernel.node.name:  # type: ignore[attr-defined]
+                    if last_name(site.func.value) != kernel.node.name:  # type: ignore[attr-defined]  # a launch site is a call of an indexed name
                         continue
                     for given in handed:
                         values = [_argument(kernel, pointer, *given) for pointer in (left, right)]
@@ -90,7 +90,7 @@ def _functions_reaching(file: SourceFile, kernel: str, repository: Repository | 
     launchers = {function.name for site in sites if (function := file.function_of(site)) is not None}
     found = function_classes(file) if sites else []
     for name in launchers if repository is not None else ():
-        others = repository.files_with(f"{name}(".encode(), but=Path(file.path))  # type: ignore[union-attr]
+        others = repository.files_with(f"{name}(".encode(), but=Path(file.path))  # type: ignore[union-attr]  # the loop is empty without a repository
         found = [*found, *(cls for other in others if name in other.imports for cls in function_classes(other))]
     return found
 
