@@ -406,7 +406,6 @@ FORMS: tuple[tuple[str, str], ...] = (
         r"Registering a parametrization may not change the dtype[\s\S]*?unparametrized dtype: <left>\s+parametrized dtype: <right>",
     ),
     ("arguments of one dtype", r"(?P<_left>\w+)\.(?:scalar_type|dtype)\(\) == (?P<_right>\w+)\.(?:scalar_type|dtype)\(\)"),
-    ("device without bf16", r"error in backend: not support bf16 type cast"),
     # forms cut short, as people quote them
     ("attention", r"Expected query,? key,? and value to have the same dtype"),
     ("attention mask", r"attn_mask dtype to be bool (?:or float )?or to match query dtype|invalid dtype for bias - should match query"),
