@@ -79,7 +79,7 @@ def _finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
 
 
 def _save(loop: Loop, precision: Precision, target: Path) -> _Saved:
-    """Writes the model's weights as they are now, and looks at the files."""
+    """Writes the model's current weights, and verifies the files."""
     adapter = loop.config.adapter.kind != "none"
     dtype = precision.save_adapter if adapter else precision.save_model
 

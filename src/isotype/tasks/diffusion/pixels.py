@@ -13,7 +13,7 @@ WHITE = (255, 255, 255)
 
 
 class BadPicture(ValueError):
-    """A file that is no whole picture; says why in one line."""
+    """A file that is not a complete picture, with the reason in one line."""
 
 
 def opened(content: bytes) -> Any:

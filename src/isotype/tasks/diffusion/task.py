@@ -116,7 +116,7 @@ class DiffusionTask:
         self.train, self.eval = split(self.config.images, seed=self.config.train.seed)
 
     def encode(self, device: torch.device) -> None:
-        """Latents and text embeddings of the run into its store; the encoders are gone afterwards. Raises UsageError."""
+        """Writes latents and text embeddings of the run into its store and frees the encoders. Raises UsageError."""
         images = self.config.images
         self.encoder = encoder = self.new_encoder(device)
         self.text = encoder.captions(list(dict.fromkeys([EMPTY, *captions_of([*self.train, *self.eval]), *self.config.run.samples])))
