@@ -128,7 +128,7 @@ def plan(
     steps: Steps = None,
     no_cache: NoCache = False,
     device: Annotated[
-        str | None, typer.Option("--device", help="Plan for this device (h200, a100, cpu), whatever is here.", show_default=False)
+        str | None, typer.Option("--device", help="Plan for this device (h200, a100, cpu) instead of the present one.", show_default=False)
     ] = None,
     ledger: Annotated[
         bool, typer.Option("--ledger", help="List the launches of one step on a GPU, beside Unsloth's; times are computed, not measured.")

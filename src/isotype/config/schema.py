@@ -139,7 +139,7 @@ class DiffusionSection(Section):
     snr_gamma: PositiveFloat = 5.0
     """`min_snr`: the signal-to-noise ratio above which a level is weighed down."""
     guidance: Annotated[float, Field(ge=0.0)] = 1.0
-    """Guidance that a guidance-distilled model (Flux.1-dev) is told in training."""
+    """The guidance given to a guidance-distilled model (Flux.1-dev) in training."""
     eval_draws: PositiveInt = 4
     """Noise levels at which each evaluation picture is denoised, spread evenly; the same in every evaluation."""
     max_text_length: PositiveInt | None = None

@@ -203,7 +203,7 @@ def _gather_once(model: nn.Module, units: list[Any], states: dict[str, Any]) -> 
     def give() -> None:
         for full, parameter in model.named_parameters():
             if full in states:
-                parameter.quant_state = states[full]  # type: ignore[attr-defined]
+                parameter.quant_state = states[full]  # type: ignore[attr-defined]  # bitsandbytes keeps it on the parameter
 
     give()
     for unit in units:

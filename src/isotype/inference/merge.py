@@ -98,7 +98,7 @@ def merged_dtype(precision: Precision) -> tuple[str, str]:
 
 @torch.no_grad()
 def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], float, int]:
-    """The plain model's state dict, the merge noise, and how many weights were merged. Sums in fp32 whatever the base is kept in."""
+    """The plain model's state dict, the merge noise, and how many weights were merged. Sums in fp32 for a base of any dtype."""
     inner = model.get_base_model()
     _refuse_unmergeable(inner)
     state: dict[str, Tensor] = {}

@@ -22,7 +22,7 @@ def why_no_kernels(device: torch.device) -> str:
 
 
 def launch(device: torch.device) -> None:
-    """Adds one to a value on `device` and looks at it. Raises whatever compiling or launching raises."""
+    """Adds one to a value on `device` and checks the result. Raises the errors of compiling and launching."""
     from .probe_kernel import add_one
 
     x = torch.ones(1, device=device)

@@ -97,5 +97,5 @@ def _ends_in_an_mlp(output: Any) -> bool:
 
 
 def unwritten(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of this shape whose values nobody reads, in the memory of one element: its metadata is what checkpointing compares."""
+    """A tensor of this shape whose values are never read, in the memory of one element: checkpointing compares only its metadata."""
     return like.new_zeros((), dtype=dtype).expand(shape)

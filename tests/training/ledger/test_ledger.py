@@ -155,7 +155,7 @@ def test_chunks_of_the_peers_loss_follow_its_source():
 
 
 def test_a_device_without_published_figures_is_refused_and_full_fine_tuning_has_no_peer():
-    with pytest.raises(UsageError, match="nobody publishes"):
+    with pytest.raises(UsageError, match="no published"):
         rates_of(by_name("sm_90"))
     config = load(None, ["precision.preset=bf16-mixed", "adapter.kind=none", "train.batch_size=1", "train.accumulate=2"]).config
     precision, architecture = Precision.preset("bf16-mixed"), AutoConfig.for_model(**{**LLAMA, "vocab_size": 1000})

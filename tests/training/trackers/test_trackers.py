@@ -162,4 +162,4 @@ def test_a_failing_tracker_is_named_once_and_the_run_continues() -> None:
     trackers.samples(2, [])
     trackers.close(0)
     assert broken.told == 1
-    assert said == ["tracker   broken failed and is told nothing more: disk full"]
+    assert said == ["tracker   broken failed and is switched off: disk full"]

@@ -33,7 +33,7 @@ class Apart:
 
 
 def compile_apart(files: Sequence[Path], *, seconds: float, tell: Callable[[str], None] = lambda line: None) -> Apart:
-    """tell  is told what is being compiled, a line at a time."""
+    """tell  is called with a line for each file that is compiled."""
     apart, waiting, until = Apart(), list(files), time.monotonic() + seconds
     context = multiprocessing.get_context("spawn")
     while waiting and time.monotonic() < until:

@@ -201,7 +201,7 @@ def _cuda_answers(target: Any) -> dict[str, Any]:
 
 
 def _nothing(name: str) -> Any:
-    """A function of its own for each name: torch.compile keeps a table of functions, in which each may stand once."""
+    """Makes a separate function for each name, because torch.compile's table of functions may hold each one only once."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None

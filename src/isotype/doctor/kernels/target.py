@@ -248,7 +248,7 @@ def _required(function: Callable[..., Any]) -> list[str]:
 
 
 def _call_once(name: str, function: Callable[..., Any], targets: Sequence[str]) -> tuple[Any, Any]:
-    """The function called as it is, with whatever it launches recorded."""
+    """Calls the function itself and records its launches."""
     from .calls import Calls, Recording
 
     calls = Calls()

@@ -109,7 +109,7 @@ class Repository:
 
     @cached_property
     def trains(self) -> bool:
-        """It has a loop of its own."""
+        """It has its own loop."""
         return any(_STEP.search(text) for text in _having(self.own, b".step(")) and bool(_having(self.own, b".backward("))
 
     @cached_property
@@ -255,7 +255,7 @@ class Repository:
         if scenario.autocast and not self.autocast:
             return "this repository runs its models itself, and opens no autocast region"
         if scenario.autocast and self.serves and not self.trains and not self.region_near(path.resolve()):
-            return "this repository runs each model in a way of its own, and opens no autocast region beside this one"
+            return "this repository runs each model in its own way, and opens no other autocast region"
         if not scenario.autocast and self.trains and not self.casts:
             return "this repository trains its models itself, and casts none to a low precision"
         return ""

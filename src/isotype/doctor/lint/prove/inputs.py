@@ -58,7 +58,7 @@ def schemes(long: bool) -> Iterator[Scheme]:
 
 
 class Arguments:
-    """Values for a function's parameters, the same ones in whatever dtypes."""
+    """Values for a function's parameters; they are the same for all dtypes."""
 
     def __init__(self, file: SourceFile, function: Function, skip: int, scenario: Scenario, scheme: Scheme) -> None:
         spec = function.args

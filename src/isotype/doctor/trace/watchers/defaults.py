@@ -124,7 +124,7 @@ def _never_restored(change: Change) -> Finding:
         severity=Severity.WARNING if not in_library(setter.file) else Severity.NOTE,
         message=f"the default dtype was set to {word} by {setter.function} and never put back",
         place=Place(file=setter.file, line=setter.line, symbol=setter.function),
-        cause=f"{setter.function} made {change.built} tensors under torch.set_default_dtype({word}) and ended; whatever is created since "
+        cause=f"{setter.function} made {change.built} tensors under torch.set_default_dtype({word}) and ended; everything created since "
         f"without dtype= is {word} too, first at {change.outside[0]}",
         fix=f"put it back in {setter.function} with try: ... finally: torch.set_default_dtype(old), or pass dtype= to what it builds",
         details=tuple(("created at", f"{site}: {site.text}") for site in change.outside),
@@ -144,7 +144,7 @@ def cause_of(change: Change) -> str:
         "default dtype from "
         f"{dtype_name(change.before)}; {setter.function} has ended without restoring it (an exception or an early return skipped the "
         "line that does), "
-        f"so whatever is created since without dtype= is {dtype_name(change.after)}"
+        f"so everything created since without dtype= is {dtype_name(change.after)}"
     )
 
 
