@@ -180,7 +180,7 @@ class Encoder:
         return self._read_keys[key]
 
     def _shortened(self, r: Rendered) -> Rendered:
-        """A text much longer than max_length tokens, cut to a beginning that still has more: the rest costs time and is not kept."""
+        """A text much longer than max_length tokens is cut to a beginning that still has more tokens than that, to save time."""
         characters = _CHARACTERS_A_TOKEN * (self.max_length + _MARGIN)
         while len(r.text) > characters:
             text = r.text[:characters]
@@ -200,7 +200,7 @@ class Encoder:
         for piece in pieces:
             held += self.ids(piece)
             start = 0
-            # a full row waits for the token behind it: the last one takes the end-of-text token
+            # a full row is closed only when another token follows: the last row takes the end-of-text token
             while len(held) - start > body:
                 yield self._window(held[start : start + body])
                 start += body

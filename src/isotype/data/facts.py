@@ -76,7 +76,7 @@ def token_facts(encoder: Encoder, sides: Sequence[TokenRows], tallies: Sequence[
 
 
 def template_facts(encoder: Encoder) -> dict[str, Any] | None:
-    """The chat template: whose, and whether it says itself what is learnt."""
+    """The chat template: where it comes from, and whether it marks what is learnt."""
     template = encoder.template
     if template is None:
         return None

@@ -1,7 +1,7 @@
-"""Ways to put values on a grid without a cast or a rounding operator: tables, integers in arithmetic, large constants.
+"""Ways to put values on a grid without a cast or a rounding operator: integers in arithmetic, large constants.
 
-A lookup in a table of constants by an index that was computed from the values gives the nearest of a few values. A large constant that is
-added and subtracted again removes the low bits: fp32 has steps of 2^-8 above 32,768.
+Arithmetic with a float widens integers without a cast. A large constant that is added and subtracted again removes the low bits: fp32 has
+steps of 2^-8 above 32,768.
 """
 
 from __future__ import annotations
@@ -11,19 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .lineage import NOTHING, WEIGHT, Lineage, Lineages
+from .lineage import NOTHING, Lineage, Lineages
 
-LOOKUPS = frozenset(("index", "gather", "index_select", "take", "embedding"))
-BINS = frozenset(("bucketize", "searchsorted"))  # give the bin of each value
-NEAREST = frozenset(("argmin", "argmax"))
 _LARGE = 256.0  # a constant that removes at least 8 bits of values near 1
 _CANCELLED = 1 / 16
-
-
-def looked_up_in_constants(inputs: Sequence[Tensor], lineages: Lineages) -> bool:
-    """Whether a lookup (table first, then indices) takes values of a table that is not trained, by indices made of values."""
-    table, *indices = [lineages.of(tensor) or NOTHING for tensor in inputs]
-    return not (table.activation or table.from_ & WEIGHT) and any(index.integers or index.nearest for index in indices)
 
 
 def quantised_operands(inputs: Sequence[Tensor], lineages: Lineages) -> list[Tensor]:

@@ -41,7 +41,6 @@ class Lineage:
     integers  floats cast to integers, or the bins of floats
     added     how many narrow additions in Python code of backward it is the end of
     products  products outside `compute` that it depends on and whose use is not known yet
-    nearest   positions of the largest or smallest of some values
     shift     the sum of the constants that were added to it
     """
 
@@ -52,7 +51,6 @@ class Lineage:
     integers: bool = False
     added: int = 0
     products: frozenset[int] = frozenset()
-    nearest: bool = False
     shift: float = 0.0
 
     @property
