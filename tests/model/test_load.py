@@ -150,7 +150,8 @@ def test_explicit_sdpa_that_the_family_lacks_is_refused_with_a_fix_that_helps(tm
     ("family", "message"),
     [
         ("bert", "bert is an encoder"), ("xlm", "xlm is an encoder"), ("modernbert", "modernbert is an encoder"),
-        ("xlnet", "xlnet is an encoder"), ("t5", "encoder-decoder .* missing are"), ("bart", "encoder-decoder .* missing are"),
+        ("xlnet", "xlnet is an encoder"), ("vit", "vit is no language model"),
+        ("clip", "clip is no language model"), ("t5", "encoder-decoder .* missing are"), ("bart", "encoder-decoder .* missing are"),
     ],
 )  # fmt: skip
 def test_what_does_not_predict_the_next_token_is_refused(tmp_path, family, message):

@@ -21,6 +21,22 @@ def refuse_other_objectives(architecture: Any, name: str) -> None:
             f"model {name}: {family} is an encoder: every position sees the later ones, so next-token training would teach it to copy",
             fix="a decoder-only model (Llama, Qwen, Gemma, ...); a model that was trained as a decoder has is_decoder: true in config.json",
         )
+    if _has_no_language_model(architecture, family):
+        kinds = ", ".join(getattr(architecture, "architectures", None) or []) or "config.json names no architecture"
+        raise UsageError(
+            f"model {name}: {family} is no language model ({kinds}): transformers has no next-token head for it",
+            fix="a decoder-only language model (Llama, Qwen, Gemma, ...)",
+        )
+
+
+def _has_no_language_model(architecture: Any, family: str) -> bool:
+    """Whether transformers knows the family, and knows no causal language model of it; a model's own code may have one."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if getattr(architecture, "auto_map", None):
+        return False
+    return family in CONFIG_MAPPING_NAMES and family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def _sees_later_tokens(architecture: Any, family: str) -> bool:
