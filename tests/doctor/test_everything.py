@@ -21,20 +21,25 @@ def scale(x_ptr, out_ptr, factor, do_scale, n, BLOCK: tl.constexpr):
         x = x.to(tl.float32) * factor
     tl.store(out_ptr + i, x, mask=i < n)
 """
-DEFAULT_DTYPE = """
+BACKWARD_UNDER_AUTOCAST = """
 import torch
 
 
-def load(path):
-    torch.set_default_dtype(torch.bfloat16)
-    return torch.load(path)
+def step(model, x, optimizer):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x).mean()
+        loss.backward()
+    optimizer.step()
+
+
+step(torch.nn.Identity(), torch.ones(1), torch.optim.SGD([torch.ones(1)]))
 """
 
 
 @pytest.fixture
 def project(tmp_path):
     (tmp_path / "args.yaml").write_text("output_dir: out\nfp16: true\nbf16: true\nlogging_steps: 10\n")
-    (tmp_path / "loader.py").write_text(DEFAULT_DTYPE)
+    (tmp_path / "loader.py").write_text(BACKWARD_UNDER_AUTOCAST)
     (tmp_path / "kernels.py").write_text(KERNEL)
     (tmp_path / "run.log").write_text("RuntimeError: expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16\n")
     return tmp_path

@@ -143,6 +143,8 @@ def test_a_changed_learning_rate_is_reported_on_resume(models, tmp_path):
     with pytest.warns(UserWarning, match="resumed with learning_rate 0.0005; the run began with 0.002"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert any("lr_scheduler_type" in note for note in attached.notes)
+    rows = [json.loads(line) for line in (tmp_path / "isotype" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
 
 
 def test_a_stream_is_not_read(models):

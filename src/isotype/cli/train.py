@@ -133,10 +133,14 @@ def plan(
     ledger: Annotated[
         bool, typer.Option("--ledger", help="List the launches of one step on a GPU, beside Unsloth's; times are computed, not measured.")
     ] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", min=2, help="Plan for so many, in machines of 8: memory and traffic.", show_default=False),
+    ] = None,
     json_output: Json = False,
 ) -> None:
     loaded = _loaded(settings, model=model, data=data, out=out, preset=preset, steps=steps, no_cache=no_cache)
-    _print_plan(loaded, json_output, device=device, ledger=ledger)
+    _print_plan(loaded, json_output, device=device, ledger=ledger, gpus=gpus)
 
 
 @contextmanager
@@ -211,12 +215,14 @@ def _loaded(
     )
 
 
-def _print_plan(loaded: LoadedConfig, json_output: bool, *, device: str | None = None, ledger: bool = False) -> None:
+def _print_plan(
+    loaded: LoadedConfig, json_output: bool, *, device: str | None = None, ledger: bool = False, gpus: int | None = None
+) -> None:
     import json
 
     from ..tasks.choose import plan as make
 
-    made = make(loaded, device=device, ledger=ledger)
+    made = make(loaded, device=device, ledger=ledger, gpus=gpus)
     print(json.dumps(made.as_json(), indent=1) if json_output else made.as_text())
 
 

@@ -60,9 +60,11 @@ class Record(TrainerCallback):
         if state.is_world_process_zero:
             self.folder.path.mkdir(parents=True, exist_ok=True)
             self._compare(resuming)
-            if not resuming:
-                self.folder.metrics.unlink(missing_ok=True)
             self.metrics = Metrics(self.folder.metrics)
+            if resuming:
+                self.metrics.cut_after(state.global_step)
+            else:
+                self.folder.metrics.unlink(missing_ok=True)
             self.folder.write_json("env.json", environment())
             self.folder.write_json("plan.json", {"total": state.max_steps})
             self._write_manifest()

@@ -26,6 +26,7 @@ from ..precision.observe.record import as_read, as_written, noted
 from ..precision.resolve import Resolved
 from ..runs.checkpoint.snapshot import (
     optimizer_tensors,
+    parts_here,
     restore_model,
     restore_optimizer,
     trainable_tensors,
@@ -123,12 +124,13 @@ class Loop:
         while self.progress.step < self.plan.total:
             step = self.progress.step + 1
             try:
-                self._step(step)
-                stopping = self._between(
-                    evaluating=self.plan.due(self.plan.eval_every, step),
-                    sampling=self.plan.due(self.plan.sample_every, step),
-                    saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
-                )
+                with self.world.exchanging():
+                    self._step(step)
+                    stopping = self._between(
+                        evaluating=self.plan.due(self.plan.eval_every, step),
+                        sampling=self.plan.due(self.plan.sample_every, step),
+                        saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
+                    )
             except (RunError, UsageError) as error:  # a stream meets its broken rows here
                 raise self.with_last_good(error) from error
             if self.world.any(interrupt.asked) and step < self.plan.total:
@@ -260,7 +262,9 @@ class Loop:
             self.world.at(self.progress.step, "an evaluation")
             with self.pace.pause("evaluation"):
                 best, stop = self._evaluate()
-        if sampling and self.task.samples and self.world.first and self._samples_allowed():
+        # a sharded model's forward is one of all processes
+        sampling = sampling and bool(self.task.samples) and (self.world.first or self.stepper.sharding is not None)
+        if sampling and (self._samples_allowed() if self.stepper.sharding is None else self.world.first_does(self._samples_allowed)):
             self.world.at(self.progress.step, "samples")
             with self.pace.pause("samples"):
                 self._sample()
@@ -318,10 +322,13 @@ class Loop:
     def _sample(self) -> None:
         # the first samples of a run are watched; a step's number decides, so that a resumed run does as the undisturbed one did
         watched = self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
+        together = self.world if self.stepper.sharding is not None else ALONE
         with watched as seen:
-            samples = self.task.sample(self.model, self.device, seconds=self._sample_seconds_left())
+            samples = self.task.sample(self.model, self.device, seconds=self._sample_seconds_left(), world=together)
         if seen is not None:
             self.note(seen)
+        if not self.world.first:
+            return
         self.folder.samples.mkdir(exist_ok=True)
         step = self.progress.step
         made = [{**s.as_json(), **self._sample_file(step, i, s)} for i, s in enumerate(samples)]
@@ -361,13 +368,20 @@ class Loop:
             "precision": str(self.resolved.precision),
         }
 
-        def write() -> None:
-            self.metrics.sync()
-            averages = self.ema.tensors() if self.ema else {}
-            tensors = {**trainable_tensors(self.model), **optimizer, **random_tensors, **averages}
-            self.store.save(Checkpoint(self.progress.step, tensors, state), best=best)
+        averages = self.ema.tensors() if self.ema else {}
+        tensors = {**trainable_tensors(self.model), **optimizer, **averages}
+        sharding = self.stepper.sharding
+        if sharding is None:
 
-        self.world.first_does(write)
+            def write() -> None:
+                self.metrics.sync()
+                self.store.save(Checkpoint(self.progress.step, tensors | random_tensors, state), best=best)
+
+            self.world.first_does(write)
+        else:
+            self.world.first_does(self.metrics.sync)
+            own = Checkpoint(self.progress.step, parts_here(tensors | random_tensors, first=self.world.first), state)
+            self.store.save_together(own, self.world, part=self.world.rank, parts=sharding.parts, best=best)
         self.saved_step = self.progress.step
         self._tell("save", {"folder": str(self.store.path(self.progress.step))})
 

@@ -210,11 +210,14 @@ class Task(Protocol):
     def samples(self) -> int:
         """How many samples a round makes; 0: none."""
 
-    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf) -> Sequence[Sample]:
+    def sample(
+        self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf, world: World = ALONE
+    ) -> Sequence[Sample]:
         """One round of samples. It does not change the state of training.
 
         shortened  one small sample, as a test
         seconds    after so long no further sample is begun; one is always made
+        world      the processes that call this together, since they share the model
         """
 
     # the result

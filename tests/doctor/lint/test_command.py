@@ -96,14 +96,23 @@ def test_pyproject_is_found_and_obeyed(project):
     (project / "src").mkdir()
     (project / "src" / "bad.py").write_text(BAD.format(comment=""))
     config = project / "pyproject.toml"
-    config.write_text('[tool.isotype.lint]\nexclude = ["src"]\n')
+    config.write_text('[tool.isotype.lint]\nextend-select = ["LT006"]\nexclude = ["src"]\n')
     assert codes(".") == ["LT006"]
-    config.write_text('[tool.isotype.lint.per-file-ignores]\n"src/*" = ["LT006"]\n')
+    config.write_text('[tool.isotype.lint]\nextend-select = ["LT006"]\n[tool.isotype.lint.per-file-ignores]\n"src/*" = ["LT006"]\n')
     assert codes("src") == []
     assert codes("bad.py") == ["LT006"]
     config.write_text('[tool.isotype.lint]\nselect = ["LT00"]\nignore = ["LT006"]\n')
     assert codes("bad.py") == []
     assert codes("bad.py", select=["LT"]) == []
+
+
+def test_a_rule_below_its_mark_reports_on_a_file_that_is_named(project):
+    """Whoever names one file asks about it; in a folder such a rule has to be selected or proved."""
+    (project / "pyproject.toml").touch()
+    assert codes("bad.py") == ["LT006"]
+    assert codes(".") == []
+    assert codes(".", select=["LT006"]) == ["LT006"]
+    assert codes("bad.py", select=["LT"]) == [], "what is on by default and nothing else"
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ _MODEL_CAST = re.compile(
     rb"(?:from_pretrained|from_config|from_single_file)\([^)]*?\bdtype\s*=|\bMixedPrecision(?:Policy)?\(|param_dtype\s*=\s*torch\.|"
     rb"set_default_dtype\([^)\n]*(?:bfloat16|float16|half|dtype\))|[\"']bf16[\"']\s*:\s*\{"
 )
+_DECORATED = re.compile(rb"^\s*@[\w.]*(?:custom_[fb]wd|autocast_custom)\w*", re.MULTILINE)
 _STEP = re.compile(rb"(?:optimi[sz]er|optim|opt|scaler)\w*(?:\[\w+\])?\.step\(")
 _TESTS = re.compile(r"(^|[_/])(tests?|testing|bench\w*)([_/.]|$)")
 _BENCHMARKS = re.compile(r"(^|[_/])bench\w*([_/.]|$)")
@@ -152,6 +153,11 @@ class Repository:
             return True
         words = (b"precision", b"GradScaler", b"OptimWrapper", b"amp.", b"auto_fp16", b"TrainingArg", b"Lightning", b"Accelerator(")
         return any(map(_REGION.search, mentioned)) or any(map(_TRAINER.search, _having(self.texts.values(), *words)))
+
+    @cached_property
+    def decorates(self) -> Spot | None:
+        """Where an autograd.Function is decorated for autocast: its author reckons with users that open a region."""
+        return self._spot(_DECORATED, {p: t for p, t in self.texts.items() if b"autocast" in t or b"custom_fwd" in t}, self.root)
 
     def place_of(self, scenario: Scenario, path: Path) -> Spot | None:
         """The place, nearest to this file, where the repository brings the scenario about."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..own_part import gathered_weights
 from ..precision import Precision
 from . import operators as ops
 from .judge import Call, JudgedStep
@@ -48,6 +49,8 @@ class Arithmetic(TorchDispatchMode):
                 for tensor in plain_tensors(list(vars(state).values()), []):
                     self.lineages.set(tensor, Lineage(WEIGHT))
                 state = getattr(state, "state2", None)
+        for weight in gathered_weights(model):
+            self.lineages.set(weight, Lineage(WEIGHT))
         for buffer in model.buffers():
             self.lineages.set(buffer, Lineage(BUFFER))
         for module in model.modules():

@@ -146,11 +146,13 @@ class LanguageTask:
     def samples(self) -> int:
         return len(self.prompts)
 
-    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf) -> list[Sample]:
+    def sample(
+        self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf, world: World = ALONE
+    ) -> list[Sample]:
         prompts, tokens = self.prompts, self.config.run.sample_tokens
         if shortened:
             prompts, tokens = prompts[:1], min(REHEARSED_TOKENS, tokens)
-        return sample(model, self.tokenizer, prompts, max_new_tokens=tokens, device=device, seconds=seconds)
+        return sample(model, self.tokenizer, prompts, max_new_tokens=tokens, device=device, seconds=seconds, world=world)
 
     # the result
 

@@ -49,6 +49,8 @@ class ProductIntoUnfixedDtype(Rule):
 
     code = "LT001"
     name = "product-into-unfixed-dtype"
+    on = False
+    by_name = True
     first_look = (4, 6)
     in_tests = False
     severity = Severity.WARNING

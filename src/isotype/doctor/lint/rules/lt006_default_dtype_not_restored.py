@@ -57,6 +57,8 @@ class DefaultDtypeNotRestored(Rule):
 
     code = "LT006"
     name = "default-dtype-not-restored"
+    on = False
+    by_name = True
     first_look = (11, 17)
     fix_safety = FixSafety.SAFE
     words = SETTERS

@@ -63,7 +63,9 @@ class PositionsInLowPrecision(Rule):
 
     code = "LT008"
     name = "positions-in-low-precision"
-    first_look = (79, 122)
+    on = False
+    by_name = True
+    first_look = (79, 124)
     in_tests = False
     words = ("cos", "sin", "polar", "inv_freq", "rotary", "rope")
 

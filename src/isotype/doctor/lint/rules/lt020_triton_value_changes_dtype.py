@@ -50,6 +50,8 @@ class TritonValueChangesDtype(Rule):
 
     code = "LT020"
     name = "triton-value-changes-dtype"
+    on = False
+    by_name = True
     first_look = (0, 6)
     severity = Severity.ERROR
     fix_safety = FixSafety.SAFE

@@ -47,6 +47,8 @@ class TritonLowPrecisionAccumulator(Rule):
 
     code = "LT024"
     name = "triton-low-precision-accumulator"
+    on = False
+    by_name = True
     first_look = (9, 30)
     words = ("triton",)
 
