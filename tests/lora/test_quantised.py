@@ -236,7 +236,7 @@ def test_a_layer_without_adapter_is_not_repacked_by_an_evaluation():
 def test_a_recomputes_copies_are_gone_after_their_layer(monkeypatch):
     """Of three recomputed layers, one has widened weights at any time: not all of them until backward ends."""
     alive, most = weakref.WeakSet(), []
-    original = quantised_layers.Kept
+    original = quantised_layers.WideCopy
 
     class Counted(original):
         def __init__(self, *args):
@@ -244,7 +244,7 @@ def test_a_recomputes_copies_are_gone_after_their_layer(monkeypatch):
             alive.add(self)
             most.append(len(alive))
 
-    monkeypatch.setattr(quantised_layers, "Kept", Counted)
+    monkeypatch.setattr(quantised_layers, "WideCopy", Counted)
     model = lora(quantised(tiny("llama", hidden_size=64, head_dim=16, num_hidden_layers=3))).train()
     optimize(model, PRESETS["nf4-lora"])
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..ops.autocast import autocast_off, no_view
 from .dtypes import LoraDtypes
-from .linear import base_product, base_weight, kept
+from .linear import after_dropout, base_product, base_weight
 from .products import add_product_, adds_in_place, gradient_product, scaled_product
 
 
@@ -89,7 +89,7 @@ def branches(x_TK: Tensor, flat: Sequence[Tensor | None]) -> Branches:
     if all(keep is None for keep in keeps):
         return Branches(scaled_product(x_TK, a_RK.t()), a_RK, bs)
     parted = zip(keeps, parts(bs))
-    return Branches(torch.cat([kept(x_TK, keep) @ a_RK[part].t() for keep, part in parted], 1), a_RK, bs)
+    return Branches(torch.cat([after_dropout(x_TK, keep) @ a_RK[part].t() for keep, part in parted], 1), a_RK, bs)
 
 
 def multiply(x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]) -> Multiplied:
@@ -140,7 +140,7 @@ def input_gradient(
     else:
         for keep, part in zip(keeps, slices):
             if part.stop > part.start:
-                one_TK = kept(dxa_TR[:, part] @ a_RK[part], keep)
+                one_TK = after_dropout(dxa_TR[:, part] @ a_RK[part], keep)
                 share_TK = one_TK if share_TK is None else share_TK.add_(one_TK)
     dx_TK = None if share_TK is None else share_TK.to(dtype)
     for dy, weight, state in zip(dys, weights, states):
@@ -196,7 +196,7 @@ def tensor_gradients(
             if together is not None:
                 da = together[slices[i]]
             else:
-                da = gradient_product(dxa_TR[:, slices[i]], kept(x_TK, keeps[i]), 1.0, widest)
+                da = gradient_product(dxa_TR[:, slices[i]], after_dropout(x_TK, keeps[i]), 1.0, widest)
             grads[TENSORS * i + 2] = da.to(dtypes[TENSORS * i + 2])
     return grads
 

@@ -22,7 +22,7 @@ from .products import add_product_, adds_in_place, gradient_product, scaled_prod
 from .quantised import dequantised, product_4bit
 
 
-def kept(x_TK: Tensor, keep_TK: Tensor | None) -> Tensor:
+def after_dropout(x_TK: Tensor, keep_TK: Tensor | None) -> Tensor:
     """x where dropout kept it, zero elsewhere; the factor 1/(1-p) belongs to the branch's scale."""
     return x_TK if keep_TK is None else x_TK * keep_TK
 
@@ -78,7 +78,7 @@ class LoraLinear(torch.autograd.Function):
                 xa_TR = wide_branch.add_branch(y_TO, branch_TK, keep_TK, a, b, branch_scale)
             else:
                 branch_TK, a, b = narrow_TK, a_RK.to(dtypes.compute), b_OR.to(dtypes.compute)
-                xa_TR = scaled_product(kept(branch_TK, keep_TK), a.t())
+                xa_TR = scaled_product(after_dropout(branch_TK, keep_TK), a.t())
                 add_product_(y_TO, xa_TR, b.t(), branch_scale)
         saved_x = branch_TK if needs_a or needs_weight else None
         saved_weight = weight if needs_x else None
@@ -112,13 +112,13 @@ class LoraLinear(torch.autograd.Function):
                 if needs_b:
                     db = gradient_product(narrow_TO, xa_TR, scale, b_dtype)
                 if needs_a:
-                    da = gradient_product(dxa_TR, kept(x_TK, keep_TK), scale, a_dtype)
+                    da = gradient_product(dxa_TR, after_dropout(x_TK, keep_TK), scale, a_dtype)
                 if needs_x:
                     w_OK = base_weight(weight, ctx.quant_state, compute)
                     if keep_TK is None and adds_in_place(ctx.x_dtype, dxa_TR, a):
                         dx_TK = add_product_(narrow_TO @ w_OK, dxa_TR, a, scale)
                     else:
-                        dx_TK = input_gradient(kept(dxa_TR @ a, keep_TK), scale, narrow_TO, w_OK, ctx.x_dtype)
+                        dx_TK = input_gradient(after_dropout(dxa_TR @ a, keep_TK), scale, narrow_TO, w_OK, ctx.x_dtype)
             da = None if da is None else da.to(a_dtype)
             db = None if db is None else db.to(b_dtype)
             dx = None if dx_TK is None else dx_TK.to(ctx.x_dtype).view(ctx.x_shape)

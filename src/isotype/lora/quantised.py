@@ -20,10 +20,10 @@ from ..ops.autocast import autocast_off
 from ..ops.backend import fused_runs
 from ..ops.nf4 import widen_4bit
 
-_KEPT = "_isotype_wide"
+_WIDE_COPY = "_isotype_wide"
 
 
-class Kept:
+class WideCopy:
     """A widened weight that waits for `uses` backward products."""
 
     def __init__(self, wide: Tensor, packed: Tensor) -> None:
@@ -43,7 +43,7 @@ def product_4bit(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None) 
     """x @ Wᵀ + bias in x's dtype: with a copy that backward will use too in a recompute; with the weight widened by one kernel on a GPU; by
     bitsandbytes' own kernels elsewhere, and for the single row of a generated token, which needs no copy of the weight."""
     if recomputing() and not fused_runs(packed):
-        return F.linear(x_TK, _kept_copy(packed, state, x_TK.dtype), bias)
+        return F.linear(x_TK, _shared_copy(packed, state, x_TK.dtype), bias)
     if fused_runs(packed) and x_TK.numel() > x_TK.shape[-1]:
         return F.linear(x_TK, widened(packed, state, x_TK.dtype), bias)
     import bitsandbytes
@@ -58,13 +58,13 @@ def dequantised(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     packed  uint8[...]
     ->      dtype[O K]
     """
-    kept: Kept | None = getattr(state, _KEPT, None)
-    if kept is None or not kept.fits(packed, dtype):
+    held: WideCopy | None = getattr(state, _WIDE_COPY, None)
+    if held is None or not held.fits(packed, dtype):
         return widened(packed, state, dtype)
-    kept.uses -= 1
-    if kept.uses <= 0:
-        delattr(state, _KEPT)
-    return kept.wide
+    held.uses -= 1
+    if held.uses <= 0:
+        delattr(state, _WIDE_COPY)
+    return held.wide
 
 
 def widened(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
@@ -78,23 +78,23 @@ def recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _kept_copy(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    kept: Kept | None = getattr(state, _KEPT, None)
-    if kept is None or not kept.fits(packed, dtype):
-        kept = Kept(widened(packed, state, dtype), packed)
-        setattr(state, _KEPT, kept)
+def _shared_copy(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
+    held: WideCopy | None = getattr(state, _WIDE_COPY, None)
+    if held is None or not held.fits(packed, dtype):
+        held = WideCopy(widened(packed, state, dtype), packed)
+        setattr(state, _WIDE_COPY, held)
 
         # the engine holds the callback until the whole backward has ended, and with it every layer's copy if it named one
-        left = weakref.ref(kept)
+        left = weakref.ref(held)
 
         def drop() -> None:
             # an output that nobody used has no backward
-            if left() is not None and getattr(state, _KEPT, None) is left():
-                delattr(state, _KEPT)
+            if left() is not None and getattr(state, _WIDE_COPY, None) is left():
+                delattr(state, _WIDE_COPY)
 
         torch.autograd.Variable._execution_engine.queue_callback(drop)
-    kept.uses += 1
-    return kept.wide
+    held.uses += 1
+    return held.wide
 
 
 class Linear4bit(torch.autograd.Function):

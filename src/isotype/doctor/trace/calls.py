@@ -26,7 +26,7 @@ class Calls(TorchFunctionMode):
         context = self._context
         outer, context.calling = context.calling, func
         context.autocast_around = torch.is_autocast_enabled(context.device)
-        resting = name in _BACKWARD and context.pace.backward_rests() and context.rest(hooks=True)
+        suspended = name in _BACKWARD and context.pace.backward_unwatched() and context.suspend(hooks=True)
         try:
             if name == "__set__" and len(args) == 2:
                 context.attribute_set(func, *args)
@@ -35,8 +35,8 @@ class Calls(TorchFunctionMode):
             context.call_failed(error, func, args, kwargs)
             raise
         finally:
-            if resting:
-                context.wake()
+            if suspended:
+                context.resume()
             if name == "backward":
                 context.scaling.backward_done()
             context.calling = outer

@@ -30,9 +30,9 @@ class Pace:
         self._context = context
         self._count: Counter[Any] = Counter()
         self._number = 0  # of the running forward among those of its kind
-        self._rested = False  # whether a forward rested since the last backward
-        self.unwatched = False  # whether the last forward rested
-        self._end: Any = None  # the hook at the end of a forward that rests
+        self._unwatched_since_backward = False  # whether a forward since the last backward was not watched
+        self.unwatched = False  # whether the last forward was not watched
+        self._end: Any = None  # the hook at the end of an unwatched forward
         self._over: list[Any] = []  # such hooks of forwards that ended in an error, which torch was walking through then
 
     @property
@@ -63,9 +63,9 @@ class Pace:
         self.unwatched = False
         if watched or torch._C._current_autograd_node() is not None or self._context.sums.grows():
             return False
-        if isinstance(module, torch.jit.ScriptModule) or not self._context.rest(hooks=True):
+        if isinstance(module, torch.jit.ScriptModule) or not self._context.suspend(hooks=True):
             return False
-        self._rested = self.unwatched = True
+        self._unwatched_since_backward = self.unwatched = True
         self._end = module.register_forward_hook(self._ends, with_kwargs=True, always_call=True)
         return True
 
@@ -76,12 +76,12 @@ class Pace:
         if error is not None:
             self._over.append(self._end)
             self._end = None
-        self._context.wake()
+        self._context.resume()
         if isinstance(error, Exception):
             self.changed()
             self._context.failures.again(error, module, args, kwargs)
 
-    def woken(self) -> None:
+    def resumed(self) -> None:
         if self._end is not None:
             self._end.remove()
             self._end = None
@@ -109,18 +109,18 @@ class Pace:
         return (state, of(args), of(kwargs)), tuple(sizes)
 
     # ---- backwards, and steps of an optimizer
-    def backward_rests(self) -> bool:
+    def backward_unwatched(self) -> bool:
         """Called as a backward begins. Returns whether it is not watched: tensors of an unwatched forward have no origins."""
-        rests, self._rested = self._rested, False
-        return rests
+        unwatched, self._unwatched_since_backward = self._unwatched_since_backward, False
+        return unwatched
 
-    def step_rests(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
+    def step_unwatched(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
         """Called as a step begins. One with a closure runs forwards."""
         held = (p for group in optimizer.param_groups for p in group["params"])
         kind = (id(optimizer), frozenset((p.dtype, p.grad.dtype) for p in held if p.grad is not None))
-        return self.call_rests(kind) and not any(callable(given) for given in (*args[1:], *kwargs.values()))
+        return self.call_unwatched(kind) and not any(callable(given) for given in (*args[1:], *kwargs.values()))
 
-    def call_rests(self, kind: Any) -> bool:
+    def call_unwatched(self, kind: Any) -> bool:
         """Called as something begins that repeats itself."""
         self._count[kind] += 1
         return self._count[kind] > FIRST and not _sampled(self._count[kind])

@@ -80,7 +80,7 @@ class Tracer(TorchDispatchMode):
         self._hooks: list[Any] = []
         self._module_hooks: list[Any] = []
         self._calls = Calls(self)
-        self._resting: tuple[bool, bool] | None = None  # whether the function mode and the hooks are off too, while the dispatch mode is
+        self._suspended: tuple[bool, bool] | None = None  # whether the function mode and the hooks are off too, while the dispatch mode is
         if model is not None:
             self.learn(model)
 
@@ -102,7 +102,7 @@ class Tracer(TorchDispatchMode):
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        self.wake()
+        self.resume()
         self.pace.stop()
         super().__exit__(kind, error, traceback)
         self._calls.__exit__(kind, error, traceback)
@@ -121,9 +121,9 @@ class Tracer(TorchDispatchMode):
             modules.register_module_forward_hook(self._leave_module, always_call=True),
         ]
 
-    def rest(self, *, hooks: bool) -> bool:
-        """Takes the modes off until `wake`, and the hooks of modules with them; not when the program put a mode of its own above ours."""
-        if self._resting is not None or _get_current_dispatch_mode() is not self:
+    def suspend(self, *, hooks: bool) -> bool:
+        """Takes the modes off until `resume`, and the hooks of modules with them; not when the program put a mode of its own above ours."""
+        if self._suspended is not None or _get_current_dispatch_mode() is not self:
             return False
         super().__exit__(None, None, None)
         calls = _get_current_function_mode() is self._calls
@@ -132,15 +132,15 @@ class Tracer(TorchDispatchMode):
         if hooks:
             for hook in self._module_hooks:
                 hook.remove()
-        self._resting = calls, hooks
+        self._suspended = calls, hooks
         return True
 
-    def wake(self) -> None:
-        if self._resting is None:
+    def resume(self) -> None:
+        if self._suspended is None:
             return
-        calls, hooks = self._resting
-        self._resting = None
-        self.pace.woken()
+        calls, hooks = self._suspended
+        self._suspended = None
+        self.pace.resumed()
         if hooks:
             self._hook_modules()
         if calls:
@@ -160,25 +160,25 @@ class Tracer(TorchDispatchMode):
                     self.provenance.set(tensor, Origin(tensor.dtype, kind, name, via=None))
 
     def _stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.wake()  # should an exception have ended what rested
-        self.rest(hooks=False)  # what the watchers do is no part of the program
+        self.resume()  # an exception may have ended a suspended part
+        self.suspend(hooks=False)  # what the watchers compute is no part of the program
         for stepping in self._events.stepping:
             stepping(optimizer)
-        if not self.pace.step_rests(optimizer, args, kwargs):
-            self.wake()
+        if not self.pace.step_unwatched(optimizer, args, kwargs):
+            self.resume()
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.rest(hooks=False)
+        self.suspend(hooks=False)
         for stepped in self._events.stepped:
             stepped(optimizer)
-        self.wake()
+        self.resume()
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         key = id(module)
         if key not in self.names.modules:
             self.learn(module)
         if not self.stack:
-            self.wake()
+            self.resume()
             self.forwards += 1
             for root_called in self._events.root_called:
                 root_called(module)

@@ -52,10 +52,10 @@ def flash_forward(
 
 
 def flash_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: tuple[Tensor, ...], documents: Documents | None, window: int | None,
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], documents: Documents | None, window: int | None,
     causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    lse, *state = kept
+    lse, *state = saved
     inputs = (_rows(x, documents) for x in (q, k, v, out))
     grads = aten._flash_attention_backward(
         _rows(dy, documents).contiguous(), *inputs, lse, *_bounds(q, documents), 0.0, causal, *state, **_options(window, causal, scale)
@@ -71,9 +71,9 @@ def cudnn_forward(q_BNSD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, causal: bool, 
 
 
 def cudnn_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: tuple[Tensor, ...], causal: bool, scale: float
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lse, seed, offset = kept
+    lse, seed, offset = saved
     # neither a bias nor bounds: PyTorch's own backward passes tensors that are not defined
     gradients: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
         dy, q, k, v, out, lse, seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale

@@ -47,27 +47,27 @@ class Attention(torch.autograd.Function):
             return cpp.attention_forward(q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
 
         with autocast_off(q_BNSD):
-            out_BNSD, *kept = attention_results(run)
-        ctx.save_for_backward(q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, *kept)
+            out_BNSD, *saved = attention_results(run)
+        ctx.save_for_backward(q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, *saved)
         ctx.causal, ctx.scale, ctx.backend, ctx.documents, ctx.window = causal, scale, backend, documents, window
         return out_BNSD
 
     @staticmethod
     def backward(ctx: Any, dy_BNSD: Tensor) -> tuple[Tensor | None, ...]:
-        q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, *kept = ctx.saved_tensors
+        q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, *saved = ctx.saved_tensors
         rest = (None,) * 6
         if differentiated_again():
             if ctx.documents is not None:
                 mask = ctx.documents.mask(q_BNSD.shape[0], q_BNSD.shape[2])
             again = partial(attention_reference, mask=mask, causal=ctx.causal, scale=ctx.scale, window=ctx.window)
             return *reference_gradients(again, (q_BNSD, k_BMTD, v_BMTD), dy_BNSD), *rest
-        inputs = (dy_BNSD, q_BNSD, k_BMTD, v_BMTD, out_BNSD, tuple(kept))
+        inputs = (dy_BNSD, q_BNSD, k_BMTD, v_BMTD, out_BNSD, tuple(saved))
         with autocast_off(q_BNSD):
             if ctx.backend == "flash":
                 return *cuda.flash_backward(*inputs, ctx.documents, ctx.window, ctx.causal, ctx.scale), *rest
             if ctx.backend == "cudnn":
                 return *cuda.cudnn_backward(*inputs, ctx.causal, ctx.scale), *rest
-            grads = cpp.attention_backward(q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, kept[0], dy_BNSD, ctx.causal, ctx.scale)
+            grads = cpp.attention_backward(q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, saved[0], dy_BNSD, ctx.causal, ctx.scale)
         return *grads, *rest
 
 

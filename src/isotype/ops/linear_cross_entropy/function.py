@@ -42,20 +42,8 @@ class TokenStatistics(NamedTuple):
     z_loss: Tensor
 
 
-def _fake_forward(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    targets_T: Tensor,
-    upstream: Tensor,
-    ignore_index: int,
-    factors: Sequence[float],
-    chunk: int,
-    want_dhidden: bool,
-    want_dweight: bool,
-    want_dbias: bool,
-    want_statistics: bool,
-) -> tuple[Tensor, ...]:
+def _fake_forward(hidden_TH: Tensor, weight_VH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    chunk, want_dhidden, want_dweight, want_dbias, want_statistics = rest[-5:]
     return tuple(chunked.like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk))
 
 

@@ -46,17 +46,9 @@ class TokenLogProbs(NamedTuple):
     top1: Tensor | None
 
 
-def _fake_forward(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    targets_T: Tensor,
-    ignore_index: int,
-    factors: Sequence[float],
-    chunk: int,
-    *want: Any,
-) -> tuple[Tensor, ...]:
-    made = chunked.like(hidden_TH, Wanted(*want[:4]), want[4])
+def _fake_forward(hidden_TH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *wanted, gradient_of = rest[-5:]
+    made = chunked.like(hidden_TH, Wanted(*wanted), gradient_of)
     return (*made.values, made.dhidden_TH)
 
 

@@ -7,7 +7,8 @@ from functools import partial
 from ....finding import Severity
 from ..rule import Edit, FixSafety, Hit, Rule
 from ..source import SourceFile, last_name
-from ..triton.kernels import Kernel, KernelEvent, is_activation, kernels
+from ..triton.kernel import Kernel, KernelEvent, is_activation
+from ..triton.kernels import kernels
 from ..triton.launches import against, leads
 
 

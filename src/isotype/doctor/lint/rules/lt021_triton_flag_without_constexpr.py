@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from ....finding import Severity
 from ..rule import Hit, Rule
 from ..source import SourceFile, last_name
-from ..triton.kernels import Kernel, kernels
+from ..triton.kernel import Kernel
+from ..triton.kernels import kernels
 
 FLAG = re.compile(r"^(HAS|USE|IS|DO|STORE|SAVE|WITH|RETURN|ENABLE|APPLY|CAUSAL|EVEN|OUTPUT)(_|$)")
 

@@ -7,7 +7,8 @@ from functools import partial
 from ....finding import Severity
 from ..rule import Hit, Rule
 from ..source import SourceFile, keyword
-from ..triton.kernels import Kernel, KernelEvent, Value, is_activation, kernels
+from ..triton.kernel import Kernel, KernelEvent, Value, is_activation
+from ..triton.kernels import kernels
 from ..triton.launches import against, leads, mixed
 
 

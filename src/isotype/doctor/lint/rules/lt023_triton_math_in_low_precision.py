@@ -7,7 +7,8 @@ from functools import partial
 from ....finding import Severity
 from ..rule import Edit, FixSafety, Hit, Rule
 from ..source import SourceFile
-from ..triton.kernels import is_activation, kernels
+from ..triton.kernel import is_activation
+from ..triton.kernels import kernels
 from ..triton.launches import against, leads
 
 

@@ -5,7 +5,8 @@ from functools import partial
 
 from ..rule import Hit, Rule
 from ..source import SourceFile
-from ..triton.kernels import Kernel, KernelEvent, is_activation, kernels
+from ..triton.kernel import Kernel, KernelEvent, is_activation
+from ..triton.kernels import kernels
 from ..triton.launches import against, leads
 
 

@@ -11,7 +11,7 @@ from ..dataflow.functions import FunctionClass, function_classes
 from ..dataflow.plain import PURE, launched_by
 from ..dataflow.values import Tensor
 from ..source import SourceFile, bindings, keyword, last_name
-from .kernels import Kernel, KernelEvent
+from .kernel import Kernel, KernelEvent
 
 if TYPE_CHECKING:
     from ..repository import Repository

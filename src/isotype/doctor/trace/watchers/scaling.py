@@ -66,26 +66,26 @@ class Scaling(Watcher):
         self._around(scaler, "update", self._updates)
         for module in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in _CLIPPING:
-                self._around(module, name, self._clipped, rests=True)
+                self._around(module, name, self._clipped, suspended=True)
         for owner in (torch.optim.Optimizer, torch.nn.Module):
-            self._around(owner, "zero_grad", self._zeroed, rests=True)
+            self._around(owner, "zero_grad", self._zeroed, suspended=True)
 
     def stop(self) -> None:
         for owner, name, function in reversed(self._undo):
             setattr(owner, name, function)
         self._undo.clear()
 
-    def _around(self, owner: Any, name: str, told: Callable[..., None], *, rests: bool = False) -> None:
+    def _around(self, owner: Any, name: str, told: Callable[..., None], *, suspended: bool = False) -> None:
         function, context = getattr(owner, name), self._context
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             told(name, *args, **kwargs)
-            if not (rests and context.pace.call_rests(name) and context.rest(hooks=False)):
+            if not (suspended and context.pace.call_unwatched(name) and context.suspend(hooks=False)):
                 return function(*args, **kwargs)
             try:
                 return function(*args, **kwargs)
             finally:
-                context.wake()
+                context.resume()
 
         watched.__name__, watched.__doc__ = name, function.__doc__
         self._undo.append((owner, name, function))

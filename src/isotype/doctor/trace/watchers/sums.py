@@ -43,7 +43,7 @@ class _Sum:
     last: int = 0
     off: float = 0.0
     after: int = 0  # additions when `off` was measured
-    rest: bool = False  # keeps what additions to another tensor lost (Kahan)
+    remainders: bool = False  # stores the rounding errors of additions to another tensor (Kahan)
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ class Sums(Watcher):
         """Marks a tensor that stores the rounding errors of additions to a weight: its own rounding is harmless."""
         known = self._sums.get((tensor.untyped_storage()._cdata, int(tensor.storage_offset())))
         if known is not None:
-            known.rest = True
+            known.remainders = True
 
     def grows(self) -> bool:
         """Whether the last forward or its backward added to a sum that earlier ones began."""
@@ -188,7 +188,7 @@ class Sums(Watcher):
                     self._measure(known, gradient)
 
     def _keep(self, known: _Sum) -> None:
-        if known.off >= _OFF and not known.rest and len(known.forwards) >= _ENOUGH - 1:
+        if known.off >= _OFF and not known.remainders and len(known.forwards) >= _ENOUGH - 1:
             kept = self._told.setdefault((known.gradient, None if known.gradient else known.site), [])
             if len(kept) < 64:
                 kept.append(known)

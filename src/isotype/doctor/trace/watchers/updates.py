@@ -30,8 +30,8 @@ UPDATES = frozenset({*_ARITHMETIC, "copy_", *(f"_foreach_{name}" for name in _AR
     f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad")
 )
 _STANDING = 2  # samples in a row in which a counter does not move
-_RESTS = 64  # additions of a step whose rests are looked for
-_KEPT = 0.9  # share of the elements whose rest an operand must hold
+_MOST_REMAINDERS = 64  # additions of a step whose rounding errors are looked for
+_STORED = 0.9  # share of the elements whose rounding error an operand must hold
 _PAIR = 2  # tensors of a list that are compared
 
 
@@ -79,7 +79,7 @@ class Updates(Watcher):
         super().__init__(context)
         self._watched: dict[tuple[int, str], Watched] = {}
         self._optimizer: torch.optim.Optimizer | None = None
-        self._rests: list[tuple[Watched, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._remainders: list[tuple[Watched, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._lost: dict[tuple[str, str, str], list[Watched]] = defaultdict(list)
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> None:
@@ -88,7 +88,7 @@ class Updates(Watcher):
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = None
-        self._look_for_rests()
+        self._look_for_remainders()
 
     @property
     def in_step(self) -> bool:
@@ -144,17 +144,17 @@ class Updates(Watcher):
             watched.meant += size
             watched.still += float((real == 0).float().mean())
             watched.standing = 0 if bool(real.any()) else watched.standing + 1
-            if sample.operand is not None and len(self._rests) < _RESTS:
-                self._rests.append((watched, sample.tensor, sample.operand, meant - real))
+            if sample.operand is not None and len(self._remainders) < _MOST_REMAINDERS:
+                self._remainders.append((watched, sample.tensor, sample.operand, meant - real))
 
-    def _look_for_rests(self) -> None:
+    def _look_for_remainders(self) -> None:
         """Whether what the additions of a step lost is in their operands now: the next step adds it again."""
-        for watched, tensor, operand, rest in self._rests:
+        for watched, tensor, operand, remainder in self._remainders:
             now = _part(operand, tensor).float()
-            if float(torch.isclose(now, rest, rtol=2 * eps(dtype_name(watched.dtype)), atol=1e-30).float().mean()) > _KEPT:
+            if float(torch.isclose(now, remainder, rtol=2 * eps(dtype_name(watched.dtype)), atol=1e-30).float().mean()) > _STORED:
                 watched.kept += 1
                 self._context.sums.compensates(operand)
-        self._rests.clear()
+        self._remainders.clear()
 
     def _due(self, op: Op, target: torch.Tensor, args: tuple) -> Watched | None:
         if op.name.endswith("copy_"):
@@ -243,7 +243,7 @@ class Updates(Watcher):
         return watched.samples >= enough and watched.moved < LOST and not watched.from_master
 
     def forward_begins(self) -> None:
-        self._look_for_rests()
+        self._look_for_remainders()
         for key in [key for key, watched in self._watched.items() if watched.storage.expired()]:
             self._keep(key)
 
