@@ -209,6 +209,22 @@ def test_twice_training_and_a_prepared_model_are_refused(models):
         attach(trainer, "fp32")
 
 
+def test_a_training_step_of_a_users_own_runs_and_is_named_with_its_line(models):
+    from transformers import Trainer
+
+    class Own(Trainer):
+        def training_step(self, *args, **kwargs):
+            self.seen = getattr(self, "seen", 0) + 1
+            return super().training_step(*args, **kwargs)
+
+    want = curve(plain(Setting(models), Own))
+    trainer = plain(Setting(models), Own)
+    attached = attach(trainer, "fp32", quiet=True)
+    assert any(re.search(r"Own.training_step at test_attach.py:\d+ runs as it is", note) for note in attached.notes)
+    assert curve(trainer) == pytest.approx(want, rel=1e-5)
+    assert trainer.seen == 3
+
+
 def test_a_wrapped_model_and_a_frozen_one_are_refused(models):
     trainer = trainer_of("Trainer", models)
     trainer.model = nn.DataParallel(trainer.model)
