@@ -77,7 +77,7 @@ def test_detach_leaves_the_next_step_bit_equal_to_an_untouched_trainers(name, fo
     assert curve(trainer) == want
 
 
-def test_an_irreversible_attachment_keeps_nothing_and_says_so(models):
+def test_an_irreversible_attachment_stores_no_copies_and_refuses_detach(models):
     trainer = trainer_of("SFT", models, bf16=True)
     attached = attach(trainer, "bf16-lora", quiet=True, reversible=False)
     assert not any("kept" in note for note in attached.notes)

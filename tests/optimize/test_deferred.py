@@ -312,3 +312,58 @@ def test_a_forward_that_raises_leaves_nothing_deferred():
     with pytest.raises(Exception):  # noqa: B017
         model(input_ids=batch()["input_ids"], labels=torch.zeros(3, 3, 3, dtype=torch.long))
     assert type(model(input_ids=batch()["input_ids"]).logits) is torch.Tensor
+
+
+class OfFsdp:
+    """Stands for FSDP2's state of a unit, whose hook gathers weights before the backward and looks at no gradient."""
+
+    __module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
+
+    def __init__(self, weight):
+        self.weight, self.calls = weight, []
+
+    def pre_backward(self, gradient):
+        self.calls.append(self.weight.grad is None)
+        return gradient
+
+
+@pytest.mark.parametrize("trained", ["hidden and weight", "weight"])
+@pytest.mark.parametrize(
+    "loss_of", [lambda x, t: F.cross_entropy(x.view(-1, 7), t), lambda x, t: F.cross_entropy(x.view(-1, 7), t, reduction="sum") / 3]
+)
+def test_a_hook_of_fsdp_leaves_logits_deferred_and_comes_before_the_heads_backward(loss_of, trained):
+    hidden, weight, _ = make()
+    hidden.requires_grad_("hidden" in trained)
+    state = OfFsdp(weight)
+    logits = defer(hidden, weight, None)
+    assert logits._base is None
+    logits.register_hook(state.pre_backward)
+    loss_of(logits, torch.arange(10) % 7).backward()
+    assert logits.computed is None
+    assert state.calls == [True]
+
+
+def test_a_hook_of_fsdp_is_called_for_real_logits_too_and_can_be_removed():
+    hidden, weight, _ = make()
+    state = OfFsdp(weight)
+    logits = defer(hidden, weight, None)
+    logits.register_hook(state.pre_backward)
+    logits.register_hook(state.pre_backward).remove()
+    logits.exp().sum().backward()
+    assert state.calls == [True]
+
+
+def test_any_other_hook_needs_the_real_logits():
+    hidden, weight, _ = make()
+    logits, seen = defer(hidden, weight, None), []
+    logits.register_hook(seen.append)
+    logits.sum().backward()
+    assert seen[0].shape == (2, 5, 7)
+
+
+def test_a_head_whose_memory_was_freed_is_told_in_words():
+    hidden, weight, _ = make()
+    logits = defer(hidden, weight, None)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(IsotypeError, match="its memory was freed before the logits were computed"):
+        F.cross_entropy(logits.view(-1, 7), torch.arange(10) % 7)

@@ -29,7 +29,7 @@ _WORDS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}  # acceler
 
 @dataclass(frozen=True)
 class Claim:
-    """owner: who; value: what it says; now: what becomes of it under the attached precision."""
+    """owner: which part of the trainer; value: its setting; now: what it becomes under the attached precision."""
 
     owner: str
     value: str
@@ -175,7 +175,7 @@ def _cast_by_trl(trainer: Any, adapters: list[nn.Parameter]) -> bool:
 
 
 def _vanishing(trainer: Any, parameters: list[nn.Parameter]) -> str:
-    """What bf16 weights trained as they are would lose: named, because the trainer itself says nothing."""
+    """The updates that training bf16 weights directly would lose. They are reported because the trainer does not report them."""
     low = [p for p in parameters if dtype_name(p.dtype) in ("bf16", "fp16")]
     update = trainer.args.learning_rate * TYPICAL
     total = sum(p.numel() for p in low)

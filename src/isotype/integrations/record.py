@@ -1,4 +1,4 @@
-"""`output_dir/isotype/`: what an attached run leaves behind, in the files of a run of Isotype's own, so that its report shows them.
+"""`output_dir/isotype/`: the files that an attached run writes, in the form of an Isotype run's files, so that the same report shows them.
 
 manifest.json   owners, ops, notes, and what ran in the first step      precision.json   declared and observed dtypes
 preflight.json  the checks before step 1                                env.json         versions and devices

@@ -1,25 +1,27 @@
 """Deferred logits: a tensor that stands for `post * tanh(pre * (hidden @ weight.T + bias))`, or for `pre * (...)`, not yet computed.
 
-The cross-entropy of it is `linear_cross_entropy` (a sum waits for its divisor: `deferred_loss`); a logit, a logsumexp or a log-probability
-of each row is known without the others (`deferred_values`, `deferred_log_probs`); scaling, softcapping, casts, reshapes and selections of
-rows are deferred logits again; anything else turns it into the real tensor, once, with its place in forward's graph intact.
-Being a wrapper tensor, it has the shape, dtype and device of what it stands for, and no memory. It can be read until an optimizer has
-stepped on the head's weight: a copy to keep is `logits.detach().clone()`.
+Its cross-entropy is computed by `linear_cross_entropy` (a sum is deferred until its divisor is known: `deferred_loss`); a logit, a
+logsumexp or a log-probability of each row is computed without the others (`deferred_values`, `deferred_log_probs`). Scale, softcap, casts,
+reshapes and row selections give deferred logits again. Any other operation computes the real tensor, once, as part of forward's graph.
+A wrapper tensor, it has the shape, dtype and device of the logits, and no memory. It can be read until an optimizer changes the head's
+weight. To keep the values, use `logits.detach().clone()`.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from ..environment import planned
 from ..errors import IsotypeError
@@ -49,11 +51,18 @@ class Recipe:
     dtype: torch.dtype  # of the logits as seen now
     pre: float = 1.0
     post: float | None = None  # None before a tanh
+    # FSDP's hooks, called when backward reaches the logits or their loss; the same for all that is made of these logits
+    reached: OrderedDict[int, Callable[[Any], Any]] = field(default_factory=OrderedDict)
 
     def scaled(self, factor: float) -> Recipe:
         return replace(self, pre=self.pre * factor) if self.post is None else replace(self, post=self.post * factor)
 
     def check(self) -> None:
+        if self.weight.numel() and not self.weight.is_meta and not self.weight.untyped_storage().size():
+            raise IsotypeError(
+                "the head's weight is sharded, and its memory was freed before the logits were computed",
+                fix="fully_shard(..., reshard_after_forward=False) for the FSDP unit that has the head",
+            )
         if change_count(self.source) != self.changes:
             raise IsotypeError(
                 "these logits were not computed before the head's weight changed, and now cannot be",
@@ -72,7 +81,7 @@ class Recipe:
         with autocast_off(x):
             x = x.to(self.dtype) if torch.finfo(self.dtype).bits > torch.finfo(x.dtype).bits else x
             x = x if self.pre == 1.0 else x * self.pre
-            return (x if self.post is None else self.post * torch.tanh(x)).to(self.dtype)
+            return self._watched((x if self.post is None else self.post * torch.tanh(x)).to(self.dtype))
 
     def loss(self, targets: Tensor, **options: Any) -> Tensor:
         """`options` are `cross_entropy`'s, but for a scale and a softcap, which are the recipe's."""
@@ -84,7 +93,19 @@ class Recipe:
             loss: Tensor = linear_cross_entropy(
                 self.hidden, self.weight, targets, bias=self.bias, logit_scale=scale, softcap=cap, **options
             )
-            return loss
+            return self._watched(loss)
+
+    def _watched(self, made: Tensor) -> Tensor:
+        """`made` of the logits, with the hooks that wait for its backward."""
+        if made.requires_grad:
+            for hook in self.reached.values():
+                made.register_hook(partial(_call, hook))
+        return made
+
+
+def _call(hook: Callable[[Any], Any], gradient: Tensor) -> None:
+    """What FSDP's hook returns is the gradient that it was given."""
+    hook(gradient)
 
 
 def _as_then(recipe: Recipe) -> AbstractContextManager[Any]:
@@ -253,7 +274,7 @@ def _rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
     if not all(p is Ellipsis or isinstance(p, slice) or _is_whole(p) for p in parts):
         return None
     dims = x.recipe.hidden.dim()
-    # Python's own rule for an ellipsis, so that the last part can be told to be the vocabulary's
+    # Python's rule for an ellipsis, so that the part for the vocabulary is known
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
         parts = (*parts[:at], *[slice(None)] * (dims - len(parts) + 1), *parts[at + 1 :])
@@ -329,6 +350,16 @@ def _own_cross_entropy(
     return (r if softcap is None else replace(r, pre=r.pre / softcap, post=softcap)).loss(targets, **options)
 
 
+def _register_hook(x: DeferredLogits, hook: Any) -> RemovableHandle | None:
+    """FSDP hooks what a unit returns, to gather its weights before the backward. It looks at no gradient, so that no logits are needed."""
+    of_fsdp = type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
+    if x.computed is not None or not of_fsdp:
+        return None
+    handle = RemovableHandle(x.recipe.reached)
+    x.recipe.reached[handle.id] = hook
+    return handle
+
+
 def _requires_grad(x: DeferredLogits) -> bool:
     r = x.recipe
     return (
@@ -360,11 +391,12 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.mean, torch.mean), mean),
     **dict.fromkeys((Tensor.argmax, torch.argmax), argmax),
     **dict.fromkeys((Tensor.log_softmax, torch.log_softmax, F.log_softmax), log_softmax),
+    Tensor.register_hook: _register_hook,
     **dict.fromkeys((Tensor.index_select, torch.index_select), _index_select),
-    Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]  # a property to Python, an attribute to its annotation
 }
 _METADATA = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device),
     *(Tensor.element_size, Tensor.is_contiguous, Tensor.__len__, torch.is_floating_point, torch.numel),
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "is_sparse", "is_meta")),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "is_sparse", "is_meta", "_base")),
 }

@@ -87,7 +87,7 @@ def gather(x: Any, dim: Any = None, index: Any = None, **rest: Any) -> Tensor | 
                 z = z + r.bias.to(dtype).to(z.dtype)[flat]
             z = z if r.pre == 1.0 else z * r.pre
             z = z if r.post is None else r.post * torch.tanh(z)
-            return z.to(x.dtype).reshape(index.shape)  # type: ignore[no-any-return]
+            return z.to(x.dtype).reshape(index.shape)  # type: ignore[no-any-return]  # z is an autograd function's result
 
 
 def per_row(x: Any, classes: Tensor, output: str) -> Tensor:
