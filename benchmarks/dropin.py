@@ -3,6 +3,7 @@
 python -m benchmarks.dropin curves              every trainer x full, LoRA, QLoRA x checkpointing: benchmarks/results/dropin.json
 python -m benchmarks.dropin speed SFT DPO GRPO ORPO   tokens/s of one step, alternating, and its memory, at 160M
 python -m benchmarks.dropin overhead            CPU time of everything that watches, in alternating pairs
+python -m benchmarks.dropin bf16                errors of SFT, DPO and GRPO in bf16 against fp64
 python -m benchmarks.dropin table               writes the table into docs/trainers.md
 """
 
@@ -72,6 +73,37 @@ def curves(names: list[str], forms: list[str]) -> list[dict[str, Any]]:
                     print(json.dumps(cell), file=sys.stderr, flush=True)
                     gc.collect()
     return cells
+
+
+def bf16_errors(name: str, folder: Path) -> dict[str, Any]:
+    """How far loss and gradients of one bf16 batch are from an fp64 run's, unmodified and attached. A checkpoint in bf16, LoRA."""
+    from tests.integrations.trainers import TRAINERS, Setting
+
+    from isotype.integrations import attach
+
+    ways = {way: TRAINERS[name](Setting(folder, "lora", True, stored=torch.bfloat16)) for way in ("exact", "unmodified", "attached")}
+    for trainer in ways.values():
+        for n, p in trainer.model.named_parameters():
+            if ".lora_B." in n:  # zero at first: no gradient would reach A
+                torch.nn.init.normal_(p, std=0.05, generator=torch.Generator().manual_seed(len(n)))
+        trainer.current_gradient_accumulation_steps = 1
+    inputs = one_batch(ways["exact"])
+    attach(ways["attached"], "bf16-lora", quiet=True)
+    made = {}
+    for way, trainer in ways.items():
+        trainer.model.train()
+        model = trainer.model.double() if way == "exact" else trainer.model
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "unmodified"):
+            loss = trainer.compute_loss(model, dict(inputs))
+            loss.backward()
+        named = sorted((n, p.grad.double().flatten()) for n, p in model.named_parameters() if p.grad is not None)
+        made[way] = float(loss), torch.cat([g for _, g in named])
+    loss, gradient = made.pop("exact")
+    return {
+        "trainer": name,
+        "loss": {way: abs(of[0] - loss) for way, of in made.items()},
+        "gradient": {way: float((of[1] - gradient).norm() / gradient.norm()) for way, of in made.items()},
+    }
 
 
 def table(cells: list[dict[str, Any]]) -> str:
@@ -283,7 +315,7 @@ def keep(key: str, value: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["curves", "speed", "overhead", "table"])
+    parser.add_argument("what", choices=["curves", "bf16", "speed", "overhead", "table"])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--forms", nargs="*", default=list(FORMS))
     parser.add_argument("--length", type=int, default=512)
@@ -298,6 +330,12 @@ def main() -> None:
     datasets.disable_progress_bars()
     if given.what == "curves":
         keep("curves", curves(given.names, given.forms))
+    elif given.what == "bf16":
+        with tempfile.TemporaryDirectory() as folder:
+            for name in given.names or ["SFT", "DPO", "GRPO"]:
+                found = bf16_errors(name, Path(folder))
+                keep("bf16", [found])
+                print(json.dumps(found, indent=1))
     elif given.what == "speed":
         for name in given.names or ["SFT"]:
             found = speed(

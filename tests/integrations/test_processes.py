@@ -65,6 +65,12 @@ def test_sharding_engines_are_refused_in_a_sentence_that_says_what_works(flag, w
     assert "DDP or a single process" in (refused.value.fix or "")
 
 
+def test_sharding_that_accelerate_leaves_out_on_a_cpu_is_told(models):
+    trainer = plain(Setting(models))
+    trainer.args.fsdp = True  # transformers takes it on several processes only; accelerate then makes no plugin on a CPU
+    assert any("fsdp has no effect on a CPU" in note for note in attach(trainer, "fp32", quiet=True).notes)
+
+
 def test_a_model_wrapped_by_ddp_is_refused(models):
     trainer = plain(Setting(models))
     wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)

@@ -77,6 +77,7 @@ def test_every_check_ran_or_has_its_reason(models, tmp_path):
     skipped = {s["code"]: s["reason"] for s in read("preflight")["skipped"]}
     assert "generation" in skipped["PF012"]
     assert "no plain tokens" in skipped["PF005"]
+    assert "is the check, which does not run" in skipped["PF011"]
 
 
 def test_rows_without_labels_are_refused_before_step_1(models):

@@ -118,6 +118,8 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
         attached.undo.append(part.remove)
         part.install()
     _one_graph_for_every_rank(attached)
+    if trainer.args.fsdp and not trainer.is_fsdp_enabled:
+        attached.notes.append(f"fsdp has no effect on a {device.upper()}: accelerate replicates the model there (DDP) and says nothing")
     for method in ("training_step", "compute_loss"):
         if own := overridden(trainer, method):
             attached.notes.append(f"{own} runs as it is; logits that it reads as a whole are computed, counted and named with their line")

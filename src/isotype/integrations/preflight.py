@@ -36,8 +36,9 @@ def run_preflight(attached: Attachment, folder: Path, skip: Mapping[str, str], *
     trainer = attached.trainer
     rows = TrainerRows.of(trainer)
     checks: dict[str, tuple[Check, ...]] = {"static": (Check(("PF003",), vanishing_updates),)}
-    skipped = dict(skip)
     why_not = _why_not_rehearsed(trainer, rows)
+    unmeasured = f", which does not run: {why_not}" if why_not else ""
+    skipped = {"PF011": f"a trainer's memory is not planned; the rehearsed step of its longest batch is the check{unmeasured}", **skip}
     without = rows.why_no_tokens if not rows.tokens else "" if tokenizer_of(trainer) else "the trainer has no processing_class"
     unplanned = "eval_strategy is no" if str(trainer.args.eval_strategy.value) == "no" else ""
     for phase, these, why in (

@@ -17,6 +17,7 @@ from ..errors import RunError
 from ..precision.accumulate import GradientAccumulator
 from ..training.finite import non_finite_error
 from ..training.preflight.subject import Subject
+from ..training.step import gradient_norm
 from ..training.task import Evaluation
 from ..training.undisturbed import evaluation_mode, random_state_restored
 from .attachment import Attachment
@@ -52,6 +53,7 @@ class TrainerStepper:
         self.model: nn.Module = self.trainer.model
         self.optimizer = self.trainer.optimizer
         self.loss_scale = None
+        self.sharding = None  # one process has the whole model
         dtype = attached.precision.trainable
         # of weights in their gradients' dtype: those stay in .grad
         self.accumulator = attached.pure.accumulator if attached.pure else GradientAccumulator(self.model.parameters(), dtype=dtype)
@@ -64,6 +66,10 @@ class TrainerStepper:
             loss.backward()
             total = total + loss.detach().float().cpu()
         return total
+
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient: fp32[]."""
+        return gradient_norm(self.accumulator.gradients())
 
     def _loss(self, batch: TrainerBatch) -> Tensor:
         trainer = self.trainer
