@@ -139,7 +139,7 @@ def test_usage_errors(project):
     assert isinstance(run("bad.py", "--json", "--sarif").exception, UsageError)
 
 
-def test_what_cannot_be_parsed_is_told(project):
+def test_a_file_that_cannot_be_parsed_is_a_finding(project):
     (project / "broken.py").write_text("import torch\ndef f(:\n")
     (project / "latin.py").write_bytes(b"x = '\xc2('\n")
     (project / "null.py").write_bytes(b"torch = 1\x00\n")
@@ -158,7 +158,7 @@ def test_a_file_for_a_newer_python_is_no_error(project, monkeypatch):
     assert "note LT000 not looked at: its syntax is newer than Python 3.11" in result.stdout
 
 
-def test_a_pipe_is_not_waited_for_and_a_link_to_nowhere_is_told(project):
+def test_a_pipe_is_skipped_and_a_broken_link_is_reported(project):
     os.mkfifo(project / "pipe.py")
     (project / "gone.py").symlink_to("nowhere.py")
     found = lint_command([project])

@@ -171,7 +171,7 @@ def test_an_engine_has_copied_the_line_that_switches_autocast_off(told):
     assert codes(told({"function.py": UNDER_AUTOCAST, **engine, "off.py": REGION})) == ["LT002"]
 
 
-def test_an_engine_runs_each_model_in_a_way_of_its_own(told):
+def test_an_inference_engine_is_no_evidence_for_autocast(told):
     engine = {f"model{i}.py": INFER for i in range(10)} | {"other/run.py": REGION}
     assert codes(told({"one/function.py": UNDER_AUTOCAST, **engine})) == []
     assert codes(told({"one/function.py": UNDER_AUTOCAST, **engine, "one/run.py": REGION})) == ["LT002"]
@@ -228,7 +228,7 @@ def test_tests_fix_their_own_dtypes(told, name):
     assert codes(told({name: "", "reference.py": "import pytest\n" + IN_BF16, "low.py": LOW})) == []
 
 
-def test_a_suppression_of_what_is_not_told_anyway_is_used(told):
+def test_a_suppression_of_an_unprinted_finding_counts_as_used(told):
     text = IN_BF16.replace(".triu(1)", ".triu(1)  # isotype: ignore[LT007] fp32 only")
     assert codes(told({"attention.py": text})) == []
 
@@ -281,7 +281,7 @@ def test_norms_of_a_trainer_that_keeps_no_weights_in_fp32(told):
     assert codes(told({**files, **wide}, extend_select=["LT009"])) == ["LT009"]
 
 
-def test_a_docstring_brings_nothing_about(told):
+def test_a_docstring_is_no_evidence(told):
     """ "Never model.half()" is no cast of a model."""
     promise = 'import torch\n\nx = torch.bfloat16\n"""Parameters stay in fp32\nin every mode: never model.half().\n"""\n'
     assert codes(told({"attention.py": IN_BF16, "policy.py": promise})) == []
@@ -334,7 +334,7 @@ def test_angles_that_leave_under_autocast(told):
 
 
 @pytest.mark.parametrize(("used", "expected"), [("self.table", []), ("table(8, self.inv_freq)", ["LT008"])])
-def test_a_table_that_constructors_build_meets_no_autocast(told, used, expected):
+def test_a_table_built_in_a_constructor_is_outside_autocast(told, used, expected):
     assert codes(told({"rotary.py": TABLE.format(used=used), "run.py": REGION})) == expected
 
 

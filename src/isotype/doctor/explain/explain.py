@@ -31,7 +31,7 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
     """
     found: dict[tuple[str, str, str], tuple[Finding, int]] = {}
     last_incident: Incident | None = None
-    plain: set[str] = set()  # loose passages that were nothing, but for their numbers: a log says the same ten thousand times
+    plain: set[str] = set()  # passages that are no error, without their numbers: a log repeats the same line ten thousand times
     raised = ""
     lines = iter(lines)
     head = list(islice(lines, REPORT + 1))
@@ -39,7 +39,7 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
     for incident in incidents(chain(head, lines)):
         before, raised = raised, incident.text.partition("\n")[0] if incident.exception else raised
         if incident.chained and raised == before:
-            continue  # raised again where it was waited for: its root was told
+            continue  # raised again where it was awaited: its first traceback was explained already
         loose = _NUMBER.sub("#", incident.text) if incident.exception is None and not incident.frames else ""
         if loose in plain:
             continue
@@ -82,7 +82,7 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
 
 
 def _said(incident: Incident) -> str:
-    """The exception's text; an assertion without a message says what its own line asserts."""
+    """The exception's text; for an assertion without a message, the asserted expression."""
     code = incident.frames[-1].code if incident.frames else ""
     return f"{incident.text}: {code}" if incident.text == "AssertionError" and code.startswith("assert ") else incident.text
 

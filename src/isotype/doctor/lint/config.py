@@ -45,7 +45,7 @@ class LintConfig:
     def active(self, *, prove: bool = False, by_name: bool = False) -> list[str]:
         """The codes of the rules to run, after select, extend-select and ignore.
 
-        prove    those that are off as well: what such a rule finds is only printed where a run proves it
+        prove    those that are off as well: findings of such a rule are printed only where a run proves them
         by_name  for a file that is named itself, and not by its folder
         """
         chosen = []

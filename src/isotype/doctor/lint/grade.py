@@ -1,4 +1,4 @@
-"""How sure a finding is: proved by execution, reached by somebody, or possible."""
+"""The grade of a finding: proved by execution, reached by a caller, or possible."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _lint_some(paths: Sequence[Path], *, prove: bool, config: LintConfig) -> lis
 
 
 def _lint_guarded(path: Path, *, prove: bool, config: LintConfig) -> list[Found]:
-    """`lint_text`, with trouble about one file told as a finding of that file instead of ending the run."""
+    """As `lint_text`, but an internal error in one file becomes a finding of that file and does not end the run."""
     try:
         text = read(path)
         by_name = path.resolve() in config.files
@@ -93,7 +93,7 @@ def _lint_guarded(path: Path, *, prove: bool, config: LintConfig) -> list[Found]
         return [_unread(path, f"could not be parsed: {error.msg}", error.lineno)]
     except (UnicodeDecodeError, OSError, RecursionError) as error:
         return [_unread(path, f"could not be parsed: {error}" if str(error) else type(error).__name__, None)]
-    except Exception as error:  # a fault of ours in one file is told, and does not cost the findings in the others
+    except Exception as error:  # an error of the linter in one file is reported; the findings in other files are kept
         where = traceback.extract_tb(error.__traceback__)[-1]
         return [_unread(path, f"a rule failed: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})", None)]
 

@@ -1,4 +1,4 @@
-"""Errors of an operator that takes one dtype only, whatever its other operands are."""
+"""Errors of operators that accept a single dtype, independent of the dtypes of their other operands."""
 
 from __future__ import annotations
 
