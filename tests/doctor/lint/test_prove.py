@@ -150,3 +150,33 @@ def test_a_rule_that_is_off_is_reported_where_a_run_proves_it(tmp_path):
     (tmp_path / "case.py").write_bytes(file.read_bytes())
     found = lint_command([tmp_path / "case.py"], prove=True, possible=True).findings
     assert all(dict(f.details)["evidence"].startswith("proved") for f in found if f.code in off)
+
+
+WIDENED = """import torch
+import torch.nn.functional as F
+
+
+def attend(query, key, value):
+    weights = F.softmax(query @ key.mT, dim=-1, dtype=torch.float32)
+    return weights @ value
+
+
+def intruders(weight, delta):
+    merged = weight + delta
+    if weight.dtype in (torch.float16, torch.bfloat16):
+        weight = weight.float()
+    u, s, v = torch.linalg.svd(weight)
+    u2, s2, v2 = torch.linalg.svd(merged)
+    return u.mT @ u2
+"""
+
+
+def test_products_after_widening_and_decompositions_are_proved_in_a_folder(tmp_path):
+    """These rules are off: in a folder they report what was executed and refused, and nothing else."""
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "case.py").write_text(WIDENED)
+    (tmp_path / "use.py").write_text("from case import attend, intruders\n\nmodel = attend, intruders\nmodel = load().half()\n")
+    assert lint_command([tmp_path]).findings == []
+    found = lint_command([tmp_path], prove=True).findings
+    assert {f.code for f in found} == {"LT018", "LT026"}
+    assert all(dict(f.details)["evidence"].startswith("proved") for f in found)

@@ -20,7 +20,7 @@ SECONDS = 300.0  # for all that is executed
 ONE = 60.0  # for one function
 START = 240.0  # until the process has imported torch, on a busy machine
 READY = "ready"
-REFUSED = frozenset({"LT001", "LT002", "LT003", "LT007", "LT012", "LT016"})
+REFUSED = frozenset({"LT001", "LT002", "LT007", "LT012", "LT016", "LT018", "LT026"})
 LOSSES = frozenset({"LT004", "LT008"})
 
 

@@ -7,10 +7,12 @@ from functools import partial
 from pathlib import Path
 
 from ..dataflow import torch_names as names
+from ..dataflow.arguments import defaults_of
 from ..repository import Repository
 from ..rule import Hit, Rule
-from ..source import Function, SourceFile, last_name
+from ..source import Function, SourceFile, keyword, last_name
 from .evidence import signature_is_its_own
+from .low_dtypes import LOW
 from .lt007_float_tensor_without_dtype import ignoring_its_dtype
 
 _PRECISION = re.compile(r"(\w+_)?dtype|(\w+_)?(in|to|as)_(fp|float)32|(use_)?(fp32|float32|bf16|bfloat16|fp16|float16|half)|upcast(_\w+)?")
@@ -18,7 +20,7 @@ _MAKES = names.FACTORIES | names.LIKE | names.NEW | frozenset({"to", "float", "h
 
 
 class DtypeArgumentWithoutEffect(Rule):
-    """a function takes a dtype and never reads it
+    """a function takes a dtype and never reads it, or writes out the dtype that an argument asks for
 
     Why
     ---
@@ -56,12 +58,12 @@ class DtypeArgumentWithoutEffect(Rule):
     on = False
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
-        for node, option in _options_without_reader(file):
+        for call, option, written in _written_beside_the_option(file):
             yield Hit(
-                node=node,
-                message=f"the option `{option}` is kept and never read",
-                cause=f"`{option}` stands among the defaults of this class and nowhere else in the file: what it asks for has no effect",
-                fix=f'read it where the tensor is made: dtype=group["{option}"]',
+                node=call,
+                message=f"{written} is written out in a call, beside the argument `{option}` that asks for a dtype",
+                cause=f"whoever passes another `{option}` gets {written} here all the same",
+                fix=f"pass it on: dtype={option}",
             )
         for function in file.functions():
             for argument in _unread(file, function):
@@ -76,19 +78,20 @@ class DtypeArgumentWithoutEffect(Rule):
                 )
 
 
-def _options_without_reader(file: SourceFile) -> Iterator[tuple[ast.expr, str]]:
-    """`defaults = dict(lr=lr, momentum_dtype=momentum_dtype)` of an optimizer, where no text "momentum_dtype" and no attribute reads it."""
-    read = {n.value for n in file.nodes(ast.Constant) if isinstance(n.value, str)} | {n.attr for n in file.nodes(ast.Attribute)}
+def _written_beside_the_option(file: SourceFile) -> Iterator[tuple[ast.Call, str, str]]:
+    """`dtype=torch.bfloat16` in a call, where an argument of the function, or of the constructor of its class, has it as its default."""
     for call in file.nodes(ast.Call):
-        function = file.function_of(call)
-        if last_name(call.func) != "dict" or function is None or function.name != "__init__":
+        written, function = keyword(call, "dtype"), file.function_of(call)
+        if written is None or function is None or file.dotted(written) not in LOW:
             continue
-        stored = file.parents.get(call)
-        if not (isinstance(stored, ast.Assign) and last_name(stored.targets[0]) == "defaults"):
-            continue
-        for item in call.keywords:
-            if item.arg and item.arg.endswith("_dtype") and item.arg not in read and isinstance(item.value, ast.Name):
-                yield item.value, item.arg
+        cls = file.parents.get(function)
+        constructor = (
+            next((m for m in cls.body if isinstance(m, Function) and m.name == "__init__"), None) if isinstance(cls, ast.ClassDef) else None
+        )
+        for owner in (function, constructor):
+            for name, default in (defaults_of(owner) if owner is not None else {}).items():
+                if name.endswith("dtype") and file.dotted(default) == file.dotted(written):
+                    yield call, name, ast.unparse(written)
 
 
 def _unread(file: SourceFile, function: Function) -> Iterator[ast.arg]:
