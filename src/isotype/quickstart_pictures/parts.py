@@ -27,10 +27,11 @@ def pipeline(folder: Path, *, heads: int = 4, joint: int = 2, single: int = 2, v
             num_attention_heads=heads, joint_attention_dim=T5_WIDTH, pooled_projection_dim=CLIP_WIDTH, guidance_embeds=False,
             axes_dims_rope=(8, 12, 12),
         )  # fmt: skip
-        FluxPipeline(
+        made: Any = FluxPipeline(
             transformer=transformer, vae=vae, scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0), text_encoder=_clip(),
             tokenizer=_tokenizer(), text_encoder_2=_t5(), tokenizer_2=_tokenizer(),
-        ).save_pretrained(folder)  # fmt: skip
+        )  # fmt: skip
+        made.save_pretrained(folder)
     return error
 
 
@@ -38,7 +39,7 @@ def trained_vae(steps: int, *, seed: int) -> tuple[Any, float]:
     """An AutoencoderKL whose latents of shapes have mean 0 and deviation 1 after its own shift and scale, and its last error."""
     from diffusers import AutoencoderKL
 
-    vae = AutoencoderKL(
+    vae: Any = AutoencoderKL(
         in_channels=3, out_channels=3, latent_channels=4, block_out_channels=(16, 32, 32), layers_per_block=1, norm_num_groups=8,
         down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, sample_size=SIDE,
         use_quant_conv=False, use_post_quant_conv=False, mid_block_add_attention=False,
