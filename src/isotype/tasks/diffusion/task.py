@@ -39,7 +39,7 @@ from .pipeline_folder import PipelineFolder
 from .quantise import frozen_denoiser, quantised_layers
 from .result import load_result, save_denoiser, save_lora
 from .sample import Drawing, Sample, sample
-from .store import Store
+from .store import Store, key_of
 
 EMPTY = ""
 REHEARSED_STEPS = 2  # of a shortened sample
@@ -261,19 +261,21 @@ class DiffusionTask:
         return ForwardCost.of(lambda: self.losses(denoiser, batch, dtype="fp32"))
 
     def fingerprint(self) -> str:
-        """Only a run on several processes asks for it, which is not offered for images. Raises UsageError."""
-        raise UsageError("a run on images uses one process: several are not offered yet", fix="leave --processes, --gpus or torchrun away")
+        rows = [[row.latents, row.mirrored, row.text] for row in [*self.train_rows, *self.evaluated]]
+        return key_of([rows, str(self.objective)])
 
     def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
-        return self._evaluate(model, (self.evaluated or self.train_rows)[:most], device, dtype)
+        return self._evaluate(model, (self.evaluated or self.train_rows)[:most], device, dtype, world)
 
     def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
         return self._evaluate(model, self.evaluated[: micro_batch(self.config.train)], device, dtype) if self.evaluated else None
 
-    def _evaluate(self, model: nn.Module, rows: Sequence[Row], device: torch.device, dtype: str) -> Evaluation:
+    def _evaluate(
+        self, model: nn.Module, rows: Sequence[Row], device: torch.device, dtype: str, world: World = ALONE
+    ) -> Evaluation:
         return evaluate(
             model, rows, draws=self.config.diffusion.eval_draws, batch_size=micro_batch(self.config.train), device=device,
-            batch_of=self._fixed, losses=lambda model, batch: self.losses(model, batch, dtype=dtype),
+            batch_of=self._fixed, losses=lambda model, batch: self.losses(model, batch, dtype=dtype), world=world,
         )  # fmt: skip
 
     def _fixed(self, some: Sequence[Drawn]) -> Batch:
