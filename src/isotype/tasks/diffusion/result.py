@@ -64,9 +64,7 @@ def load_result(folder: Path, pipeline: PipelineFolder, config: RunConfig, preci
             model = load_adapter(denoiser, folder)
     else:
         denoiser = pipeline.denoiser_class().from_pretrained(folder, dtype=to_torch(precision.trainable), use_safetensors=True)
-        widen_buffers(
-            denoiser, pipeline.path / pipeline.denoiser_part
-        )
+        widen_buffers(denoiser, pipeline.path / pipeline.denoiser_part)
         model = denoiser
     model.to(device)
     put_under(model, denoiser, pipeline.family, config, precision, device_type=device.type)

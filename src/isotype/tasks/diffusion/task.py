@@ -270,9 +270,7 @@ class DiffusionTask:
     def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
         return self._evaluate(model, self.evaluated[: micro_batch(self.config.train)], device, dtype) if self.evaluated else None
 
-    def _evaluate(
-        self, model: nn.Module, rows: Sequence[Row], device: torch.device, dtype: str, world: World = ALONE
-    ) -> Evaluation:
+    def _evaluate(self, model: nn.Module, rows: Sequence[Row], device: torch.device, dtype: str, world: World = ALONE) -> Evaluation:
         return evaluate(
             model, rows, draws=self.config.diffusion.eval_draws, batch_size=micro_batch(self.config.train), device=device,
             batch_of=self._fixed, losses=lambda model, batch: self.losses(model, batch, dtype=dtype), world=world,
