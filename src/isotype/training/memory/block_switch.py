@@ -31,4 +31,4 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return own(*values[:count], **dict(zip(names, values[count:])))
 
     # all of them by position: checkpointing sees the tensors among its arguments
-    return block._gradient_checkpointing_func(run, *args, *kwargs.values())  # type: ignore[operator]
+    return block._gradient_checkpointing_func(run, *args, *kwargs.values())  # type: ignore[operator]  # the function that apply_checkpointing put there

@@ -38,10 +38,10 @@ def _layer(linear: nn.Linear, compute: torch.dtype, double: bool) -> nn.Module:
             layer.bias.data = linear.bias.data
         elements = linear.in_features * linear.out_features
         scales = -(-elements // BLOCK)
-        weight = nn.Parameter(torch.empty(-(-elements // 2), 1, dtype=torch.uint8), requires_grad=False)
-        weight.compress_statistics, weight.quant_type = double, "nf4"  # type: ignore[attr-defined]
+        weight: Any = nn.Parameter(torch.empty(-(-elements // 2), 1, dtype=torch.uint8), requires_grad=False)
+        weight.compress_statistics, weight.quant_type = double, "nf4"
         inner = QuantState(absmax=torch.empty(-(-scales // INNER_BLOCK)), code=torch.empty(256), blocksize=INNER_BLOCK, dtype=torch.float32)
-        weight.quant_state = QuantState(  # type: ignore[attr-defined]
+        weight.quant_state = QuantState(
             absmax=torch.empty(scales, dtype=torch.uint8 if double else torch.float32),
             shape=torch.Size((linear.out_features, linear.in_features)), code=torch.empty(16), blocksize=BLOCK, quant_type="nf4",
             dtype=compute, offset=torch.empty(()) if double else None, state2=inner if double else None,
@@ -60,7 +60,7 @@ def scales_of(parameter: Tensor) -> list[Tensor]:
     return [t for t in (state.absmax, state.code, *inner) if isinstance(t, Tensor)]
 
 
-def take_scales(made: Tensor, parameter: Tensor, make: Any) -> None:
+def take_scales(made: Any, parameter: Tensor, make: Any) -> None:
     """Copies the quantisation state of `parameter` to its replacement `made`, with `make` applied to every tensor."""
     import copy
 
@@ -72,7 +72,7 @@ def take_scales(made: Tensor, parameter: Tensor, make: Any) -> None:
     if state.nested:
         new.offset, new.state2 = make(state.offset), copy.copy(state.state2)
         new.state2.absmax, new.state2.code = make(state.state2.absmax), make(state.state2.code)
-    made.quant_state = new  # type: ignore[attr-defined]
+    made.quant_state = new
 
 
 def scratch() -> dict[Any, Any]:
