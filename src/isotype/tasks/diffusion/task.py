@@ -188,17 +188,18 @@ class DiffusionTask:
 
         def evaluation(model: nn.Module, device: torch.device) -> None:
             with evaluation_mode(model):
-                self.loss_sum(model, self._empty_batch(draws, device), dtype=precision.loss)
+                self.loss_sum(model, self.empty_batch(draws, device), dtype=precision.loss)
 
         return StepOutline(
             rows=rows,
             length=self.tokens,
-            batch=lambda device: self._empty_batch(rows, device),
+            batch=lambda device: self.empty_batch(rows, device),
             loss_sum=lambda model, batch: self.loss_sum(model, batch, dtype=precision.loss),
             evaluation=evaluation if draws else None,
         )
 
-    def _empty_batch(self, rows: int, device: torch.device) -> Batch:
+    def empty_batch(self, rows: int, device: torch.device) -> Batch:
+        """The shapes and dtypes of a batch."""
         config = self.folder.config(self.folder.denoiser_part)
         side, channels = self.config.images.resolution // self.downscale, int(self.folder.config("vae")["latent_channels"])
         dtype, text = to_torch(self.precision.latents), to_torch(self.precision.text_encoder)
@@ -256,7 +257,7 @@ class DiffusionTask:
     @cached_property
     def forward_cost(self) -> ForwardCost:
         """Of one training picture in the denoiser without adapter, in fp32."""
-        denoiser, batch = self.folder.denoiser_outline(), self._empty_batch(1, torch.device("meta"))
+        denoiser, batch = self.folder.denoiser_outline(), self.empty_batch(1, torch.device("meta"))
         batch = replace(batch, text={name: tensor.float() for name, tensor in batch.text.items()})
         return ForwardCost.of(lambda: self.losses(denoiser, batch, dtype="fp32"))
 
