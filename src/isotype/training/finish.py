@@ -55,7 +55,7 @@ def _finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
         verify_result(task, one.folder, precision, prepared.device, trained=one.trained, weights=one.weights, adapter=adapter)
         for one in saved
     ]
-    result = {
+    result: dict[str, Any] = {
         "status": "done",
         "folder": str(loop.folder.path),
         kind: str(saved[0].folder),
@@ -73,8 +73,8 @@ def _finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
         },
     }
     if len(saved) > 1:
-        check = {"averaged_loss": saved[1].trained.loss, "reloaded_loss": reloaded[1].loss}
-        result[f"{kind}{FOLDER_SUFFIX}"] = {"folder": str(saved[1].folder), **check}
+        losses = {"averaged_loss": saved[1].trained.loss, "reloaded_loss": reloaded[1].loss}
+        result[f"{kind}{FOLDER_SUFFIX}"] = {"folder": str(saved[1].folder), **losses}
     return result
 
 
@@ -111,8 +111,8 @@ def _take_best(loop: Loop) -> int:
 def _free(loop: Loop, prepared: Prepared) -> None:
     """Frees the trained model, so that the memory suffices for the reloaded one."""
     loop.stepper.accumulator.close()
-    loop.observer = loop.stepper = loop.model = loop.ema = None  # type: ignore[assignment]
-    prepared.stepper = prepared.model = None  # type: ignore[assignment]
+    loop.observer = loop.stepper = loop.model = loop.ema = None  # type: ignore[assignment]  # nothing reads them again
+    prepared.stepper = prepared.model = None  # type: ignore[assignment]  # nor these
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

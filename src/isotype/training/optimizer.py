@@ -46,7 +46,7 @@ class MixedAdamW(torch.optim.Optimizer):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # a closure would compute the loss again, which this loop does not
         steps = {int(self.state[p]["step"]) for g in self.param_groups for p in g["params"] if self.state[p]}
         self._reseed(max(steps, default=0) + 1)
         every = ((parameter, group) for group in self.param_groups for parameter in group["params"])

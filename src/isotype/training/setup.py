@@ -138,8 +138,15 @@ def planned_checkpointing(task: Task, basis: Basis, made: Outline, *, has: int, 
     """The choice of recomputation on a device with `has` bytes, of which `besides` are in use, and the memory plan of its step."""
     train, precision, largest = task.config.train, basis.resolved.precision, task.step_outline(basis.resolved.precision)
 
+    earlier: MemoryPlan | None = None
+
     def simulate(checkpointing: Checkpointing) -> MemoryPlan:
-        return plan_memory(made, train, precision, largest, checkpointing=checkpointing, device_type=basis.device.type)
+        nonlocal earlier
+        found = plan_memory(
+            made, train, precision, largest, checkpointing=checkpointing, device_type=basis.device.type, earlier=earlier
+        )  # fmt: skip
+        earlier = earlier or (None if found.not_simulated else found)
+        return found
 
     if train.gradient_checkpointing != AUTO:
         checkpointing = as_configured(made.model, train)

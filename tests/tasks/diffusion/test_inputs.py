@@ -53,7 +53,6 @@ def test_a_resolved_file_has_the_keys_of_its_kind_only(drawn, configured):
         ({"images": {"resolution": 36}}, "images.resolution: 36 is not a multiple of 8"),
         ({"images": {"resolution": 128}}, "more than this model has positions for"),
         ({"images": {"train": "nowhere"}}, "images.train: nowhere: no such file or folder"),
-        ({"precision": {"preset": "nf4-lora"}}, "precision.base: nf4"),
         ({"precision": {"preset": "bf16-lora", "timesteps": "bf16"}}, "PR025"),
     ],
 )

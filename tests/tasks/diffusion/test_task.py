@@ -27,6 +27,7 @@ from isotype.training.setup import settle
 
 FAMILIES_AND_PRESETS = [
     ("sd3", "fp32"), ("sd3", "bf16-lora"), ("flux", "fp32"), ("flux", "bf16-lora"), ("pixart", "bf16-lora"), ("sdxl", "bf16-lora"),
+    ("flux", "nf4-lora"), ("sdxl", "nf4-lora"),
 ]  # fmt: skip
 
 
@@ -41,7 +42,8 @@ def test_a_lora_trains_from_a_folder(drawn, studio, tmp_path, family, preset):
     assert abs(result["check"]["trained_loss"] - result["check"]["reloaded_loss"]) < 1e-6
     precision = json.loads((tmp_path / "run/precision.json").read_text())
     assert precision["violations"] == []
-    text = "bf16" if preset == "bf16-lora" else "fp32"
+    text = "fp32" if preset == "fp32" else "bf16"
+    assert set(precision["observed"]["base"]) == {"nf4": {"nf4", "bf16"}, "bf16": {"bf16"}}.get(preset[:4].rstrip("-"), {"fp32"})
     for role, dtype in {"vae": "fp32", "text_encoder": text, "timesteps": "fp32", "latents": "fp32"}.items():
         assert precision["declared"][role]["value"] == dtype
         assert set(precision["observed"][role]) == {dtype}

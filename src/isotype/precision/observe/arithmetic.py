@@ -30,6 +30,9 @@ from .regions import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE, Regions
 
 # autograd's nodes of products; other nodes, as a triangular solve's, may multiply in their own dtype
 _PRODUCT_NODE = re.compile(r"(Mm|Addmm|Bmm|Baddbmm|Addbmm|Mv|Addmv|Convolution|Linear|ScaledDot|GroupedMm|Trilinear)\w*Backward")
+# operators that take values out of a table by integers, and those that turn floating values into such integers
+_LOOKUPS = frozenset(("index", "index_select", "gather", "embedding", "take"))
+_CODES = frozenset(("bucketize", "searchsorted", "argmin"))
 _CHOICES = frozenset(("topk", "argmax", "sort", "argsort", "max"))
 # a table that is checked for loss by computing it again holds no more than this
 _SMALL = 1 << 20
@@ -214,6 +217,10 @@ class _Look:
                 made = self._arithmetic(dtype, made)
         elif self.op.kind == ops.BITS or (made.bits and self.op.kind == ops.ARITHMETIC):
             self._bits(made)
+        if self.op.name in _CODES:
+            made = replace(made, integers=made.integers or made.data)
+        if self.op.name in _LOOKUPS and dtype is not None:
+            made = self._lookup(made)
         if self.op.name in _CHOICES and self.region == FORWARD and len(self.mode.regions.stack) > 1:
             self.mode._routers |= made.products
         if self.op.name == "view" and self.inputs and self.outputs:
@@ -256,7 +263,7 @@ class _Look:
                     f"{name(tensor.dtype)}{list(tensor.shape)} at {_short(self.by.file)}:{self.by.line} was made by no operator that a "
                     "dispatch mode sees: another library, another thread, or a tensor kept outside modules",
                 )
-                if self.region != UPDATE and name(tensor.dtype) not in self.mode._stored | {"int8"}:
+                if self.region != UPDATE and _float(tensor.dtype) not in self.mode._stored | {"int8"}:
                     self._narrow_store(tensor)
                 self.mode.lineages.set(tensor, Lineage(BUFFER))
             elif not lineage.written and not self._is_written(index) and not any(map(self._is_view, self.outputs)):
@@ -397,6 +404,8 @@ class _Look:
             return False
         if self.region == FORWARD and lineage.activation and after == self.mode.compute:
             return False
+        if after == "fp32" and self._in_a_position_table():
+            return False
         if lineage.data or source.numel() > _SMALL:
             return True
         finite = source.isfinite() & target.isfinite()
@@ -502,6 +511,16 @@ class _Look:
             declared=declared,
             cause="narrower than its role",
         )
+
+    def _lookup(self, made: Lineage) -> Lineage:
+        """A table that is read at integers which were made of floating values may stand for those values, rounded."""
+        if made.integers and self.by.kind != OURS:
+            self.unobserved(
+                f"values from a table in {self.module or self.region}",
+                f"{_short(self.by.file)}:{self.by.line} reads a table at integers that floating values became: whether its entries "
+                "stand for those values, rounded, is not seen",
+            )
+        return replace(made, integers=False)
 
     def _bits(self, made: Lineage) -> None:
         if made.bits and self.by.kind != OURS:

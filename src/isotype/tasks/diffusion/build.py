@@ -13,6 +13,7 @@ from ...precision.apply import apply_precision
 from ...precision.precision import Precision
 from .exact_time import keep_time_exact
 from .families import Family
+from .quantise import block_layers
 
 
 def built(denoiser: Any, family: Family, config: RunConfig, precision: Precision, *, device_type: str) -> tuple[nn.Module, Manifest]:
@@ -46,6 +47,4 @@ def targets(denoiser: Any, family: Family, config: RunConfig) -> list[str]:
     given = config.adapter.targets
     if given != "all-linear":
         return [given] if isinstance(given, str) else list(given)
-    classes = family.adapted or tuple(denoiser._no_split_modules or ())
-    blocks = tuple(f"{name}." for name, module in denoiser.named_modules() if type(module).__name__ in classes)
-    return [name for name, module in denoiser.named_modules() if isinstance(module, nn.Linear) and name.startswith(blocks)]
+    return list(block_layers(denoiser, family.blocks_of(denoiser)))

@@ -16,6 +16,7 @@ from ...model.adapter import load_adapter, save_adapter
 from ...precision.precision import Precision
 from .build import put_under
 from .pipeline_folder import PipelineFolder, widen_buffers
+from .quantise import frozen_denoiser
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
@@ -55,7 +56,7 @@ def load_result(folder: Path, pipeline: PipelineFolder, config: RunConfig, preci
     """
     model: nn.Module
     if (folder / "adapter_config.json").is_file():
-        denoiser = pipeline.denoiser(to_torch(precision.unquantised)).requires_grad_(False)
+        denoiser = frozen_denoiser(pipeline, precision, device)
         if pipeline.family.loads_lora:
             put_adapter(denoiser, folder, pipeline)
             model = NamedAsPeft(denoiser)

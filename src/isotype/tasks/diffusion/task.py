@@ -23,6 +23,7 @@ from ...optimize import Manifest
 from ...precision.apply import inner_model
 from ...precision.precision import Precision
 from ...training.memory.bound import held_bytes
+from ...training.memory.quantised_outline import quantise_outline
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, micro_batch
 from ...training.undisturbed import evaluation_mode
 from .batches import Batch, DrawnRow, MixedBatch, PictureStream, Placed, Row, generator_of, parts_of, stacked
@@ -36,9 +37,10 @@ from .loss import picture_losses
 from .objective import Objective, objective_of
 from .pictures import Gathered, captions_of, gather
 from .pipeline_folder import PipelineFolder
+from .quantise import frozen_denoiser, quantised_layers
 from .result import load_result, save_denoiser, save_lora
 from .sample import Drawing, Sample, sample
-from .store import Store
+from .store import Store, key_of
 from .windows import Size, buckets
 
 EMPTY = ""
@@ -78,8 +80,6 @@ class DiffusionTask:
     def check(self, precision: Precision) -> None:
         config, side = self.config, self.config.images.resolution
         check_branch(config, precision)
-        if precision.base == "nf4":
-            raise UsageError("precision.base: nf4 is not offered for diffusion models yet", fix="precision.preset: bf16-lora")
         if config.train.ema is None and config.precision.ema is not None:
             raise UsageError(f"precision.ema: {config.precision.ema} has no effect without train.ema", fix="train.ema: 0.999")
         self.precision = precision
@@ -149,8 +149,10 @@ class DiffusionTask:
 
     def denoiser(self, precision: Precision, device: torch.device) -> tuple[nn.Module, Manifest]:
         """The model that is trained, with the folder's weights."""
-        dtype = to_torch(precision.trainable if self.config.adapter.kind == "none" else precision.unquantised)
-        loaded = self.folder.denoiser(dtype).to(device)
+        if self.config.adapter.kind == "none":
+            loaded = self.folder.denoiser(to_torch(precision.trainable)).to(device)
+        else:
+            loaded = frozen_denoiser(self.folder, precision, device)
         model, manifest = built(loaded, self.folder.family, self.config, precision, device_type=device.type)
         self.watch_time(model)
         return model, manifest
@@ -198,6 +200,9 @@ class DiffusionTask:
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
         denoiser = self.folder.denoiser_outline()
         total = sum(p.numel() for p in denoiser.parameters())
+        if precision.base == "nf4" and self.config.adapter.kind != "none":
+            layers = set(quantised_layers(denoiser, self.folder.family, precision).values())
+            quantise_outline(denoiser, to_torch(precision.compute), layers=layers)
         with torch.device("meta"):
             model, _ = built(denoiser, self.folder.family, self.config, precision, device_type=device_type)
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -209,17 +214,18 @@ class DiffusionTask:
 
         def evaluation(model: nn.Module, device: torch.device) -> None:
             with evaluation_mode(model):
-                self.loss_sum(model, self._empty_batch(draws, device), dtype=precision.loss)
+                self.loss_sum(model, self.empty_batch(draws, device), dtype=precision.loss)
 
         return StepOutline(
             rows=rows,
             length=self.tokens,
-            batch=lambda device: self._empty_batch(rows, device),
+            batch=lambda device: self.empty_batch(rows, device),
             loss_sum=lambda model, batch: self.loss_sum(model, batch, dtype=precision.loss),
             evaluation=evaluation if draws else None,
         )
 
-    def _empty_batch(self, rows: int, device: torch.device) -> Batch:
+    def empty_batch(self, rows: int, device: torch.device) -> Batch:
+        """The shapes and dtypes of a batch."""
         config = self.folder.config(self.folder.denoiser_part)
         side, channels = self.config.images.resolution // self.downscale, int(self.folder.config("vae")["latent_channels"])
         dtype, text = to_torch(self.precision.latents), to_torch(self.precision.text_encoder)
@@ -282,24 +288,24 @@ class DiffusionTask:
     @cached_property
     def forward_cost(self) -> ForwardCost:
         """Of one training picture in the denoiser without adapter, in fp32."""
-        denoiser, batch = self.folder.denoiser_outline(), self._empty_batch(1, torch.device("meta"))
+        denoiser, batch = self.folder.denoiser_outline(), self.empty_batch(1, torch.device("meta"))
         batch = replace(batch, text={name: tensor.float() for name, tensor in batch.text.items()})
         return ForwardCost.of(lambda: self.losses(denoiser, batch, dtype="fp32"))
 
     def fingerprint(self) -> str:
-        """Only a run on several processes asks for it, which is not offered for images. Raises UsageError."""
-        raise UsageError("a run on images uses one process: several are not offered yet", fix="leave --processes, --gpus or torchrun away")
+        rows = [[row.latents, row.mirrored, row.text, row.weight] for row in [*self._encoded(), *self.evaluated]]
+        return key_of([rows, str(self.objective)])
 
     def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
-        return self._evaluate(model, (self.evaluated or self._encoded())[:most], device, dtype)
+        return self._evaluate(model, (self.evaluated or self._encoded())[:most], device, dtype, world)
 
     def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
         return self._evaluate(model, self.evaluated[: micro_batch(self.config.train)], device, dtype) if self.evaluated else None
 
-    def _evaluate(self, model: nn.Module, rows: Sequence[Row], device: torch.device, dtype: str) -> Evaluation:
+    def _evaluate(self, model: nn.Module, rows: Sequence[Row], device: torch.device, dtype: str, world: World = ALONE) -> Evaluation:
         return evaluate(
             model, rows, draws=self.config.diffusion.eval_draws, batch_size=micro_batch(self.config.train), device=device,
-            batch_of=self._fixed, losses=lambda model, batch: self.losses(model, batch, dtype=dtype),
+            batch_of=self._fixed, losses=lambda model, batch: self.losses(model, batch, dtype=dtype), world=world,
         )  # fmt: skip
 
     def _fixed(self, some: Sequence[Drawn]) -> Batch | MixedBatch:

@@ -79,18 +79,20 @@ def plan_memory(
     *,
     checkpointing: Checkpointing,
     device_type: str = "cpu",
+    earlier: MemoryPlan | None = None,
 ) -> MemoryPlan:
     """Plans the memory of one optimizer step on the largest micro-batch. The same outline may be planned again with other settings.
 
     made     the task's outline; its parameters are replaced by fake ones here
     largest  the task's largest step, evaluation and sample
+    earlier  a plan of the same step with other recomputation: its evaluation and sample are taken over, since they recompute nothing
     A step for a GPU is simulated on meta tensors in place of the GPU's tensors, with or without a GPU. If a step cannot be simulated,
     `held` is still exact, and `not_simulated` gives the reason.
     """
     held = _held(made.model, train, precision)
     apply_checkpointing(made.model, checkpointing)
     try:
-        return _simulated(made.model, train, precision, largest, device_type=device_type, held=held)
+        return _simulated(made.model, train, precision, largest, device_type=device_type, held=held, earlier=earlier)
     except UsageError:
         raise
     except Exception as error:
@@ -129,7 +131,14 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _simulated(
-    model: nn.Module, train: TrainSection, precision: Precision, largest: StepOutline, *, device_type: str, held: MemoryPlan
+    model: nn.Module,
+    train: TrainSection,
+    precision: Precision,
+    largest: StepOutline,
+    *,
+    device_type: str,
+    held: MemoryPlan,
+    earlier: MemoryPlan | None,
 ) -> MemoryPlan:
     device = torch.device("cpu" if device_type == "cpu" else "meta")
     live = LiveBytes(device.type, {**scratch(), **head_scratch()})
@@ -166,8 +175,12 @@ def _simulated(
         peak, update = max(peak_step, live.peak), live.peak - before_update
         counting.remove()
         accumulator.zero()
-        evaluation = _added(live, largest.evaluation, model, device) if largest.evaluation else 0
-        sampling = _sampling(model, live, largest, device)
+        sampling: int | None
+        if earlier is not None:
+            evaluation, sampling = earlier.evaluation, earlier.sampling
+        else:
+            evaluation = _added(live, largest.evaluation, model, device) if largest.evaluation else 0
+            sampling = _sampling(model, live, largest, device)
         between = live.now + max(evaluation, sampling or 0)
         accumulator.close()
     return replace(

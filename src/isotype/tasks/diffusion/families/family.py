@@ -38,7 +38,7 @@ class Family:
     max_text_length  longest caption of the T5 encoder by default; None where there is none
     encoders         the names of text encoders and tokenizers in the folder
     loads_lora       whether the pipeline has `load_lora_weights`; else an adapter is a PEFT folder only
-    adapted          classes of modules whose linear layers get an adapter; empty: the denoiser's `_no_split_modules`
+    adapted          see `blocks_of`; empty: the denoiser's `_no_split_modules`
     """
 
     pipeline: ClassVar[str]
@@ -50,6 +50,10 @@ class Family:
     encoders: ClassVar[tuple[str, ...]]
     loads_lora: ClassVar[bool] = True
     adapted: ClassVar[tuple[str, ...]] = ()
+
+    def blocks_of(self, denoiser: Any) -> tuple[str, ...]:
+        """The classes whose linear layers get an adapter, and are quantised in an nf4 base."""
+        return self.adapted or tuple(denoiser._no_split_modules or ())
 
     def text_tokens(self, clip_length: int, max_length: int) -> int:
         """S, from the lengths of the CLIP tokenizer and of T5's sequence."""
