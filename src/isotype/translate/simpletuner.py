@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .account import Draft, Given, Handler, changed, no_effect, not_offered, number, precision, to, to_count, to_number, truth
 from .simpletuner_data import dataset_key, finish_data, pixels
 from .simpletuner_file import DATASET
