@@ -31,7 +31,8 @@ LEVELS = [
     {"tasks"},
     {"integrations"},
     {"inference"},
-    {"entry", "quickstart", "quickstart_pictures"},
+    {"entry", "quickstart"},
+    {"quickstart_pictures"},
     {"cli"},
     {"isotype", "__main__"},
 ]
