@@ -139,7 +139,7 @@ class DiffusionSection(Section):
     snr_gamma: PositiveFloat = 5.0
     """`min_snr`: the signal-to-noise ratio above which a level is weighed down."""
     guidance: Annotated[float, Field(ge=0.0)] = 1.0
-    """Guidance that a guidance-distilled model (Flux.1-dev) is told in training."""
+    """The guidance given to a guidance-distilled model (Flux.1-dev) in training."""
     eval_draws: PositiveInt = 4
     """Noise levels at which each evaluation picture is denoised, spread evenly; the same in every evaluation."""
     max_text_length: PositiveInt | None = None
@@ -292,9 +292,10 @@ class RunSection(Section):
 
 
 class ParallelSection(Section):
-    kind: Literal["auto", "replicate"] = "auto"
+    kind: Literal["auto", "replicate", "shard", "hybrid"] = "auto"
     """What several processes share. `replicate`: each holds the whole model and computes its share of a step's rows; gradients are summed
-    once a step. `auto` takes it."""
+    once a step. `shard`: each holds a part of every weight, gradient and state, and a layer's weights are gathered while it runs. `hybrid`:
+    the processes of a machine share the model, and each machine has all of it. `auto` asks the memory plan: `replicate` where it fits."""
     timeout: PositiveFloat = 1800.0
     """Seconds to wait for another process before it is named and the run ends: longer than samples of the whole run's prompts take."""
 

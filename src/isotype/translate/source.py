@@ -18,7 +18,7 @@ from .secrets import Secrets
 from .simpletuner_file import keys_of_datasets, keys_of_env, keys_of_tree
 
 LARGEST = 4 << 20  # bytes
-_TOOL_OF = {"model": "hf", "peft": "hf"}  # what `identify` says of a flat file with a model's or an adapter's arguments
+_TOOL_OF = {"model": "hf", "peft": "hf"}  # the answer of `identify` for a flat file with a model's or an adapter's arguments
 _COMMANDS = ("trl", "llamafactory-cli", "axolotl", "tune")
 
 
@@ -78,7 +78,7 @@ def read(path: Path, asked: str | None = None) -> Source:
     keys = _keys(tree, whole=tool != "torchtune")
     names = {given.name.partition(".")[0] for given in keys}
     if "base_model" in names and names & {"micro_batch_size", "sequence_len", "sample_packing"}:
-        tool = "axolotl"  # also where most of its keys are Hugging Face's
+        tool = "axolotl"  # also for files in which most keys are Hugging Face's
     if names & {"dist_config", "sample_backend", "init_config"} or {"model_class", "model"} <= names:
         tool = "llamafactory"
     return Source(str(path), _TOOL_OF.get(tool or "", tool), keys)

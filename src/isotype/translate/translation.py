@@ -166,7 +166,7 @@ def _handler(name: str, table: Mapping[str, Handler]) -> Handler | None:
 
 
 def _checked(path: Path, torchtune_file: bool, source: Source) -> tuple[list[Finding], Record | None]:
-    """What `isotype check` says of the file, without notes, and its record of the precision."""
+    """The findings of `isotype check` for the file, without notes, and its record of the precision."""
     checked = check([str(path)])
     findings = [finding for finding in checked.findings if finding.severity > Severity.NOTE]
     record = checked.records[0] if checked.records else None
@@ -227,7 +227,7 @@ def _text(draft: Draft, source: Source, tool: str) -> str:
 
 
 def _validate(text: str, path: Path) -> None:
-    """The result is read as `isotype train` would read it. What it refuses is told as a mistake in the source."""
+    """The result is read as `isotype train` reads it. What that refuses is reported as a mistake in the source."""
     handle, name = tempfile.mkstemp(suffix=".yaml")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Captions and pictures through the pipeline's own encoders, once, into the store. Both are gone before the denoiser is loaded."""
+"""Encodes captions and pictures once with the pipeline's encoders, into the store. The encoders are freed before the denoiser is loaded."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _reason(error: Exception) -> str:
 
 
 def release(device: torch.device) -> None:
-    """Gives the memory of what was let go back before the denoiser takes its own."""
+    """Returns freed memory to the system before the denoiser is loaded."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

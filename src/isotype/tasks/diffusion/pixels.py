@@ -16,7 +16,7 @@ _ORIENTATION = 0x0112  # EXIF; from 5 on width and height are exchanged
 
 
 class BadPicture(ValueError):
-    """A file that is no whole picture; says why in one line."""
+    """A file that is not a complete picture, with the reason in one line."""
 
 
 def _why(error: Exception) -> str:

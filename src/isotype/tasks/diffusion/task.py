@@ -128,7 +128,7 @@ class DiffusionTask:
         self.gathered = gather(self.config.images, seed=self.config.train.seed)
 
     def encode(self, device: torch.device) -> None:
-        """Latents and text embeddings of the run into its store; the encoders are gone afterwards. Raises UsageError."""
+        """Writes latents and text embeddings of the run into its store and frees the encoders. Raises UsageError."""
         images, gathered = self.config.images, self.gathered
         self.encoder = encoder = self.new_encoder(device)
         self.text = encoder.captions(list(dict.fromkeys([EMPTY, *captions_of(gathered.all), *self.config.run.samples])))
@@ -321,7 +321,9 @@ class DiffusionTask:
     def samples(self) -> int:
         return len(self.config.run.samples)
 
-    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf) -> list[Sample]:
+    def sample(
+        self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf, world: World = ALONE
+    ) -> list[Sample]:
         prompts = self.config.run.samples[:1] if shortened else self.config.run.samples
         return self.draw(model, device, prompts, self.drawing(REHEARSED_STEPS if shortened else None), seconds=seconds)
 
