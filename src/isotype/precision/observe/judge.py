@@ -338,6 +338,8 @@ class Call:
             return False
         if self.region == FORWARD and lineage.activation and after == self.step.compute:
             return False
+        if after == "fp32" and self._in_a_position_table():
+            return False
         if lineage.data or source.numel() > _SMALL:
             return True
         finite = source.isfinite() & target.isfinite()
