@@ -15,6 +15,7 @@ from .instances import placement, put, same, settings_of, stand_in
 
 PART = "norm"
 
+
 @dataclass(frozen=True)
 class NormSettings:
     eps: float
@@ -28,7 +29,7 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def epsilons(module: nn.Module) -> list[float]:
-    """Small positive numbers that the instance keeps, whatever their names."""
+    """The small positive numbers among the instance's attributes, under any name."""
     found = [v for v in vars(module).values() if isinstance(v, float) and 0 < v < 1e-2]
     return found or [1e-6]
 

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..distributed.shard import Sharding, whole_in_state_dict, whole_tensors
+from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
 from ..model.saved_form import Digests, digests, trained_tensors
 from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import write_folder
-from ..runs.checkpoint.snapshot import restore_model
+from ..runs.checkpoint.snapshot import restore_model, rows_here
 from .ema import FOLDER_SUFFIX
 from .loop import Loop
 from .setup import Prepared
@@ -24,12 +27,16 @@ from .verify import ROWS, verify_result
 def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     """Returns the content of result.json. Raises RunError SV001 when the saved result is not the trained one.
 
-    The first process saves and checks; the others wait, for as long as it lives.
+    The first process saves and checks; the others wait, for as long as it lives. Processes that share the model do both together: none of
+    them could hold it.
     """
     loop.world.at(loop.progress.step, "the result")
+    if prepared.sharding is not None:
+        with loop.world.exchanging():
+            return _finish(loop, prepared, loop.world)
     if not loop.world.first:
         _free(loop, prepared)
-    return loop.world.first_does(lambda: _finish(loop, prepared), patiently=True)
+    return loop.world.first_does(lambda: _finish(loop, prepared, ALONE), patiently=True)
 
 
 @dataclass(frozen=True)
@@ -41,20 +48,24 @@ class _Saved:
     weights: Digests
 
 
-def _finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
+def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
+    """world  the processes that call this together"""
     config, progress, precision, task = loop.config, loop.progress, prepared.resolved.precision, loop.task
-    taken = _take_best(loop) if config.train.patience else progress.step
-    adapter = config.adapter.kind != "none"
+    taken = _take_best(loop, world) if config.train.patience else progress.step
+    adapter, sharding = config.adapter.kind != "none", prepared.sharding
     kind = "adapter" if adapter else "model"
-    saved = [_save(loop, precision, loop.folder.path / kind)]
+    saved = [_save(loop, precision, loop.folder.path / kind, sharding, world)]
     if loop.ema is not None:
         with loop.ema.in_place():
-            saved.append(_save(loop, precision, loop.folder.path / f"{kind}{FOLDER_SUFFIX}"))
+            saved.append(_save(loop, precision, loop.folder.path / f"{kind}{FOLDER_SUFFIX}", sharding, world))
     _free(loop, prepared)
     reloaded = [
-        verify_result(task, one.folder, precision, prepared.device, trained=one.trained, weights=one.weights, adapter=adapter)
+        verify_result(
+            task, one.folder, precision, prepared.device, trained=one.trained, weights=one.weights, adapter=adapter, world=world,
+            sharding=sharding,
+        )
         for one in saved
-    ]
+    ]  # fmt: skip
     result: dict[str, Any] = {
         "status": "done",
         "folder": str(loop.folder.path),
@@ -78,28 +89,35 @@ def _finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     return result
 
 
-def _save(loop: Loop, precision: Precision, target: Path) -> _Saved:
-    """Writes the model's weights as they are now, and looks at the files."""
-    adapter = loop.config.adapter.kind != "none"
-    dtype = precision.save_adapter if adapter else precision.save_model
+def _save(loop: Loop, precision: Precision, target: Path, sharding: Sharding | None, world: World) -> _Saved:
+    """Writes the model's weights as they are now; tells, on the first process, what its trained tensors must be."""
+    dtype = precision.save_model if loop.config.adapter.kind == "none" else precision.save_adapter
+    tensors: dict[str, Tensor] = (
+        trained_tensors(loop.model) if sharding is None else whole_tensors(loop.model, world, sharding, to_torch(dtype))
+    )
 
     def fill(folder: Path) -> None:
-        loop.task.save(loop.model, folder, precision)
+        with whole_in_state_dict(loop.model, tensors if sharding is not None else {}):
+            loop.task.save(loop.model, folder, precision)
 
-    write_folder(target, fill)
-    loop.observe_saved(target, dtype)
-    trained = loop.task.evaluate(loop.model, loop.device, dtype=precision.loss, most=ROWS)
-    return _Saved(target, trained, digests(trained_tensors(loop.model), to_torch(dtype)))
+    world.first_does(lambda: write_folder(target, fill), patiently=True)
+    if world.first:
+        loop.observe_saved(target, dtype)
+    weights = digests(tensors, to_torch(dtype))
+    return _Saved(target, loop.task.evaluate(loop.model, loop.device, dtype=precision.loss, most=ROWS, world=world), weights)
 
 
-def _take_best(loop: Loop) -> int:
+def _take_best(loop: Loop, world: World) -> int:
     """With early stopping the best weights are the result; returns their step."""
-    best = loop.store.best
+    found: tuple[int | None, str | None] = world.first_does(
+        lambda: (loop.store.best, None if loop.store.best is None else loop.store.fault(loop.store.best))
+    )
+    best, reason = found
     if best is not None and best != loop.progress.step:
-        if (reason := loop.store.fault(best)) is not None:
+        if reason is not None:
             loop.console.say(f"warning   the best checkpoint, step_{best}, is damaged ({reason}): the result is the last step's weights")
             return loop.progress.step
-        tensors = loop.store.load(best).tensors
+        tensors = loop.store.load(best, rows_here(loop.model)).tensors
         restore_model(loop.model, tensors)
         if loop.ema is not None:
             loop.ema.restore(tensors)

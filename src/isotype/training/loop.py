@@ -26,6 +26,7 @@ from ..precision.observe.record import as_read, as_written, noted
 from ..precision.resolve import Resolved
 from ..runs.checkpoint.snapshot import (
     optimizer_tensors,
+    parts_here,
     restore_model,
     restore_optimizer,
     trainable_tensors,
@@ -104,7 +105,7 @@ class Loop:
     stop_asked: bool = False
     """A callback asked to end the run."""
     progress: Progress = field(default_factory=Progress)
-    observed: dict[str, Any] = field(default_factory=dict)  # what precision.json says was seen, of each role the last time
+    observed: dict[str, Any] = field(default_factory=dict)  # the last observed state of each role in precision.json
     saved_step: int | None = None
 
     def __post_init__(self) -> None:
@@ -123,12 +124,13 @@ class Loop:
         while self.progress.step < self.plan.total:
             step = self.progress.step + 1
             try:
-                self._step(step)
-                stopping = self._between(
-                    evaluating=self.plan.due(self.plan.eval_every, step),
-                    sampling=self.plan.due(self.plan.sample_every, step),
-                    saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
-                )
+                with self.world.exchanging():
+                    self._step(step)
+                    stopping = self._between(
+                        evaluating=self.plan.due(self.plan.eval_every, step),
+                        sampling=self.plan.due(self.plan.sample_every, step),
+                        saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
+                    )
             except (RunError, UsageError) as error:  # a stream meets its broken rows here
                 raise self.with_last_good(error) from error
             if self.world.any(interrupt.asked) and step < self.plan.total:
@@ -192,7 +194,7 @@ class Loop:
         self._tell("step", row)
 
     def _own_rows(self) -> Iterator[Sequence[Any]]:
-        """The rows of each pass of this process; those of other processes are gone over."""
+        """The rows of each pass of this process; rows of other processes are skipped."""
         for number in range(self.passes.total):
             rows = self.stream.take(self.passes.rows)
             if number in self.passes.own:
@@ -260,7 +262,9 @@ class Loop:
             self.world.at(self.progress.step, "an evaluation")
             with self.pace.pause("evaluation"):
                 best, stop = self._evaluate()
-        if sampling and self.task.samples and self.world.first and self._samples_allowed():
+        # a sharded model's forward is one of all processes
+        sampling = sampling and bool(self.task.samples) and (self.world.first or self.stepper.sharding is not None)
+        if sampling and (self._samples_allowed() if self.stepper.sharding is None else self.world.first_does(self._samples_allowed)):
             self.world.at(self.progress.step, "samples")
             with self.pace.pause("samples"):
                 self._sample()
@@ -318,10 +322,13 @@ class Loop:
     def _sample(self) -> None:
         # the first samples of a run are watched; a step's number decides, so that a resumed run does as the undisturbed one did
         watched = self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
+        together = self.world if self.stepper.sharding is not None else ALONE
         with watched as seen:
-            samples = self.task.sample(self.model, self.device, seconds=self._sample_seconds_left())
+            samples = self.task.sample(self.model, self.device, seconds=self._sample_seconds_left(), world=together)
         if seen is not None:
             self.note(seen)
+        if not self.world.first:
+            return
         self.folder.samples.mkdir(exist_ok=True)
         step = self.progress.step
         made = [{**s.as_json(), **self._sample_file(step, i, s)} for i, s in enumerate(samples)]
@@ -332,7 +339,7 @@ class Loop:
         self._tell("samples", {"samples": made})
 
     def _sample_file(self, step: int, position: int, sample: Sample) -> dict[str, str]:
-        """Writes the file that a sample has, if it has one, and says where: relative to the run's folder."""
+        """Writes the sample's file, if it has one, and returns its path relative to the run's folder."""
         if sample.file is None:
             return {}
         suffix, content = sample.file
@@ -361,13 +368,20 @@ class Loop:
             "precision": str(self.resolved.precision),
         }
 
-        def write() -> None:
-            self.metrics.sync()
-            averages = self.ema.tensors() if self.ema else {}
-            tensors = {**trainable_tensors(self.model), **optimizer, **random_tensors, **averages}
-            self.store.save(Checkpoint(self.progress.step, tensors, state), best=best)
+        averages = self.ema.tensors() if self.ema else {}
+        tensors = {**trainable_tensors(self.model), **optimizer, **averages}
+        sharding = self.stepper.sharding
+        if sharding is None:
 
-        self.world.first_does(write)
+            def write() -> None:
+                self.metrics.sync()
+                self.store.save(Checkpoint(self.progress.step, tensors | random_tensors, state), best=best)
+
+            self.world.first_does(write)
+        else:
+            self.world.first_does(self.metrics.sync)
+            own = Checkpoint(self.progress.step, parts_here(tensors | random_tensors, first=self.world.first), state)
+            self.store.save_together(own, self.world, part=self.world.rank, parts=sharding.parts, best=best)
         self.saved_step = self.progress.step
         self._tell("save", {"folder": str(self.store.path(self.progress.step))})
 

@@ -45,6 +45,7 @@ class MemoryPlan:
     update        what the optimizer step adds to the first four
     evaluation    what an evaluation adds
     sampling      what generating an answer with its cache adds; None if it could not be simulated
+    gathered      the most of other processes' weights and gradients at a time, where several share the model
     not_simulated the reason why activations, working and update are unknown, or None
     """
 
@@ -57,6 +58,7 @@ class MemoryPlan:
     update: int = 0
     evaluation: int = 0
     sampling: int | None = 0
+    gathered: int = 0
     peak: int = 0
     rows: int = 0
     length: int = 0
@@ -209,7 +211,7 @@ def _sampling(model: nn.Module, live: LiveBytes, largest: StepOutline, device: t
         return 0
     try:
         return _added(live, largest.sampling, model, device)
-    except Exception:  # a model without a cache, or one whose cache looks at values; the step's plan stands
+    except Exception:  # a model without a cache, or one whose cache depends on values; the plan of the step is used
         return None
 
 
