@@ -53,7 +53,10 @@ def draws(count: int, *, side: int, text: int) -> list[Batch]:
     made = []
     for _ in range(count):
         latents, noise = (torch.randn(1, 16, side, side, generator=generator) for _ in range(2))
-        words = {"text": torch.randn(1, text, 512, generator=generator).bfloat16(), "pooled": torch.randn(1, 256, generator=generator).bfloat16()}
+        words = {
+            "text": torch.randn(1, text, 512, generator=generator).bfloat16(),
+            "pooled": torch.randn(1, 256, generator=generator).bfloat16(),
+        }
         made.append(Batch(latents, noise, torch.rand(1, generator=generator), words))
     return made
 

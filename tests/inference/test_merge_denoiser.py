@@ -9,12 +9,13 @@ import torch
 
 pytest.importorskip("diffusers")
 
+from tests.tasks.diffusion.conftest import drawn, studio  # noqa: F401  # fixtures
+
 from isotype.cli.merge import merge
 from isotype.errors import UsageError
 from isotype.inference.merge_denoiser import merge_denoiser, random_batch
 from isotype.tasks.choose import task_of, train
 from isotype.tasks.diffusion.families import Asked
-from tests.tasks.diffusion.conftest import drawn, studio  # noqa: F401  # fixtures
 
 
 @pytest.mark.parametrize("family", ["sd3", "sdxl"])
@@ -37,7 +38,9 @@ def test_a_merged_pipeline_is_the_adapter_on_its_base(drawn, studio, tmp_path, c
     def predicted(pipe):
         with torch.no_grad():
             denoiser = getattr(pipe, task.folder.denoiser_part).float()
-            return task.folder.family.predict(denoiser, noisy, task.objective.time(batch.sigma), batch.text, Asked(downscale=task.downscale))
+            return task.folder.family.predict(
+                denoiser, noisy, task.objective.time(batch.sigma), batch.text, Asked(downscale=task.downscale)
+            )
 
     merged = DiffusionPipeline.from_pretrained(tmp_path / "merged")
     base = DiffusionPipeline.from_pretrained(getattr(studio, family))

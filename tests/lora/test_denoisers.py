@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 pytest.importorskip("diffusers")
 
 from benchmarks.diffusion_matrix import CLASSES, plain_objective, random_batch
+
 from isotype.lora import attach, fuse_lora
 from isotype.optimize import optimize
 from isotype.precision import Precision

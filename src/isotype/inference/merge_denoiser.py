@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config.load import load
 from ..dtypes import to_torch
 from ..environment.hardware import detect
-from ..errors import RunError, UsageError
+from ..errors import UsageError
 from ..model.saved_form import digests, refuse_difference
 from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import fault, write_folder
@@ -25,7 +25,7 @@ from ..tasks.diffusion.result import MODEL_FILE, load_result
 from ..tasks.diffusion.task import DiffusionTask
 from ..training.setup import resolve_precision
 from ..training.undisturbed import evaluation_mode
-from .merge import TOLERANCE, Merged, merged_dtype, merged_state
+from .merge import Merged, merged_dtype, merged_state, refuse_other_loss
 
 ROWS = 4
 
@@ -72,11 +72,7 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     merged = _load_merged(out, task, precision, dtype, device)
     refuse_difference(out, digests(state, to_torch(dtype)), merged, to_torch(dtype))
     merged_loss = _loss(task, merged, batch, precision)
-    if not abs(merged_loss - adapter_loss) <= TOLERANCE * max(1.0, abs(adapter_loss)):
-        raise RunError(
-            f"{out}: the merged model's loss is {merged_loss:.4f} where the adapter's is {adapter_loss:.4f}", code="SV001",
-            fix="merge into a wider dtype: --dtype fp32",
-        )  # fmt: skip
+    refuse_other_loss(out, merged_loss, adapter_loss)
     return Merged(out, dtype, why, count, noise, adapter_loss, merged_loss)
 
 

@@ -15,6 +15,7 @@ from .instances import placement, put, same, settings_of, stand_in
 
 PART = "norm"
 
+
 @dataclass(frozen=True)
 class NormSettings:
     eps: float

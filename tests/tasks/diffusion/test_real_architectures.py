@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from benchmarks.diffusion_plans import held, write_folder
+
 from isotype.tasks.diffusion.pipeline_folder import PipelineFolder
 
 # all weights, as the checkpoints have them

@@ -197,7 +197,7 @@ class Call:
                     f"{name(tensor.dtype)}{list(tensor.shape)} at {_short(self.by.file)}:{self.by.line} was made by no operator that a "
                     "dispatch mode sees: another library, another thread, or a tensor kept outside modules",
                 )
-                if self.region != UPDATE and name(tensor.dtype) not in self.step.stored | {"int8"}:
+                if self.region != UPDATE and _float(tensor.dtype) not in self.step.stored | {"int8"}:
                     self._narrow_store(tensor)
                 self.step.lineages.set(tensor, Lineage(BUFFER))
             elif not lineage.written and not self._is_written(index) and not any(map(self._is_view, self.outputs)):
