@@ -36,10 +36,11 @@ def test_wan_keeps_its_fp32_modules_and_modulates_norms_in_fp32():
     assert dtypes["scale_shift_table"] == dtypes["condition_embedder.time_embedder.linear_1.weight"] == torch.float32
     assert dtypes["blocks.0.attn1.to_q.weight"] == torch.bfloat16
     wide = []
-    model.blocks[0].norm1.register_forward_hook(lambda module, args, output: wide.append((args[0].dtype, output.dtype)))
+    for norm in (model.blocks[0].norm1, model.norm_out):  # the last is not in the class's list, and modulated in fp32 too
+        norm.register_forward_hook(lambda module, args, output: wide.append((args[0].dtype, output.dtype)))
     with torch.no_grad():
         model(torch.randn(1, 4, 1, 4, 4), timestep=torch.tensor([500]), encoder_hidden_states=torch.randn(1, 3, 8))
-    assert wide == [(torch.float32, torch.float32)]
+    assert wide == [(torch.float32, torch.float32)] * 2
 
 
 @pytest.mark.parametrize(("preset", "kept"), [("fp16-mixed", torch.float32), ("bf16-lora", torch.bfloat16)])

@@ -24,7 +24,7 @@ def merge(
     dtype: Annotated[str | None, typer.Option("--dtype", help="fp32, bf16 or fp16; the base's own dtype by default.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Merge an adapter into its base, as an ordinary Hugging Face folder that other engines load.
+    """Merge an adapter into its base, as an ordinary Hugging Face folder that other engines load; of a diffusion run, as a pipeline's.
 
     A 4-bit base is dequantised; the sum is taken in fp32 and cast once. Says how much of the adapter's effect the cast drowned, and
     compares the merged model's loss with the adapter's.
@@ -49,10 +49,18 @@ def merge(
         if dtype not in ("fp32", "bf16", "fp16"):
             raise UsageError(f"--dtype {dtype}: expected fp32, bf16 or fp16")
     quiet_libraries()
-    from ..inference.loaded import load_run
-    from ..inference.merge import merge as merge_run
+    from ..config.kind import DIFFUSION
+    from ..runs.folder import kind_of_run
 
-    merged = merge_run(load_run(run), out or run / "merged", dtype=dtype)
+    if kind_of_run(run) == DIFFUSION:
+        from ..inference.merge_denoiser import merge_denoiser
+
+        merged = merge_denoiser(run, out or run / "merged", dtype=dtype)
+    else:
+        from ..inference.loaded import load_run
+        from ..inference.merge import merge as merge_run
+
+        merged = merge_run(load_run(run), out or run / "merged", dtype=dtype)
     if json_output:
         print(json.dumps({**asdict(merged), "folder": str(merged.folder)}))
         return

@@ -80,12 +80,17 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
     merged_model = _load_merged(out, run, dtype)
     refuse_difference(out, digests(state, to_torch(dtype)), merged_model, to_torch(dtype))
     merged_loss = _loss(merged_model, run, rows)
+    refuse_other_loss(out, merged_loss, adapter_loss)
+    return Merged(out, dtype, why, count, noise, adapter_loss, merged_loss)
+
+
+def refuse_other_loss(out: Path, merged_loss: float, adapter_loss: float) -> None:
+    """Raises  RunError SV001 where a merged model has another loss than the adapter on its base"""
     if not abs(merged_loss - adapter_loss) <= TOLERANCE * max(1.0, abs(adapter_loss)):
         raise RunError(
             f"{out}: the merged model's loss is {merged_loss:.4f} where the adapter's is {adapter_loss:.4f}", code="SV001",
             fix="merge into a wider dtype: --dtype fp32",
         )  # fmt: skip
-    return Merged(out, dtype, why, count, noise, adapter_loss, merged_loss)
 
 
 def merged_dtype(precision: Precision) -> tuple[str, str]:

@@ -13,15 +13,20 @@ from torch import Tensor, nn
 
 from ..ops.autocast import autocast_dtype
 
-# Children of one module that transformers' families call with one tensor, the first of them first.
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Children of one module that transformers' and diffusers' families call with one tensor, the first of them first.
+GROUPS = (
+    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"),
+    ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"),
+)  # fmt: skip
+CROSS_GROUPS = (("to_k", "to_v"), ("add_k_proj", "add_v_proj"))
+"""The same of cross-attention, whose Q reads another tensor."""
 
 _FOLLOWERS, _READY = "_isotype_followers", "_isotype_ready"
 
 
 def link(parent: nn.Module, is_member: Any) -> None:
     """Tells the first of a group's layers which siblings follow it, where every one is a member."""
-    for names in GROUPS:
+    for names in CROSS_GROUPS if getattr(parent, "is_cross_attention", False) else GROUPS:
         layers: list[Any] = [getattr(parent, name, None) for name in names]
         if all(layer is not None and is_member(layer) for layer in layers) and len({layer.in_features for layer in layers}) == 1:
             # past nn.Module's own __setattr__; in a tuple they are no children of the first

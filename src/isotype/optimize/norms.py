@@ -14,7 +14,6 @@ from ..placement import Placement
 from .instances import placement, put, same, settings_of, stand_in
 
 PART = "norm"
-_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,12 @@ def epsilons(module: nn.Module) -> list[float]:
 
 def recognise(module: nn.Module) -> NormSettings | None:
     """The settings with which `rms_norm` gives this module's output on a probe; None where no settings do."""
-    weight = nn.Parameter(torch.linspace(-1.0, 2.0, _SIZE, dtype=torch.float32), requires_grad=False)
+    # as wide as the module: torch's own norm refuses any other width
+    size = module.get_parameter("weight").shape[0]
+    weight = nn.Parameter(torch.linspace(-1.0, 2.0, size, dtype=torch.float32), requires_grad=False)
     twin = stand_in(module, {}, {"weight": weight})
     # small enough that a wrong eps shows
-    x = torch.linspace(-3e-3, 4e-3, 2 * _SIZE).view(2, _SIZE)
+    x = torch.linspace(-3e-3, 4e-3, 2 * size).view(2, size)
     for eps in epsilons(module):
         for unit_offset in (False, True):
             if same(partial(type(module).forward, twin, x), partial(rms_norm, x, weight, eps, unit_offset=unit_offset)):

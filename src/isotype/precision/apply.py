@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..dtypes import to_torch
 from ..environment import planned
 from ..instance_method import MadeMethod
+from .denoiser_blocks import denoiser_blocks
 from .kept import is_kept, kept_modules, names_kept
 from .precision import Precision
 
@@ -118,6 +119,9 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str,
     kept = kept_modules(inner, to_torch(precision.compute))
     for block in _blocks_of_transformers(inner):
         block.register_forward_hook(_NarrowFirst(to_torch(precision.compute)))
+    for block in denoiser_blocks(inner):
+        # a table of shifts and scales that is trained in fp32 widens the stream by itself
+        block.register_forward_hook(_NarrowAll(to_torch(precision.compute)))
     module: Any  # attributes of PEFT's and bitsandbytes' layers are set, which nn.Module does not declare
     for module in inner.modules():
         if precision.compute != "fp32" and _has_stacked_weights(module, to_torch(precision.compute)):
@@ -149,7 +153,7 @@ def remove_precision(model: nn.Module) -> None:
     for module, attribute, value in reversed(state.settings):
         setattr(module, attribute, value)
     for module in inner.modules():
-        for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _Narrow | _NarrowFirst)]:
+        for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _Narrow)]:
             del module._forward_hooks[key]
 
 
@@ -160,9 +164,11 @@ def _backbone(inner: nn.Module) -> nn.Module | None:
 
 
 def is_narrowed(module: nn.Module, kept: set[nn.Module]) -> bool:
-    """Whether a module's output must leave in `compute`: norms and embeddings. A norm among those that the model keeps in fp32 answers in
-    its input's dtype, which the model chose: some modulate its fp32 output and narrow the result themselves."""
-    return (is_norm(module) and module not in kept) or isinstance(module, nn.Embedding)
+    """Whether a module's output must leave in `compute`: norms and embeddings. A norm among those that the model keeps in fp32, and
+    diffusers' FP32LayerNorm, answer in their input's dtype, which the model chose: some modulate the fp32 output and narrow the result
+    themselves."""
+    answers_as_asked = module in kept or type(module).__name__ == "FP32LayerNorm"
+    return (is_norm(module) and not answers_as_asked) or isinstance(module, nn.Embedding)
 
 
 def _in_its_precision(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,6 +202,15 @@ class _NarrowFirst(_Narrow):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple) and output:
             return (super().__call__(module, args, output[0]), *output[1:])
+        return super().__call__(module, args, output)
+
+
+class _NarrowAll(_Narrow):
+    """The same hook for a block of diffusers, which may return two streams: text and picture."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return tuple(super(_NarrowAll, self).__call__(module, args, one) for one in output)
         return super().__call__(module, args, output)
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from .shapes import COLOURS, SHAPES, SIDE, Drawn
 
 MOST_APART = 0.3  # of the shape's pixels and its template's: more is no shape
+MOST_OFF = 50  # of 255, the mean difference of the shape's pixels from its colour
 _INK = 0.35  # between white (0) and the colour (1)
 
 
@@ -41,6 +42,8 @@ def judged(picture_HWC: NDArray[np.uint8]) -> Verdict:
         return Verdict(None, None, 1.0)
     mean = pixels[inside].mean(0)
     colour = min(COLOURS, key=lambda name: float(np.square(mean - COLOURS[name]).sum()))
+    if np.abs(pixels[inside] - COLOURS[colour]).mean() > MOST_OFF:
+        return Verdict(None, None, 1.0)
     ink = np.clip(far / max(1.0, np.abs(255.0 - np.array(COLOURS[colour])).max()), 0, 1) > _INK
     rows, columns = np.nonzero(ink)
     middle = ((columns.min() + columns.max() + 1) / 2, (rows.min() + rows.max() + 1) / 2)

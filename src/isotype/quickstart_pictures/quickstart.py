@@ -23,6 +23,7 @@ BEFORE, NEW = SHAPES[:3], SHAPES[3]
 ASKED = ("a red circle", "a green square", "a blue triangle", "a yellow cross")
 FULL, LORA, PIPELINE, BASE, PICTURES, SHEET = "full.yaml", "lora.yaml", "flux", "base", "pictures", "drawn.png"
 _DRAWN_STEPS = 16
+_REPEATS = 6  # of the new shape's pictures: two of three that LoRA sees
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Size:
 
     vae_steps: int = 300
     full_steps: int = 2000
-    lora_steps: int = 400
+    lora_steps: int = 700
     batch: int = 16
     each: int = 32
     draws: int = 10
@@ -199,7 +200,7 @@ def _lora_yaml(folder: Path, size: Size, preset: str) -> str:
 model:
   name: {_quoted(folder / BASE)}
 images:
-  train: {_quoted(folder / PICTURES / "new")}
+  train: [{{name: {_quoted(folder / PICTURES / "new")}, repeats: {_REPEATS}}}]
   regularisation: {_quoted(folder / PICTURES / "before")}
   resolution: {SIDE}
   cache: {_quoted(folder / "cache")}
@@ -207,8 +208,8 @@ diffusion:
   max_text_length: 6
 adapter:
   kind: lora
-  r: 32
-  alpha: 32
+  r: 64
+  alpha: 64
 precision:
   preset: {preset}
 {_train_yaml(size.lora_steps, size.batch, 3e-3)}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from benchmarks.diffusion_matrix import sd3 as sd3_transformer
+from benchmarks.diffusion_matrix import sdxl as sdxl_unet
 from diffusers import (
     AutoencoderKL,
     DPMSolverMultistepScheduler,
@@ -14,10 +16,8 @@ from diffusers import (
     FluxTransformer2DModel,
     PixArtAlphaPipeline,
     PixArtTransformer2DModel,
-    SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionXLPipeline,
-    UNet2DConditionModel,
 )
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer
@@ -66,13 +66,6 @@ def vae(channels: int) -> AutoencoderKL:
     )  # fmt: skip
 
 
-def sd3_transformer() -> SD3Transformer2DModel:
-    return SD3Transformer2DModel(
-        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2,
-        joint_attention_dim=2 * WIDTH, caption_projection_dim=16, pooled_projection_dim=2 * WIDTH, pos_embed_max_size=8, qk_norm="rms_norm",
-    )  # fmt: skip
-
-
 def flux_transformer(*, guidance: bool = False) -> FluxTransformer2DModel:
     return FluxTransformer2DModel(
         patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
@@ -105,15 +98,6 @@ def pixart_transformer() -> PixArtTransformer2DModel:
     return PixArtTransformer2DModel(
         num_attention_heads=3, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2, cross_attention_dim=24, sample_size=128,
         caption_channels=2 * WIDTH,
-    )  # fmt: skip
-
-
-def sdxl_unet() -> UNet2DConditionModel:
-    return UNet2DConditionModel(
-        block_out_channels=(8, 16), layers_per_block=1, sample_size=8, in_channels=4, out_channels=4, norm_num_groups=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=(2, 4), use_linear_projection=True, addition_embed_type="text_time", addition_time_embed_dim=8,
-        transformer_layers_per_block=(1, 1), projection_class_embeddings_input_dim=6 * 8 + WIDTH, cross_attention_dim=2 * WIDTH,
     )  # fmt: skip
 
 

@@ -2,56 +2,100 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from benchmarks.diffusion_matrix import CLASSES, flux, latent_channels
+from diffusers import ChromaTransformer2DModel, Flux2Transformer2DModel
 
 from isotype.precision import PRESETS, Precision
 from isotype.precision.apply import apply_precision, generating
 from isotype.tasks.diffusion.exact_time import embeddings_of_time, keep_time_exact
 from isotype.tasks.diffusion.families import Asked
 from isotype.tasks.diffusion.families.flux import Flux
-from isotype.tasks.diffusion.families.sd3 import SD3
-from tests.tasks.diffusion.models import flux_transformer, sd3_transformer
 
 LEVELS = torch.linspace(0.0013, 0.9987, 7)
 
 
-def embedded(model, family, *, sampling=False):
+def flux2():
+    return Flux2Transformer2DModel(
+        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32,
+        timestep_guidance_channels=16, axes_dims_rope=(4, 4, 4, 4),
+    )  # fmt: skip
+
+
+def chroma():
+    return ChromaTransformer2DModel(
+        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6), approximator_num_channels=64, approximator_hidden_dim=32, approximator_layers=1,
+    )  # fmt: skip
+
+
+def called(model, *, ids):
+    """A forward pass of a model that has no family here."""
+    given = {"guidance": torch.full((7,), 3.5)} if ids == 4 else {}
+    model(
+        hidden_states=torch.randn(7, 16, 16), encoder_hidden_states=torch.randn(7, 4, 32), timestep=LEVELS,
+        img_ids=torch.zeros(16, ids), txt_ids=torch.zeros(4, ids), **given,
+    )  # fmt: skip
+
+
+def predicted(model, *, family):
+    shapes = family.text_shapes(model.config, 4)
+    text = {name: torch.ones(7, *shape) if name == "mask" else torch.randn(7, *shape) for name, shape in shapes.items()}
+    time = LEVELS if family.objectives == ("flow_matching",) else (LEVELS * 1000).long()
+    family.predict(model, torch.randn(7, latent_channels(family, model.config), 8, 8), time, text, Asked(guidance=3.5))
+
+
+# name -> how it is made, how it is called, what it multiplies the level by where it rounds it
+MODELS = {name: (make, partial(predicted, family=family), family.time_scale) for name, (make, family) in CLASSES.items()}
+MODELS |= {"Flux.2": (flux2, partial(called, ids=4), 1000.0), "Chroma": (chroma, partial(called, ids=3), 1000.0)}
+
+
+def embedded(model, call, *, sampling=False):
     seen = []
     for module in embeddings_of_time(model):
         module.register_forward_hook(lambda module, args, output: seen.append(output.clone()))
-    text = {"text": torch.randn(7, 4, 32), "pooled": torch.randn(7, model.config.pooled_projection_dim)}
     with torch.no_grad():
         if sampling:
             with generating(model):
-                family.predict(model, torch.randn(7, 4, 8, 8), LEVELS, text, Asked(guidance=3.5))
+                call(model)
         else:
-            family.predict(model, torch.randn(7, 4, 8, 8), LEVELS, text, Asked(guidance=3.5))
+            call(model)
     return seen
 
 
-def made(kind, preset=None):
-    model = {"sd3": sd3_transformer, "flux": flux_transformer, "flux-dev": lambda: flux_transformer(guidance=True)}[kind]()
-    if kind != "sd3" and preset is not None:
-        keep_time_exact(model, Flux.time_scale)
-    if preset is not None:
-        apply_precision(model.requires_grad_(False), Precision.preset(preset), device_type="cpu")
-    return model
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_embedding_is_bit_identical_under_every_preset(name):
+    make, call, scale = MODELS[name]
+    reference = embedded(make(), call)
+    assert len(reference) >= (2 if name in ("Flux", "Flux.2") else 1), "the guidance is embedded too"
+    for preset in PRESETS:
+        model = make().requires_grad_(False)
+        if scale is not None:
+            keep_time_exact(model, scale)
+        apply_precision(model, Precision.preset(preset), device_type="cpu")
+        for sampling in (False, True):
+            found = embedded(model, call, sampling=sampling)[-len(reference) :]
+            assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True)), (preset, sampling)
 
 
-@pytest.mark.parametrize("kind", ["sd3", "flux", "flux-dev"])
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "nf4-lora"])
-def test_the_embedding_is_bit_identical_under_every_preset(kind, preset):
-    family = SD3() if kind == "sd3" else Flux()
-    reference = embedded(made(kind), family)
-    assert len(reference) == (2 if kind == "flux-dev" else 1)
-    for sampling in (False, True):
-        found = embedded(made(kind, preset), family, sampling=sampling)
-        assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
-
-
-def test_flux_alone_rounds_its_noise_levels():
+# Flux.2 rounds to the dtype of its input, which is fp32 here
+@pytest.mark.parametrize("name", [name for name, (_, _, scale) in MODELS.items() if scale is not None and name != "Flux.2"])
+def test_alone_it_rounds_its_noise_levels(name):
     """Should diffusers stop rounding, this says that the mend is no longer needed."""
-    model = flux_transformer().requires_grad_(False)
+    make, call, _ = MODELS[name]
+    model = make().requires_grad_(False)
     apply_precision(model, Precision.preset("bf16-lora"), device_type="cpu")
-    assert not torch.equal(embedded(model, Flux())[0], embedded(made("flux"), Flux())[0])
+    assert not torch.equal(embedded(model, call)[0], embedded(make(), call)[0])
+
+
+def test_the_mend_is_gone_with_the_pass():
+    """A level that was not embedded in one pass is not taken for the next one's."""
+    model = flux().requires_grad_(False)
+    keep_time_exact(model, Flux.time_scale)
+    with pytest.raises(TypeError):
+        model(hidden_states=None, timestep=LEVELS)
+    first = embedded(model, MODELS["Flux"][1])
+    assert torch.equal(first[0], embedded(flux(), MODELS["Flux"][1])[0])

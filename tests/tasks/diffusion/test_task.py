@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import io
 import json
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -109,20 +111,20 @@ def test_a_loss_counts_where_the_mask_is_and_times_its_weight(drawn, studio, tmp
     assert not torch.equal(halves[0], halves[1])
 
 
-def test_a_stopped_run_resumes_bit_for_bit_and_samples_change_nothing(drawn, tmp_path):
+def test_an_interrupted_run_resumes_bit_for_bit_and_samples_change_nothing(drawn, tmp_path):
     train_section = {"steps": 4, "eval_every": 2}
     images = {"caption_dropout": 0.5, "flip": True, "cache": str(tmp_path / "cache")}
     assert train(drawn("plain", images=images, train=train_section)) == 0
 
-    class StopsAfterTwo(Callback):
+    class CtrlC(Callback):
         def on_step(self, moment):
-            if moment.step == 2:
-                raise RuntimeError("stopped here")
+            if moment.step == 1:
+                os.kill(os.getpid(), signal.SIGINT)
 
     drawing = {"samples": ["a red circle on white", "a green square"], "sample_every": 1}
     loaded = drawn("stopped", images=images, train=train_section, run=drawing)
-    with pytest.raises(RuntimeError, match="stopped here"):
-        train(loaded, callbacks=[StopsAfterTwo()])
+    assert train(loaded, callbacks=[CtrlC()]) == 130
+    assert json.loads((tmp_path / "stopped/result.json").read_text())["steps"] == 1, "saved where no checkpoint was due"
     again = load(tmp_path / "stopped/resolved.yaml", [], {}, resolved=True)
     assert train(again, resume=tmp_path / "stopped") == 0
     first, second = adapter(tmp_path / "plain"), adapter(tmp_path / "stopped")

@@ -215,7 +215,7 @@ class Call:
                     f"{name(tensor.dtype)}{list(tensor.shape)} at {_short(self.by.file)}:{self.by.line} was made by no operator that a "
                     "dispatch mode sees: another library, another thread, or a tensor kept outside modules",
                 )
-                if self.region != UPDATE and name(tensor.dtype) not in self.step.stored | {"int8"}:
+                if self.region != UPDATE and _float(tensor.dtype) not in self.step.stored | {"int8"}:
                     self._narrow_store(tensor)
                 self.step.lineages.set(tensor, Lineage(BUFFER))
             elif not lineage.written and not self._is_written(index) and not any(map(self._is_view, self.outputs)):
@@ -355,6 +355,8 @@ class Call:
         if self.by.kind in (OURS, ENGINE) or (self.by.kind == PRACTICE and self.region == FORWARD):
             return False
         if self.region == FORWARD and lineage.activation and after == self.step.compute:
+            return False
+        if after == "fp32" and self._in_a_position_table():
             return False
         if lineage.data or source.numel() > _SMALL:
             return True

@@ -82,7 +82,7 @@ def _of_source(source: PictureSource, complain: Complain) -> Iterable[Picture]:
 
 
 def _by_metadata(folder: Path, file: Path, source: PictureSource, complain: Complain) -> Iterable[Picture]:
-    """The pictures that the folder's metadata file names. One that it does not name has no caption, unless a text file beside it has."""
+    """The pictures that the folder's metadata file names; a picture that it does not name has no caption."""
     named = {str(p.content.path): p for p in pictures_of_rows(file, source.columns, source.key, complain) if isinstance(p.content, InFile)}
     for path in pictures_among(files_of(folder)):
         beside = path.with_suffix(".txt")

@@ -40,7 +40,7 @@ from .pipeline_folder import PipelineFolder
 from .quantise import frozen_denoiser, quantised_layers
 from .result import load_result, save_denoiser, save_lora
 from .sample import Drawing, Sample, sample
-from .store import Store
+from .store import Store, key_of
 from .windows import Size, buckets
 
 EMPTY = ""
@@ -214,17 +214,18 @@ class DiffusionTask:
 
         def evaluation(model: nn.Module, device: torch.device) -> None:
             with evaluation_mode(model):
-                self.loss_sum(model, self._empty_batch(draws, device), dtype=precision.loss)
+                self.loss_sum(model, self.empty_batch(draws, device), dtype=precision.loss)
 
         return StepOutline(
             rows=rows,
             length=self.tokens,
-            batch=lambda device: self._empty_batch(rows, device),
+            batch=lambda device: self.empty_batch(rows, device),
             loss_sum=lambda model, batch: self.loss_sum(model, batch, dtype=precision.loss),
             evaluation=evaluation if draws else None,
         )
 
-    def _empty_batch(self, rows: int, device: torch.device) -> Batch:
+    def empty_batch(self, rows: int, device: torch.device) -> Batch:
+        """The shapes and dtypes of a batch."""
         config = self.folder.config(self.folder.denoiser_part)
         side, channels = self.config.images.resolution // self.downscale, int(self.folder.config("vae")["latent_channels"])
         dtype, text = to_torch(self.precision.latents), to_torch(self.precision.text_encoder)
@@ -287,24 +288,24 @@ class DiffusionTask:
     @cached_property
     def forward_cost(self) -> ForwardCost:
         """Of one training picture in the denoiser without adapter, in fp32."""
-        denoiser, batch = self.folder.denoiser_outline(), self._empty_batch(1, torch.device("meta"))
+        denoiser, batch = self.folder.denoiser_outline(), self.empty_batch(1, torch.device("meta"))
         batch = replace(batch, text={name: tensor.float() for name, tensor in batch.text.items()})
         return ForwardCost.of(lambda: self.losses(denoiser, batch, dtype="fp32"))
 
     def fingerprint(self) -> str:
-        """Only a run on several processes asks for it, which is not offered for images. Raises UsageError."""
-        raise UsageError("a run on images uses one process: several are not offered yet", fix="leave --processes, --gpus or torchrun away")
+        rows = [[row.latents, row.mirrored, row.text, row.weight] for row in [*self._encoded(), *self.evaluated]]
+        return key_of([rows, str(self.objective)])
 
     def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
-        return self._evaluate(model, (self.evaluated or self._encoded())[:most], device, dtype)
+        return self._evaluate(model, (self.evaluated or self._encoded())[:most], device, dtype, world)
 
     def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
         return self._evaluate(model, self.evaluated[: micro_batch(self.config.train)], device, dtype) if self.evaluated else None
 
-    def _evaluate(self, model: nn.Module, rows: Sequence[Row], device: torch.device, dtype: str) -> Evaluation:
+    def _evaluate(self, model: nn.Module, rows: Sequence[Row], device: torch.device, dtype: str, world: World = ALONE) -> Evaluation:
         return evaluate(
             model, rows, draws=self.config.diffusion.eval_draws, batch_size=micro_batch(self.config.train), device=device,
-            batch_of=self._fixed, losses=lambda model, batch: self.losses(model, batch, dtype=dtype),
+            batch_of=self._fixed, losses=lambda model, batch: self.losses(model, batch, dtype=dtype), world=world,
         )  # fmt: skip
 
     def _fixed(self, some: Sequence[Drawn]) -> Batch | MixedBatch:

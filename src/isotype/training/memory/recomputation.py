@@ -1,8 +1,8 @@
 """Chooses which layers of a model recompute their activations in backward, and whether their inputs are stored in host memory.
 
 A recomputed layer stores only its input. In transformers one class marks the layers that support this; the switch is set on instances, so
-that some layers may recompute and others not (of diffusers: `denoiser_blocks`). Recomputing draws the same random
-numbers, so that the results are bit-identical.
+that some layers may recompute and others not (of diffusers: `block_switch`). Recomputing draws the same random numbers, so that the
+results are bit-identical.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import nn
 
 from ...config.schema import TrainSection
 from ...errors import UsageError
-from .denoiser_blocks import denoiser_blocks, put_switch
+from ...precision.denoiser_blocks import denoiser_blocks
+from .block_switch import put_switch
 from .layer_call import call_and_recompute
 from .offload import HostMemory
 

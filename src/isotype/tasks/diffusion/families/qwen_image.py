@@ -1,0 +1,33 @@
+"""Qwen-Image: latents in tokens of 2 x 2, a vision language model's sequence with its mask.
+
+Only the denoiser so far: its pipeline (a video VAE and Qwen2.5-VL) is not offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .family import Asked, Family
+from .flux import packed, unpacked
+
+
+class QwenImage(Family):
+    pipeline = "QwenImagePipeline"
+    time_scale = 1.0  # its sinusoidal embedding multiplies by 1000 itself
+    max_text_length = 1024
+    encoders = ("text_encoder", "tokenizer")
+
+    def text_shapes(self, config: Mapping[str, Any], length: int) -> dict[str, tuple[int, ...]]:
+        return {"text": (length, int(config["joint_attention_dim"])), "mask": (length,)}
+
+    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
+        height, width = noisy_NCHW.shape[-2:]
+        made_NTC = model(
+            hidden_states=packed(noisy_NCHW), timestep=time_N, encoder_hidden_states=text["text"],
+            encoder_hidden_states_mask=text["mask"].bool(), img_shapes=[[(1, height // 2, width // 2)]] * len(noisy_NCHW),
+            return_dict=False,
+        )[0]  # fmt: skip
+        return unpacked(made_NTC, height, width)

@@ -1,0 +1,41 @@
+"""A slice of benchmarks/diffusion_matrix.py: every class, each preset at least twice; the whole table is in benchmarks/results."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.diffusion_matrix import CLASSES, REFUSED, RESULT, TRAINS, table, try_step
+
+from isotype.precision import PRESETS
+
+SLICE = [
+    ("SD3", "bf16-mixed", True), ("SD3", "bf16-lora", True), ("Flux", "bf16-pure", True), ("Flux", "fp16-mixed", False),
+    ("PixArt", "nf4-lora", False), ("PixArt", "nf4-lora", True), ("SDXL U-Net", "bf16-pure", False), ("SDXL U-Net", "fp16-mixed", True),
+    ("Sana", "bf16-mixed", True), ("Qwen-Image", "bf16-lora", False), ("Qwen-Image", "fp32", True), ("Wan, one frame", "bf16-mixed", True),
+    ("Wan, one frame", "bf16-lora", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "preset", "full"), SLICE)
+def test_a_step_trains_or_is_refused_with_its_code(name, preset, full):
+    make, family = CLASSES[name]
+    cell = try_step(make, family, preset, full=full)
+    if full and preset in ("bf16-lora", "nf4-lora"):
+        assert (cell.status, cell.detail) == (REFUSED, {"bf16-lora": "PR012", "nf4-lora": "PR003"}[preset])
+    else:
+        assert cell.status == TRAINS, cell
+
+
+def test_the_committed_table_has_every_cell_and_no_failure():
+    rows = [line for line in RESULT.read_text().splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + 2 * len(CLASSES)
+    cells = [cell.strip() for row in rows[1:] for cell in row.strip("| ").split("|")[2:]]
+    assert len(cells) == 2 * len(CLASSES) * len(PRESETS)
+    assert {cell.split()[0] for cell in cells} == {TRAINS, REFUSED}
+    assert all(len(cell.split()) == 2 for cell in cells if cell.startswith(REFUSED))
+
+
+def test_the_table_names_each_class_twice():
+    from benchmarks.diffusion_matrix import Cell
+
+    made = table({(name, preset, full): Cell(TRAINS) for name in CLASSES for preset in PRESETS for full in (False, True)})
+    assert all(made.count(f"| {name} |") == 2 for name in CLASSES)
