@@ -6,12 +6,16 @@ import json
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from isotype.config.load import load
+from isotype.distributed.shard import refuse_two_dtypes, rows_of_each, units_of
+from isotype.errors import UsageError
 from isotype.tasks.choose import train
 from tests.distributed.processes import run
 from tests.distributed.test_replicate import rows_of
+from tests.models import tiny
 
 pytestmark = pytest.mark.timeout(900)
 FULL = {"adapter": {"kind": "none"}}
@@ -29,6 +33,28 @@ CASES = {
     "early stopping": ({"train": {"patience": 1, "learning_rate": 1e-9}}, 2e-6, 2e-5),
     "accumulate not divided": ({"train": {"batch_size": 4, "accumulate": 1}}, 2e-6, 2e-5),
 }
+
+
+def test_units_are_the_layers_and_an_embedding_of_its_own():
+    layers = ["model.layers.0", "model.layers.1"]
+    assert [name for name, _ in units_of(tiny(tie_word_embeddings=False))] == [*layers, "the embedding"]
+    assert [name for name, _ in units_of(tiny(tie_word_embeddings=True))] == layers
+
+
+def test_trained_weights_of_two_dtypes_in_one_unit_are_refused():
+    layer = tiny().model.layers[0]
+    layer.input_layernorm.requires_grad_(False).bfloat16()
+    refuse_two_dtypes("model.layers.0", dict(layer.named_parameters()))  # frozen ones may have another
+    layer.input_layernorm.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"model.layers.0 has trained weights of two dtypes, .* in fp32 and input_layernorm.weight in bf16"):
+        refuse_two_dtypes("model.layers.0", dict(layer.named_parameters()))
+
+
+def test_rows_of_each_process_are_those_of_torchs_chunks():
+    for rows in (1, 4, 5, 7, 8):
+        for parts in (1, 2, 3, 4, 8):
+            chunks = [len(chunk) for chunk in torch.zeros(rows).chunk(parts)]
+            assert rows_of_each(rows, parts) == chunks + [0] * (parts - len(chunks))
 
 
 def weights_of(folder):
