@@ -17,7 +17,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 def read(row: Any, form: str = "auto", columns: dict[str, str] | None = None) -> Any:
     record = Record("x.jsonl", 3, row)
-    name, _ = detect(record, form, columns)  # type: ignore[arg-type]
+    name, _ = detect(record, form, columns)
     return example(record, name, needs_answer=True, columns=columns)
 
 

@@ -25,7 +25,7 @@ def test_it_counts_on_a_terminal_when_work_is_long(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
     assert len(list(progress.watched(range(50), "reading x.jsonl"))) == 50
-    assert "reading x.jsonl:" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "reading x.jsonl:" in sys.stderr.getvalue()
 
 
 def test_the_time_left_is_said_where_the_whole_is_known() -> None:

@@ -67,7 +67,8 @@ def optimized(model):
     """A copy, its MLP placed by structure, and what the manifest says of it."""
     made = copy.deepcopy(model)
     fuse_lora(made)
-    return made, placing.place(made.base_model.model)
+    placed = placing.place("", made.base_model.model)
+    return made, (placed.op, placed.reason)
 
 
 @pytest.fixture

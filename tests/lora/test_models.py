@@ -111,7 +111,7 @@ def test_optimize_says_why_a_layer_is_left_alone():
     manifest = optimize(trained("llama", use_dora=True))
     placed = [entry for entry in manifest.entries if entry.part == "lora"]
     assert {entry.op for entry in placed} == {None}
-    assert {entry.why for entry in placed} == {"a variant of LoRA (DoraLinearVariant)"}
+    assert {entry.reason for entry in placed} == {"a variant of LoRA (DoraLinearVariant)"}
 
 
 def test_a_whole_model_compiles_in_one_graph(ids):

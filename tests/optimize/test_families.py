@@ -84,7 +84,7 @@ def test_what_is_replaced():
 
 
 def test_what_is_left_alone_has_its_reason():
-    left = {(e.part, e.why) for f in ("cohere", "mixtral") for e in optimize(tiny(f)).left}
+    left = {(e.part, e.reason) for f in ("cohere", "mixtral") for e in optimize(tiny(f)).left}
     assert ("norm", "its output is not RMSNorm's on a probe") in left
     assert ("experts", "its experts are one stacked parameter: no op for those") in left
 
@@ -107,4 +107,4 @@ def test_restore_gives_back_the_original():
 def test_twice_says_so():
     model = tiny("llama")
     optimize(model)
-    assert {e.why for e in optimize(model).left} == {"already optimized"}
+    assert {e.reason for e in optimize(model).left} == {"already optimized"}

@@ -23,7 +23,7 @@ BY_LIGER = "its forward was already replaced by liger_kernel"
 
 
 def reasons(manifest, part):
-    return {e.why for e in manifest.left if e.part == part}
+    return {e.reason for e in manifest.left if e.part == part}
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_trls_fused_head_is_detected_and_not_fought(when):
     add_fused_lm_head(mine)
     if when == "after":
         manifest = optimize(mine)
-        assert [(e.op, e.why) for e in manifest.entries if e.part == "head"] == [("linear_log_probs", "for TRL's fused head")]
+        assert [(e.op, e.reason) for e in manifest.entries if e.part == "head"] == [("linear_log_probs", "for TRL's fused head")]
         assert {"norm", "gated mlp", "rotary"} <= {e.part for e in manifest.replaced}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -84,6 +84,7 @@ BROKEN = {
     "PR018": ({"preset": "bf16-pure"}, "none", "adamw8bit"),
     "PR017": ({"preset": "fp32", "base": "bf16"}, "lora", "adamw"),
     "PR025": ({"preset": "fp32", "timesteps": "bf16"}, "lora", "adamw"),
+    "PR028": ({"preset": "fp32", "ema": "bf16"}, "lora", "adamw"),
     "PR026": ({"preset": "fp32", "latents": "bf16"}, "lora", "adamw"),
 }
 

@@ -15,7 +15,7 @@ PIPELINE_FILE = "model_index.json"
 ONLY: Mapping[str, tuple[str, ...]] = {
     DIFFUSION: (
         "images.", "diffusion.", "precision.vae", "precision.text_encoder", "precision.timesteps", "precision.latents",
-        "run.sample_steps", "run.sample_size", "run.sample_guidance",
+        "precision.ema", "train.ema", "run.sample_steps", "run.sample_size", "run.sample_guidance",
     ),
     LANGUAGE: (
         "data.", "model.revision", "model.init", "model.config", "model.tokenizer", "model.attention", "model.allow_unquantised",

@@ -110,10 +110,17 @@ class ImagesSection(Section):
 
 
 class DiffusionSection(Section):
-    timesteps: Literal["logit_normal", "uniform"] = "logit_normal"
-    """How the noise level of a training picture is drawn, before the shift."""
+    objective: Literal["auto", "flow_matching", "epsilon", "v"] = "auto"
+    """What the denoiser predicts. `auto`: what its scheduler declares."""
+    timesteps: Literal["auto", "logit_normal", "uniform"] = "auto"
+    """How the noise level of a training picture is drawn, before the shift. `auto`: logit_normal for flow matching, else uniform."""
     shift: Literal["auto"] | PositiveFloat = "auto"
-    """Moves noise levels towards more noise: s t / (1 + (s - 1) t). `auto`: the scheduler's own, by resolution where it has that."""
+    """Flow matching: moves noise levels towards more noise, s t / (1 + (s - 1) t). `auto`: the scheduler's own, by resolution where it has
+    that."""
+    weighting: Literal["none", "min_snr"] = "none"
+    """Weight of a picture's loss by its noise level. `min_snr` (epsilon and v) weighs levels with little noise down."""
+    snr_gamma: PositiveFloat = 5.0
+    """`min_snr`: the signal-to-noise ratio above which a level is weighed down."""
     guidance: Annotated[float, Field(ge=0.0)] = 1.0
     """Guidance that a guidance-distilled model (Flux.1-dev) is told in training."""
     eval_draws: PositiveInt = 4
@@ -170,6 +177,8 @@ class PrecisionSection(Section):
     """Diffusion: the noise level as the model is told, and its sinusoidal embedding."""
     latents: Dtype | None = None
     """Diffusion: latents, noise, noise level and target, before the model."""
+    ema: Dtype | None = None
+    """Diffusion: the moving average that `train.ema` keeps."""
     save: str | None = None
     """Files: one dtype, or `model bf16, adapter fp32`."""
     rounding: Literal["nearest", "stochastic"] | None = None
@@ -207,6 +216,8 @@ class TrainSection(Section):
     """AdamW's decay of the second moment."""
     epsilon: PositiveFloat = 1e-8
     """AdamW's epsilon."""
+    ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Diffusion: decay of an exponential moving average of the trained weights (0.999), saved as a second result beside the trained one."""
     clip: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest gradient norm; 0 for no clipping."""
     gradient_checkpointing: Literal["auto", "none", "layers", "layers+offload"] = "auto"

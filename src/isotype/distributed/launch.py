@@ -122,7 +122,7 @@ class _signals_handed_on:
 
     def __init__(self, started: Sequence[subprocess.Popen[bytes]]) -> None:
         self._started = started
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -133,7 +133,7 @@ class _signals_handed_on:
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
 
     def _hand_on(self, number: int, frame: object) -> None:
         for process in self._started:

@@ -85,8 +85,9 @@ class Run:
         if self._conversation is None:
             from ..inference.conversation import Conversation
 
-            settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
-            self._conversation = Conversation(self.load(), **settings, stream=False)  # type: ignore[arg-type]  # int and floats
+            self._conversation = Conversation(
+                self.load(), max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, stream=False
+            )
         return self._conversation.say(text)
 
     def forget(self) -> None:

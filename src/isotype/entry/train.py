@@ -66,9 +66,10 @@ def train(
                cross-entropy; the batch has `inputs` for the model and `labels`. Evaluation keeps the cross-entropy.
     Raises     UsageError, PreflightError, RunError, DtypeError, each with its fix
     """
-    for callback in callbacks:
-        if isinstance(callback, type):
-            raise UsageError(f"callbacks: {callback.__name__} is a class", fix=f"give an object of it: callbacks=[{callback.__name__}()]")
+    if callbacks:
+        from ..training.callbacks import check_callbacks
+
+        check_callbacks(callbacks)
     given = {
         "model": model,
         "data": data,

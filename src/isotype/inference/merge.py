@@ -97,9 +97,9 @@ def merged_dtype(precision: Precision) -> tuple[str, str]:
 
 
 @torch.no_grad()
-def merged_state(model: nn.Module, dtype: torch.dtype) -> tuple[dict[str, Tensor], float, int]:
+def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], float, int]:
     """The plain model's state dict, the merge noise, and how many weights were merged. Sums in fp32 whatever the base is kept in."""
-    inner = model.get_base_model()  # type: ignore[operator]
+    inner = model.get_base_model()
     _refuse_unmergeable(inner)
     state: dict[str, Tensor] = {}
     effect = error = 0.0
@@ -186,7 +186,8 @@ def _rows(run: LoadedRun) -> list:
 def _any_rows(run: LoadedRun) -> list:
     """Random tokens, on which two models are compared when the adapter comes without data."""
     generator = torch.Generator().manual_seed(0)
-    most = run.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    model: Any = run.model
+    most = model.get_input_embeddings().weight.shape[0]
     drawn = torch.randint(0, most, (16, 32), generator=generator).tolist()
     return [Row(tuple(ids), tuple(ids), 0) for ids in drawn]
 

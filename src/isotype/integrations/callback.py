@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -57,10 +58,10 @@ class IsotypeCallback(TrainerCallback):
 
 def _constructed_now(args: Any) -> Trainer:
     """The trainer whose constructor calls: transformers hands callbacks everything but the trainer."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")
         if isinstance(found, Trainer) and found.args is args:
             return found
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     raise UsageError("IsotypeCallback.on_init_end was not called by a trainer's constructor", fix="attach(trainer)")

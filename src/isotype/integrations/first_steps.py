@@ -48,7 +48,7 @@ class FirstSteps:
     def _begin_counting(self) -> None:
         for entry in self.attached.manifest.entries:
             if entry.part in _COUNTED:
-                self._count(self.model.get_submodule(entry.place), entry.part, entry.op or f"left alone: {entry.why}")
+                self._count(self.model.get_submodule(entry.module), entry.part, entry.op or f"left alone: {entry.reason}")
         for _, layer in lora_layers(self.model):
             self._hooks.append(layer.register_forward_pre_hook(self._count_lora))
         self._materialised, self._before = Counter(materialised), self._heads()

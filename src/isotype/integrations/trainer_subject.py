@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -70,7 +71,7 @@ class TrainerStepper:
             return loss
 
     def non_finite(self, batches: Sequence[TrainerBatch], *, step: int, what: str) -> RunError:
-        passes: list[Callable[[], object]] = [lambda batch=batch: self._loss(batch) for batch in batches]  # type: ignore[misc]
+        passes: list[Callable[[], object]] = [partial(self._loss, batch) for batch in batches]
         args = self.trainer.args
         return non_finite_error(
             self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, learning_rate=args.learning_rate,
@@ -118,11 +119,11 @@ class TrainerTask:
     def samples(self) -> int:
         return int(bool(self.rows_of.train) and hasattr(self.model, "generate") and getattr(self.model, "can_generate", lambda: False)())
 
-    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False) -> Sequence[Any]:
+    def sample(self, model: Any, device: torch.device, *, shortened: bool = False) -> Sequence[Any]:
         row = self.rows_of.train[0]
         ids = torch.tensor([row.input_ids[: max(1, row.prompt_length or len(row.input_ids) // 2)]], device=device)
         with evaluation_mode(model), random_state_restored():
-            model.generate(input_ids=ids, max_new_tokens=NEW_TOKENS, do_sample=False)  # type: ignore[operator]
+            model.generate(input_ids=ids, max_new_tokens=NEW_TOKENS, do_sample=False)
         return []
 
 

@@ -13,8 +13,8 @@ gated      whether an MLP's layers can be that
 products   fp32 sums of narrow operands
 """
 
-from .attach import LoraPlacement, fuse_lora, unfuse_lora
+from .attach import fuse_lora, unfuse_lora
 from .linear import lora_linear
 from .quantised import forward_4bit, is_4bit
 
-__all__ = ["LoraPlacement", "forward_4bit", "fuse_lora", "is_4bit", "lora_linear", "unfuse_lora"]
+__all__ = ["forward_4bit", "fuse_lora", "is_4bit", "lora_linear", "unfuse_lora"]

@@ -8,13 +8,13 @@ deepcopy binds anew.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..instance_method import InstanceMethod
 from ..ops.backend import reference_runs
+from ..placement import Placement
 from . import siblings
 from .call import Call, call_of, dropout_mask, wants_fp32_branch
 from .group import Projection, lora_group
@@ -24,26 +24,7 @@ from .plain import kind_reason, lora_layers, why_not_fused
 _FUSED = "_isotype_fused"
 
 
-@dataclass(frozen=True, slots=True)
-class LoraPlacement:
-    """One LoRA layer of the model.
-
-    module   its path in the model
-    kind     its base layer's class
-    op       the op that runs there; None where PEFT's own code does
-    reason   why PEFT's own code runs
-    """
-
-    module: str
-    kind: str
-    op: str | None
-    reason: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.module}: {self.op}" if self.op else f"{self.module}: PEFT's own code: {self.reason}"
-
-
-def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[LoraPlacement]:
+def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]:
     """Attaches the fused op to every LoRA layer whose kind has one; a line for every LoRA layer, in the model's order.
 
     branch_fp32  computes the adapters' own products in fp32 beside narrow base products
@@ -62,7 +43,7 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[LoraPlacem
         if reason is None:
             wants_fp32_branch(layer, branch_fp32)
         reason = reason or why_not_fused(layer)
-        placements.append(LoraPlacement(path, type(layer.base_layer).__name__, None if reason else "lora_linear", reason or ""))
+        placements.append(Placement("lora", path, type(layer.base_layer).__name__, None if reason else "lora_linear", reason or ""))
     if placements:
         for module in model.modules():
             siblings.link(module, is_fused)

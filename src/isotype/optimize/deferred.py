@@ -357,7 +357,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _rows,
     Tensor.register_hook: _register_hook,
     **dict.fromkeys((Tensor.index_select, torch.index_select), _index_select),
-    Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]  # a property to Python, an attribute to its annotation
 }
 _METADATA = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..instance_method import InstanceMethod
+from ..placement import Placement
 
 _MARK = "_isotype_settings"
 # Libraries whose own kernels a model may already run: by import name
@@ -45,6 +46,11 @@ def foreign(module: nn.Module) -> str | None:
 def taken(module: nn.Module) -> str | None:
     """Why this instance's forward may not be replaced, or None."""
     return "already optimized" if _MARK in module.__dict__ else foreign(module)
+
+
+def placement(part: str, path: str, module: nn.Module, op: str | None, reason: str = "") -> Placement:
+    """The result for the module at this path of the model."""
+    return Placement(part, path, type(module).__name__, op, reason)
 
 
 def put(module: nn.Module, forward: Callable[..., Any], settings: Any, places: int = 1) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from ..dtypes import to_torch
 from ..model.saved_form import Digests, digests, trained_tensors
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.checkpoint.snapshot import restore_model, rows_here
+from .ema import FOLDER_SUFFIX
 from .loop import Loop
 from .setup import Prepared
+from .task import Evaluation
 from .verify import ROWS, verify_result
 
 
@@ -29,10 +32,21 @@ def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     loop.world.at(loop.progress.step, "the result")
     if prepared.sharding is not None:
         with loop.world.exchanging():
-            return _finish(loop, prepared, loop.world)
+            made = _finish(loop, prepared, loop.world)
+        # nobody leaves before the first one is through: gloo takes a closed connection for a failure of the last exchange
+        return loop.world.first_does(lambda: made)
     if not loop.world.first:
         _free(loop, prepared)
     return loop.world.first_does(lambda: _finish(loop, prepared, ALONE), patiently=True)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A written result, and what it must give when it is loaded."""
+
+    folder: Path
+    trained: Evaluation
+    weights: Digests
 
 
 def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
@@ -40,17 +54,23 @@ def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
     config, progress, precision, task = loop.config, loop.progress, prepared.resolved.precision, loop.task
     taken = _take_best(loop, world) if config.train.patience else progress.step
     adapter, sharding = config.adapter.kind != "none", prepared.sharding
-    target = loop.folder.path / ("adapter" if adapter else "model")
-    weights = _saved(loop, target, precision.save_adapter if adapter else precision.save_model, sharding, world)
-    trained = task.evaluate(loop.model, loop.device, dtype=precision.loss, most=ROWS, world=world)
+    kind = "adapter" if adapter else "model"
+    saved = [_save(loop, loop.folder.path / kind, sharding, world)]
+    if loop.ema is not None:
+        with loop.ema.in_place():
+            saved.append(_save(loop, loop.folder.path / f"{kind}{FOLDER_SUFFIX}", sharding, world))
     _free(loop, prepared)
-    reloaded = verify_result(
-        task, target, precision, prepared.device, trained=trained, weights=weights, adapter=adapter, world=world, sharding=sharding
-    )
-    return {
+    reloaded = [
+        verify_result(
+            task, one.folder, precision, prepared.device, trained=one.trained, weights=one.weights, adapter=adapter, world=world,
+            sharding=sharding,
+        )
+        for one in saved
+    ]  # fmt: skip
+    result: dict[str, Any] = {
         "status": "done",
         "folder": str(loop.folder.path),
-        "adapter" if adapter else "model": str(target),
+        kind: str(saved[0].folder),
         "base": task.base_name if adapter else None,
         "steps": progress.step,
         "of_step": taken,
@@ -60,26 +80,34 @@ def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
         "trained_seconds": round(progress.trained_seconds, 2),
         "check": {
             "rows": min(ROWS, task.eval_rows or task.rows),
-            "trained_loss": trained.loss,
-            "reloaded_loss": reloaded.loss,
+            "trained_loss": saved[0].trained.loss,
+            "reloaded_loss": reloaded[0].loss,
         },
     }
+    if len(saved) > 1:
+        losses = {"averaged_loss": saved[1].trained.loss, "reloaded_loss": reloaded[1].loss}
+        result[f"{kind}{FOLDER_SUFFIX}"] = {"folder": str(saved[1].folder), **losses}
+    return result
 
 
-def _saved(loop: Loop, target: Path, dtype: str, sharding: Sharding | None, world: World) -> Digests:
-    """Writes the result in `dtype`; returns what its trained tensors must be, on the first process."""
+def _save(loop: Loop, target: Path, sharding: Sharding | None, world: World) -> _Saved:
+    """Writes the model's weights as they are now, and looks at the files. `weights` of the result are known to the first process."""
+    precision, adapter = loop.resolved.precision, loop.config.adapter.kind != "none"
+    dtype = precision.save_adapter if adapter else precision.save_model
     tensors: dict[str, Tensor] = (
         trained_tensors(loop.model) if sharding is None else whole_tensors(loop.model, world, sharding, to_torch(dtype))
     )
 
     def fill(folder: Path) -> None:
         with whole_in_state_dict(loop.model, tensors if sharding is not None else {}):
-            loop.task.save(loop.model, folder, loop.resolved.precision)
+            loop.task.save(loop.model, folder, precision)
 
     world.first_does(lambda: write_folder(target, fill), patiently=True)
     if world.first:
         loop.observe_saved(target, dtype)
-    return digests(tensors, to_torch(dtype))
+    weights = digests(tensors, to_torch(dtype))
+    trained = loop.task.evaluate(loop.model, loop.device, dtype=precision.loss, most=ROWS, world=world)
+    return _Saved(target, trained, weights)
 
 
 def _take_best(loop: Loop, world: World) -> int:
@@ -92,7 +120,10 @@ def _take_best(loop: Loop, world: World) -> int:
         if reason is not None:
             loop.console.say(f"warning   the best checkpoint, step_{best}, is damaged ({reason}): the result is the last step's weights")
             return loop.progress.step
-        restore_model(loop.model, loop.store.load(best, rows_here(loop.model)).tensors)
+        tensors = loop.store.load(best, rows_here(loop.model)).tensors
+        restore_model(loop.model, tensors)
+        if loop.ema is not None:
+            loop.ema.restore(tensors)
         loop.console.say(f"taking the weights of step {best}, the best evaluation")
         return best
     return loop.progress.step
@@ -101,8 +132,8 @@ def _take_best(loop: Loop, world: World) -> int:
 def _free(loop: Loop, prepared: Prepared) -> None:
     """Frees the trained model, so that the memory suffices for the reloaded one."""
     loop.stepper.accumulator.close()
-    loop.observer = loop.stepper = loop.model = None  # type: ignore[assignment]
-    prepared.stepper = prepared.model = None  # type: ignore[assignment]
+    loop.observer = loop.stepper = loop.model = loop.ema = None  # type: ignore[assignment]  # nothing reads them again
+    prepared.stepper = prepared.model = None  # type: ignore[assignment]  # nor these
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

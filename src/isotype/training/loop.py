@@ -36,6 +36,7 @@ from ..runs.folder import RunFolder
 from ..runs.metrics import Metrics
 from .callbacks import Callback, Moment, tell
 from .console import RunConsole
+from .ema import Ema
 from .feed import Feed
 from .finite import calmer_steps, first_non_finite_trained
 from .interrupt import Interrupt
@@ -112,6 +113,8 @@ class Loop:
         self.pace = Pace()
         self.passes = Passes.of(self.config.train, rank=self.world.rank, size=self.world.size)
         self._said_no_samples = False
+        decay = self.config.train.ema
+        self.ema = None if decay is None else Ema(self.model, decay, self.resolved.precision.ema)
 
     def run(self, interrupt: Interrupt) -> bool:
         """Raises  RunError naming the last good checkpoint when a step fails."""
@@ -154,6 +157,8 @@ class Loop:
             result, promotions = self._observed_step(batches, step, rate)
         else:
             result, promotions = self.stepper(batches, step=step, learning_rate=rate, watch_changes=logging), None
+        if self.ema is not None and not result.overflow:
+            self.ema.update(step)
         seconds = self.pace.lap()
         self.progress.step = step
         self.progress.position += self.passes.rows * self.passes.total
@@ -203,7 +208,7 @@ class Loop:
         if self.stepper.loss_dtype is not None:
             self.observer.look_at_loss(seen, self.stepper.loss_dtype)
         self.observer.look_at_sums(seen, accumulator.sent)
-        self.observer.look_at_task(seen, self.task.observed())
+        self.observer.look_at_task(seen, [*self.task.observed(), *(self.ema.observed() if self.ema else [])])
         self.note(seen)
         return result, sum(seen.promotions.values())
 
@@ -363,7 +368,8 @@ class Loop:
             "precision": str(self.resolved.precision),
         }
 
-        tensors = {**trainable_tensors(self.model), **optimizer}
+        averages = self.ema.tensors() if self.ema else {}
+        tensors = {**trainable_tensors(self.model), **optimizer, **averages}
         sharding = self.stepper.sharding
         if sharding is None:
 
@@ -383,6 +389,8 @@ class Loop:
         """Restores the state after `checkpoint.step`; returns how many processes wrote it."""
         state = checkpoint.state
         restore_model(self.model, checkpoint.tensors)
+        if self.ema is not None:
+            self.ema.restore(checkpoint.tensors)
         try:
             restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
             processes = restore_own_random_state(checkpoint.tensors, state, self.world, seed=(self.config.train.seed, checkpoint.step))

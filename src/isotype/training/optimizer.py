@@ -47,7 +47,7 @@ class MixedAdamW(torch.optim.Optimizer):
         self._gradient, self._state_dtype, self._stochastic, self._seed = gradient, to_torch(state), rounding == "stochastic", seed
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # a closure would compute the loss again, which this loop does not
         every = ((parameter, group) for group in self.param_groups for parameter in group["params"])
         for place, (parameter, group) in enumerate(every):
             gradient = self._gradient(parameter)

@@ -155,7 +155,7 @@ def choose_parallel(task: Task, basis: Basis, world: World) -> Parallel:
         def peak() -> int:
             return planned_checkpointing(task, basis, made, has=has, besides=0)[1].peak
 
-        found = by_plan(task.most_bytes(made.model, precision), has, peak, optimizer=config.train.optimizer)
+        found = by_plan(task.most_bytes(made.model, precision), has, peak, train=config.train)
         return [found.kind, found.reason]
 
     kind, reason = world.first_does(decide)
@@ -192,8 +192,15 @@ def planned_checkpointing(
     """
     train, precision, largest = task.config.train, basis.resolved.precision, task.step_outline(basis.resolved.precision)
 
+    earlier: MemoryPlan | None = None
+
     def simulate(checkpointing: Checkpointing) -> MemoryPlan:
-        return plan_part(made, train, precision, largest, checkpointing=checkpointing, device_type=basis.device.type, parts=parts)
+        nonlocal earlier
+        found = plan_part(
+            made, train, precision, largest, checkpointing=checkpointing, device_type=basis.device.type, parts=parts, earlier=earlier
+        )  # fmt: skip
+        earlier = earlier or (None if found.not_simulated else found)
+        return found
 
     if train.gradient_checkpointing != AUTO:
         checkpointing = as_configured(made.model, train)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,9 +93,9 @@ def _keys(tree: Tree, *, whole: bool) -> list[Given]:
 _WHOLE = ("lr_scheduler_kwargs", "special_tokens", "fsdp_config", "plugins", "rope_scaling", "dataset_columns", "deepspeed")
 
 
-def _program(text: str, path: Path, line_of: object) -> Source:
+def _program(text: str, path: Path, line_of: Callable[[int | None], int | None]) -> Source:
     calls = python_calls.read(text)
-    keys = [Given(g.name, g.value, line_of(g.line), g.written) for g in from_calls(calls)]  # type: ignore[operator]
+    keys = [Given(g.name, g.value, line_of(g.line), g.written) for g in from_calls(calls)]
     named = frozenset(name for call in calls for name in (call.name, call.owner.rpartition(".")[2]) if name)
     trains = named & {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig"} or any(name.endswith("Trainer") for name in named)
     tool = None

@@ -337,3 +337,45 @@ x = timestep_embedding(1, 2)
 
 def test_a_file_named_reference_chooses_its_dtypes(told):
     assert codes(told({"kernels/reference.py": UNDER_AUTOCAST, "run.py": REGION})) == []
+
+
+ATTEND = """import torch
+import torch.nn.functional as F
+
+
+def attend(query, key, value):
+    weights = F.softmax(query @ key.mT, dim=-1, dtype=torch.float32)
+    {comment}
+    return weights @ value
+"""
+CALLER = """import torch
+from .attention import attend
+
+
+class Attention(torch.nn.Module):
+    def forward(self, query, key, value):
+        query, key, value = query{cast}, key{cast}, value{cast}
+        return attend(query, key, value)
+
+
+def load(model):
+    return model.to(torch.bfloat16)
+"""
+
+
+@pytest.mark.parametrize(("cast", "expected"), [("", {"LT018"}), (".float()", set())])
+def test_callers_of_another_file_cast_what_they_hand_over(tmp_path, cast, expected):
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (tmp_path / "pyproject.toml").touch()
+    for name, text in (("__init__", ""), ("attention", ATTEND.format(comment="")), ("model", CALLER.format(cast=cast))):
+        (folder / f"{name}.py").write_text(text)
+    assert {f.code for f in lint_command([tmp_path]).findings} == expected
+
+
+@pytest.mark.parametrize(
+    ("comment", "expected"), [("", {"LT018"}), ("# what is lost here", {"LT018"}), ("# fp32 on purpose, to match the paper", set())]
+)
+def test_a_comment_that_states_the_intent(tmp_path, comment, expected):
+    (tmp_path / "attention.py").write_text(ATTEND.format(comment=comment))
+    assert {f.code for f in lint_command([tmp_path / "attention.py"]).findings} == expected

@@ -53,13 +53,25 @@ def test_a_resolved_file_has_the_keys_of_its_kind_only(drawn, configured):
         ({"images": {"resolution": 36}}, "images.resolution: 36 is not a multiple of 8"),
         ({"images": {"resolution": 128}}, "more than this model has positions for"),
         ({"images": {"train": "nowhere"}}, "images.train: nowhere: no such file or folder"),
-        ({"precision": {"preset": "nf4-lora"}}, "precision.base: nf4"),
         ({"precision": {"preset": "bf16-lora", "timesteps": "bf16"}}, "PR025"),
-        ({"train": {"gradient_checkpointing": "layers"}}, "train.gradient_checkpointing: layers"),
     ],
 )
 def test_settings_that_cannot_be_kept(drawn, sections, said):
     assert said in refused(drawn(**sections))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        ("sd3", {"objective": "epsilon"}, "diffusion.objective: epsilon, but scheduler_config.json declares flow_matching"),
+        ("sdxl", {"objective": "v"}, "diffusion.objective: v, but scheduler_config.json declares epsilon"),
+        ("sd3", {"weighting": "min_snr"}, "diffusion.weighting: min_snr is not defined for flow matching"),
+        ("sdxl", {"shift": 3.0}, "diffusion.shift: 3.0 has no effect with epsilon"),
+        ("sdxl", {"max_text_length": 8}, "diffusion.max_text_length: 8 has no effect"),
+    ],
+)
+def test_settings_that_an_objective_does_not_have(drawn, studio, kind, settings, said):
+    assert said in refused(drawn(model=getattr(studio, kind), diffusion=settings))
 
 
 def test_a_pipeline_without_a_vae(drawn, studio, tmp_path):

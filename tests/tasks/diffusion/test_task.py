@@ -22,8 +22,13 @@ from isotype.tasks.diffusion.pipeline_folder import PipelineFolder
 from isotype.training.callbacks import Callback
 from isotype.training.setup import settle
 
+FAMILIES_AND_PRESETS = [
+    ("sd3", "fp32"), ("sd3", "bf16-lora"), ("flux", "fp32"), ("flux", "bf16-lora"), ("pixart", "bf16-lora"), ("sdxl", "bf16-lora"),
+    ("flux", "nf4-lora"), ("sdxl", "nf4-lora"),
+]  # fmt: skip
 
-@pytest.mark.parametrize(("family", "preset"), [("sd3", "fp32"), ("sd3", "bf16-lora"), ("flux", "fp32"), ("flux", "bf16-lora")])
+
+@pytest.mark.parametrize(("family", "preset"), FAMILIES_AND_PRESETS)
 def test_a_lora_trains_from_a_folder(drawn, studio, tmp_path, family, preset):
     run = {"samples": ["a red circle on white"]} if preset == "bf16-lora" else {}
     loaded = drawn(model=getattr(studio, family), precision={"preset": preset}, run=run)
@@ -34,13 +39,19 @@ def test_a_lora_trains_from_a_folder(drawn, studio, tmp_path, family, preset):
     assert abs(result["check"]["trained_loss"] - result["check"]["reloaded_loss"]) < 1e-6
     precision = json.loads((tmp_path / "run/precision.json").read_text())
     assert precision["violations"] == []
-    text = "bf16" if preset == "bf16-lora" else "fp32"
+    text = "fp32" if preset == "fp32" else "bf16"
+    assert set(precision["observed"]["base"]) == {"nf4": {"nf4", "bf16"}, "bf16": {"bf16"}}.get(preset[:4].rstrip("-"), {"fp32"})
     for role, dtype in {"vae": "fp32", "text_encoder": text, "timesteps": "fp32", "latents": "fp32"}.items():
         assert precision["declared"][role]["value"] == dtype
         assert set(precision["observed"][role]) == {dtype}
     lora = tmp_path / "run/adapter/pytorch_lora_weights.safetensors"
-    with safe_open(lora, framework="pt") as file:
-        assert json.loads(file.metadata()["lora_adapter_metadata"])["transformer.lora_alpha"] == 32.0
+    if family == "pixart":  # its pipeline has no load_lora_weights
+        assert not lora.exists()
+        lora = tmp_path / "run/adapter/adapter_model.safetensors"
+    else:
+        with safe_open(lora, framework="pt") as file:
+            settings = json.loads(file.metadata()["lora_adapter_metadata"])
+        assert settings["unet.lora_alpha" if family == "sdxl" else "transformer.lora_alpha"] == 32.0
     assert any(bool(tensor.any()) for name, tensor in load_file(lora).items() if "lora_B" in name)
     if run:
         said = json.loads((tmp_path / "run/samples/step_4.json").read_text())["samples"]
@@ -102,15 +113,41 @@ def test_encoders_are_gone_before_the_denoiser_is_loaded(drawn, studio, monkeypa
     assert alive == []
 
 
-def test_bf16_weights_train_with_fp32_gradients(drawn, tmp_path):
+def test_bf16_weights_train_with_fp32_gradients(drawn, tmp_path, capsys):
     """SimpleTuner's mixed_precision=bf16 with gradient_precision=fp32, for every weight."""
-    loaded = drawn(adapter={"kind": "none"}, precision={"preset": "bf16-pure"}, train={"accumulate": 2, "steps": 3})
+    train_section = {"accumulate": 2, "steps": 3, "gradient_checkpointing": "layers", "ema": 0.9}
+    loaded = drawn(adapter={"kind": "none"}, precision={"preset": "bf16-pure"}, train=train_section)
     assert train(loaded) == 0
     precision = json.loads((tmp_path / "run/precision.json").read_text())
     assert set(precision["observed"]["trainable"]) == {"bf16"}
     assert set(precision["observed"]["grads"]) == {"fp32"}
     saved = load_file(tmp_path / "run/model/diffusion_pytorch_model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert (tmp_path / "run/model_ema/diffusion_pytorch_model.safetensors").is_file()
+    assert "layers: all of 2" in capsys.readouterr().out
+
+
+def test_an_average_is_saved_beside_the_result_and_resumes(drawn, tmp_path):
+    train_section = {"steps": 4, "ema": 0.5, "eval_every": 4}
+    assert train(drawn("whole", train=train_section)) == 0
+    result = json.loads((tmp_path / "whole/result.json").read_text())
+    assert result["adapter_ema"]["averaged_loss"] == pytest.approx(result["adapter_ema"]["reloaded_loss"], abs=1e-6)
+    precision = json.loads((tmp_path / "whole/precision.json").read_text())
+    assert set(precision["observed"]["ema"]) == {"fp32"}
+    trained, averaged = (load_file(tmp_path / f"whole/{name}/adapter_model.safetensors") for name in ("adapter", "adapter_ema"))
+    assert any(not torch.equal(trained[name], averaged[name]) for name in trained)
+
+    class StopsAfterTwo(Callback):
+        def on_step(self, moment):
+            if moment.step == 3:
+                raise RuntimeError("stopped here")
+
+    with pytest.raises(RuntimeError, match="stopped here"):
+        train(drawn("stopped", train=train_section, run={"save_every": 2}), callbacks=[StopsAfterTwo()])
+    again = load(tmp_path / "stopped/resolved.yaml", [], {}, resolved=True)
+    assert train(again, resume=tmp_path / "stopped") == 0
+    resumed = load_file(tmp_path / "stopped/adapter_ema/adapter_model.safetensors")
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in averaged.items())
 
 
 def test_a_run_is_planned_reported_and_drawn_from(drawn, tmp_path, capsys):

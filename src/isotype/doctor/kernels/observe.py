@@ -50,6 +50,10 @@ class Frame:
     def line(self, node: ast.AST | None) -> int:
         return self.first_line + getattr(node, "lineno", 1) - 1
 
+    def nodes(self) -> Iterator[ast.AST]:
+        """Every node of the tree; none where the function was not visited."""
+        return ast.walk(self.tree) if self.tree is not None else iter(())
+
     @property
     def in_triton(self) -> bool:
         """Whether it belongs to Triton's own library (`tl.sum`, `tl.softmax`)."""

@@ -10,6 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from .dataflow.events import Scenario
+from .dataflow.functions import function_classes
+from .dataflow.plain import entered_with
 from .repository import Repository
 from .rule import Hit
 from .source import Function, SourceFile, last_name
@@ -20,6 +22,12 @@ _CALLED_BY_FRAMEWORKS = re.compile(
     r"configure_\w+|on_\w+"
 )
 _ADAPTER_BASES = re.compile(r"\b(PreTrainedModel|ModelMixin|GenerationMixin|SchedulerMixin)\b")
+_LOW = ("bf16", "fp16")
+_ON_PURPOSE = re.compile(
+    r"on purpose|intention|intended|deliberate|by design|(?:is|are) (?:fine|enough|ok|okay|sufficient)\b|to match\b|parity|"
+    r"match(?:es|ing)? (?:the )?(?:original|reference|official|upstream|paper)|same as (?:the )?(?:original|reference|official|upstream)",
+    re.IGNORECASE,
+)
 _TRAINER_BASES = re.compile(r"\b(PreTrainedModel|ModelMixin|LightningModule)\b")
 
 
@@ -45,11 +53,11 @@ class Evidence:
 
 def evidence_for(hit: Hit, file: SourceFile, path: Path, repository: Repository | None) -> Evidence:
     """The grade that the code, its callers and its repository give; nothing is executed."""
-    against = hit.weak
+    against = hit.weak or _intended(file, hit.node)
     if not against and hit.elsewhere is not None:
         against = hit.elsewhere(repository)
     if not against and hit.scenario is not None and repository is not None:
-        against = repository.against(hit.scenario, path, file.text)
+        against = repository.against(hit.scenario, path, file.text) or _cast_by_callers(file, hit, repository)
     if against:
         return Evidence(Grade.POSSIBLE, against, against=True)
     if hit.reached:
@@ -66,6 +74,35 @@ def evidence_for(hit: Hit, file: SourceFile, path: Path, repository: Repository 
     if not brought:
         return Evidence(Grade.POSSIBLE, f"{caller}, but nothing here shows {hit.scenario}")
     return Evidence(Grade.REACHED, f"{caller}; {brought}")
+
+
+def _intended(file: SourceFile, node: ast.AST) -> str:
+    """The comment beside the code, or in the two lines before it, that says that it is meant so; or ""."""
+    lines = file.text.splitlines()
+    last = node.lineno  # type: ignore[attr-defined]  # every node that is graded has a line
+    for number in range(last, max(last - 3, 0), -1):
+        code, mark, comment = lines[number - 1].partition("#") if number <= len(lines) else ("", "", "")
+        if mark and (number == last or not code.strip()) and _ON_PURPOSE.search(comment):
+            return f"a comment in line {number} says that it is meant so"
+    return ""
+
+
+def _cast_by_callers(file: SourceFile, hit: Hit, repository: Repository) -> str:
+    """Where other files call the accused function, if each of them hands it wider dtypes than the scenario supposes; or ""."""
+    scenario, (top, _) = hit.scenario, _owners(file, hit.node)
+    if scenario is None or scenario.inputs not in _LOW or not isinstance(top, Function) or _named(file, top.name, outside=top):
+        return ""
+    found = ""
+    for other in repository.files_with(f"{top.name}(".encode(), but=Path(file.path)):
+        if top.name not in other.imports:
+            continue
+        for call in (c for c in other.nodes(ast.Call) if last_name(c.func) == top.name):
+            caller = other.function_of(call)
+            handed = entered_with(other, caller, top, scenario) if caller is not None else set()
+            if not handed or any(dtype in _LOW for dtypes in handed for dtype in dtypes):
+                return ""
+            found = f"{Path(other.path).name}:{call.lineno} hands it fp32, and nothing else calls it"
+    return found
 
 
 # -- who calls it --------------------------------------------------------------------------------------------------------
@@ -111,9 +148,9 @@ def _owners(file: SourceFile, node: ast.AST) -> tuple[Function | ast.ClassDef | 
     return top, inner if isinstance(top, ast.ClassDef) and isinstance(inner, Function) else None
 
 
-def _named(file: SourceFile, name: str, outside: ast.AST) -> int:
+def _named(file: SourceFile, name: str, outside: Function | ast.ClassDef) -> int:
     """The first line of this file that names it outside its own definition and `__all__`; 0 where none does."""
-    first, last = outside.lineno, getattr(outside, "end_lineno", None) or outside.lineno  # type: ignore[attr-defined]
+    first, last = outside.lineno, outside.end_lineno or outside.lineno
     lines = [n.lineno for n in file.nodes(ast.Name) if n.id == name] + [n.lineno for n in file.nodes(ast.Attribute) if n.attr == name]
     return min((line for line in lines if not first <= line <= last), default=0)
 
@@ -170,10 +207,16 @@ def _base(path: Path, bases: re.Pattern[str]) -> str:
 
 
 def _in_an_autograd_function(file: SourceFile, node: ast.AST) -> bool:
+    """Whether it stands in an autograd.Function, or in a plain function that one of this file calls."""
     current: ast.AST | None = node
     while current is not None and not isinstance(current, ast.ClassDef):
         current = file.parents.get(current)
-    return isinstance(current, ast.ClassDef) and any(file.dotted(b).endswith("Function") for b in current.bases)
+    if current is not None:
+        return any(file.dotted(b).endswith("Function") for b in current.bases)
+    top, _ = _owners(file, node)
+    methods = [m for cls in function_classes(file) for m in (cls.forward, cls.backward) if m is not None]
+    called = {last_name(n.func) for m in methods for n in file.own(m) if isinstance(n, ast.Call)}
+    return top is not None and top.name in called
 
 
 def _takes_a_dtype(file: SourceFile, node: ast.AST) -> bool:

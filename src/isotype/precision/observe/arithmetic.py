@@ -31,6 +31,9 @@ from .regions import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE, Regions
 
 # autograd's nodes of products; other nodes, as a triangular solve's, may multiply in their own dtype
 _PRODUCT_NODE = re.compile(r"(Mm|Addmm|Bmm|Baddbmm|Addbmm|Mv|Addmv|Convolution|Linear|ScaledDot|GroupedMm|Trilinear)\w*Backward")
+# operators that take values out of a table by integers, and those that turn floating values into such integers
+_LOOKUPS = frozenset(("index", "index_select", "gather", "embedding", "take"))
+_CODES = frozenset(("bucketize", "searchsorted", "argmin"))
 _CHOICES = frozenset(("topk", "argmax", "sort", "argsort", "max"))
 # a table that is checked for loss by computing it again holds no more than this
 _SMALL = 1 << 20
@@ -217,6 +220,10 @@ class _Look:
                 made = self._arithmetic(dtype, made)
         elif self.op.kind == ops.BITS or (made.bits and self.op.kind == ops.ARITHMETIC):
             self._bits(made)
+        if self.op.name in _CODES:
+            made = replace(made, integers=made.integers or made.data)
+        if self.op.name in _LOOKUPS and dtype is not None:
+            made = self._lookup(made)
         if self.op.name in _CHOICES and self.region == FORWARD and len(self.mode.regions.stack) > 1:
             self.mode._routers |= made.products
         if self.op.name == "view" and self.inputs and self.outputs:
@@ -322,9 +329,12 @@ class _Look:
             )  # fmt: skip
 
     def _in_a_position_table(self) -> bool:
-        """Whether this runs in a module of diffusers without weights, which computes positions in fp64 and hands them out in fp32."""
+        """Whether this runs where diffusers computes positions in fp64 and hands them out in fp32: in a module without weights, or in the
+        functions that its patch embeddings call."""
         module = self.mode.regions.stack[-1].module if self.mode.regions.stack else None
-        return module is not None and type(module).__module__.startswith("diffusers.") and next(module.parameters(), None) is None
+        if module is None or not type(module).__module__.startswith("diffusers."):
+            return False
+        return next(module.parameters(), None) is None or self.by.file.endswith("diffusers/models/embeddings.py")
 
     # -- products
 
@@ -502,6 +512,16 @@ class _Look:
             declared=declared,
             cause="narrower than its role",
         )
+
+    def _lookup(self, made: Lineage) -> Lineage:
+        """A table that is read at integers which were made of floating values may stand for those values, rounded."""
+        if made.integers and self.by.kind != OURS:
+            self.unobserved(
+                f"values from a table in {self.module or self.region}",
+                f"{_short(self.by.file)}:{self.by.line} reads a table at integers that floating values became: whether its entries "
+                "stand for those values, rounded, is not seen",
+            )
+        return replace(made, integers=False)
 
     def _bits(self, made: Lineage) -> None:
         if made.bits and self.by.kind != OURS:

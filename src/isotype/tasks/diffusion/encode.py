@@ -55,9 +55,9 @@ class Encoder:
         return keys
 
     def _encode_captions(self, missing: Sequence[str], keys: Mapping[str, str]) -> None:
-        pipe = self.folder.pipeline(to_torch(self.precision.text_encoder), vae=None, transformer=None)
+        pipe = self.folder.pipeline(to_torch(self.precision.text_encoder), vae=None, **{self.folder.denoiser_part: None})
         # a pipeline that lacks an encoder asks the denoiser for its widths
-        pipe.transformer = self.folder.denoiser_outline()
+        setattr(pipe, self.folder.denoiser_part, self.folder.denoiser_outline())
         for part in self.folder.family.encoders:
             encoder = getattr(pipe, part, None)
             if isinstance(encoder, torch.nn.Module):

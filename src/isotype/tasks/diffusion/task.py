@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from ...model.adapter import check_branch
 from ...optimize import Manifest
 from ...precision.apply import inner_model
 from ...precision.precision import Precision
-from ...training.memory.bound import most_bytes
+from ...training.memory.bound import held_bytes
+from ...training.memory.quantised_outline import quantise_outline
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, micro_batch
 from ...training.undisturbed import evaluation_mode
 from .batches import Batch, PictureStream, Placed, Row, generator_of, stacked
@@ -27,10 +30,13 @@ from .build import built
 from .encode import Encoder, latent
 from .evaluate import Drawn, evaluate
 from .exact_time import embeddings_of_time
+from .families import Asked
+from .forward_cost import ForwardCost
 from .loss import picture_losses
-from .noise_levels import NoiseLevels, noise_levels
+from .objective import Objective, objective_of
 from .pictures import Picture, captions_of, split
-from .pipeline_folder import DENOISER, PipelineFolder
+from .pipeline_folder import PipelineFolder
+from .quantise import frozen_denoiser, quantised_layers
 from .result import load_result, save_denoiser, save_lora
 from .sample import Drawing, Sample, sample
 from .store import Store
@@ -44,11 +50,10 @@ class DiffusionTask:
 
     kind = "diffusion"
     words = Words(units="pictures", unit="pic", weight="compared")
-    roles: Mapping[str, str] = {"vae": "fp32", "text_encoder": "compute", "timesteps": "fp32", "latents": "fp32"}
 
     folder: PipelineFolder
     precision: Precision
-    levels: NoiseLevels
+    objective: Objective
     train: list[Picture]
     eval: list[Picture]
     encoder: Encoder
@@ -61,6 +66,11 @@ class DiffusionTask:
         self._observed: dict[tuple[str, str], str] = {}
 
     @property
+    def roles(self) -> Mapping[str, str]:
+        average = {} if self.config.train.ema is None else {"ema": "fp32"}
+        return {"vae": "fp32", "text_encoder": "compute", "timesteps": "fp32", "latents": "fp32", **average}
+
+    @property
     def base_name(self) -> str:
         return str(self.config.model.name)
 
@@ -69,20 +79,22 @@ class DiffusionTask:
     def check(self, precision: Precision) -> None:
         config, side = self.config, self.config.images.resolution
         check_branch(config, precision)
-        if precision.base == "nf4":
-            raise UsageError("precision.base: nf4 is not offered for diffusion models yet", fix="precision.preset: bf16-lora")
-        if config.train.gradient_checkpointing not in ("auto", "none"):
-            raise UsageError(
-                f"train.gradient_checkpointing: {config.train.gradient_checkpointing}: diffusion models recompute nothing yet",
-                fix="train.gradient_checkpointing: none",
-            )
+        if config.train.ema is None and config.precision.ema is not None:
+            raise UsageError(f"precision.ema: {config.precision.ema} has no effect without train.ema", fix="train.ema: 0.999")
         self.precision = precision
         self.folder = PipelineFolder.open(self.base_name)
+        family = self.folder.family
+        if config.diffusion.max_text_length is not None and family.max_text_length is None:
+            raise UsageError(
+                f"diffusion.max_text_length: {config.diffusion.max_text_length} has no effect: {family.pipeline} has no T5 encoder",
+                fix="remove diffusion.max_text_length",
+            )
+        self.objective = objective_of(config.diffusion, self.folder.config("scheduler"), offered=family.objectives, tokens=self.tokens)
         multiple = self.downscale * self.folder.family.downscale
         for key, size in (("images.resolution", side), ("run.sample_size", config.run.sample_size or side)):
             if size % multiple:
                 raise UsageError(f"{key}: {size} is not a multiple of {multiple}", fix=f"{key}: {max(multiple, size - size % multiple)}")
-        most = self.folder.config(DENOISER).get("pos_embed_max_size")
+        most = self.folder.config(self.folder.denoiser_part).get("pos_embed_max_size")
         if most is not None and side // multiple > int(most):
             raise UsageError(f"images.resolution: {side} is more than this model has positions for", fix=f"at most {int(most) * multiple}")
 
@@ -98,11 +110,10 @@ class DiffusionTask:
 
     @property
     def text_length(self) -> int:
-        return self.config.diffusion.max_text_length or self.folder.family.max_text_length
+        return self.config.diffusion.max_text_length or self.folder.family.max_text_length or 0
 
     def load_data(self) -> None:
         self.train, self.eval = split(self.config.images, seed=self.config.train.seed)
-        self.levels = noise_levels(self.config.diffusion, self.folder.config("scheduler"), tokens=self.tokens)
 
     def encode(self, device: torch.device) -> None:
         """Latents and text embeddings of the run into its store; the encoders are gone afterwards. Raises UsageError."""
@@ -124,8 +135,10 @@ class DiffusionTask:
 
     def denoiser(self, precision: Precision, device: torch.device) -> tuple[nn.Module, Manifest]:
         """The model that is trained, with the folder's weights."""
-        dtype = to_torch(precision.trainable if self.config.adapter.kind == "none" else precision.unquantised)
-        loaded = self.folder.denoiser(dtype).to(device)
+        if self.config.adapter.kind == "none":
+            loaded = self.folder.denoiser(to_torch(precision.trainable)).to(device)
+        else:
+            loaded = frozen_denoiser(self.folder, precision, device)
         model, manifest = built(loaded, self.folder.family, self.config, precision, device_type=device.type)
         self.watch_time(model)
         return model, manifest
@@ -161,6 +174,9 @@ class DiffusionTask:
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
         denoiser = self.folder.denoiser_outline()
         total = sum(p.numel() for p in denoiser.parameters())
+        if precision.base == "nf4" and self.config.adapter.kind != "none":
+            layers = set(quantised_layers(denoiser, self.folder.family, precision).values())
+            quantise_outline(denoiser, to_torch(precision.compute), layers=layers)
         with torch.device("meta"):
             model, _ = built(denoiser, self.folder.family, self.config, precision, device_type=device_type)
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -183,20 +199,18 @@ class DiffusionTask:
         )
 
     def _empty_batch(self, rows: int, device: torch.device) -> Batch:
-        config = self.folder.config(DENOISER)
+        config = self.folder.config(self.folder.denoiser_part)
         side, channels = self.config.images.resolution // self.downscale, int(self.folder.config("vae")["latent_channels"])
         dtype, text = to_torch(self.precision.latents), to_torch(self.precision.text_encoder)
         length = self.folder.family.text_tokens(self.folder.clip_length(), self.text_length)
         latents, noise = (torch.empty(rows, channels, side, side, dtype=dtype, device=device) for _ in range(2))
-        words = {
-            "text": torch.empty(rows, length, int(config["joint_attention_dim"]), dtype=text, device=device),
-            "pooled": torch.empty(rows, int(config["pooled_projection_dim"]), dtype=text, device=device),
-        }
+        shapes = self.folder.family.text_shapes(config, length)
+        words = {name: torch.empty(rows, *shape, dtype=text, device=device) for name, shape in shapes.items()}
         return Batch(latents, noise, torch.empty(rows, dtype=dtype, device=device), words)
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
-        length = self.tokens + self.folder.family.text_tokens(self.folder.clip_length(), self.text_length)
-        return most_bytes(model, self.config.train, precision, length=length)
+        train = self.config.train
+        return held_bytes(model, train, precision) + 3 * train.batch_size * self.forward_cost.made
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return {}
@@ -207,7 +221,7 @@ class DiffusionTask:
         config, drawn = self.config, []
         for placed in rows:
             generator = generator_of("train", config.train.seed, placed.position)
-            sigma = self.levels.draw(generator)
+            sigma = self.objective.draw(generator)
             dropped, mirrored = torch.rand(2, generator=generator).tolist()
             row = placed.row
             key = row.mirrored if row.mirrored is not None and mirrored < 0.5 else row.latents
@@ -228,20 +242,23 @@ class DiffusionTask:
         return self.folder.config("vae")
 
     def losses(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
-        return picture_losses(model, self.folder.family, batch, guidance=self.config.diffusion.guidance, dtype=dtype)
+        asked = Asked(self.config.diffusion.guidance, self.downscale)
+        return picture_losses(model, self.folder.family, self.objective, batch, asked, dtype=dtype)
 
     def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
         return self.losses(model, batch, dtype=dtype).sum()
 
     def flops(self, model: nn.Module) -> Callable[[Any], float]:
-        """Every matrix of the blocks sees every token once forward and once backward; trained ones once more for their own gradient."""
-        held = trained = 0
-        for module in inner_model(model).modules():
-            if isinstance(module, nn.Linear):
-                held += module.weight.numel()
-                trained += module.weight.numel() if module.weight.requires_grad else 0
-        length = self.tokens + self.folder.family.text_tokens(self.folder.clip_length(), self.text_length)
-        return lambda batch: float(batch.rows * length * (4 * held + 2 * trained))
+        """The forward's, and as many for the gradients of activations and of trained weights each."""
+        factor = 3 if self.config.adapter.kind == "none" else 2
+        return lambda batch: float(batch.rows * factor * self.forward_cost.flops)
+
+    @cached_property
+    def forward_cost(self) -> ForwardCost:
+        """Of one training picture in the denoiser without adapter, in fp32."""
+        denoiser, batch = self.folder.denoiser_outline(), self._empty_batch(1, torch.device("meta"))
+        batch = replace(batch, text={name: tensor.float() for name, tensor in batch.text.items()})
+        return ForwardCost.of(lambda: self.losses(denoiser, batch, dtype="fp32"))
 
     def fingerprint(self) -> str:
         """Only a run on several processes asks for it, which is not offered for images. Raises UsageError."""
@@ -312,7 +329,7 @@ class DiffusionTask:
 
     def levels_line(self) -> str:
         draws = self.config.diffusion.eval_draws
-        return f"noise levels {self.levels.timesteps}, shift {self.levels.shift:.4g}; evaluated at {draws} fixed ones"
+        return f"{self.objective}; evaluated at {draws} fixed ones"
 
     def records(self) -> Mapping[str, Any]:
         return {"data.json": {**self.plan_facts(), "made": self.encoder.made, "found": self.encoder.kept}}
@@ -330,8 +347,9 @@ class DiffusionTask:
             "captions": len(captions_of([*self.train, *self.eval])),
             "resolution": self.config.images.resolution,
             "latent_tokens": self.tokens,
-            "timesteps": self.levels.timesteps,
-            "shift": self.levels.shift,
+            "objective": self.objective.kind,
+            "timesteps": self.objective.levels.timesteps,
+            "shift": self.objective.levels.shift,
         }
 
     def plan_lines(self) -> list[str]:

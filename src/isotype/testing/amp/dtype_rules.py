@@ -118,9 +118,9 @@ def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: S
     return faults
 
 
-def _argument(function: type, index: int) -> str:
-    skip = 0 if function.setup_context is not torch.autograd.Function.setup_context else 1  # type: ignore[attr-defined]
-    names = parameter_names(function.forward, skip=skip)  # type: ignore[attr-defined]
+def _argument(function: type[torch.autograd.Function], index: int) -> str:
+    skip = 0 if function.setup_context is not torch.autograd.Function.setup_context else 1
+    names = parameter_names(function.forward, skip=skip)
     return names[index] if index < len(names) else f"input {index}"
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ def _floats(tree: Any) -> list[Tensor]:
 
 
 def _users_line() -> Place | None:
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     ours = __file__.rpartition("locate")[0]
     innermost = None
     while frame is not None:
@@ -109,7 +110,7 @@ def _users_line() -> Place | None:
             innermost = frame
         if file.startswith(ours) and not file.endswith(("locate.py", "watch.py", "exact.py")):
             break  # attempt() itself: what lies beyond is whoever asked for the check
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     if innermost is None or frame is None:
         return None
     symbol = owner_of(innermost) or symbol_of(innermost)

@@ -47,11 +47,11 @@ def plain_functions() -> Iterator[None]:
             return cls.forward(*args, **kwargs)
         return cls.forward(_PlainContext(tuple(isinstance(a, Tensor) and a.requires_grad for a in args)), *args, **kwargs)
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # for every function of the program, in this block
     try:
         yield
     finally:
-        Function.apply = original  # type: ignore[method-assign]
+        Function.apply = original  # type: ignore[method-assign]  # gives the method back
 
 
 def is_low(dtype: torch.dtype) -> bool:

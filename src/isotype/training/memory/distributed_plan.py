@@ -59,14 +59,14 @@ def unit_bytes(model: nn.Module) -> list[UnitBytes]:
 
 def plan_part(
     made: Outline, train: TrainSection, precision: Precision, largest: StepOutline, *, checkpointing: Checkpointing, device_type: str,
-    parts: int,
+    parts: int, earlier: MemoryPlan | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """`plan_memory` for a process that shares its model with others; the same for `parts` 1."""
     if parts > 1:
         # with the gradients of an earlier micro-batch there, what a backward adds is no gradient: those are of a part only
         train = train.model_copy(update={"accumulate": max(2, train.accumulate)})
     units = unit_bytes(made.model)
-    plan = plan_memory(made, train, precision, largest, checkpointing=checkpointing, device_type=device_type)
+    plan = plan_memory(made, train, precision, largest, checkpointing=checkpointing, device_type=device_type, earlier=earlier)
     return of_one_part(plan, units, precision, parts=parts)
 
 

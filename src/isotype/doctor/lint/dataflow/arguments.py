@@ -64,7 +64,9 @@ def bind(file: SourceFile, function: Function, arguments: list[ast.arg], scenari
                 continue
         value = _value(name, argument.annotation, default, name in used, scenario, module)
         if isinstance(default, ast.Constant) and default.value is None and isinstance(value, (Tensor, Dtype)):
+            path.leaning = isinstance(value, Dtype)  # callers that ask for a dtype are few
             value = NONE if path.take(f"{name} is None") else value
+            path.leaning = False
         values[name] = value
     return values
 
@@ -102,7 +104,7 @@ def _value(name: str, annotation: ast.expr | None, default: ast.expr | None, use
         return UNFOLLOWED.but(positional=bool(POSITIONS.search(name)))
     if _OWN_TENSOR.search(hint) and not _TORCH_TENSOR.search(hint):
         return UNFOLLOWED
-    if "Tensor" in hint or used or ACTIVATION.match(name) or WEIGHT.match(name) or _NAMED_FP32.search(name):
+    if "Tensor" in hint or used or ACTIVATION.match(name.lstrip("_")) or WEIGHT.match(name) or _NAMED_FP32.search(name):
         if _NAMED_FP32.search(name):
             return Tensor("fp32", Made.LITERAL, f"the argument {name}, by its name", zero_dim=None)
         if WEIGHT.match(name):

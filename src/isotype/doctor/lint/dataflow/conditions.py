@@ -29,13 +29,21 @@ def decide(run: Interpreter, test: ast.expr, env: Env) -> bool:
         results = (decide(run, value, env) for value in test.values)
         return all(results) if isinstance(test.op, ast.And) else any(results)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return not decide(run, test.operand, env)
+        run.path.leaning = not run.path.leaning
+        try:
+            return not decide(run, test.operand, env)
+        finally:
+            run.path.leaning = not run.path.leaning
     value = run.evaluate(test, env)
     if isinstance(value, Scalar) and value.value is not UNKNOWN:
         return bool(value.value)
     if isinstance(value, Items) and (value.known or value.filled):
         return True
-    taken = run.path.take(_question(run, test, env))
+    question = _question(run, test, env)
+    leaning = run.path.leaning
+    run.path.leaning = leaning or "requires_grad" in question  # a training step is what there is to look at
+    taken = run.path.take(question)
+    run.path.leaning = leaning
     if taken and isinstance(test, ast.Call) and last_name(test.func) == "isinstance" and len(test.args) == 2:
         is_another_class(run, test.args[0], env)
     return taken

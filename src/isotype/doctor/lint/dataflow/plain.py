@@ -103,6 +103,13 @@ def _explored(file: SourceFile, function: Function, scenario: Scenario, *, defau
     return runs
 
 
+def entered_with(file: SourceFile, function: Function, called: Function, scenario: Scenario) -> set[frozenset[str | None]]:
+    """The floating dtypes that a function of this file hands to one of another file; nothing where they are not known."""
+    entered = _explored(file, function, scenario).entered
+    same = [node for node in entered if isinstance(node, Function) and (node.name, node.lineno) == (called.name, called.lineno)]
+    return {dtypes for node in same for dtypes in entered[node]}
+
+
 def refused_in_bf16(file: SourceFile) -> str:
     """The class of the file whose forward, on its plainest way, asks torch for a kernel that bf16 has not; or ""."""
     if "refused_in_bf16" not in file.memo:
@@ -189,8 +196,9 @@ def is_root(node: ast.AST) -> bool:
 
 
 def _multiplies_after_widening(file: SourceFile, function: Function) -> bool:
-    """A method that casts something to fp32, or makes a table of positions, and multiplies matrices or calls submodules."""
-    if not isinstance(file.parents.get(function), ast.ClassDef):
+    """A method, or a function of activations, that casts to fp32 or makes a table of positions, and multiplies or calls submodules."""
+    given = (*function.args.args, *function.args.kwonlyargs)
+    if not isinstance(file.parents.get(function), ast.ClassDef) and not any(arguments.ACTIVATION.match(a.arg) for a in given):
         return False
     wide = products = False
     for node in file.own(function):

@@ -79,7 +79,8 @@ def _unguarded(file: SourceFile, function: Function) -> Hit | None:
     calls.sort(key=lambda c: c.lineno)
     saved = _saved(file, function)
     guarded = any(_is_guarded(file, call, function) for call in calls)
-    restores = [c for c in calls if c.args and isinstance(c.args[0], ast.Name) and c.args[0].id in saved]
+    restored = {c: c.args[0].id for c in calls if c.args and isinstance(c.args[0], ast.Name) and c.args[0].id in saved}
+    restores = list(restored)
     if guarded or not calls:
         return None
     restore = restores[-1] if restores else (calls[-1] if len(calls) > 1 and _in_sequence(file, calls[0], calls[-1]) else None)
@@ -87,7 +88,7 @@ def _unguarded(file: SourceFile, function: Function) -> Hit | None:
         return None
     changes = [c for c in calls if c.lineno < restore.lineno and c not in restores]
     # the change itself may be made by a helper that hands back the former dtype: then the finding stands where that is kept
-    first = changes[0] if changes else saved[restores[-1].args[0].id]  # type: ignore[attr-defined]
+    first = changes[0] if changes else saved[restored[restores[-1]]]
     risky = [
         n
         for n in own_nodes(function)

@@ -117,7 +117,9 @@ def _leaving(file: SourceFile, seen: set[ast.AST | None]) -> Iterator[Hit]:
         at, name = value.lowered, file.symbol(event.node) or ""
         if not isinstance(at, (ast.expr, ast.stmt)) or at not in file.parents or not _MAKES_ANGLES.search(name):
             continue
-        if function in seen or any(last_name(n) in ("cos", "sin", "polar") for n in file.own(function) if isinstance(n, ast.Call)):  # type: ignore[arg-type]
+        if function is None or function in seen:
+            continue
+        if any(last_name(n) in ("cos", "sin", "polar") for n in file.own(function) if isinstance(n, ast.Call)):
             continue
         if event.scenario.autocast and (_called_while_built(file, at) or _built_ahead(file, at) or not _runs_in_forward(file, at)):
             continue

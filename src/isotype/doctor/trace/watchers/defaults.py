@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import sys
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
@@ -77,9 +77,10 @@ class DefaultDtype:
         change = self._last
         if change is None or change.after not in LOW or len(change.outside) > 2:
             return
-        code, frame = change.setter.code, sys._getframe(2)
+        code = change.setter.code
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code is not code:
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         if frame is not None:
             change.built += 1
         elif change.built and site is not None and code.co_name != "<module>":

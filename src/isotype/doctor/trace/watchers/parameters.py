@@ -118,11 +118,10 @@ class Parameters:
             finally:
                 watch._depth -= 1
 
-        # a wrapper of a method of torch's, until `stop`
-        torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
+        torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]  # a wrapper of a method of torch's, until `stop`
 
     def stop(self) -> None:
-        torch.nn.Module._apply = self._apply  # type: ignore[method-assign]
+        torch.nn.Module._apply = self._apply  # type: ignore[method-assign]  # gives the method back
 
     def called(self, module: torch.nn.Module) -> None:
         key = id(module)

@@ -78,14 +78,14 @@ class Promotions:
 
     def findings(self, explained: set[Any]) -> list[Finding]:
         """One finding for each decision that spread; `explained` are the places that a dtype error has told already."""
-        deciders: dict[tuple[str, Any, str], list[Promotion]] = {}
+        deciders: dict[tuple[str, Any, torch.dtype], list[Promotion]] = {}
         for promotion in self._seen.values():
             decider = promotion.origin.decider()
             if (promotion.spread and decider.site not in explained | {None}) or (
                 promotion.spread and decider.site is None and decider.what not in explained
             ):
                 group = decider.what.rpartition(".")[2] if decider.kind in ("parameter", "buffer") else decider.what
-                deciders.setdefault((group, decider.site, promotion.narrow), []).append(promotion)  # type: ignore[arg-type]
+                deciders.setdefault((group, decider.site, promotion.narrow), []).append(promotion)
         return [_finding(group) for group in deciders.values()]
 
 
