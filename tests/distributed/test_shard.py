@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from isotype.config.load import load
-from isotype.distributed.shard import refuse_two_dtypes, rows_of_each, units_of
+from isotype.distributed.shard import refuse_two_dtypes, rows_of_each, units_of, whole_tensors
+from isotype.distributed.world import ALONE, World
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
 from tests.distributed.processes import ended, run
@@ -88,6 +90,23 @@ def check_records(one, two, sums):
     assert set(second.get("unobserved", {})) <= set(first.get("unobserved", {}))
     for role, seen in first["observed"].items():
         assert set(second["observed"][role]) == set(seen), role
+
+
+def test_a_tied_weight_is_sent_once():
+    model, sent = tiny(tie_word_embeddings=True), []
+
+    class Second(World):
+        rank, size = 1, 2
+
+        def collect(self, part, whole, rows):
+            sent.append((tuple(part.shape), whole))
+
+    sharding = SimpleNamespace(parts=2)
+    assert whole_tensors(model, Second(), sharding, torch.bfloat16) == {}
+    assert len(sent) == len(list(model.parameters()))  # as many as the first process waits for
+    first = whole_tensors(model, ALONE, SimpleNamespace(parts=1), torch.bfloat16)
+    assert first["lm_head.weight"] is first["model.embed_tokens.weight"]
+    assert torch.equal(first["model.norm.weight"], model.model.norm.weight.bfloat16())
 
 
 def test_bf16_weights_of_two_shards_are_those_of_one_process(configured, tmp_path):

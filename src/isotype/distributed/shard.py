@@ -158,7 +158,7 @@ def whole_tensors(model: nn.Module, world: World, sharding: Sharding, dtype: tor
 
     All processes call it. A tensor with several names is one tensor.
     """
-    found: dict[int, Tensor] = {}
+    found: dict[int, Tensor | None] = {}
     result = {}
     for full, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
@@ -168,10 +168,9 @@ def whole_tensors(model: nn.Module, world: World, sharding: Sharding, dtype: tor
             whole = torch.empty(parameter.shape, dtype=dtype) if world.first else None
             if world.rank < sharding.parts:
                 world.collect(part, whole, rows_of_each(parameter.shape[0], sharding.parts))
-            if whole is not None:
-                found[id(parameter)] = whole
-        if world.first:
-            result[full] = found[id(parameter)]
+            found[id(parameter)] = whole
+        if (known := found[id(parameter)]) is not None:
+            result[full] = known
     return result
 
 
