@@ -228,8 +228,13 @@ def test_other_tools_names_are_known(write):
     ("text", "said"),
     [
         ("dpo:\n  beta: 0.1", "run.yaml:1 dpo: training on preferences is not offered yet; TRL's trainers do it"),
-        ("train:\n  deepspeed: ds.json", "run.yaml:2 train.deepspeed: sharding by DeepSpeed is not offered yet; "),
-        ("deepspeed: ds.json", "run.yaml:1 deepspeed: sharding by DeepSpeed is not offered yet; "),
+        ("train:\n  deepspeed: ds.json", "run.yaml:2 train.deepspeed: sharding by DeepSpeed is not offered; "),
+        ("deepspeed: ds.json", "run.yaml:1 deepspeed: sharding by DeepSpeed is not offered; "),
+        (
+            "parallel:\n  kind: tensor",
+            "run.yaml:2 parallel.kind: expected one of auto replicate shard hybrid, got tensor; tensor parallelism",
+        ),
+        ("parallel:\n  context_parallel_size: 2", "run.yaml:2 parallel.context_parallel_size: context parallelism is not offered yet; "),
         ("adapter:\n  dora: true", "run.yaml:2 adapter.dora: DoRA is not offered yet; adapter.rslora: true is"),
         ("adapter:\n  kind: dora", "run.yaml:2 adapter.kind: expected one of lora none, got dora; DoRA is not offered yet"),
         ("model:\n  rope_scaling: {factor: 2}", "run.yaml:2 model.rope_scaling: changing the rotary embedding is not offered yet; "),

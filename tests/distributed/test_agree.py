@@ -9,8 +9,17 @@ import torch
 from torch import nn
 
 from isotype.config.schema import RunConfig
-from isotype.distributed.agree import fingerprint_of_weights, lines_of, refuse_differences, refuse_other_precision, versions
-from isotype.distributed.world import World
+from isotype.distributed import agree
+from isotype.distributed.agree import (
+    fingerprint_of_weights,
+    lines_of,
+    refuse_differences,
+    refuse_folder_of_another_machine,
+    refuse_other_precision,
+    versions,
+)
+from isotype.distributed.seat import Seat
+from isotype.distributed.world import World, _take_gpu
 from isotype.errors import UsageError
 from isotype.precision.presets import PRESETS
 
@@ -69,3 +78,24 @@ def test_errors_travel_as_json():
     assert (again.message, again.code, again.fix) == ("rank 3: no", "X1", "yes")
     assert from_json(as_json(ZeroDivisionError("by 0"))).message == "ZeroDivisionError: by 0"
     assert isinstance(from_json(as_json(KeyboardInterrupt())), KeyboardInterrupt)
+
+
+def test_a_folder_that_another_machine_does_not_see(monkeypatch, tmp_path):
+    monkeypatch.setattr(agree, "SEEN_WITHIN", 0.0)
+
+    class Blind(Others):
+        def gather(self, value):
+            return [value, [False, "node7"]]
+
+    with pytest.raises(UsageError, match=r"is not the same folder for rank 1 on node7 as for rank 0") as refused:
+        refuse_folder_of_another_machine(Blind({}), tmp_path)
+    assert "--out FOLDER" in refused.value.fix
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_processes_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UsageError, match="4 processes on a machine with 2 GPUs") as refused:
+        _take_gpu("auto", Seat(rank=1, size=4, local_rank=1, local_size=4))
+    assert refused.value.fix == "start 2, or model.device: cpu"

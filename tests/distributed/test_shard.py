@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from isotype.config.load import load
+from isotype.distributed.shard import refuse_two_dtypes, rows_of_each, units_of, whole_tensors
+from isotype.distributed.world import ALONE, World
+from isotype.errors import UsageError
 from isotype.tasks.choose import train
-from tests.distributed.processes import run
+from tests.distributed.processes import ended, run
+from tests.distributed.test_launchers import TORCHRUN, launched
 from tests.distributed.test_replicate import rows_of
+from tests.models import tiny
 
 pytestmark = pytest.mark.timeout(900)
 FULL = {"adapter": {"kind": "none"}}
@@ -29,6 +37,28 @@ CASES = {
     "early stopping": ({"train": {"patience": 1, "learning_rate": 1e-9}}, 2e-6, 2e-5),
     "accumulate not divided": ({"train": {"batch_size": 4, "accumulate": 1}}, 2e-6, 2e-5),
 }
+
+
+def test_units_are_the_layers_and_an_embedding_of_its_own():
+    layers = ["model.layers.0", "model.layers.1"]
+    assert [name for name, _ in units_of(tiny(tie_word_embeddings=False))] == [*layers, "the embedding"]
+    assert [name for name, _ in units_of(tiny(tie_word_embeddings=True))] == layers
+
+
+def test_trained_weights_of_two_dtypes_in_one_unit_are_refused():
+    layer = tiny().model.layers[0]
+    layer.input_layernorm.requires_grad_(False).bfloat16()
+    refuse_two_dtypes("model.layers.0", dict(layer.named_parameters()))  # frozen ones may have another
+    layer.input_layernorm.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"model.layers.0 has trained weights of two dtypes, .* and input_layernorm.weight in bf16"):
+        refuse_two_dtypes("model.layers.0", dict(layer.named_parameters()))
+
+
+def test_rows_of_each_process_are_those_of_torchs_chunks():
+    for rows in (1, 4, 5, 7, 8):
+        for parts in (1, 2, 3, 4, 8):
+            chunks = [len(chunk) for chunk in torch.zeros(rows).chunk(parts)]
+            assert rows_of_each(rows, parts) == chunks + [0] * (parts - len(chunks))
 
 
 def weights_of(folder):
@@ -60,6 +90,23 @@ def check_records(one, two, sums):
     assert set(second.get("unobserved", {})) <= set(first.get("unobserved", {}))
     for role, seen in first["observed"].items():
         assert set(second["observed"][role]) == set(seen), role
+
+
+def test_a_tied_weight_is_sent_once():
+    model, sent = tiny(tie_word_embeddings=True), []
+
+    class Second(World):
+        rank, size = 1, 2
+
+        def collect(self, part, whole, rows):
+            sent.append((tuple(part.shape), whole))
+
+    sharding = SimpleNamespace(parts=2)
+    assert whole_tensors(model, Second(), sharding, torch.bfloat16) == {}
+    assert len(sent) == len(list(model.parameters()))  # as many as the first process waits for
+    first = whole_tensors(model, ALONE, SimpleNamespace(parts=1), torch.bfloat16)
+    assert first["lm_head.weight"] is first["model.embed_tokens.weight"]
+    assert torch.equal(first["model.norm.weight"], model.model.norm.weight.bfloat16())
 
 
 def test_bf16_weights_of_two_shards_are_those_of_one_process(configured, tmp_path):
@@ -132,3 +179,28 @@ def test_the_same_number_of_shards_resumes_bit_for_bit_after_a_kill(configured, 
     assert status == 0, said
     for name in ("adapter/adapter_model.safetensors", "checkpoints/step_4/tensors.safetensors", "checkpoints/step_4/tensors.1.safetensors"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_each_of_two_machines_has_the_model_and_two_processes_share_it(configured, tmp_path):
+    """Imitated by two torchruns on one machine. Weights are bf16, whose fp32 sums FSDP narrows only after they crossed the machines."""
+    sections = {"precision": {"preset": "bf16-pure"}, "train": STEPS, **FULL}
+    assert train(configured("one", **sections)) == 0
+    configured("four", **sections, parallel={"kind": "hybrid"})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    both = [launched(TORCHRUN, *where, given={"config": str(tmp_path / "four.yaml")}) for _ in range(2)]
+    ends = [ended(process) for process in both]
+    said = "".join(text for _, text in ends)
+    assert [status for status, _ in ends] == [0, 0], said
+    assert "4 on 2 machines, started by torchrun, gloo: hybrid (parallel.kind), each computes 1 x 2 rows of each step" in said
+    found = drift(tmp_path / "one", tmp_path / "four")
+    assert found["loss"] <= 2e-5
+    assert found["weight"] <= 2e-3
+    check_records(tmp_path / "one", tmp_path / "four", "fp32")
+    assert sorted(path.name for path in (tmp_path / "four/checkpoints/step_4").glob("tensors*")) == [
+        "tensors.1.safetensors",
+        "tensors.safetensors",
+    ]

@@ -23,7 +23,7 @@ from .compare import differences
 from .kills import die
 from .operations import before_operation, operations_of
 from .trial import Deadline, Trial
-from .workshop import RECIPES, Workshop
+from .workshop import EVERY, RECIPES, Workshop
 
 PROCESSES = 2
 HOWS = (
@@ -45,7 +45,8 @@ def rank_trials(workshop: Workshop, *, kills: int, seed: int, deadline: Deadline
             return
         recipe, how = list(RECIPES)[number % len(RECIPES)], HOWS[(number + number // len(RECIPES)) % len(HOWS)]
         kind = KINDS[(number + number // (2 * len(RECIPES))) % len(KINDS)]
-        shared = {"parallel": {"kind": kind, "timeout": TIMEOUT}}
+        # samples at fixed steps: how many fit into their share of the time is for the clock to say
+        shared = {"parallel": {"kind": kind, "timeout": TIMEOUT}, "run": {"sample_every": EVERY}}
         if (recipe, kind) not in undisturbed:
             folder = workshop.new_folder()
             begun = time.monotonic()

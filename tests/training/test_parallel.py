@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from tests.distributed.processes import environment
 
-from isotype.config.schema import RunConfig
+from isotype.config.schema import RunConfig, TrainSection
 from isotype.distributed.world import World
 from isotype.errors import UsageError
 from isotype.precision import PRESETS
@@ -40,6 +40,7 @@ def test_one_process_shares_with_nobody():
     ("kind", "train", "where", "why"),
     [
         ("shard", {"optimizer": "adamw8bit"}, world(2), "its states have a scale every 256 elements"),
+        ("shard", {"ema": 0.99}, world(2), "averages of shared weights are not offered yet"),
         ("hybrid", {}, world(4), "this run has one machine"),
         ("hybrid", {}, world(2, 2), "2 machines with 2 processes"),
     ],
@@ -60,13 +61,15 @@ def test_auto_takes_the_whole_model_where_it_fits_and_says_why():
     def never():
         raise AssertionError("the bound is enough")
 
-    below = by_plan(GIB, 80 * GIB, never, optimizer="adamw")
+    below = by_plan(GIB, 80 * GIB, never, train=TrainSection())
     assert str(below) == "replicate (auto: a process cannot take more than 1.00 GiB of 80.00 GiB)"
-    near = by_plan(70 * GIB, 80 * GIB, lambda: 60 * GIB, optimizer="adamw")
+    near = by_plan(70 * GIB, 80 * GIB, lambda: 60 * GIB, train=TrainSection())
     assert (near.kind, near.reason) == (REPLICATE, "auto: a process takes 60.00 GiB of 80.00 GiB")
-    over = by_plan(90 * GIB, 80 * GIB, lambda: 75 * GIB, optimizer="adamw")
+    over = by_plan(90 * GIB, 80 * GIB, lambda: 75 * GIB, train=TrainSection())
     assert (over.kind, over.reason) == (SHARD, "auto: the whole model would take 75.00 GiB of 80.00 GiB")
-    assert "adamw8bit cannot be shared" in by_plan(90 * GIB, 80 * GIB, lambda: 75 * GIB, optimizer="adamw8bit").reason
+    kept = by_plan(90 * GIB, 80 * GIB, lambda: 75 * GIB, train=TrainSection(optimizer="adamw8bit"))
+    assert kept.kind == REPLICATE
+    assert "is not shared because of train.optimizer: adamw8bit" in kept.reason
 
 
 def test_a_part_holds_its_share_all_scales_and_what_is_gathered():

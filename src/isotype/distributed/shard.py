@@ -29,17 +29,18 @@ from .world import World
 class Sharding:
     """How a model is distributed, and the gradients that arrive summed. Implements `precision.accumulate.Summed`.
 
-    units     its FSDP units, the root last
     parts     processes that share a weight
     replicas  how many times the whole model is there
     """
 
-    def __init__(self, units: list[Any], *, parts: int, replicas: int, reduce: torch.dtype) -> None:
-        self.units, self.parts, self.replicas = units, parts, replicas
+    def __init__(self, model: nn.Module, units: list[Any], world: World, *, replicas: int) -> None:
+        """All processes call it together, with the units that `keep_own_part` has cut."""
+        self.parts, self.replicas = world.size // replicas, replicas
+        _gather_once(model, units)
         self._sent: list[torch.dtype] = []
         self._sums: dict[int, Sums] = {}
         for unit in units:
-            sums = Sums(parts, self._sent)
+            sums = Sums(self.parts, self._sent)
             unit.set_all_reduce_hook(sums)
             # sums, not means: losses are divided by the tokens of all processes; and gloo has no sum with a factor
             unit.set_gradient_divide_factor(1.0)
@@ -77,34 +78,43 @@ class Sums:
         return gradient
 
 
-def shard(model: nn.Module, world: World, *, reduce: str, device: torch.device, nodes: int = 1) -> Sharding:
-    """Distributes `model`, in place: with adapter, ops, precision and recomputation. Its weights may lie on the CPU and go to `device`.
+def mesh_of(world: World, device: torch.device, *, nodes: int = 1) -> Any:
+    """The processes as FSDP wants them; all call it together.
 
-    reduce  the dtype in which gradients are summed
-    nodes   more than 1: each machine holds the whole model, its processes share it, and machines sum gradients (hybrid)
-    Raises  UsageError for trained weights of two dtypes in one unit
+    nodes  more than 1: each machine holds the whole model, its processes share it, and machines sum gradients (hybrid)
     """
     from torch.distributed.device_mesh import init_device_mesh
+
+    if nodes == 1:
+        return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (nodes, world.size // nodes), mesh_dim_names=("replicate", "shard"))
+
+
+def keep_own_part(model: nn.Module, mesh: Any, *, reduce: str) -> list[nn.Module]:
+    """Cuts `model`, in place, into units of which this process keeps its rows: with adapter, ops, precision and recomputation.
+
+    Its weights may lie on the CPU: each unit's part goes to the mesh's device, and the unit's memory is freed. Nothing is exchanged.
+
+    reduce  the dtype in which gradients are summed
+    ->      the units, for `Sharding`
+    Raises  UsageError for trained weights of two dtypes in one unit
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     inner = inner_model(model)
-    if nodes > 1:
-        mesh = init_device_mesh(device.type, (nodes, world.size // nodes), mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
     policy = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=to_torch(reduce), cast_forward_inputs=False)
     states = {full: state for full, p in model.named_parameters() if (state := getattr(p, "quant_state", None)) is not None}
     inside: set[int] = set()
-    units: list[Any] = []
+    units = []
     for full, module in [*units_of(inner), ("the model's own weights", inner)]:
         own = {n: p for n, p in module.named_parameters() if id(p) not in inside}
         refuse_two_dtypes(full, own)
-        inside |= {id(p) for p in own.values()}
         # the root holds the head
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not inner)
+        inside |= {id(p) for p in module.parameters()}
         units.append(module)
-    _gather_once(model, units, states)
-    return Sharding(units, parts=world.size // nodes, replicas=nodes, reduce=to_torch(reduce))
+    _give_scales(model, states)
+    return units
 
 
 def units_of(inner: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -148,7 +158,7 @@ def whole_tensors(model: nn.Module, world: World, sharding: Sharding, dtype: tor
 
     All processes call it. A tensor with several names is one tensor.
     """
-    found: dict[int, Tensor] = {}
+    found: dict[int, Tensor | None] = {}
     result = {}
     for full, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
@@ -158,10 +168,9 @@ def whole_tensors(model: nn.Module, world: World, sharding: Sharding, dtype: tor
             whole = torch.empty(parameter.shape, dtype=dtype) if world.first else None
             if world.rank < sharding.parts:
                 world.collect(part, whole, rows_of_each(parameter.shape[0], sharding.parts))
-            if whole is not None:
-                found[id(parameter)] = whole
-        if world.first:
-            result[full] = found[id(parameter)]
+            found[id(parameter)] = whole
+        if (known := found[id(parameter)]) is not None:
+            result[full] = known
     return result
 
 
@@ -193,12 +202,19 @@ def _parameters_of(unit: Any) -> Iterator[nn.Parameter]:
             yield parameter.sharded_param
 
 
-def _gather_once(model: nn.Module, units: list[Any], states: dict[str, Any]) -> None:
+def _give_scales(model: nn.Module, states: Mapping[str, Any]) -> None:
+    """Puts the scales of 4-bit weights, which FSDP leaves behind, on whatever is in their place now, by which they are known as 4-bit."""
+    for full, parameter in model.named_parameters():
+        if full in states:
+            parameter.quant_state = states[full]  # type: ignore[attr-defined]  # bitsandbytes keeps it on the parameter
+
+
+def _gather_once(model: nn.Module, units: list[Any]) -> None:
     """Gathers every unit once: what is put in the place of the parts are the same tensors from then on.
 
-    4-bit weights get their scales back, which FSDP leaves behind: on the parts, by which they are known as 4-bit, and on the gathered
-    weights. Every process holds all scales: 1/32 of the packed bytes.
+    The gathered 4-bit weights get their scales here. Every process holds all scales: 1/32 of the packed bytes.
     """
+<<<<<<< HEAD
 
     def give() -> None:
         for full, parameter in model.named_parameters():
@@ -206,9 +222,12 @@ def _gather_once(model: nn.Module, units: list[Any], states: dict[str, Any]) -> 
                 parameter.quant_state = states[full]  # type: ignore[attr-defined]  # bitsandbytes keeps it on the parameter
 
     give()
+=======
+    states = {full: state for full, p in model.named_parameters() if (state := getattr(p, "quant_state", None)) is not None}
+>>>>>>> shard
     for unit in units:
         unit.unshard()
-        give()
+        _give_scales(model, states)
         unit.reshard()
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             # whoever observes the arithmetic of a step must not take the bytes that travel for it

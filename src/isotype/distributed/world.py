@@ -93,6 +93,10 @@ class World:
         """Every process works, the first before the others: they find what it left on the disk."""
         return work()
 
+    def in_turn(self, work: Callable[[], Made]) -> Made:
+        """Every process works, on each machine one after the other: memory that the work needs for a moment is needed once a machine."""
+        return work()
+
     def failed(self, error: BaseException) -> None:
         """Tells the others why this process ends."""
 
@@ -205,6 +209,14 @@ class JoinedWorld(World):
             return work()
         result = work()
         self._store.set(turn, "null")
+        return result
+
+    def in_turn(self, work: Callable[[], Made]) -> Made:
+        turn = self._next_turn()
+        if self.local_rank:  # launchers number the processes of a machine one after the other
+            self._wait(f"{turn}/{self.rank - 1}", of=self.rank - 1, patiently=True)
+        result = work()
+        self._store.set(f"{turn}/{self.rank}", "")
         return result
 
     def failed(self, error: BaseException) -> None:

@@ -14,7 +14,6 @@ from ..distributed.shard import Sharding, whole_in_state_dict, whole_tensors
 from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
 from ..model.saved_form import Digests, digests, trained_tensors
-from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.checkpoint.snapshot import restore_model, rows_here
 from .ema import FOLDER_SUFFIX
@@ -33,7 +32,9 @@ def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     loop.world.at(loop.progress.step, "the result")
     if prepared.sharding is not None:
         with loop.world.exchanging():
-            return _finish(loop, prepared, loop.world)
+            made = _finish(loop, prepared, loop.world)
+        # nobody leaves before the first one is through: gloo takes a closed connection for a failure of the last exchange
+        return loop.world.first_does(lambda: made)
     if not loop.world.first:
         _free(loop, prepared)
     return loop.world.first_does(lambda: _finish(loop, prepared, ALONE), patiently=True)
@@ -54,10 +55,10 @@ def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
     taken = _take_best(loop, world) if config.train.patience else progress.step
     adapter, sharding = config.adapter.kind != "none", prepared.sharding
     kind = "adapter" if adapter else "model"
-    saved = [_save(loop, precision, loop.folder.path / kind, sharding, world)]
+    saved = [_save(loop, loop.folder.path / kind, sharding, world)]
     if loop.ema is not None:
         with loop.ema.in_place():
-            saved.append(_save(loop, precision, loop.folder.path / f"{kind}{FOLDER_SUFFIX}", sharding, world))
+            saved.append(_save(loop, loop.folder.path / f"{kind}{FOLDER_SUFFIX}", sharding, world))
     _free(loop, prepared)
     reloaded = [
         verify_result(
@@ -89,9 +90,10 @@ def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
     return result
 
 
-def _save(loop: Loop, precision: Precision, target: Path, sharding: Sharding | None, world: World) -> _Saved:
-    """Writes the model's weights as they are now; tells, on the first process, what its trained tensors must be."""
-    dtype = precision.save_model if loop.config.adapter.kind == "none" else precision.save_adapter
+def _save(loop: Loop, target: Path, sharding: Sharding | None, world: World) -> _Saved:
+    """Writes the model's weights as they are now, and looks at the files. `weights` of the result are known to the first process."""
+    precision, adapter = loop.resolved.precision, loop.config.adapter.kind != "none"
+    dtype = precision.save_adapter if adapter else precision.save_model
     tensors: dict[str, Tensor] = (
         trained_tensors(loop.model) if sharding is None else whole_tensors(loop.model, world, sharding, to_torch(dtype))
     )
@@ -104,7 +106,8 @@ def _save(loop: Loop, precision: Precision, target: Path, sharding: Sharding | N
     if world.first:
         loop.observe_saved(target, dtype)
     weights = digests(tensors, to_torch(dtype))
-    return _Saved(target, loop.task.evaluate(loop.model, loop.device, dtype=precision.loss, most=ROWS, world=world), weights)
+    trained = loop.task.evaluate(loop.model, loop.device, dtype=precision.loss, most=ROWS, world=world)
+    return _Saved(target, trained, weights)
 
 
 def _take_best(loop: Loop, world: World) -> int:

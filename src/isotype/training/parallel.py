@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..config.schema import RunConfig
+from ..config.schema import RunConfig, TrainSection
 from ..distributed.world import World
 from ..errors import UsageError
 from .memory.auto_recomputation import WITHIN
@@ -50,11 +50,8 @@ def as_configured(config: RunConfig, world: World) -> Parallel | None:
         return ALONE
     if kind in (AUTO, REPLICATE):
         return None if kind == AUTO else Parallel(REPLICATE, "parallel.kind")
-    if config.train.optimizer == "adamw8bit":
-        raise UsageError(
-            f"parallel.kind: {kind} with train.optimizer: adamw8bit: its states have a scale every 256 elements of a whole weight",
-            fix="train.optimizer: adamw, whose states are shared too; or parallel.kind: replicate",
-        )
+    if why := why_not_shared(config.train):
+        raise UsageError(f"parallel.kind: {kind} with {why}", fix="leave that away, or parallel.kind: replicate")
     if kind == SHARD:
         return Parallel(SHARD, "parallel.kind")
     if world.nodes == 1 or world.nodes == world.size or world.size % world.nodes:
@@ -66,7 +63,16 @@ def as_configured(config: RunConfig, world: World) -> Parallel | None:
     return Parallel(HYBRID, "parallel.kind", world.nodes)
 
 
-def by_plan(most: int, has: int, peak: Callable[[], int], *, optimizer: str) -> Parallel:
+def why_not_shared(train: TrainSection) -> str | None:
+    """The setting whose state cannot be shared, and why; or None."""
+    if train.optimizer == "adamw8bit":
+        return "train.optimizer: adamw8bit: its states have a scale every 256 elements of a whole weight"
+    if train.ema is not None:
+        return "train.ema: averages of shared weights are not offered yet"
+    return None
+
+
+def by_plan(most: int, has: int, peak: Callable[[], int], *, train: TrainSection) -> Parallel:
     """What `auto` takes: the whole model in each process where it fits, since a step then exchanges least.
 
     most  an upper bound of a process's bytes
@@ -80,6 +86,6 @@ def by_plan(most: int, has: int, peak: Callable[[], int], *, optimizer: str) -> 
     if needs <= has * (1 - WITHIN):
         return Parallel(REPLICATE, f"auto: a process takes {shown(needs)} of {shown(has)}")
     why = f"auto: the whole model would take {shown(needs)} of {shown(has)}"
-    if optimizer == "adamw8bit":
-        return Parallel(REPLICATE, f"{why}, and the states of train.optimizer: adamw8bit cannot be shared")
+    if cannot := why_not_shared(train):
+        return Parallel(REPLICATE, f"{why}, and is not shared because of {cannot}")
     return Parallel(SHARD, why)

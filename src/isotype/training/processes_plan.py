@@ -99,7 +99,7 @@ def plan_processes(
         checkpointing, memory = planned_checkpointing(task, basis, made, has=has, besides=0, parts=parts) if shared else whole
         kinds.append(KindPlan(kind, memory, checkpointing, bytes_))
     peak, config = whole[1].peak, task.config
-    taken = by_plan(peak, has, lambda: peak, optimizer=config.train.optimizer)
+    taken = by_plan(peak, has, lambda: peak, train=config.train)
     if config.parallel.kind != "auto":
         taken = Parallel(config.parallel.kind, "parallel.kind")
     return ProcessesPlan(processes, nodes, n, passes.rows, kinds, taken)

@@ -19,7 +19,7 @@ from ..config.sizes import bytes_of
 from ..distributed.agree import fingerprint_of_weights
 from ..distributed.passes import Passes
 from ..distributed.random_states import seed_of_rank
-from ..distributed.shard import Sharding, shard
+from ..distributed.shard import Sharding, keep_own_part, mesh_of
 from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
 from ..optimize import Manifest
@@ -107,18 +107,24 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     world.at(0, "building the model")
     # a model that is to be distributed goes to the device unit by unit
     where = torch.device("cpu") if parallel.shares else basis.device
+    with world.exchanging():
+        mesh = mesh_of(world, basis.device, nodes=parallel.nodes) if parallel.shares else None
 
     def build() -> tuple[nn.Module, Manifest]:
         return task.build_model(precision, where, folder)
 
-    model, manifest = world.first_before_others(build) if config.model.init == "random" else build()
-    fingerprint = fingerprint_of_weights(model) if world.size > 1 else ""
-    checkpointing = choose_checkpointing(task, basis, model, parts=parallel.parts(world.size))
-    apply_checkpointing(model, checkpointing)
-    sharding = None
-    if parallel.shares:
-        with world.exchanging():
-            sharding = shard(model, world, reduce=precision.reduce, device=basis.device, nodes=parallel.nodes)
+    def complete() -> tuple[nn.Module, Manifest, Checkpointing, str, list[nn.Module]]:
+        model, manifest = world.first_before_others(build) if config.model.init == "random" else build()
+        fingerprint = fingerprint_of_weights(model) if world.size > 1 else ""
+        checkpointing = choose_checkpointing(task, basis, model, parts=parallel.parts(world.size))
+        apply_checkpointing(model, checkpointing)
+        units = [] if mesh is None else keep_own_part(model, mesh, reduce=precision.reduce)
+        return model, manifest, checkpointing, fingerprint, units
+
+    # the whole model is in a machine's memory once, and then its parts
+    model, manifest, checkpointing, fingerprint, units = complete() if mesh is None else world.in_turn(complete)
+    with world.exchanging():
+        sharding = None if mesh is None else Sharding(model, units, world, replicas=parallel.nodes)
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce, summed=sharding)
     optimizer = build_optimizer(model, config.train, precision, accumulator.gradient)
     # building drew from the generators by a path that a resumed run may not take again
@@ -149,7 +155,7 @@ def choose_parallel(task: Task, basis: Basis, world: World) -> Parallel:
         def peak() -> int:
             return planned_checkpointing(task, basis, made, has=has, besides=0)[1].peak
 
-        found = by_plan(task.most_bytes(made.model, precision), has, peak, optimizer=config.train.optimizer)
+        found = by_plan(task.most_bytes(made.model, precision), has, peak, train=config.train)
         return [found.kind, found.reason]
 
     kind, reason = world.first_does(decide)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from ..distributed.shard import Sharding, shard
+from ..distributed.shard import Sharding, keep_own_part, mesh_of
 from ..distributed.world import ALONE, World
 from ..dtypes import eps, to_torch
 from ..errors import RunError
@@ -31,11 +32,17 @@ def verify_result(
 
     sharding  how the trained model was distributed over the processes of `world`, which all call this: the reloaded one is too
     """
-    model = task.reload(folder, precision, device if sharding is None else torch.device("cpu"))
-    if world.first:
-        refuse_difference(folder, weights, model, to_torch(precision.save_adapter if adapter else precision.save_model))
+    mesh = None if sharding is None else mesh_of(world, device, nodes=sharding.replicas)
+
+    def load() -> tuple[nn.Module, list[nn.Module]]:
+        model = task.reload(folder, precision, device if mesh is None else torch.device("cpu"))
+        if world.first:
+            refuse_difference(folder, weights, model, to_torch(precision.save_adapter if adapter else precision.save_model))
+        return model, [] if mesh is None else keep_own_part(model, mesh, reduce=precision.reduce)
+
+    model, units = world.in_turn(load)
     if sharding is not None:
-        shard(model, world, reduce=precision.reduce, device=device, nodes=sharding.replicas)
+        Sharding(model, units, world, replicas=sharding.replicas)
     reloaded = task.evaluate(model, device, dtype=precision.loss, most=ROWS, world=world)
     allowed = saved_dtype_error(precision, adapter=adapter) * max(1.0, abs(trained.loss))
     if not abs(reloaded.loss - trained.loss) <= allowed:

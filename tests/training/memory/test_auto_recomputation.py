@@ -81,7 +81,7 @@ def test_a_run_uses_the_choice_prints_it_and_records_it(configured, tmp_path, li
 def test_far_below_the_memory_limit_no_plan_is_made(configured, tmp_path, monkeypatch):
     from isotype.training import setup
 
-    monkeypatch.setattr(setup, "plan_memory", lambda *_, **__: pytest.fail("planned"))
+    monkeypatch.setattr(setup, "plan_part", lambda *_, **__: pytest.fail("planned"))
     assert train(configured()) == 0
     resolved = (tmp_path / "run" / "resolved.yaml").read_text()
     assert re.search(r"gradient_checkpointing: none +# auto: the step cannot take more than", resolved)

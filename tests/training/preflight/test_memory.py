@@ -42,7 +42,7 @@ def test_the_bound_is_above_the_plan(subject, settings):
 
 
 def test_a_run_far_below_the_memory_limit_is_not_simulated(subject, monkeypatch):
-    monkeypatch.setattr(memory, "plan_memory", lambda *a, **k: pytest.fail("simulated"))
+    monkeypatch.setattr(memory, "plan_part", lambda *a, **k: pytest.fail("simulated"))
     assert list(out_of_memory(subject())) == []
 
 
