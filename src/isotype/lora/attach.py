@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from ..instance_method import InstanceMethod
 from ..ops.backend import reference_runs
+from ..ops.recompute import hooks_read_here, is_recomputed
 from . import siblings
 from .call import Call, call_of, dropout_mask, wants_fp32_branch
 from .group import Projection, lora_group
 from .linear import lora_linear
-from .plain import kind_reason, lora_layers, why_not_fused
+from .plain import has_hooks, kind_reason, lora_layers, why_not_fused
 
 _FUSED = "_isotype_fused"
 
@@ -88,6 +89,8 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """A LoRA layer's forward: fused while the layer is plain, else PEFT's own."""
     if args or kwargs or not x.is_floating_point() or reference_runs() or why_not_fused(self) is not None:
         return _peft_forward(self, x, *args, **kwargs)
+    if is_recomputed() and has_hooks(self):
+        hooks_read_here()
     call = call_of(self, x)
     ready = siblings.take(self, x, call.tensors)
     if ready is not None:

@@ -14,7 +14,7 @@ from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..ops.compiled import missing
 from ..ops.probe import why_no_kernels
 from ..precision import Precision
-from . import attention, gated, generation, head, norms, rotary
+from . import attention, gated, generation, head, layers, norms, rotary
 from .base import base_notes
 from .instances import KERNEL_LIBRARIES, foreign, library_of, put, take_back, taken
 from .manifest import Entry, Manifest
@@ -79,6 +79,9 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
             _row_ops(path, module, manifest, out_dtype)
         if not why_not:
             _attention(path, module, manifest, kind, on_cpu)
+        if not why_not and layers.is_candidate(module):
+            reason = taken(module)
+            manifest.add("layer", path, module, *((None, reason) if reason is not None else layers.place(module)))
         if path and hasattr(module, "num_experts") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
             manifest.add("experts", path, module, None, "its experts are one stacked parameter: no op for those")
     for lm in causal_lms(model):
