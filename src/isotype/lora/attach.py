@@ -20,7 +20,7 @@ from . import siblings
 from .call import Call, call_of, dropout_mask, wants_fp32_branch
 from .group import Projection, lora_group
 from .linear import lora_linear
-from .plain import has_hooks, kind_reason, lora_layers, why_not_fused
+from .plain import forget_parts, has_hooks, kind_reason, lora_layers, why_not_fused
 
 _FUSED = "_isotype_fused"
 
@@ -77,6 +77,7 @@ def unfuse_lora(model: nn.Module) -> int:
         vars(layer).pop(_FUSED).take_back()
         wants_fp32_branch(layer, False)
         siblings.unlink(layer)
+        forget_parts(layer)
     return len(fused)
 
 
