@@ -235,9 +235,9 @@ def place_block(model: nn.Module) -> None:
     from isotype.lora import fuse_lora
     from isotype.optimize import gated
 
-    for module in model.modules():
+    for path, module in model.named_modules():
         if gated.is_candidate(module):
-            gated.place(module)
+            gated.place(path, module)
     fuse_lora(model)
 
 

@@ -120,8 +120,8 @@ def peft_block(op: str = "linear", *, device: str = "cpu", bias: bool = True, sc
     import peft
 
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=RANK, lora_alpha=scale * RANK, target_modules=list(OPS[op]))  # type: ignore[arg-type]  # a float is taken
-    block = peft.get_peft_model(Block(op, bias), config).base_model.model  # type: ignore[arg-type]
+    config = peft.LoraConfig(r=RANK, lora_alpha=scale * RANK, target_modules=list(OPS[op]))  # a float is taken
+    block = peft.get_peft_model(Block(op, bias), config).base_model.model
     for layer in block.children():
         nn.init.normal_(layer.lora_B.default.weight, std=0.2)
         layer.base_layer.requires_grad_(trainable)
@@ -132,9 +132,9 @@ def in_cell(block: Block, cell: Cell) -> Block:
     """A copy of the block with its weights in the cell's dtypes."""
     made = copy.deepcopy(block)
     for layer in made.children():
-        layer.base_layer.to(to_torch(cell.weight))  # type: ignore[union-attr,operator]
+        layer.base_layer.to(to_torch(cell.weight))
         for part in (layer.lora_A, layer.lora_B):
-            part.to(to_torch(cell.adapter))  # type: ignore[union-attr,operator]
+            part.to(to_torch(cell.adapter))
     return made
 
 

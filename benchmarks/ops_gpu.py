@@ -355,7 +355,7 @@ def undominated(rows: list[Row]) -> str:
         row.peer
         for row in ran
         if row not in ours
-        and all(row.median < mine.median and row.peak < mine.peak for mine in ours)  # type: ignore[operator]
+        and all(row.median < mine.median and row.peak < mine.peak for mine in ours)
         and max(row.errors) <= 1.1 * min(max(mine.errors) for mine in ours)
     ]
     return (

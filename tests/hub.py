@@ -32,7 +32,7 @@ def hub(folder: Path) -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     found = Hub(f"http://127.0.0.1:{server.server_port}")
-    server.folder, server.hub = folder, found  # type: ignore[attr-defined]
+    server.folder, server.hub = folder, found
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -61,7 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        self.server.hub.asked.append(f"{self.command} {path}")  # type: ignore[attr-defined]
+        self.server.hub.asked.append(f"{self.command} {path}")
         parts = path.strip("/").split("/")
         if parts[0] == "api" and len(parts) > 3:
             self._answer_api(parts[1], "/".join(parts[2:4]), parts[4:])
@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, (root / path).read_bytes(), etag=_etag(root / path))
 
     def _repository(self, kind: str, name: str) -> Path | None:
-        root = self.server.folder / kind / name  # type: ignore[attr-defined]
+        root = self.server.folder / kind / name
         return root if root.is_dir() else None
 
     def _refuse(self, status: int, code: str) -> None:

@@ -50,7 +50,14 @@ def test_the_ledger_as_json_and_as_text(planned):
     assert all(row["source"] for row in ledger["unsloth"]["rows"])
     assert "query, key and value kept" in ledger["savings"]
     text = planned(*kept).output
-    for words in ("times are unmeasured", "Unsloth 2026.8.19", "the step", "memory at the peak", "saved, each counted", "attention's output kept"):
+    for words in (
+        "times are unmeasured",
+        "Unsloth 2026.8.19",
+        "the step",
+        "memory at the peak",
+        "saved, each counted",
+        "attention's output kept",
+    ):
         assert words in text
 
 
@@ -73,7 +80,10 @@ def test_a_target_of_memory_makes_auto_recompute(planned):
     [
         (["train.memory=1GiB", "train.gradient_checkpointing=none"], "train.memory has no effect with train.gradient_checkpointing: none"),
         (["train.keep_attention=all"], "train.keep_attention has no effect with train.gradient_checkpointing: auto"),
-        (["train.keep_attention=all", "train.gradient_checkpointing=layers", "model.optimize=false"], "no layer of this model has the form"),
+        (
+            ["train.keep_attention=all", "train.gradient_checkpointing=layers", "model.optimize=false"],
+            "no layer of this model has the form",
+        ),
         (["train.memory=soon"], "train.memory"),
     ],
     ids=str,

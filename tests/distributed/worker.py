@@ -4,6 +4,7 @@ config, resume  as for `isotype train`
 command         arguments of `isotype`, which is then run instead
 toy             the toy task instead of the language task
 group           the process group is there before the run
+counted         prints the bytes that the last step sent
 fault           [rank, step, what]: at that step that process is killed (`die`), stops (`stop`), sleeps (`hang`) or raises (`raise`)
 """
 
@@ -50,8 +51,38 @@ def with_fault(rank: int, step: int, what: str) -> None:
     Loop._own_rows = own_rows
 
 
+def with_counted_bytes() -> None:
+    """Prints at each step what its collectives sent, by ring algorithms: the sizes are those of the tensors that they were given."""
+    sent, takes = [0.0], Loop._step
+
+    def counting(name: str, place: int, times: int) -> None:
+        collective = getattr(torch.distributed, name)
+
+        def call(*args, **kwargs):
+            tensor = args[place] if len(args) > place else kwargs["input_tensor" if place else "output_tensor"]
+            size = torch.distributed.get_world_size(kwargs.get("group"))
+            sent[0] += times * tensor.numel() * tensor.element_size() * (size - 1) / size
+            return collective(*args, **kwargs)
+
+        setattr(torch.distributed, name, call)
+
+    counting("all_reduce", 0, 2)
+    counting("all_gather_into_tensor", 0, 1)
+    counting("reduce_scatter_tensor", 1, 1)
+
+    def step(loop, number):
+        sent[0] = 0.0
+        takes(loop, number)
+        if loop.world.first:
+            print(f"step {number} sent {int(sent[0])} bytes")
+
+    Loop._step = step
+
+
 def main() -> int:
     given = json.loads(sys.argv[1])
+    if given.get("counted"):
+        with_counted_bytes()
     if given.get("fault") and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         with_fault(*given["fault"])
     if given.get("command"):

@@ -124,6 +124,17 @@ def test_a_callback_class_in_place_of_an_object_is_refused_before_anything_is_lo
     assert "Mine()" in str(refused.value)
 
 
+def test_a_callback_that_cannot_be_called_is_refused_before_anything_is_loaded():
+    class Mine(isotype.Callback):
+        def on_save(self):
+            pass
+
+    with pytest.raises(UsageError, match=r"Mine\.on_save cannot be called with a Moment alone: too many positional arguments"):
+        isotype.train(model="nowhere", data="nothing.jsonl", callbacks=[Mine()])
+    with pytest.raises(UsageError, match=r"function is no isotype\.Callback"):
+        isotype.train(model="nowhere", data="nothing.jsonl", callbacks=[lambda moment: None])
+
+
 def test_a_callback_that_rounds_the_optimizers_states_stops_the_run(workshop, tmp_path):
     class Rounds(isotype.Callback):
         def on_step(self, moment):

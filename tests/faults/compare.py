@@ -15,7 +15,8 @@ def differences(run: Path, undisturbed: Path) -> list[str]:
     found = []
     steps = sorted(undisturbed.glob("checkpoints/step_*"), key=lambda p: int(p.name.removeprefix("step_")))
     last = steps[-1].name
-    for name in ("adapter/adapter_model.safetensors", "model/model.safetensors", f"checkpoints/{last}/tensors.safetensors"):
+    parts = [f"checkpoints/{last}/{name}" for name in ("tensors.safetensors", "tensors.1.safetensors")]
+    for name in ("adapter/adapter_model.safetensors", "model/model.safetensors", *parts):
         ours, theirs = run / name, undisturbed / name
         if ours.is_file() != theirs.is_file():
             found.append(f"{name} is only on one side")

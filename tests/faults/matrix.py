@@ -96,4 +96,4 @@ def _die_after_a_save() -> None:
             die()
         return target
 
-    CheckpointStore.save = save_then_die  # type: ignore[method-assign]
+    CheckpointStore.save = save_then_die

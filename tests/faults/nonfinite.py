@@ -43,7 +43,7 @@ def batch(loop: Loop) -> None:
         output[-1, 0, 0] = NAN
         return output
 
-    loop.model.get_input_embeddings().register_forward_hook(poison)  # type: ignore[operator]
+    loop.model.get_input_embeddings().register_forward_hook(poison)
 
 
 def gradient(loop: Loop) -> None:
@@ -121,7 +121,7 @@ def _before_step(at: int, inject: Callable[[Loop], None]) -> None:
             inject(self)
         plain(self, step)
 
-    Loop._step = poisoned  # type: ignore[method-assign]
+    Loop._step = poisoned
 
 
 def _fill(parameter: Any) -> None:

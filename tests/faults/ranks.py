@@ -1,7 +1,8 @@
 """A run on two processes, of which one is killed, or both: at any moment, and right before any file operation of the one that saves.
 
 The process that is left must name the one that is gone, in one message, and end with status 1; then the run goes on with two processes, and
-must end byte for byte as the undisturbed run on two processes.
+must end byte for byte as the undisturbed run on two processes. They replicate the model, or share it
+(then each writes a part of a checkpoint).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .child import HANGS, HUNG, Child, Ended
 from .compare import differences
@@ -30,31 +32,36 @@ HOWS = (
     "the first process, before a file operation",
     "both, by the clock",
 )
-WAITS = {"parallel": {"timeout": 30}}  # for a process that was killed before it came
+KINDS = ("replicate", "shard")
+TIMEOUT = 30  # seconds for a process that was killed before it came
 
 
 def rank_trials(workshop: Workshop, *, kills: int, seed: int, deadline: Deadline) -> Iterator[Trial]:
-    """`kills` runs, each killed once; the recipes and the ways to be killed in turn."""
+    """`kills` runs, each killed once; the recipes, the ways to be killed and the kinds in turn."""
     moments = random.Random(seed)
-    undisturbed: dict[str, tuple[Path, float]] = {}
+    undisturbed: dict[tuple[str, str], tuple[Path, float]] = {}
     for number in range(kills):
         if deadline.passed:
             return
         recipe, how = list(RECIPES)[number % len(RECIPES)], HOWS[(number + number // len(RECIPES)) % len(HOWS)]
-        if recipe not in undisturbed:
+        kind = KINDS[(number + number // (2 * len(RECIPES))) % len(KINDS)]
+        shared = {"parallel": {"kind": kind, "timeout": TIMEOUT}}
+        if (recipe, kind) not in undisturbed:
             folder = workshop.new_folder()
             begun = time.monotonic()
-            ended = Together(workshop, ["train", str(workshop.settings(folder, recipe, **WAITS))]).wait()
+            ended = Together(workshop, ["train", str(workshop.settings(folder, recipe, **shared))]).wait()
             if any(one.status for one in ended):
                 yield Trial(part="ranks", what="undisturbed", survived=False, identical=None, wrong=ended[0].output[-1500:])
                 return
-            undisturbed[recipe] = folder, time.monotonic() - begun
-        yield _one(workshop, recipe, how, moments, *undisturbed[recipe])
+            undisturbed[recipe, kind] = folder, time.monotonic() - begun
+        yield _one(workshop, recipe, how, moments, shared, *undisturbed[recipe, kind])
 
 
-def _one(workshop: Workshop, recipe: str, how: str, moments: random.Random, undisturbed: Path, seconds: float) -> Trial:
+def _one(
+    workshop: Workshop, recipe: str, how: str, moments: random.Random, shared: dict[str, dict[str, Any]], undisturbed: Path, seconds: float
+) -> Trial:
     folder = workshop.new_folder()
-    settings = workshop.settings(folder, recipe, **WAITS)
+    settings = workshop.settings(folder, recipe, **shared)
     killed = (1,) if how.startswith("the other") else (0, 1) if how.startswith("both") else (0,)
     before = before_operation(moments.randint(1, operations_of(workshop, recipe)), die) if how.endswith("operation") else None
     run = Together(workshop, workshop.go_on(folder, settings), before=before)
@@ -69,7 +76,8 @@ def _one(workshop: Workshop, recipe: str, how: str, moments: random.Random, undi
         wrong += differences(folder, undisturbed)
     if not wrong:
         shutil.rmtree(folder)
-    return Trial(part="ranks", what=f"SIGKILL of {how}", survived=survived, identical=not wrong, message=message,
+    what = f"{shared['parallel']['kind']}: SIGKILL of {how}"
+    return Trial(part="ranks", what=what, survived=survived, identical=not wrong, message=message,
                  wrong="; ".join(wrong) + (f" ({folder}, {recipe})" if wrong else ""))  # fmt: skip
 
 

@@ -107,11 +107,11 @@ def test_optimize_lists_them_and_restore_undoes_them():
     assert before == {name: dict(vars(module)) for name, module in model.named_modules()}
 
 
-def test_optimize_says_why_a_layer_is_left_alone():
+def test_optimize_gives_the_reason_for_each_layer_without_an_op():
     manifest = optimize(trained("llama", use_dora=True))
     placed = [entry for entry in manifest.entries if entry.part == "lora"]
     assert {entry.op for entry in placed} == {None}
-    assert {entry.why for entry in placed} == {"a variant of LoRA (DoraLinearVariant)"}
+    assert {entry.reason for entry in placed} == {"a variant of LoRA (DoraLinearVariant)"}
 
 
 def test_a_whole_model_compiles_in_one_graph(ids):

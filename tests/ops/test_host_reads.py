@@ -79,7 +79,7 @@ def test_the_chunks_of_log_probabilities_read_nothing_on_the_host(head):
     assert products == (5 + 3 if head else 10 + 2)
 
 
-def test_the_mode_refuses_what_waits():
+def test_the_mode_raises_for_operators_that_wait_for_the_device():
     x = of(4)
     for wait in (lambda: x.nonzero(), lambda: x[x > 0], lambda: bool(x.sum() > 0), lambda: x.cpu()):
         with NoHostReads(), pytest.raises((HostReadError, RuntimeError)):

@@ -50,7 +50,7 @@ def test_every_replaced_modules_output_can_be_changed_in_place(family, kind):
     model = made(family, kind, torch.float32)
     mine = copy.deepcopy(model)
     # hooks on a 4-bit layer below an adapter would send the adapter's layer to PEFT's code
-    places = {e.place for e in optimize(mine).replaced if not e.place.endswith("base_layer") and e.part not in ("generate", "head")}
+    places = {e.module for e in optimize(mine).replaced if not e.module.endswith("base_layer") and e.part not in ("generate", "head")}
     assert len(places) > 1
     places.add("lm_head" if kind == "plain" else "base_model.model.lm_head")
     for each in (model, mine):

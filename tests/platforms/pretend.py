@@ -36,7 +36,7 @@ def pretend(system: str) -> None:
     sysconfig.get_config_vars()  # reads a file with the system's name in its own
     modules, functions = GONE[system]
     for name in (*modules, "torch"):  # torch: the doctor must run without it
-        sys.modules[name] = None  # type: ignore[assignment]
+        sys.modules[name] = None
     for name in functions:
         if hasattr(os, name):
             delattr(os, name)
@@ -50,14 +50,14 @@ def pretend(system: str) -> None:
 
 
 def _without_proc(owner: object) -> None:
-    real = owner.open  # type: ignore[attr-defined]
+    real = owner.open
 
     def opened(file, *args, **kwargs):
         if isinstance(file, (str, os.PathLike)) and str(file).startswith("/proc/"):
             raise FileNotFoundError(2, "No such file or directory", str(file))
         return real(file, *args, **kwargs)
 
-    owner.open = opened  # type: ignore[attr-defined]
+    owner.open = opened
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def test_eight_bit_layers_run_pefts_code_and_are_named_with_the_reason():
     manifest = optimize(lora(quantised(tiny(), kind="int8")), NF4)
     placed = [entry for entry in manifest.entries if entry.part == "lora"]
     assert {entry.op for entry in placed} == {None}
-    assert all("activations" in entry.why for entry in placed)
+    assert all("activations" in entry.reason for entry in placed)
 
 
 def test_tensors_widened_earlier_are_named_and_restored(tmp_path):

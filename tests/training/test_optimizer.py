@@ -3,7 +3,9 @@ import torch
 from torch import nn
 
 from isotype.config.schema import TrainSection
-from isotype.ops.adamw import stochastic_round_
+from isotype.ops.adamw import adamw_reference_, stochastic_round_
+from isotype.ops.adamw.numbers import AdamwNumbers
+from isotype.ops.adamw.reference import BLOCK, noise
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.training.optimizer import MixedAdamW, build_optimizer
@@ -29,16 +31,15 @@ def test_equals_torchs_adamw_in_fp32():
 
 
 def test_stochastic_rounding_keeps_the_mean_and_exact_values():
-    g = torch.Generator().manual_seed(0)
     value = torch.full((200_000,), 1.0 + 2.0**-10)  # an eighth of the way to the next bf16
     target = torch.empty(200_000, dtype=torch.bfloat16)
-    stochastic_round_(target, value, g)
+    stochastic_round_(target, value, seed=0)
     assert set(target.unique().tolist()) == {1.0, 1.0 + 2.0**-7}
     expected, deviation = 2.0**-10, 2.0**-7 * (0.125 * 0.875 / 200_000) ** 0.5
     assert abs(float(target.double().mean()) - 1 - expected) < 5 * deviation
     exact = torch.tensor([0.0, -1.5, float("inf"), float("-inf"), 3.0])
     out = torch.empty(5, dtype=torch.bfloat16)
-    stochastic_round_(out, exact, g)
+    stochastic_round_(out, exact, seed=0)
     assert out.tolist() == exact.tolist()
 
 
@@ -86,3 +87,27 @@ def test_eight_bit_adamw_is_the_real_one():
     model(torch.randn(4, 128)).sum().backward()
     optimizer.step()
     assert optimizer.state[model.weight]["state1"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize("cut", [1, 4095, 5000])
+def test_parts_of_a_weight_round_as_the_whole_one(cut):
+    """Noise is a function of seed, step and element: whoever has a row draws the same."""
+    numbers = AdamwNumbers(lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, step=1)
+    start, gradient = torch.randn(9000).bfloat16(), torch.randn(9000)
+
+    def updated(first, last):
+        weight = start[first:last].clone()
+        adamw_reference_(weight, gradient[first:last], torch.zeros(last - first), torch.zeros(last - first), numbers, 7, first)
+        return weight
+
+    assert torch.equal(torch.cat([updated(0, cut), updated(cut, 9000)]), updated(0, 9000))
+
+
+def test_noise_of_blocks_and_seeds_differs():
+    cpu = torch.device("cpu")
+    across = noise(3, BLOCK - 50, 100, cpu)
+    assert torch.equal(across[:50], noise(3, 0, BLOCK, cpu)[-50:])
+    assert torch.equal(across[50:], noise(3, BLOCK, 50, cpu))
+    assert not torch.equal(noise(3, 0, 50, cpu), noise(3, BLOCK, 50, cpu))
+    assert not torch.equal(noise(3, 0, 50, cpu), noise(3 + (1 << 32), 0, 50, cpu))
+    assert (int(across.min()) >= 0, int(across.max()) < 1 << 16) == (True, True)

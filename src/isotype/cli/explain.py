@@ -48,7 +48,7 @@ def explain(
 
     source: str | None = None
     if not given or given == ["-"]:
-        sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
+        sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal's stream, or a test's that has the method
         findings = explain_lines(sys.stdin)
     elif len(given) == 1 and _is_file(given[0]):
         source = given[0]

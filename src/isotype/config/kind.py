@@ -15,7 +15,7 @@ PIPELINE_FILE = "model_index.json"
 ONLY: Mapping[str, tuple[str, ...]] = {
     DIFFUSION: (
         "images.", "diffusion.", "precision.vae", "precision.text_encoder", "precision.timesteps", "precision.latents",
-        "run.sample_steps", "run.sample_size", "run.sample_guidance",
+        "precision.ema", "train.ema", "run.sample_steps", "run.sample_size", "run.sample_guidance",
     ),
     LANGUAGE: (
         "data.", "model.revision", "model.init", "model.config", "model.tokenizer", "model.attention", "model.allow_unquantised",
@@ -25,7 +25,7 @@ ONLY: Mapping[str, tuple[str, ...]] = {
 INSTEAD = {
     "data.train": "images.train", "data.eval": "images.eval", "data.eval_split": "images.eval_split", "data.limit": "images.limit",
     "data.shuffle": "images.shuffle", "data.cache": "images.cache", "run.sample_tokens": "run.sample_steps",
-    "data.max_length": "diffusion.max_text_length",
+    "data.max_length": "diffusion.max_text_length", "data.columns": "images.columns", "data.on_bad_row": "images.on_bad_row",
 }  # fmt: skip
 
 

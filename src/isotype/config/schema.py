@@ -88,15 +88,29 @@ class DataSection(Section):
 
 
 class ImagesSection(Section):
-    train: str | list[str] | None = None
-    """Training pictures of a diffusion run: a folder (each picture with its caption in a .txt of the same name), a JSONL file (`image`,
-    `text`), or a list of these."""
-    eval: str | list[str] | None = None
+    train: str | list[str | dict[str, Any]] | None = None
+    """Training pictures of a diffusion run: a folder (each picture with its captions in a .txt of the same name, a caption a line), a file
+    of rows that name pictures (JSONL, CSV, Parquet), or a list of these, each perhaps a mapping with `name`, `caption` (of all
+    its pictures), `columns`, `repeats`."""
+    eval: str | list[str | dict[str, Any]] | None = None
     """Evaluation pictures, named as in `train`; without it `eval_split` of the training pictures are held out."""
     eval_split: Fraction = 0.05
     """Share of the training pictures held out when `eval` is not given; 0 for none."""
+    regularisation: str | list[str | dict[str, Any]] | None = None
+    """Pictures of what the model shall still draw as before (prior preservation), named as in `train`. They are trained on with the
+    others, their loss times `weight`, a key of a mapping, 1 by default."""
+    masks: str | None = None
+    """Folder of grey pictures, named as those of `train`: the loss counts where the mask is white. A row may name its own (`mask`)."""
+    columns: dict[str, str] | None = None
+    """The data's own names for `image`, `text`, `mask`: `{image: file, text: prompt}`. By default common names are tried."""
     resolution: PositiveInt = 512
-    """Side in pixels: a picture is scaled to cover a square of it, and its middle is taken."""
+    """Side in pixels: a picture is scaled to cover a square of it, and `crop` is taken."""
+    max_aspect: Annotated[float, Field(ge=1.0, le=8.0)] = 1.0
+    """Above 1: pictures keep their shape, up to so many times longer than wide or wider than long. They are put into aspect buckets of
+    about `resolution` x `resolution` pixels, and the pictures of a step come from one bucket where there are enough."""
+    crop: Literal["center"] | PositiveInt = "center"
+    """What is cut off where a picture does not fit: `center` keeps the middle; a number keeps so many windows, placed at random, of which
+    one is drawn each time a picture is seen."""
     flip: bool = False
     """Mirror half of the pictures, drawn anew each time one is seen."""
     caption_dropout: Fraction = 0.0
@@ -105,17 +119,27 @@ class ImagesSection(Section):
     """Use only the first pictures: for a trial."""
     shuffle: bool = True
     """Shuffle the pictures of every epoch, from `train.seed`."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A picture that cannot be used (cut, no picture, without caption): `error` names all of them before training, `skip` leaves them out
+    and lists them in bad_rows.jsonl; more than 5% are refused all the same."""
     cache: str = "auto"
     """Where latents and text embeddings are kept for the next run: a folder, `none` (memory only), or `auto`, the user's cache folder."""
 
 
 class DiffusionSection(Section):
-    timesteps: Literal["logit_normal", "uniform"] = "logit_normal"
-    """How the noise level of a training picture is drawn, before the shift."""
+    objective: Literal["auto", "flow_matching", "epsilon", "v"] = "auto"
+    """What the denoiser predicts. `auto`: what its scheduler declares."""
+    timesteps: Literal["auto", "logit_normal", "uniform"] = "auto"
+    """How the noise level of a training picture is drawn, before the shift. `auto`: logit_normal for flow matching, else uniform."""
     shift: Literal["auto"] | PositiveFloat = "auto"
-    """Moves noise levels towards more noise: s t / (1 + (s - 1) t). `auto`: the scheduler's own, by resolution where it has that."""
+    """Flow matching: moves noise levels towards more noise, s t / (1 + (s - 1) t). `auto`: the scheduler's own, by resolution where it has
+    that."""
+    weighting: Literal["none", "min_snr"] = "none"
+    """Weight of a picture's loss by its noise level. `min_snr` (epsilon and v) weighs levels with little noise down."""
+    snr_gamma: PositiveFloat = 5.0
+    """`min_snr`: the signal-to-noise ratio above which a level is weighed down."""
     guidance: Annotated[float, Field(ge=0.0)] = 1.0
-    """Guidance that a guidance-distilled model (Flux.1-dev) is told in training."""
+    """The guidance given to a guidance-distilled model (Flux.1-dev) in training."""
     eval_draws: PositiveInt = 4
     """Noise levels at which each evaluation picture is denoised, spread evenly; the same in every evaluation."""
     max_text_length: PositiveInt | None = None
@@ -170,6 +194,8 @@ class PrecisionSection(Section):
     """Diffusion: the noise level as the model is told, and its sinusoidal embedding."""
     latents: Dtype | None = None
     """Diffusion: latents, noise, noise level and target, before the model."""
+    ema: Dtype | None = None
+    """Diffusion: the moving average that `train.ema` keeps."""
     save: str | None = None
     """Files: one dtype, or `model bf16, adapter fp32`."""
     rounding: Literal["nearest", "stochastic"] | None = None
@@ -207,6 +233,8 @@ class TrainSection(Section):
     """AdamW's decay of the second moment."""
     epsilon: PositiveFloat = 1e-8
     """AdamW's epsilon."""
+    ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Diffusion: decay of an exponential moving average of the trained weights (0.999), saved as a second result beside the trained one."""
     clip: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest gradient norm; 0 for no clipping."""
     gradient_checkpointing: Literal["auto", "none", "layers", "layers+offload"] = "auto"
@@ -266,9 +294,10 @@ class RunSection(Section):
 
 
 class ParallelSection(Section):
-    kind: Literal["auto", "replicate"] = "auto"
+    kind: Literal["auto", "replicate", "shard", "hybrid"] = "auto"
     """What several processes share. `replicate`: each holds the whole model and computes its share of a step's rows; gradients are summed
-    once a step. `auto` takes it."""
+    once a step. `shard`: each holds a part of every weight, gradient and state, and a layer's weights are gathered while it runs. `hybrid`:
+    the processes of a machine share the model, and each machine has all of it. `auto` asks the memory plan: `replicate` where it fits."""
     timeout: PositiveFloat = 1800.0
     """Seconds to wait for another process before it is named and the run ends: longer than samples of the whole run's prompts take."""
 

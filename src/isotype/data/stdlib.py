@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 _SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo", "ensurepip", "__pycache__", "pydoc_data"}
@@ -107,8 +108,10 @@ def documented() -> tuple[Documented, ...]:
             continue
         if module and not module.endswith("__main__"):
             found += _walk(tree, module, module)
-    seen: set[str] = set()
-    return tuple(item for item in found if not (item.name in seen or seen.add(item.name)))  # type: ignore[func-returns-value]
+    first: dict[str, Any] = {}
+    for item in found:
+        first.setdefault(item.name, item)
+    return tuple(first.values())
 
 
 def _walk(node: ast.Module | ast.ClassDef, name: str, module: str) -> Iterator[Documented]:

@@ -30,7 +30,7 @@ COLUMNS: Mapping[str, str] = {
 
 
 class TokenBlock:
-    """The rows of one source, with what was counted on the way (`facts`)."""
+    """The rows of one source, with the counts made while reading (`facts`)."""
 
     def __init__(self, columns: Mapping[str, np.ndarray], facts: dict[str, Any]) -> None:
         self.ids, self.learnt, self.ends = columns["ids"], columns["learnt"], columns["ends"]
@@ -79,7 +79,11 @@ class TokenWriter:
 
     def block(self, facts: dict[str, Any]) -> TokenBlock:
         """The rows collected in memory."""
-        columns = {name: np.frombuffer(self.files[name].getvalue(), dtype) for name, dtype in COLUMNS.items()}  # type: ignore[attr-defined]
+        columns = {}
+        for name, dtype in COLUMNS.items():
+            file = self.files[name]
+            assert isinstance(file, io.BytesIO)
+            columns[name] = np.frombuffer(file.getvalue(), dtype)
         return TokenBlock(columns, facts)
 
 
@@ -111,7 +115,7 @@ class TokenRows(Sequence[Row]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # how Python says that something is not hashable
 
     def place(self, i: int) -> tuple[int, int]:
         """Block of a row, and its number there."""

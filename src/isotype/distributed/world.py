@@ -1,6 +1,7 @@
 """The processes of a run: how many there are, which one this is, and everything they tell each other.
 
-Only this file speaks to torch.distributed. `World()` is a single process: its methods return at once what they were given.
+Only this file and `shard`, whose model gathers its own weights, speak to torch.distributed. `World()` is a single process: its methods
+return at once what they were given.
 
 Whoever waits is told why nobody comes: an error of another process is raised by all of them, and a process that is dead or does not come is
 named with its rank, machine and step. Waits through the store look for failures as they wait; gradients and the sums of a step go through
@@ -16,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -36,7 +37,7 @@ LOOK = 0.5  # seconds between two looks for failures while waiting
 MOST_PAUSE = 0.05  # seconds between two looks for what is waited for
 SUSPECT = 2.0  # seconds without a sign of life after which a process is looked at more closely
 _RUNS = itertools.count()  # runs one after the other in the same processes have keys of their own
-LEAVING = 10.0  # seconds that the first process waits for the others to leave: the store goes with it
+LEAVING = 10.0  # seconds that the first process waits for the others to end, because the store ends with it
 
 
 class World:
@@ -69,6 +70,16 @@ class World:
 
     def add_up(self, tensor: Tensor) -> None:
         """Sums a tensor over all processes, in place and in its dtype."""
+
+    def collect(self, part: Tensor, whole: Tensor | None, rows: Sequence[int]) -> None:
+        """Fills `whole`, which the first process has, with the parts of all: rank r has the next rows[r] of them. All lie on the CPU."""
+        if whole is not None:
+            whole.copy_(part)
+
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Around work in which processes exchange without this class, as a sharded model's forward does: an error of the exchange is
+        replaced by what happened to the others."""
+        return nullcontext()
 
     def gather(self, value: Any) -> list[Any]:
         """What each process gave, JSON, by rank."""
@@ -144,6 +155,35 @@ class JoinedWorld(World):
         with self._meeting(), _disable_current_modes():
             dist.all_reduce(tensor)
 
+    def collect(self, part: Tensor, whole: Tensor | None, rows: Sequence[int]) -> None:
+        import torch.distributed as dist
+
+        # as bytes: gloo does not know every dtype
+        if whole is None:
+            if len(part):
+                with self._meeting():
+                    dist.send(part.contiguous().view(-1).view(torch.uint8), 0, group=self._small)
+            return
+        begin = 0
+        for rank, count in enumerate(rows):
+            its = whole[begin : begin + count]
+            begin += count
+            if rank == 0:
+                its.copy_(part)
+            elif count:
+                with self._meeting():
+                    dist.recv(its.view(-1).view(torch.uint8), rank, group=self._small)
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        self._watch.sign.met += 1
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_of_an_exchange(error):
+                raise
+            raise self._what_happened(error) from error
+
     def gather(self, value: Any) -> list[Any]:
         turn = self._next_turn()
         self._store.set(f"{turn}/{self.rank}", json.dumps(value))
@@ -171,7 +211,7 @@ class JoinedWorld(World):
         if self._failed or error is self._lost:
             return  # it is another one's failure
         self._failed = True
-        with suppress(Exception):  # the store may be gone, and the error itself matters more
+        with suppress(Exception):  # the store may have ended, and the original error matters more
             self._store.set(f"failed/{self.rank}", json.dumps(told.as_json(error)))
 
     def close(self) -> None:
@@ -236,7 +276,7 @@ class JoinedWorld(World):
         return any(one.dead and one.sign.rank == rank for one in find_lost(self._store, self._watch.sign, self.size))
 
     def _what_happened(self, error: BaseException) -> BaseException:
-        """What the others told or show, in place of an error that names nobody."""
+        """The error with what other processes reported, in place of one that names no process."""
         self._watch.sign.doing = "ending"
         try:
             self._watch.tell()
@@ -269,6 +309,13 @@ class JoinedWorld(World):
     def _remember(self, error: AnyError) -> AnyError:
         self._lost = error
         return error
+
+
+def _is_of_an_exchange(error: RuntimeError) -> bool:
+    """Whether a process group raised this. Gloo's errors have no class of their own, and begin with the file of its source."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 _RESUME = "see what ended it, then isotype train --resume FOLDER goes on, on any number of processes that share a step's rows"
@@ -313,7 +360,7 @@ _SLOW = "see why they did not start; a higher parallel.timeout if they are only 
 
 
 def _not_all_came(seat: Seat, store: Any, timeout: float, error: Exception) -> RunError:
-    """The processes could not meet: who is missing, as far as it is known. `store`: None where it was not even made."""
+    """The processes could not connect: names the missing ones, if known. `store`: None where it was not created."""
     if store is None and seat.rank == 0:  # it is made once all processes have come
         came = "the other process did not come" if seat.size == 2 else f"not all of {seat.size - 1} other processes came"
         return RunError(f"{came} within {timeout:g} s (parallel.timeout)", code="MP002", fix=_SLOW)
@@ -330,7 +377,7 @@ def _not_all_came(seat: Seat, store: Any, timeout: float, error: Exception) -> R
 
 
 def _store(seat: Seat, wait: timedelta) -> Any:
-    """Where the processes meet. `isotype train --processes` hands the first one a socket that listens already: nobody can take its port."""
+    """The store of the processes. `isotype train --processes` passes the first one a listening socket, so that its port stays free."""
     import torch.distributed as dist
 
     handle = os.environ.get(LISTENS_AT)

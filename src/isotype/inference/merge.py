@@ -97,9 +97,9 @@ def merged_dtype(precision: Precision) -> tuple[str, str]:
 
 
 @torch.no_grad()
-def merged_state(model: nn.Module, dtype: torch.dtype) -> tuple[dict[str, Tensor], float, int]:
-    """The plain model's state dict, the merge noise, and how many weights were merged. Sums in fp32 whatever the base is kept in."""
-    inner = model.get_base_model()  # type: ignore[operator]
+def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], float, int]:
+    """The plain model's state dict, the merge noise, and how many weights were merged. Sums in fp32 for a base of any dtype."""
+    inner = model.get_base_model()
     _refuse_unmergeable(inner)
     state: dict[str, Tensor] = {}
     effect = error = 0.0
@@ -186,7 +186,8 @@ def _rows(run: LoadedRun) -> list:
 def _any_rows(run: LoadedRun) -> list:
     """Random tokens, on which two models are compared when the adapter comes without data."""
     generator = torch.Generator().manual_seed(0)
-    most = run.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    model: Any = run.model
+    most = model.get_input_embeddings().weight.shape[0]
     drawn = torch.randint(0, most, (16, 32), generator=generator).tolist()
     return [Row(tuple(ids), tuple(ids), 0) for ids in drawn]
 
@@ -196,7 +197,7 @@ def _loss(model: nn.Module, run: LoadedRun, rows: list) -> float:
 
 
 def _load_merged(out: Path, run: LoadedRun, dtype: str) -> nn.Module:
-    # fp32 products of half-precision weights do not exist: the merged model computes in what it is kept in
+    # fp32 products of half-precision weights do not exist, so the merged model computes in the dtype of its weights
     compute = dtype if run.precision.compute == "fp32" else run.precision.compute
     precision = run.precision.but(base=dtype, trainable=dtype, compute=compute, generate=compute, save=dtype)
     source = Source(str(out), trust_remote_code=run.source.trust_remote_code)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -56,11 +57,11 @@ class IsotypeCallback(TrainerCallback):
 
 
 def _constructed_now(args: Any) -> Trainer:
-    """The trainer whose constructor calls: transformers hands callbacks everything but the trainer."""
-    frame = sys._getframe(1)
+    """The trainer whose constructor is running: transformers passes callbacks everything except the trainer."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")
         if isinstance(found, Trainer) and found.args is args:
             return found
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     raise UsageError("IsotypeCallback.on_init_end was not called by a trainer's constructor", fix="attach(trainer)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -52,8 +53,9 @@ class TrainerStepper:
         self.optimizer = self.trainer.optimizer
         self.loss_scale = None
         dtype = attached.precision.trainable
-        self.accumulator = GradientAccumulator(self.model.parameters(), dtype=dtype)
-        assert all(p.dtype == to_torch(dtype) for p in self.accumulator.parameters), "gradients stay in .grad"
+        # of weights in their gradients' dtype: those stay in .grad
+        self.accumulator = attached.pure.accumulator if attached.pure else GradientAccumulator(self.model.parameters(), dtype=dtype)
+        assert all(p.dtype == to_torch(dtype) for p in self.accumulator.parameters), "weights are in their declared dtype"
 
     def accumulate(self, batches: Sequence[TrainerBatch]) -> Tensor:
         total = torch.zeros(())
@@ -70,7 +72,7 @@ class TrainerStepper:
             return loss
 
     def non_finite(self, batches: Sequence[TrainerBatch], *, step: int, what: str) -> RunError:
-        passes: list[Callable[[], object]] = [lambda batch=batch: self._loss(batch) for batch in batches]  # type: ignore[misc]
+        passes: list[Callable[[], object]] = [partial(self._loss, batch) for batch in batches]
         args = self.trainer.args
         return non_finite_error(
             self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, learning_rate=args.learning_rate,
@@ -118,11 +120,11 @@ class TrainerTask:
     def samples(self) -> int:
         return int(bool(self.rows_of.train) and hasattr(self.model, "generate") and getattr(self.model, "can_generate", lambda: False)())
 
-    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False) -> Sequence[Any]:
+    def sample(self, model: Any, device: torch.device, *, shortened: bool = False) -> Sequence[Any]:
         row = self.rows_of.train[0]
         ids = torch.tensor([row.input_ids[: max(1, row.prompt_length or len(row.input_ids) // 2)]], device=device)
         with evaluation_mode(model), random_state_restored():
-            model.generate(input_ids=ids, max_new_tokens=NEW_TOKENS, do_sample=False)  # type: ignore[operator]
+            model.generate(input_ids=ids, max_new_tokens=NEW_TOKENS, do_sample=False)
         return []
 
 

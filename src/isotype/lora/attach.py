@@ -1,14 +1,12 @@
 """Puts the fused op on PEFT's own layers, by instance, and takes it off again. No class is patched.
 
-A fused layer asks at every call whether it is still plain, looks its weights up then, and otherwise runs PEFT's code: merging,
-disabling, switching, hooking or swapping an adapter later needs no word to anyone. Its forward is a bound method, which a
-deepcopy binds anew.
+At every call a fused layer checks whether it is still plain and looks its weights up. If it is not plain, it runs PEFT's code. So an
+adapter may be merged, disabled, switched, hooked or replaced at any time. The forward is a bound method; deepcopy binds it to the copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from ..instance_method import InstanceMethod
 from ..ops.backend import reference_runs
 from ..ops.recompute import hooks_read_here, is_recomputed
+from ..placement import Placement
 from . import siblings
 from .call import Call, call_of, dropout_mask, wants_fp32_branch
 from .group import Projection, lora_group
@@ -25,31 +24,12 @@ from .plain import forget_parts, has_hooks, kind_reason, lora_layers, why_not_fu
 _FUSED = "_isotype_fused"
 
 
-@dataclass(frozen=True, slots=True)
-class LoraPlacement:
-    """One LoRA layer of the model.
-
-    module   its path in the model
-    kind     its base layer's class
-    op       the op that runs there; None where PEFT's own code does
-    reason   why PEFT's own code runs
-    """
-
-    module: str
-    kind: str
-    op: str | None
-    reason: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.module}: {self.op}" if self.op else f"{self.module}: PEFT's own code: {self.reason}"
-
-
-def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[LoraPlacement]:
+def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]:
     """Attaches the fused op to every LoRA layer whose kind has one; a line for every LoRA layer, in the model's order.
 
     branch_fp32  computes the adapters' own products in fp32 beside narrow base products
 
-    A layer that PEFT's own code runs for now (adapter disabled, merged, several active) is attached too and fuses when that ends.
+    A layer that must run PEFT's code for now (adapter disabled, merged, several active) is attached too, and fuses when that ends.
     """
     placements = []
     for path, layer in lora_layers(model):
@@ -63,7 +43,7 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[LoraPlacem
         if reason is None:
             wants_fp32_branch(layer, branch_fp32)
         reason = reason or why_not_fused(layer)
-        placements.append(LoraPlacement(path, type(layer.base_layer).__name__, None if reason else "lora_linear", reason or ""))
+        placements.append(Placement("lora", path, type(layer.base_layer).__name__, None if reason else "lora_linear", reason or ""))
     if placements:
         for module in model.modules():
             siblings.link(module, is_fused)
@@ -71,7 +51,7 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[LoraPlacem
 
 
 def unfuse_lora(model: nn.Module) -> int:
-    """Undoes `fuse_lora` and gives the number of layers; those it did not touch, and what others have put around it, stay as they are."""
+    """Undoes `fuse_lora` and returns the number of layers. Other layers, and wrappers that other libraries added since, are unchanged."""
     fused = [layer for _, layer in lora_layers(model) if _FUSED in vars(layer)]
     for layer in fused:
         vars(layer).pop(_FUSED).take_back()
@@ -82,7 +62,7 @@ def unfuse_lora(model: nn.Module) -> int:
 
 
 def is_fused(layer: nn.Module) -> bool:
-    """Whether the forward that `fuse_lora` has attached to this layer is the one that is called, with nothing around it."""
+    """Whether calling this layer calls the forward that `fuse_lora` attached, with no wrapper around it."""
     return vars(layer).get(_FUSED, layer) is vars(layer).get("forward")
 
 
@@ -106,7 +86,7 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _together(layer: Any, x: Tensor, call: Call) -> Tensor | None:
-    """This layer's output, with its siblings' left for their own calls; None where they do not belong to one product now."""
+    """Computes this layer and its siblings in one product, and stores their outputs for their calls. None where they cannot share one."""
     rest = siblings.followers(layer)
     if not rest:
         return None
@@ -125,7 +105,7 @@ def _together(layer: Any, x: Tensor, call: Call) -> Tensor | None:
 
 
 def belong_together(x: Tensor, calls: list[Call]) -> bool:
-    """Whether the layers of these calls can share x's products: one decision of dtypes, none with a branch of its own in fp32."""
+    """Whether these calls can share the products of x: they use the same dtypes, and none computes its adapter branch in fp32."""
     dtypes = calls[0].decide(x)
     return not dtypes.wide and all(c.decide(x) == dtypes for c in calls[1:]) and all(c.features == x.shape[-1] for c in calls)
 
@@ -136,7 +116,7 @@ def projections(x: Tensor, calls: list[Call]) -> list[Projection]:
 
 
 def _peft_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """PEFT's code. bitsandbytes must not repack the weight in place on the way: it never unpacks it, and later gradients are wrong."""
+    """Runs PEFT's code. bitsandbytes must not repack the weight in place: it never undoes that, and later gradients would be wrong."""
     base = layer.base_layer
     own: Callable[..., Tensor] = type(layer).forward
     repacks = getattr(base, "support_avx512bf16_for_cpu", False)

@@ -40,7 +40,7 @@ class Projection(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What autograd is told of, TENSORS of them; the first four are what a result depends on."""
+        """The tensors that are given to autograd, TENSORS of them. The result depends on the first four."""
         return self.weight, self.bias, self.a, self.b, self.keep
 
 
@@ -210,7 +210,9 @@ def tensor_gradients(
         if needs[bias]:
             grads[bias] = wide_dy.sum(0, dtype=torch.promote_types(torch.float32, wide_dy.dtype)).to(dtypes[bias])
         if needs[b]:
-            grads[b] = gradient_product(dy, xa_TR[:, slices[i]], scales[i], dtypes[b])  # type: ignore[arg-type]
+            dtype = dtypes[b]
+            assert dtype is not None
+            grads[b] = gradient_product(dy, xa_TR[:, slices[i]], scales[i], dtype)
     wanted = [i for i, dy in enumerate(dys) if dy is not None and needs[TENSORS * i + 2]]
     if wanted:
         assert x_TK is not None

@@ -22,9 +22,12 @@ from ..ops import attention
 from ..ops.attention import backend_of
 from ..ops.attention.choice import on_a_gpu
 from ..ops.autocast import autocast_dtype
+from ..placement import Placement
 from .document_mask import DocumentMask, why_mask_is_read
+from .instances import placement, taken
 from .private import Replacement, why_not_rebuilt
 
+PART = "attention"
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 # below so many queries PyTorch's forward is as fast: most lanes of a block of 64 would be empty
 FEW = 32
@@ -51,14 +54,13 @@ def is_candidate(module: nn.Module, device_type: str) -> bool:
     return found == "sdpa" or (found == "eager" and device_type != "cpu" and softcap_of(module) is not None)
 
 
-def find(module: nn.Module, device_type: str) -> tuple[Replacement | None, str]:
-    """What takes the place of the table, or None; and why, or on a GPU which back ends will run."""
-    forward: Any = type(module).forward
-    reason = why_not_rebuilt(forward)
-    if reason:
-        return None, reason
-    made = Replacement(TABLE, Functions)
-    return made, "" if device_type == "cpu" else back_ends(module)
+def place(path: str, module: nn.Module, device_type: str, replacements: list[Replacement]) -> Placement:
+    """Adds a replacement of the table to those with which the module's forward will be rebuilt; the reason names a GPU's back ends."""
+    reason = taken(module) or why_not_rebuilt(type(module).forward)
+    if reason is not None:
+        return placement(PART, path, module, None, reason)
+    replacements.append(Replacement(TABLE, Functions))
+    return placement(PART, path, module, "attention", "" if device_type == "cpu" else back_ends(module))
 
 
 def back_ends(module: nn.Module) -> str:
@@ -106,7 +108,7 @@ class Functions:
 def by_the_op(original: Callable[..., tuple[Tensor, None]], *, eager: bool) -> Callable[..., Any]:
     """transformers' attention function (module, query, key, value, mask) -> ([B S N D], None), by `attention` where it serves.
 
-    eager  the original is the model's own, which is asked for by name where nobody wants anything else, or because it alone knows softcaps
+    eager  the original is the model's own function, which is used by default or because only it computes softcaps
     """
 
     def forward(
@@ -148,8 +150,8 @@ def by_the_op(original: Callable[..., tuple[Tensor, None]], *, eager: bool) -> C
     return forward
 
 
-def why_no_document_mask(model: nn.Module) -> str:
-    """Why bounds alone cannot keep documents apart in this model, or "": all its attention runs the op, and nothing else reads a mask."""
+def why_no_document_mask(model: nn.Module) -> str | None:
+    """Why bounds alone cannot keep documents apart in this model, or None: all its attention runs the op, and nothing else reads a mask."""
     layers = [(name, module) for name, module in model.named_modules() if implementation_of(module) is not None]
     for name, module in layers:
         forward = vars(module).get("forward")

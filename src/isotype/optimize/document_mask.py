@@ -25,15 +25,17 @@ class DocumentMask(Tensor):
         made.documents = documents
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # a C function, where Tensor has a class method
 
 
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def why_mask_is_read(model: Any) -> str:
-    """What in this model reads a mask of padding besides a causal attention, or "": then right padding needs no mask at all, since no real
-    token attends to what comes after it."""
+def why_mask_is_read(model: Any) -> str | None:
+    """What in this model reads a mask of padding besides a causal attention, or None.
+
+    With None, padding on the right needs no mask: no real token attends to a later position.
+    """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -51,4 +53,4 @@ def why_mask_is_read(model: Any) -> str:
             return f"{name} is not causal"
         if isinstance(module, nn.Conv1d) or hasattr(module, "A_log"):
             return f"{name} is a {type(module).__name__}, which mixes neighbouring positions"
-    return "" if getattr(text, "model_type", None) else "its configuration is unknown"
+    return None if getattr(text, "model_type", None) else "its configuration is unknown"

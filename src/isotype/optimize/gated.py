@@ -16,8 +16,10 @@ from ..lora.gated import run_gated, why_not_one
 from ..lora.plain import is_lora
 from ..ops import gelu_mul, silu_mul
 from ..ops.gated import Gated
-from .instances import put, same, settings_of, stand_in
+from ..placement import Placement
+from .instances import placement, put, same, settings_of, stand_in
 
+PART = "gated mlp"
 _HIDDEN, _INNER = 6, 10
 
 ACTIVATIONS: dict[Gated, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
@@ -41,9 +43,9 @@ class GatedSettings:
 def linears(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Children that are linear layers by their sizes, PEFT's and quantised ones included."""
     return {
-        name: (child.in_features, child.out_features)  # type: ignore[misc]
+        name: (inner, outer)
         for name, child in module.named_children()
-        if isinstance(getattr(child, "in_features", None), int) and isinstance(getattr(child, "out_features", None), int)
+        if isinstance(inner := getattr(child, "in_features", None), int) and isinstance(outer := getattr(child, "out_features", None), int)
     }
 
 
@@ -77,8 +79,8 @@ def candidates(module: nn.Module) -> list[tuple[str, str | None, str]]:
     return [(a, b, c) for a, b, c in permutations(sizes, 3) if sizes[a] == sizes[b] == sizes[c][::-1]]
 
 
-def recognise(module: nn.Module) -> GatedSettings | str:
-    """The settings with which a gated product is this module, or why none are."""
+def recognise(module: nn.Module) -> GatedSettings | None:
+    """The settings with which a gated product gives this module's output on a probe; None where no settings do."""
     x = torch.linspace(-2.0, 3.0, 2 * _HIDDEN, dtype=torch.float64).view(1, 2, _HIDDEN)
     for gate, up, down in candidates(module):
         generator = torch.Generator().manual_seed(0)
@@ -95,7 +97,7 @@ def recognise(module: nn.Module) -> GatedSettings | str:
                 settings = GatedSettings(gate, up, down, activation, op)
                 if same(partial(type(module).forward, twin, x), partial(compute, twin, x, settings)):
                     return settings
-    return "its output is not a gated product's on a probe"
+    return None
 
 
 def layers_of(module: nn.Module, s: GatedSettings) -> list[nn.Module]:
@@ -123,16 +125,16 @@ def gated_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: 
     return compute(self, hidden_states, settings) if together is None else together
 
 
-def place(module: nn.Module) -> tuple[str | None, str]:
-    """(op, why)."""
+def place(path: str, module: nn.Module) -> Placement:
+    """Puts a gated product on the module at this path of the model, where it gives the module's output."""
     found = recognise(module)
-    if isinstance(found, str):
-        return None, found
+    if found is None:
+        return placement(PART, path, module, None, "its output is not a gated product's on a probe")
     put(module, gated_forward, found)
     reason = why_not_one(layers_of(module, found))
     if reason is None:
-        return "lora_mlp", found.op
+        return placement(PART, path, module, "lora_mlp", found.op)
     notes = ["gate and up from one layer"] if found.up is None else []
     if any(is_lora(layer) for layer in layers_of(module, found)):
         notes.append(f"not with its LoRA layers in one function: {reason}")
-    return found.op, "; ".join(notes)
+    return placement(PART, path, module, found.op, "; ".join(notes))

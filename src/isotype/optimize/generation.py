@@ -12,21 +12,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..instance_method import InstanceMethod
+from ..placement import Placement
 from ..precision.apply import inner_model
+from .instances import placement
 
+PART = "generate"
 # whose functions call callbacks, and in whose functions named `train...` training steps run; TRL's trainers use both
 _CALLBACKS, _LOOP = "transformers.trainer_callback", "transformers.trainer"
 _STREAM = "_isotype_generation"
 
 
 class Stream:
-    """The generators' states for sampling in callbacks: one stream that goes on from callback to callback, and is never rewound.
+    """The generator states for sampling in callbacks: one random stream that continues from callback to callback and never repeats.
 
     left      the states that a generation gave back to training
     went_on   where that generation's own draws ended
@@ -89,33 +93,33 @@ def set_generator_states(states: list[Tensor]) -> None:
 
 def called_from_a_callback() -> bool:
     """Whether a trainer's callback is among the callers, and no training step between it and here."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__")
         if module == _CALLBACKS:
             return True
         if module == _LOOP and "train" in frame.f_code.co_name:
             return False
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 
 @contextmanager
-def checkpointing_rests(model: nn.Module) -> Iterator[None]:
-    """No layer recomputes within: there are no gradients, and the cache stays."""
-    switched = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+def checkpointing_off(model: nn.Module) -> Iterator[None]:
+    """Within this block no layer recomputes: there are no gradients, and the key-value cache is used."""
+    switched: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
     for module in switched:
-        module.gradient_checkpointing = False  # type: ignore[assignment]
+        module.gradient_checkpointing = False
     try:
         yield
     finally:
         for module in switched:
-            module.gradient_checkpointing = True  # type: ignore[assignment]
+            module.gradient_checkpointing = True
 
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     stream: Stream = self.__dict__[_STREAM][0]
-    with checkpointing_rests(self):
+    with checkpointing_off(self):
         if not called_from_a_callback():
             return type(self).generate(self, *args, **kwargs)
         with stream.apart():
@@ -134,8 +138,21 @@ class SeesTraining:
             self.stream.trained = torch.get_rng_state()
 
 
-def place(lm: nn.Module) -> str | None:
-    """Why the generate of this causal LM (or of the one it wraps) is not changed, or None."""
+def place(path: str, lm: Any) -> Placement:
+    """Replaces the `generate` of this causal LM, or of the one that it wraps."""
+    reason = why_not(lm)
+    if reason is not None:
+        return placement(PART, path, lm, None, reason)
+    inner = inner_model(lm)
+    stream, method = Stream(), InstanceMethod(generate, inner, "generate")
+    inner.__dict__[_STREAM] = stream, method
+    method.put()
+    lm.get_input_embeddings().register_forward_hook(SeesTraining(stream))
+    return placement(PART, path, lm, "generate", "leaves no trace in a trainer's loop")
+
+
+def why_not(lm: Any) -> str | None:
+    """Why the `generate` of this causal LM is not replaced, or None."""
     inner = inner_model(lm)
     if not callable(getattr(type(inner), "generate", None)):
         return "the model does not generate"
@@ -143,14 +160,7 @@ def place(lm: nn.Module) -> str | None:
         return "already optimized"
     if "generate" in inner.__dict__:
         return "its generate was already replaced by another library"
-    embeddings = lm.get_input_embeddings()  # type: ignore[operator]
-    if embeddings is None:
-        return "the model has no input embeddings"
-    stream, method = Stream(), InstanceMethod(generate, inner, "generate")
-    inner.__dict__[_STREAM] = stream, method
-    method.put()
-    embeddings.register_forward_hook(SeesTraining(stream))
-    return None
+    return "the model has no input embeddings" if lm.get_input_embeddings() is None else None
 
 
 def take_back(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The head: returns deferred logits when the forward of its causal LM was given labels, and plain logits otherwise."""
+"""The head: returns deferred logits when the forward of its causal LM was given labels or `deferring` says so, else plain logits."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..placement import Placement
 from ..precision.apply import inner_model
 from . import fused_head
 from .deferred import defer
-from .instances import KERNEL_LIBRARIES, foreign, library_of, put, settings_of, taken
+from .instances import KERNEL_LIBRARIES, foreign, library_of, placement, put, settings_of, taken
 from .manifest import Manifest
 
+PART = "head"
 _forwards = threading.local()
 
 BYPASSED = "TRL's fused head computes the loss from the head's weight, and never calls the head: its logits are not deferred"
@@ -26,22 +28,18 @@ BYPASSED = "TRL's fused head computes the loss from the head's weight, and never
 
 @dataclass
 class HeadSettings:
-    """manifest  told when another library's loss passes the head by"""
+    """manifest  gets a note when another library's loss does not call the head"""
 
     manifest: Manifest
 
 
-def head_forward(self: nn.Module, hidden: Tensor) -> Tensor:
+def head_forward(self: nn.Linear, hidden: Tensor) -> Tensor:
     # a graph holds real tensors, and torch.func's differ from step to step; a backward hook is given the gradient of real logits
-    if (
-        not getattr(_forwards, "depth", 0)
-        or torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or has_backward_hooks(self)
-    ):
+    asked = getattr(_forwards, "depth", 0) or (getattr(_forwards, "with_gradients", 0) and torch.is_grad_enabled())
+    if not asked or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or has_backward_hooks(self):
         own: Tensor = type(self).forward(self, hidden)
         return own
-    return defer(hidden, self.weight, self.bias)  # type: ignore[arg-type]
+    return defer(hidden, self.weight, self.bias)
 
 
 def has_backward_hooks(head: nn.Module) -> bool:
@@ -63,9 +61,9 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         _forwards.depth = getattr(_forwards, "depth", 0) + 1
 
 
-def _passed_by(model: nn.Module) -> None:
+def _passed_by(model: Any) -> None:
     """Says once that TRL's loss is the one that runs: a setting without effect is never silent."""
-    settings: HeadSettings = settings_of(model.get_output_embeddings())  # type: ignore[operator]
+    settings: HeadSettings = settings_of(model.get_output_embeddings())
     if BYPASSED not in settings.manifest.notes:
         settings.manifest.notes.append(BYPASSED)
         warnings.warn(f"isotype.optimize: {BYPASSED}", stacklevel=3)
@@ -78,40 +76,54 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 @contextmanager
-def deferring() -> Iterator[None]:
-    """Within this block optimized heads return deferred logits without labels: for a loop that computes its own loss."""
-    _forwards.depth = getattr(_forwards, "depth", 0) + 1
+def deferring(*, with_gradients: bool = False) -> Iterator[None]:
+    """Within this block optimized heads return deferred logits without labels: for a loop that computes its own loss.
+
+    with_gradients  only where gradients are on: rollouts and reference models of a training step read real logits
+    """
+    name = "with_gradients" if with_gradients else "depth"
+    setattr(_forwards, name, getattr(_forwards, name, 0) + 1)
     try:
         yield
     finally:
-        _forwards.depth -= 1
+        setattr(_forwards, name, getattr(_forwards, name) - 1)
 
 
-def place(model: nn.Module, manifest: Manifest) -> tuple[nn.Module | None, str | None, str]:
-    """(head, op, why) for one causal LM."""
+def place(path: str, model: nn.Module, manifest: Manifest) -> Placement:
+    """Makes the head of the causal LM at this path return deferred logits, where nothing else owns the head or its loss."""
     get_head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     if head is None:
-        return None, None, "the model has no output embeddings"
-    if type(head) is not nn.Linear:
-        return head, None, f"the head is a {type(head).__name__}, not a plain Linear"
-    reason = taken(head)
+        return placement(PART, path, model, None, "the model has no output embeddings")
+    reason = why_not(model, head)
     if reason is not None:
-        return head, None, reason
-    # a fused loss of TRL's or Liger's replaces the model's forward, on the instance or on its class, and never calls the head
+        return placement(PART, path, head, None, reason)
     inner = inner_model(model)
     by_trl = fused_head.of(inner) is not None
-    other = fused_head.why_not(inner) if by_trl else foreign(model)
-    if other is not None:
-        return head, None, f"the model: {other}, which may have a loss of its own"
-    if library_of(F.cross_entropy) in KERNEL_LIBRARIES:
-        return head, None, f"torch's cross_entropy was replaced by {library_of(F.cross_entropy)}"
     if by_trl:
         fused_head.place(inner)
     put(head, head_forward, HeadSettings(manifest))
     model.register_forward_pre_hook(before_forward, with_kwargs=True)
     model.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
-    return (head, "linear_log_probs", "for TRL's fused head") if by_trl else (head, "linear_cross_entropy", "deferred logits")
+    op, note = ("linear_log_probs", "for TRL's fused head") if by_trl else ("linear_cross_entropy", "deferred logits")
+    return placement(PART, path, head, op, note)
+
+
+def why_not(model: nn.Module, head: nn.Module) -> str | None:
+    """Why this head of a causal LM stays as it is, or None."""
+    if type(head) is not nn.Linear:
+        return f"the head is a {type(head).__name__}, not a plain Linear"
+    reason = taken(head)
+    if reason is not None:
+        return reason
+    # a fused loss of TRL's or Liger's replaces the model's forward, on the instance or on its class, and never calls the head
+    inner = inner_model(model)
+    other = fused_head.why_not(inner) if fused_head.of(inner) is not None else foreign(model)
+    if other is not None:
+        return f"the model: {other}, which may have a loss of its own"
+    if library_of(F.cross_entropy) in KERNEL_LIBRARIES:
+        return f"torch's cross_entropy was replaced by {library_of(F.cross_entropy)}"
+    return None
 
 
 def remove_hooks(model: nn.Module) -> None:

@@ -19,11 +19,13 @@ from transformers.utils import logging
 
 from ..lora.plain import has_hooks
 from ..ops.recompute import hooks_read_here
+from ..placement import Placement
 from . import norms
 from .attention import implementation_of
-from .instances import put, same, settings_of, stand_in
+from .instances import placement, put, same, settings_of, stand_in, taken
 
 logger = logging.get_logger(__name__)
+PART = "layer"
 _SPLIT = "_isotype_split"
 _CACHES = ("past_key_values", "layer_past")
 
@@ -173,15 +175,16 @@ def _mlp(self: nn.Module, s: LayerSettings, x: Tensor, residual: Tensor | None) 
     return total + mlp(normed)  # type: ignore[no-any-return]
 
 
-def place(module: nn.Module) -> tuple[str | None, str]:
-    """(op, why)."""
-    if "forward" not in vars(type(module)):
-        return None, "its class has no forward of its own"
+def place(path: str, module: nn.Module) -> Placement:
+    """Puts `layer_forward` on the module at this path of the model, where it gives the module's output."""
+    reason = taken(module)
+    if reason is not None:
+        return placement(PART, path, module, None, reason)
     found = recognise(module)
     if isinstance(found, str):
-        return None, found
+        return placement(PART, path, module, None, found)
     put(module, layer_forward, found)
-    return "add_rms_norm", ""
+    return placement(PART, path, module, "add_rms_norm")
 
 
 def has_halves(module: nn.Module) -> bool:

@@ -23,10 +23,10 @@ _ASKED = (
 
 
 class MaskNeeds(NamedTuple):
-    """Why the model reads a mask of padding, and why it takes no mask of documents; "" where it does not and where it does."""
+    """Why the model reads a mask of padding, and why it takes no mask of documents; None where it does not and where it does."""
 
-    why_read: str
-    why_no_documents: str
+    why_read: str | None
+    why_no_documents: str | None
 
 
 class _Kept:

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from ..ops import add_rms_norm, rms_norm
 from ..ops.backend import saves
-from .instances import put, same, settings_of, stand_in
+from ..placement import Placement
+from .instances import placement, put, same, settings_of, stand_in
 
+PART = "norm"
 _SIZE = 16
 
 
@@ -42,13 +44,13 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def epsilons(module: nn.Module) -> list[float]:
-    """Small positive numbers that the instance keeps, whatever their names."""
+    """The small positive numbers among the instance's attributes, under any name."""
     found = [v for v in vars(module).values() if isinstance(v, float) and 0 < v < 1e-2]
     return found or [1e-6]
 
 
-def recognise(module: nn.Module) -> NormSettings | str:
-    """The settings with which `rms_norm` is this module, or why none are."""
+def recognise(module: nn.Module) -> NormSettings | None:
+    """The settings with which `rms_norm` gives this module's output on a probe; None where no settings do."""
     weight = nn.Parameter(torch.linspace(-1.0, 2.0, _SIZE, dtype=torch.float32), requires_grad=False)
     twin = stand_in(module, {}, {"weight": weight})
     # small enough that a wrong eps shows
@@ -57,7 +59,7 @@ def recognise(module: nn.Module) -> NormSettings | str:
         for unit_offset in (False, True):
             if same(partial(type(module).forward, twin, x), partial(rms_norm, x, weight, eps, unit_offset=unit_offset)):
                 return NormSettings(eps, unit_offset, None)
-    return "its output is not RMSNorm's on a probe"
+    return None
 
 
 def with_residual(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -75,23 +77,23 @@ def with_residual(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[
     return normed, beside.total
 
 
-def norm_forward(self: nn.Module, hidden_states: Tensor, *args: Any, beside: Beside | None = None, **kwargs: Any) -> Tensor:
+def norm_forward(self: Any, hidden_states: Tensor, *args: Any, beside: Beside | None = None, **kwargs: Any) -> Tensor:
     s: NormSettings = settings_of(self)
     if beside is not None:
         normed, beside.total = add_rms_norm(
-            hidden_states, beside.residual, self.weight, s.eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype,  # type: ignore[arg-type]
+            hidden_states, beside.residual, self.weight, s.eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype,
         )  # fmt: skip
         return normed
     if args or kwargs:
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return own
-    return rms_norm(hidden_states, self.weight, s.eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype)  # type: ignore[arg-type]
+    return rms_norm(hidden_states, self.weight, s.eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype)
 
 
-def place(module: nn.Module, out_dtype: torch.dtype | None) -> tuple[str | None, str]:
-    """(op, why)."""
+def place(path: str, module: nn.Module, out_dtype: torch.dtype | None) -> Placement:
+    """Puts `rms_norm` on the module at this path of the model, where it gives the module's output."""
     found = recognise(module)
-    if isinstance(found, str):
-        return None, found
+    if found is None:
+        return placement(PART, path, module, None, "its output is not RMSNorm's on a probe")
     put(module, norm_forward, NormSettings(found.eps, found.unit_offset, out_dtype))
-    return "rms_norm", "1 + weight" if found.unit_offset else ""
+    return placement(PART, path, module, "rms_norm", "1 + weight" if found.unit_offset else "")

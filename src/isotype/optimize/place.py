@@ -13,11 +13,12 @@ from ..lora import cpp as rank_products
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..ops.compiled import missing
 from ..ops.probe import why_no_kernels
+from ..placement import Placement
 from ..precision import Precision
 from . import attention, gated, generation, head, layers, norms, rotary
 from .base import base_notes
-from .instances import KERNEL_LIBRARIES, foreign, library_of, put, take_back, taken
-from .manifest import Entry, Manifest
+from .instances import KERNEL_LIBRARIES, foreign, library_of, placement, put, take_back, taken
+from .manifest import Manifest
 from .private import Replacement, put_rebuilt
 
 
@@ -67,29 +68,25 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
         if fault := why_no_kernels(device):
             manifest.notes.append(f"{device}: {fault}: norms, rotary, gated MLPs and losses run as plain PyTorch there")
     # first, because a gated MLP asks whether its layers are fused
-    adapters = [Entry("lora", line.module, line.kind, line.op, line.reason) for line in fuse_lora(model, branch_fp32=lora_branch == "fp32")]
-    if on_cpu and any(entry.op for entry in adapters):
+    adapters = fuse_lora(model, branch_fp32=lora_branch == "fp32")
+    if on_cpu and any(adapter.op for adapter in adapters):
         slower = rank_products.why_not()
         manifest.notes += [f"{slower}: the adapters' own products are PyTorch's on this CPU"] if slower else []
-    kind = rotary.table_kind(model)
+    tables = rotary.tables_of(model)
     for path, module in model.named_modules():
         if is_4bit(module):
-            _four_bit(path, module, manifest)
+            manifest.entries.append(_four_bit(path, module))
         if not why_not or (out_dtype is not None and norms.is_candidate(module)):
-            _row_ops(path, module, manifest, out_dtype)
+            manifest.entries += _row_ops(path, module, out_dtype)
         if not why_not:
-            _attention(path, module, manifest, kind, on_cpu)
+            manifest.entries += _attention(path, module, tables, on_cpu)
         if not why_not and layers.is_candidate(module):
-            reason = taken(module)
-            manifest.add("layer", path, module, *((None, reason) if reason is not None else layers.place(module)))
+            manifest.entries.append(layers.place(path, module))
         if path and hasattr(module, "num_experts") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
-            manifest.add("experts", path, module, None, "its experts are one stacked parameter: no op for those")
+            manifest.entries.append(placement("experts", path, module, None, "its experts are one stacked parameter: no op for those"))
     for lm in causal_lms(model):
-        place_of = next(path for path, module in model.named_modules() if module is lm)
-        found, op, why = head.place(lm, manifest)
-        manifest.add("head", place_of, found if found is not None else lm, op, why)
-        reason = generation.place(lm)
-        manifest.add("generate", place_of, lm, None if reason else "generate", reason or "leaves no trace in a trainer's loop")
+        path = next(path for path, module in model.named_modules() if module is lm)
+        manifest.entries += [head.place(path, lm, manifest), generation.place(path, lm)]
     manifest.entries += adapters
     manifest.notes += base_notes(model, precision)
     if not manifest.entries:
@@ -108,48 +105,39 @@ def declared(precision: Any) -> Any:
     return Precision.parse(precision)
 
 
-def _row_ops(name: str, module: nn.Module, manifest: Manifest, out_dtype: torch.dtype | None) -> None:
+def _row_ops(path: str, module: nn.Module, out_dtype: torch.dtype | None) -> list[Placement]:
     if library_of(type(module)) in KERNEL_LIBRARIES:
-        manifest.add("foreign", name, module, None, str(foreign(module)))
-        return
-    for part, fits in (("norm", norms.is_candidate), ("gated mlp", gated.is_candidate)):
+        return [placement("foreign", path, module, None, str(foreign(module)))]
+    for part, fits in ((norms.PART, norms.is_candidate), (gated.PART, gated.is_candidate)):
         if not fits(module):
             continue
         reason = taken(module)
         if reason is not None:
-            manifest.add(part, name, module, None, reason)
-        elif part == "norm":
-            manifest.add(part, name, module, *norms.place(module, out_dtype))
-        else:
-            manifest.add(part, name, module, *gated.place(module))
-        return
+            return [placement(part, path, module, None, reason)]
+        return [norms.place(path, module, out_dtype) if part == norms.PART else gated.place(path, module)]
+    return []
 
 
-def _attention(name: str, module: nn.Module, manifest: Manifest, kind: bool | str, on_cpu: bool) -> None:
+def _attention(path: str, module: nn.Module, tables: rotary.Tables, on_cpu: bool) -> list[Placement]:
     """The two functions that an attention layer's forward calls, in one rebuilt forward."""
-    found: list[Replacement] = []
     device_type = "cpu" if on_cpu else "cuda"
-    parts = [
-        ("rotary", "rope", rotary.is_candidate, lambda: rotary.find(module, kind)),
-        ("attention", "attention", lambda m: attention.is_candidate(m, device_type), lambda: attention.find(module, device_type)),
-    ]
-    for part, op, fits, find in parts:
-        if not fits(module):
-            continue
-        reason = taken(module)
-        replacement, why = (None, reason) if reason is not None else find()
-        manifest.add(part, name, module, op if replacement else None, why)
-        found += [replacement] if replacement else []
-    if found:
-        put_rebuilt(module, found)
+    placements: list[Placement] = []
+    replacements: list[Replacement] = []
+    if rotary.is_candidate(module):
+        placements.append(rotary.place(path, module, tables, replacements))
+    if attention.is_candidate(module, device_type):
+        placements.append(attention.place(path, module, device_type, replacements))
+    if replacements:
+        put_rebuilt(module, replacements)
+    return placements
 
 
-def _four_bit(name: str, module: nn.Module, manifest: Manifest) -> None:
+def _four_bit(path: str, module: nn.Module) -> Placement:
     reason = taken(module)
-    if reason is None:
-        put(module, forward_4bit, "linear_4bit")
-    why = "for when the adapter's op does not run" if name.endswith(".base_layer") else ""
-    manifest.add("4-bit", name, module, None if reason else "linear_4bit", reason or why)
+    if reason is not None:
+        return placement("4-bit", path, module, None, reason)
+    put(module, forward_4bit, "linear_4bit")
+    return placement("4-bit", path, module, "linear_4bit", "for when the adapter's op does not run" if path.endswith(".base_layer") else "")
 
 
 def restore(model: nn.Module) -> int:

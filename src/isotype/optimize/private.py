@@ -37,9 +37,10 @@ class Replacement:
         return "-".join((self.name, self.make.__name__, *map(str, self.options)))
 
 
-def why_not_rebuilt(forward: Any) -> str:
+def why_not_rebuilt(forward: Any) -> str | None:
+    """Why this forward cannot be rebuilt over other globals, or None."""
     plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
-    return "" if plain else "its forward is decorated: rebuilt over other globals it would lose the decorator"
+    return None if plain else "its forward is decorated: rebuilt over other globals it would lose the decorator"
 
 
 def put_rebuilt(module: nn.Module, replacements: list[Replacement]) -> None:

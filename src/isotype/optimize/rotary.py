@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -15,11 +16,27 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import rope
-from .instances import KERNEL_LIBRARIES, library_of, same
+from ..placement import Placement
+from .instances import KERNEL_LIBRARIES, library_of, placement, same, taken
 from .private import Replacement, why_not_rebuilt
 
-# the original function -> (interleaved pairs, tables that repeat each value), or why it cannot be replaced
-_known: dict[Any, tuple[bool, bool] | str] = {}
+PART = "rotary"
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The form of a model's tables of cos and sin, which are twice as wide as the pairs.
+
+    repeated  whether each value stands twice in a row (True), or the whole run twice (False); None where it is unknown
+    reason    why it is unknown
+    """
+
+    repeated: bool | None
+    reason: str = ""
+
+
+# (original function, tables that repeat each value) -> whether it rotates interleaved pairs; None: `rope` does not compute it
+_known: dict[tuple[Any, bool], bool | None] = {}
 
 
 def rotary_name(module: nn.Module) -> str | None:
@@ -54,8 +71,8 @@ def narrow(table: Tensor, repeated: bool) -> Tensor:
     return table[..., ::2] if repeated else table[..., : table.shape[-1] // 2]
 
 
-def recognise(original: Callable[..., Any], tables_repeat: bool) -> tuple[bool, bool] | str:
-    """(interleaved, tables repeat each value) with which `rope` is this function on tables of the model's own kind, or why none is."""
+def recognise(original: Callable[..., Any], tables_repeat: bool) -> bool | None:
+    """The `interleaved` with which `rope` gives this function's output on tables of the model's own form; None where neither does."""
     size, generator = 8, torch.Generator().manual_seed(0)
     q = torch.randn(2, 3, 5, size, generator=generator, dtype=torch.float64)
     k = torch.randn(2, 1, 5, size, generator=generator, dtype=torch.float64)
@@ -70,8 +87,8 @@ def recognise(original: Callable[..., Any], tables_repeat: bool) -> tuple[bool, 
 
         # the whole head is enough for a function without partial rotation; a half must agree where it runs at all
         if both(size // 2) and (both(size // 4) or not _runs(original, q, k, size // 4, tables_repeat)):
-            return interleaved, tables_repeat
-    return "its output is not a rotation's on a probe"
+            return interleaved
+    return None
 
 
 def _runs(original: Callable[..., Any], q: Tensor, k: Tensor, pairs: int, repeated: bool) -> bool:
@@ -82,8 +99,8 @@ def _runs(original: Callable[..., Any], q: Tensor, k: Tensor, pairs: int, repeat
     return True
 
 
-def table_kind(model: nn.Module) -> bool | str:
-    """Whether the model's own rotary module repeats each value (True) or the whole run (False), from its tables; or why unknown."""
+def tables_of(model: nn.Module) -> Tables:
+    """The form of the tables that the model's own rotary module makes."""
     for module in model.modules():
         buffers = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
         if not buffers or isinstance(module, nn.ModuleList):
@@ -98,20 +115,20 @@ def table_kind(model: nn.Module) -> bool | str:
             except Exception:
                 continue
             if cos.dim() != 3:
-                return "its tables are not [B S D]"
+                return Tables(None, "its tables are not [B S D]")
             # a single pair, or equal neighbours, would fit both kinds: the angles differ from one pair to the next
             half = cos.shape[-1] // 2
             if torch.equal(cos[..., :half], cos[..., half:]):
-                return False
+                return Tables(False)
             if torch.equal(cos[..., ::2], cos[..., 1::2]):
-                return True
-            return "its tables repeat in no known way"
-    return "no module with inv_freq was found to make the tables"
+                return Tables(True)
+            return Tables(None, "its tables repeat in no known way")
+    return Tables(None, "no module with inv_freq was found to make the tables")
 
 
 def replacement(original: Callable[..., Any], interleaved: bool, repeated: bool) -> Callable[..., Any]:
     def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # other arguments (unsqueeze_dim, position ids of older models) mean something else: the original knows
+        # other arguments (unsqueeze_dim, position ids of older models) change the computation: the original is called
         if args or kwargs or cos.dim() != 3 or q.dim() != 4:
             return original(q, k, cos, sin, *args, **kwargs)
         return rope(q, k, narrow(cos, repeated), narrow(sin, repeated), interleaved=interleaved)
@@ -119,25 +136,30 @@ def replacement(original: Callable[..., Any], interleaved: bool, repeated: bool)
     return apply_rotary_pos_emb
 
 
-def find(module: nn.Module, kind: bool | str) -> tuple[Replacement | None, str]:
-    """What takes the place of the rotary function, or None, and why."""
+def place(path: str, module: nn.Module, made: Tables, replacements: list[Replacement]) -> Placement:
+    """Adds a replacement of the rotary function to those with which the module's forward will be rebuilt."""
     called, forward = rotary_name(module), type(module).forward
     assert called is not None
     original = inspect.unwrap(forward).__globals__[called]
-    if library_of(original) in KERNEL_LIBRARIES:
-        return None, f"{called} was already replaced by {library_of(original)}"
-    if not has_the_form(original):
-        return None, f"{called}({', '.join(inspect.signature(original).parameters)}) is not of the form (q, k, cos, sin)"
-    reason = why_not_rebuilt(forward)
-    if reason:
-        return None, reason
-    if isinstance(kind, str):
-        return None, kind
-    key = original, kind
+    reason = taken(module) or why_not(called, original) or why_not_rebuilt(forward)
+    if reason is not None:
+        return placement(PART, path, module, None, reason)
+    if made.repeated is None:
+        return placement(PART, path, module, None, made.reason)
+    key = original, made.repeated
     if key not in _known:
-        _known[key] = recognise(original, kind)
-    found = _known[key]
-    if isinstance(found, str):
-        return None, found
-    interleaved, repeated = found
-    return Replacement(called, replacement, (interleaved, repeated)), "interleaved pairs" if interleaved else ""
+        _known[key] = recognise(original, made.repeated)
+    interleaved = _known[key]
+    if interleaved is None:
+        return placement(PART, path, module, None, "its output is not a rotation's on a probe")
+    replacements.append(Replacement(called, replacement, (interleaved, made.repeated)))
+    return placement(PART, path, module, "rope", "interleaved pairs" if interleaved else "")
+
+
+def why_not(called: str, original: Callable[..., Any]) -> str | None:
+    """Why the function that is called by this name is not probed, or None."""
+    if library_of(original) in KERNEL_LIBRARIES:
+        return f"{called} was already replaced by {library_of(original)}"
+    if not has_the_form(original):
+        return f"{called}({', '.join(inspect.signature(original).parameters)}) is not of the form (q, k, cos, sin)"
+    return None

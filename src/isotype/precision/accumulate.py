@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dtypes import to_torch
+from .own_part import own_part
 
 BUCKET = 25 << 20  # bytes of gradients that are sent at a time; torch's DDP has the same
 
@@ -27,16 +28,30 @@ class Processes(Protocol):
         """Sums a tensor over all of them, in place."""
 
 
+class Summed(Protocol):
+    """Where gradients come from that are summed over the processes in every backward: each process holds its rows of a weight."""
+
+    def take(self, parameter: nn.Parameter) -> Tensor:
+        """The gradient that has just arrived, in the dtype of the sum: the own rows."""
+
+    def sent(self) -> list[torch.dtype]:
+        """The dtypes of what was summed since the last call."""
+
+
 class GradientAccumulator:
-    """Holds the gradient of every trainable parameter in `dtype`.
+    """Holds the gradient of every trainable parameter in `dtype`; of a sharded one, this process's rows.
 
     Parameters that already have `dtype` keep their gradient in `.grad`; the others get a buffer, allocated with their first gradient.
 
     dtype   the dtype of the sum over micro-batches, `precision.grads`
     reduce  the dtype of the sum across ranks, `precision.reduce`
+    summed  of a sharded model, where its gradients arrive
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, dtype: str = "fp32", reduce: str = "fp32") -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], *, dtype: str = "fp32", reduce: str = "fp32", summed: Summed | None = None
+    ) -> None:
+        self.summed = summed
         self.parameters = [p for p in parameters if p.requires_grad]
         self.dtype, self.reduce_dtype = to_torch(dtype), to_torch(reduce)
         self.sent: list[torch.dtype] = []  # of each bucket that the last `reduce` summed across processes, for whoever observes
@@ -45,16 +60,19 @@ class GradientAccumulator:
 
     def _take(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None, "the hook runs after the gradient was accumulated"
+        gradient = parameter.grad if self.summed is None else self.summed.take(parameter)
         buffer = self._buffers.get(id(parameter))
         if buffer is None:
-            self._buffers[id(parameter)] = parameter.grad.to(self.dtype)
+            self._buffers[id(parameter)] = gradient.to(self.dtype)
         else:
-            buffer += parameter.grad  # mixed-dtype add: computed in the buffer's dtype
+            buffer += gradient  # mixed-dtype add: computed in the buffer's dtype
         parameter.grad = None
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """The accumulated gradient in `dtype`, or None where backward did not reach."""
-        return parameter.grad if parameter.dtype == self.dtype else self._buffers.get(id(parameter))
+        """The accumulated gradient in `dtype`, of a sharded parameter its own rows, or None where backward did not reach."""
+        if parameter.dtype != self.dtype:
+            return self._buffers.get(id(parameter))
+        return None if parameter.grad is None else own_part(parameter.grad)
 
     def gradients(self) -> list[Tensor]:
         return [g for p in self.parameters if (g := self.gradient(p)) is not None]

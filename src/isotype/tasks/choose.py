@@ -37,6 +37,9 @@ def train(
     )
 
 
-def plan(loaded: LoadedConfig, *, device: str | None = None, ledger: bool = False) -> Plan:
-    """What `train` would do, here or on another `device`, with the launches of one step where `ledger`. Raises UsageError as it would."""
-    return plan_task(task_of(loaded.config), loaded.sources, device=device, ledger=ledger)
+def plan(loaded: LoadedConfig, *, device: str | None = None, ledger: bool = False, gpus: int | None = None) -> Plan:
+    """What `train` would do, here or on another `device`, with the launches of one step where `ledger`, on so many `gpus` too.
+
+    Raises  UsageError as it would
+    """
+    return plan_task(task_of(loaded.config), loaded.sources, device=device, ledger=ledger, gpus=gpus)

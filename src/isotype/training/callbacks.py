@@ -7,6 +7,7 @@ the weights are bit-identical to those of a run without callbacks.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import RunError
+from ..errors import RunError, UsageError
 from .undisturbed import modes_restored, random_state_restored
 
 
@@ -53,6 +54,23 @@ class Callback:
         """After a checkpoint is completely written to the disk."""
 
     def on_samples(self, moment: Moment) -> None: ...
+
+
+def check_callbacks(callbacks: Sequence[object]) -> None:
+    """Raises UsageError for what `tell` could not call: a class, an object that is no Callback, a method that does not take one Moment."""
+    for callback in callbacks:
+        if isinstance(callback, type):
+            raise UsageError(f"callbacks: {callback.__name__} is a class", fix=f"give an object of it: callbacks=[{callback.__name__}()]")
+        kind = type(callback).__name__
+        if not isinstance(callback, Callback):
+            raise UsageError(f"callbacks: {kind} is no isotype.Callback", fix=f"class {kind}(isotype.Callback): ...")
+        for name in (name for name in vars(Callback) if name.startswith("on_")):
+            try:
+                inspect.signature(getattr(callback, name)).bind(None)
+            except TypeError as error:
+                raise UsageError(
+                    f"callbacks: {kind}.{name} cannot be called with a Moment alone: {error}", fix=f"def {name}(self, moment): ..."
+                ) from error
 
 
 def tell(callbacks: Sequence[Callback], name: str, moment: Moment, optimizer: torch.optim.Optimizer) -> bool:

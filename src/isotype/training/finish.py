@@ -3,50 +3,73 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..distributed.shard import Sharding, whole_in_state_dict, whole_tensors
+from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
-from ..model.saved_form import digests, trained_tensors
+from ..model.saved_form import Digests, digests, trained_tensors
+from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import write_folder
-from ..runs.checkpoint.snapshot import restore_model
+from ..runs.checkpoint.snapshot import restore_model, rows_here
+from .ema import FOLDER_SUFFIX
 from .loop import Loop
 from .setup import Prepared
+from .task import Evaluation
 from .verify import ROWS, verify_result
 
 
 def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     """Returns the content of result.json. Raises RunError SV001 when the saved result is not the trained one.
 
-    The first process saves and checks; the others wait, for as long as it lives.
+    The first process saves and checks; the others wait, for as long as it lives. Processes that share the model do both together: none of
+    them could hold it.
     """
     loop.world.at(loop.progress.step, "the result")
+    if prepared.sharding is not None:
+        with loop.world.exchanging():
+            return _finish(loop, prepared, loop.world)
     if not loop.world.first:
         _free(loop, prepared)
-    return loop.world.first_does(lambda: _finish(loop, prepared), patiently=True)
+    return loop.world.first_does(lambda: _finish(loop, prepared, ALONE), patiently=True)
 
 
-def _finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Saved:
+    """A written result, and what it must give when it is loaded."""
+
+    folder: Path
+    trained: Evaluation
+    weights: Digests
+
+
+def _finish(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
+    """world  the processes that call this together"""
     config, progress, precision, task = loop.config, loop.progress, prepared.resolved.precision, loop.task
-    taken = _take_best(loop) if config.train.patience else progress.step
-    adapter = config.adapter.kind != "none"
-    target = loop.folder.path / ("adapter" if adapter else "model")
-
-    def fill(folder: Path) -> None:
-        task.save(loop.model, folder, precision)
-
-    write_folder(target, fill)
-    loop.observe_saved(target, precision.save_adapter if adapter else precision.save_model)
-    trained = task.evaluate(loop.model, loop.device, dtype=precision.loss, most=ROWS)
-    weights = digests(trained_tensors(loop.model), to_torch(precision.save_adapter if adapter else precision.save_model))
+    taken = _take_best(loop, world) if config.train.patience else progress.step
+    adapter, sharding = config.adapter.kind != "none", prepared.sharding
+    kind = "adapter" if adapter else "model"
+    saved = [_save(loop, precision, loop.folder.path / kind, sharding, world)]
+    if loop.ema is not None:
+        with loop.ema.in_place():
+            saved.append(_save(loop, precision, loop.folder.path / f"{kind}{FOLDER_SUFFIX}", sharding, world))
     _free(loop, prepared)
-    reloaded = verify_result(task, target, precision, prepared.device, trained=trained, weights=weights, adapter=adapter)
-    return {
+    reloaded = [
+        verify_result(
+            task, one.folder, precision, prepared.device, trained=one.trained, weights=one.weights, adapter=adapter, world=world,
+            sharding=sharding,
+        )
+        for one in saved
+    ]  # fmt: skip
+    result: dict[str, Any] = {
         "status": "done",
         "folder": str(loop.folder.path),
-        "adapter" if adapter else "model": str(target),
+        kind: str(saved[0].folder),
         "base": task.base_name if adapter else None,
         "steps": progress.step,
         "of_step": taken,
@@ -56,20 +79,48 @@ def _finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
         "trained_seconds": round(progress.trained_seconds, 2),
         "check": {
             "rows": min(ROWS, task.eval_rows or task.rows),
-            "trained_loss": trained.loss,
-            "reloaded_loss": reloaded.loss,
+            "trained_loss": saved[0].trained.loss,
+            "reloaded_loss": reloaded[0].loss,
         },
     }
+    if len(saved) > 1:
+        losses = {"averaged_loss": saved[1].trained.loss, "reloaded_loss": reloaded[1].loss}
+        result[f"{kind}{FOLDER_SUFFIX}"] = {"folder": str(saved[1].folder), **losses}
+    return result
 
 
-def _take_best(loop: Loop) -> int:
+def _save(loop: Loop, precision: Precision, target: Path, sharding: Sharding | None, world: World) -> _Saved:
+    """Writes the model's weights as they are now; tells, on the first process, what its trained tensors must be."""
+    dtype = precision.save_model if loop.config.adapter.kind == "none" else precision.save_adapter
+    tensors: dict[str, Tensor] = (
+        trained_tensors(loop.model) if sharding is None else whole_tensors(loop.model, world, sharding, to_torch(dtype))
+    )
+
+    def fill(folder: Path) -> None:
+        with whole_in_state_dict(loop.model, tensors if sharding is not None else {}):
+            loop.task.save(loop.model, folder, precision)
+
+    world.first_does(lambda: write_folder(target, fill), patiently=True)
+    if world.first:
+        loop.observe_saved(target, dtype)
+    weights = digests(tensors, to_torch(dtype))
+    return _Saved(target, loop.task.evaluate(loop.model, loop.device, dtype=precision.loss, most=ROWS, world=world), weights)
+
+
+def _take_best(loop: Loop, world: World) -> int:
     """With early stopping the best weights are the result; returns their step."""
-    best = loop.store.best
+    found: tuple[int | None, str | None] = world.first_does(
+        lambda: (loop.store.best, None if loop.store.best is None else loop.store.fault(loop.store.best))
+    )
+    best, reason = found
     if best is not None and best != loop.progress.step:
-        if (reason := loop.store.fault(best)) is not None:
+        if reason is not None:
             loop.console.say(f"warning   the best checkpoint, step_{best}, is damaged ({reason}): the result is the last step's weights")
             return loop.progress.step
-        restore_model(loop.model, loop.store.load(best).tensors)
+        tensors = loop.store.load(best, rows_here(loop.model)).tensors
+        restore_model(loop.model, tensors)
+        if loop.ema is not None:
+            loop.ema.restore(tensors)
         loop.console.say(f"taking the weights of step {best}, the best evaluation")
         return best
     return loop.progress.step
@@ -78,8 +129,8 @@ def _take_best(loop: Loop) -> int:
 def _free(loop: Loop, prepared: Prepared) -> None:
     """Frees the trained model, so that the memory suffices for the reloaded one."""
     loop.stepper.accumulator.close()
-    loop.observer = loop.stepper = loop.model = None  # type: ignore[assignment]
-    prepared.stepper = prepared.model = None  # type: ignore[assignment]
+    loop.observer = loop.stepper = loop.model = loop.ema = None  # type: ignore[assignment]  # nothing reads them again
+    prepared.stepper = prepared.model = None  # type: ignore[assignment]  # nor these
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..errors import RunError
 from ..precision.apply import inner_model
 from ..precision.observe import floating_tensors
+from ..precision.own_part import own_part, settle
 
 
 def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
@@ -32,11 +33,12 @@ def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> 
     finally:
         for h in hooks:
             h.remove()
+        settle(model)
     return found[0] if found else None
 
 
 def non_finite_parameters(model: nn.Module) -> list[str]:
-    return [n for n, p in model.named_parameters() if p.is_floating_point() and not bool(p.isfinite().all())]
+    return [n for n, p in model.named_parameters() if p.is_floating_point() and not bool(own_part(p).isfinite().all())]
 
 
 def first_non_finite_trained(model: nn.Module) -> str | None:
@@ -44,7 +46,7 @@ def first_non_finite_trained(model: nn.Module) -> str | None:
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not trained:
         return None
-    finite = torch.stack([p.detach().isfinite().all() for p in trained.values()]).tolist()
+    finite = torch.stack([own_part(p).detach().isfinite().all() for p in trained.values()]).tolist()
     return next((name for name, good in zip(trained, finite) if not good), None)
 
 
@@ -75,7 +77,9 @@ def non_finite_error(
     passes  the forward pass of each micro-batch, to be run again
     """
     weights = non_finite_parameters(model)
-    module = next((m for forward in passes if (m := first_non_finite_module(model, forward))), None)
+    # all of them, whatever the first one shows: the forward of a sharded model is one of all processes
+    modules = [first_non_finite_module(model, forward) for forward in passes]
+    module = next(filter(None, modules), None)
     gradients = non_finite_gradients(model, gradient)
     if weights:
         where, fix = (

@@ -8,6 +8,7 @@ import signal
 import stat
 import threading
 from types import FrameType
+from typing import Any
 
 
 class Interrupt:
@@ -19,7 +20,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.asked = self.training = False
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
@@ -31,7 +32,7 @@ class Interrupt:
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
 
     def begin(self) -> None:
         """Marks the start of training. Raises KeyboardInterrupt if an earlier one was swallowed, by a `__del__` or a library."""

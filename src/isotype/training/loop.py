@@ -26,6 +26,7 @@ from ..precision.observe.record import as_read, as_written, noted
 from ..precision.resolve import Resolved
 from ..runs.checkpoint.snapshot import (
     optimizer_tensors,
+    parts_here,
     restore_model,
     restore_optimizer,
     trainable_tensors,
@@ -35,6 +36,7 @@ from ..runs.folder import RunFolder
 from ..runs.metrics import Metrics
 from .callbacks import Callback, Moment, tell
 from .console import RunConsole
+from .ema import Ema
 from .feed import Feed
 from .finite import calmer_steps, first_non_finite_trained
 from .interrupt import Interrupt
@@ -103,7 +105,7 @@ class Loop:
     stop_asked: bool = False
     """A callback asked to end the run."""
     progress: Progress = field(default_factory=Progress)
-    observed: dict[str, Any] = field(default_factory=dict)  # what precision.json says was seen, of each role the last time
+    observed: dict[str, Any] = field(default_factory=dict)  # the last observed state of each role in precision.json
     saved_step: int | None = None
 
     def __post_init__(self) -> None:
@@ -111,6 +113,8 @@ class Loop:
         self.pace = Pace()
         self.passes = Passes.of(self.config.train, rank=self.world.rank, size=self.world.size)
         self._said_no_samples = False
+        decay = self.config.train.ema
+        self.ema = None if decay is None else Ema(self.model, decay, self.resolved.precision.ema)
 
     def run(self, interrupt: Interrupt) -> bool:
         """Raises  RunError naming the last good checkpoint when a step fails."""
@@ -120,12 +124,13 @@ class Loop:
         while self.progress.step < self.plan.total:
             step = self.progress.step + 1
             try:
-                self._step(step)
-                stopping = self._between(
-                    evaluating=self.plan.due(self.plan.eval_every, step),
-                    sampling=self.plan.due(self.plan.sample_every, step),
-                    saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
-                )
+                with self.world.exchanging():
+                    self._step(step)
+                    stopping = self._between(
+                        evaluating=self.plan.due(self.plan.eval_every, step),
+                        sampling=self.plan.due(self.plan.sample_every, step),
+                        saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
+                    )
             except (RunError, UsageError) as error:  # a stream meets its broken rows here
                 raise self.with_last_good(error) from error
             if self.world.any(interrupt.asked) and step < self.plan.total:
@@ -152,6 +157,8 @@ class Loop:
             result, promotions = self._observed_step(batches, step, rate)
         else:
             result, promotions = self.stepper(batches, step=step, learning_rate=rate, watch_changes=logging), None
+        if self.ema is not None and not result.overflow:
+            self.ema.update(step)
         seconds = self.pace.lap()
         self.progress.step = step
         self.progress.position += self.passes.rows * self.passes.total
@@ -187,7 +194,7 @@ class Loop:
         self._tell("step", row)
 
     def _own_rows(self) -> Iterator[Sequence[Any]]:
-        """The rows of each pass of this process; those of other processes are gone over."""
+        """The rows of each pass of this process; rows of other processes are skipped."""
         for number in range(self.passes.total):
             rows = self.stream.take(self.passes.rows)
             if number in self.passes.own:
@@ -201,7 +208,7 @@ class Loop:
         if self.stepper.loss_dtype is not None:
             self.observer.look_at_loss(seen, self.stepper.loss_dtype)
         self.observer.look_at_sums(seen, accumulator.sent)
-        self.observer.look_at_task(seen, self.task.observed())
+        self.observer.look_at_task(seen, [*self.task.observed(), *(self.ema.observed() if self.ema else [])])
         self.note(seen)
         return result, sum(seen.promotions.values())
 
@@ -255,7 +262,9 @@ class Loop:
             self.world.at(self.progress.step, "an evaluation")
             with self.pace.pause("evaluation"):
                 best, stop = self._evaluate()
-        if sampling and self.task.samples and self.world.first and self._samples_allowed():
+        # a sharded model's forward is one of all processes
+        sampling = sampling and bool(self.task.samples) and (self.world.first or self.stepper.sharding is not None)
+        if sampling and (self._samples_allowed() if self.stepper.sharding is None else self.world.first_does(self._samples_allowed)):
             self.world.at(self.progress.step, "samples")
             with self.pace.pause("samples"):
                 self._sample()
@@ -313,10 +322,13 @@ class Loop:
     def _sample(self) -> None:
         # the first samples of a run are watched; a step's number decides, so that a resumed run does as the undisturbed one did
         watched = self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
+        together = self.world if self.stepper.sharding is not None else ALONE
         with watched as seen:
-            samples = self.task.sample(self.model, self.device, seconds=self._sample_seconds_left())
+            samples = self.task.sample(self.model, self.device, seconds=self._sample_seconds_left(), world=together)
         if seen is not None:
             self.note(seen)
+        if not self.world.first:
+            return
         self.folder.samples.mkdir(exist_ok=True)
         step = self.progress.step
         made = [{**s.as_json(), **self._sample_file(step, i, s)} for i, s in enumerate(samples)]
@@ -327,7 +339,7 @@ class Loop:
         self._tell("samples", {"samples": made})
 
     def _sample_file(self, step: int, position: int, sample: Sample) -> dict[str, str]:
-        """Writes the file that a sample has, if it has one, and says where: relative to the run's folder."""
+        """Writes the sample's file, if it has one, and returns its path relative to the run's folder."""
         if sample.file is None:
             return {}
         suffix, content = sample.file
@@ -356,12 +368,20 @@ class Loop:
             "precision": str(self.resolved.precision),
         }
 
-        def write() -> None:
-            self.metrics.sync()
-            tensors = {**trainable_tensors(self.model), **optimizer, **random_tensors}
-            self.store.save(Checkpoint(self.progress.step, tensors, state), best=best)
+        averages = self.ema.tensors() if self.ema else {}
+        tensors = {**trainable_tensors(self.model), **optimizer, **averages}
+        sharding = self.stepper.sharding
+        if sharding is None:
 
-        self.world.first_does(write)
+            def write() -> None:
+                self.metrics.sync()
+                self.store.save(Checkpoint(self.progress.step, tensors | random_tensors, state), best=best)
+
+            self.world.first_does(write)
+        else:
+            self.world.first_does(self.metrics.sync)
+            own = Checkpoint(self.progress.step, parts_here(tensors | random_tensors, first=self.world.first), state)
+            self.store.save_together(own, self.world, part=self.world.rank, parts=sharding.parts, best=best)
         self.saved_step = self.progress.step
         self._tell("save", {"folder": str(self.store.path(self.progress.step))})
 
@@ -369,6 +389,8 @@ class Loop:
         """Restores the state after `checkpoint.step`; returns how many processes wrote it."""
         state = checkpoint.state
         restore_model(self.model, checkpoint.tensors)
+        if self.ema is not None:
+            self.ema.restore(checkpoint.tensors)
         try:
             restore_optimizer(self.model, self.stepper.optimizer, checkpoint.tensors, state["optimizer"])
             processes = restore_own_random_state(checkpoint.tensors, state, self.world, seed=(self.config.train.seed, checkpoint.step))

@@ -15,18 +15,20 @@ from ..config.schema import TrainSection
 from ..dtypes import to_torch
 from ..errors import UsageError
 from ..ops.adamw import AdamwNumbers, adamw_
+from ..precision.own_part import first_element, own_part
 from ..precision.precision import Precision
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
 
 
 class MixedAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019) with fp32 arithmetic, whatever dtypes weights, gradients and states have.
+    """AdamW (Loshchilov and Hutter 2019) with fp32 arithmetic, for weights, gradients and states of any dtype.
 
     gradient   where a parameter's accumulated gradient is
     state      dtype of the moments
     rounding   nearest or stochastic, into the weight's dtype
-    seed       of the rounding noise: a function of seed and step, so that resuming needs no state
+    seed       of the rounding noise: a function of seed, step and element, so that resuming needs no state and processes that share a
+               weight round it as one would
     """
 
     def __init__(
@@ -43,12 +45,9 @@ class MixedAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._gradient, self._state_dtype, self._stochastic, self._seed = gradient, to_torch(state), rounding == "stochastic", seed
-        self._generators: dict[torch.device, torch.Generator] = {}
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        steps = {int(self.state[p]["step"]) for g in self.param_groups for p in g["params"] if self.state[p]}
-        self._reseed(max(steps, default=0) + 1)
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # a closure would compute the loss again, which this loop does not
         every = ((parameter, group) for group in self.param_groups for parameter in group["params"])
         for place, (parameter, group) in enumerate(every):
             gradient = self._gradient(parameter)
@@ -67,17 +66,11 @@ class MixedAdamW(torch.optim.Optimizer):
             step=state["step"],
         )  # fmt: skip
         adamw_(
-            p.detach(), gradient, state["exp_avg"], state["exp_avg_sq"], numbers,
+            own_part(p.detach()), gradient, own_part(state["exp_avg"]), own_part(state["exp_avg_sq"]), numbers,
             # another number for each parameter and step; both stay within 63 bits
-            seed=(self._seed * 1_000_003 + state["step"]) % 2**40 * 2**20 + place % 2**20,
-            generator=self._generators[p.device] if self._stochastic else None,
+            seed=(self._seed * 1_000_003 + state["step"]) % 2**40 * 2**20 + place % 2**20 if self._stochastic else None,
+            first=first_element(p),
         )  # fmt: skip
-
-    def _reseed(self, step: int) -> None:
-        for device in {p.device for group in self.param_groups for p in group["params"]}:
-            # meta tensors draw nothing, and have no generator
-            generator = self._generators.setdefault(device, torch.Generator("cpu" if device.type == "meta" else device))
-            generator.manual_seed(self._seed * 1_000_003 + step)
 
 
 def build_optimizer(model: nn.Module, train: TrainSection, precision: Precision, gradient: Gradient) -> torch.optim.Optimizer:

@@ -16,10 +16,11 @@ from .memory.device import peak_memory, shown
 from .memory.plan import MemoryPlan
 from .memory.recomputation import NONE, Checkpointing
 from .milestones import Milestones
+from .processes_plan import ProcessesPlan, passes_of, plan_processes
 from .quiet import quiet_libraries
 from .schedule import learning_rate, repeats_in_a_step, warmup_steps
 from .setup import planned_checkpointing, settle
-from .task import Task
+from .task import Task, micro_batch
 
 KEPT = "up to 340 MiB"  # measured beyond the plan where nothing is given back: docs/decisions/0077
 
@@ -43,6 +44,7 @@ class Plan:
     process: int = 0
     notes: Sequence[str] = field(default=())
     ledger: Ledger | None = None
+    processes: ProcessesPlan | None = None
 
     @property
     def peak(self) -> int:
@@ -65,6 +67,7 @@ class Plan:
             "checkpointing": {**self.checkpointing.as_settings(), "of": self.checkpointing.of, "reason": self.checkpointing.reason},
             "memory": {**self.memory.as_json(), "process": self.process, "peak_with_process": self.peak, "fits": self.fits},
             "notes": list(self.notes),
+            **({} if self.processes is None else {"processes": self.processes.as_json()}),
             **({} if self.ledger is None else {"ledger": self.ledger.as_json()}),
         }
 
@@ -86,6 +89,7 @@ class Plan:
             *([f"attention   {self.attention}"] if self.attention else []),
             f"recompute   {self.checkpointing}",
             *self._memory_lines(),
+            *([] if self.processes is None else self.processes.lines()),
             *[f"warning     {f.code} {f.message}; {f.fix}" for f in self.resolved.warnings],
             *[f"note        {note}" for note in self.notes],
             *([] if self.ledger is None else [self.ledger.as_text()]),
@@ -111,12 +115,19 @@ class Plan:
         return lines
 
 
-def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, ledger: bool = False) -> Plan:
+def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, ledger: bool = False, gpus: int | None = None) -> Plan:
     """Works out everything that can be known before the weights are loaded. Raises UsageError as `train` would.
 
     device  plans for this one, as published, instead of the one that is here
     ledger  records the launches of one step too
+    gpus    plans for a process on each of so many too
     """
+    passes = None
+    if gpus is not None:
+        passes = passes_of(task, gpus)
+        evaluated = micro_batch(task.config.train)
+        rows = {"batch_size": passes.rows, "accumulate": passes.total, "eval_batch_size": evaluated}
+        task.config = task.config.model_copy(update={"train": task.config.train.model_copy(update=rows)})
     config = task.config
     quiet_libraries()
     hardware = detect(config.model.device if device is None else "cpu") if device in (None, "cpu") else by_name(str(device))
@@ -134,6 +145,9 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, l
         advice = f"{recompute}a smaller train.batch_size with more train.accumulate, or --preset qlora"
         notes = [*notes, f"this will not fit into {shown(hardware.memory)}: {advice}"]
     return Plan(
+        processes=None
+        if gpus is None or passes is None
+        else plan_processes(task, basis, made, passes, gpus, whole=(checkpointing, memory)),
         config=config,
         hardware=hardware,
         resolved=basis.resolved,

@@ -17,7 +17,6 @@ from ..config.load import LoadedConfig, load
 from ..config.schema import RunConfig
 from ..config.write import resolved_yaml
 from ..distributed.agree import (
-    fingerprint_of_weights,
     lines_of,
     refuse_differences,
     refuse_folder_of_another_machine,
@@ -32,7 +31,9 @@ from ..errors import IsotypeError, PreflightError, RunError, UsageError
 from ..model import attention
 from ..model.adapter import trainable_share
 from ..precision.observe import Observer
+from ..precision.own_part import own_part
 from ..runs.checkpoint.atomic_folder import refused
+from ..runs.checkpoint.snapshot import rows_here
 from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, name_of
 from ..runs.untrusted import refuse_code_of
@@ -164,7 +165,7 @@ def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:
     errors unchanged."""
     gone = RunError(f"{folder.path}: the run's folder is gone", code="CK001", fix="start the run again")
     if isinstance(error, IsotypeError):
-        # a file of the run that could not be written, because its folder is gone
+        # a file of the run could not be written, because its folder was removed
         return gone if error.code == "CK001" and not folder.path.is_dir() else error
     reason = refused(error)
     if reason is None:
@@ -202,10 +203,14 @@ def _run(
             versions=versions(),
             configuration=lines_of(config),
             data=task.fingerprint(),
-            weights=fingerprint_of_weights(prepared.model),
+            weights=prepared.fingerprint,
         )
     if own.objective is not None:
         prepared.stepper.loss_sum = own.objective
+    if own.callbacks and prepared.sharding is not None:
+        raise UsageError(
+            "callbacks are called by the first process, which has only a part of a shared model", fix="parallel.kind: replicate"
+        )
     loop = _loop(task, prepared, folder, console, world)
     loop.callbacks = own.callbacks
     world.at(0, "the preflight")
@@ -213,7 +218,8 @@ def _run(
         config=config, task=task, prepared=prepared, plan=loop.plan, folder=folder.path, resuming=resuming,
         micro_batch=prepared.passes.rows,
     )  # fmt: skip
-    checked = preflight(subject, skips, world=world)
+    with world.exchanging():
+        checked = preflight(subject, skips, world=world)
     world.first_does(lambda: _write_start(loaded, task, prepared, loop.plan, folder, world, resuming=resuming))
     shared = contention() if prepared.device.type == "cpu" and world.first else None
     said = [("cores", str(shared))] if shared else []
@@ -257,7 +263,7 @@ def _to_the_end(
 
         try:
             result["report"] = str(write_report(folder.path).page)
-        except Exception as error:  # whatever it is, the run is done and checked: a report can be made again at any time
+        except Exception as error:  # any error here is only printed: the run is done and verified, and a report can be made again
             console.say(f"warning   no report: {error}; isotype report {folder.path} makes it")
     _say_result(result, console)
     return 0, result
@@ -351,7 +357,7 @@ def _restore(loop: Loop, console: RunConsole) -> None:
             loop.metrics.cut_after(-1)
         console.say("resume    no whole checkpoint: starting from the beginning")
         return
-    wrote = loop.restore(loop.store.load(step))
+    wrote = loop.restore(loop.store.load(step, rows_here(loop.model)))
     if world.first:
         loop.folder.write_json(RESUMES, {"steps": [*resumed_at(loop.folder.path), step]})
         loop.store.tidy(loop.progress.best_step)
@@ -374,13 +380,13 @@ def _processes(count: int) -> str:
     return "1 process" if count == 1 else f"{count} processes"
 
 
-def _processes_row(world: World, prepared: Prepared) -> list[tuple[str, str]]:
+def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[str, str]]:
     if world.size == 1:
-        return []
+        return [("processes", f"1: parallel.kind: {kind} has no effect")] if kind in ("shard", "hybrid") else []
     passes = prepared.passes
     where = "on one machine" if world.nodes == 1 else f"on {world.nodes} machines"
     each = f"{len(passes.own)} x {passes.rows} rows of each step"
-    return [("processes", f"{world.size} {where}, started by {world.launcher}, {world.backend}: replicate, each computes {each}")]
+    return [("processes", f"{world.size} {where}, started by {world.launcher}, {world.backend}: {prepared.parallel}, each computes {each}")]
 
 
 def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder, world: World = ALONE) -> list[tuple[str, str]]:
@@ -390,11 +396,11 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
     trainable, total = trainable_share(prepared.model)
     p = resolved.precision
     how = f"{config.adapter.kind} r={config.adapter.r}" if config.adapter.kind != "none" else "every weight"
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in prepared.model.parameters())
+    weights = sum(own_part(p).numel() * p.element_size() for p in prepared.model.parameters())
     rows = [
         ("run", str(folder.path)),
         ("device", f"{hardware.name}, torch {torch.__version__}"),
-        *_processes_row(world, prepared),
+        *_processes_row(world, prepared, config.parallel.kind),
         ("model", f"{task.base_name}  {total:,} parameters, {trainable:,} trained ({trainable / total:.2%}, {how})"),
         ("precision", f"{p}  ({resolved.why_preset})"),
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),

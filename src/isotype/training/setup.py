@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from ..config.schema import RunConfig
 from ..config.sizes import bytes_of
+from ..distributed.agree import fingerprint_of_weights
 from ..distributed.passes import Passes
 from ..distributed.random_states import seed_of_rank
+from ..distributed.shard import Sharding, shard
 from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
 from ..optimize import Manifest
@@ -25,9 +27,13 @@ from ..precision.accumulate import GradientAccumulator
 from ..precision.resolve import Resolved, resolve
 from .memory.auto_recomputation import auto_checkpointing
 from .memory.device import memory_there, other_memory, return_freed_blocks, shown
-from .memory.plan import MemoryPlan, plan_memory
+from .memory.distributed_plan import plan_part
+from .memory.plan import MemoryPlan
 from .memory.recomputation import AUTO, NONE, Checkpointing, apply_checkpointing, as_configured, check_settings, checkpointable
 from .optimizer import build_optimizer
+from .parallel import ALONE as ONE_PROCESS
+from .parallel import Parallel, by_plan
+from .parallel import as_configured as parallel_as_configured
 from .step import Stepper
 from .task import Batch, Outline, Task
 
@@ -50,6 +56,9 @@ class Prepared(Basis):
     stepper: Stepper
     checkpointing: Checkpointing
     passes: Passes
+    sharding: Sharding | None = None
+    fingerprint: str = ""  # of the weights, where there are several processes
+    parallel: Parallel = ONE_PROCESS
 
 
 def resolve_precision(
@@ -94,15 +103,23 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     passes = Passes.of(config.train, rank=world.rank, size=world.size)
     basis = settle(task, sources, world=world)
     precision = basis.resolved.precision
+    parallel = choose_parallel(task, basis, world)
     world.at(0, "building the model")
+    # a model that is to be distributed goes to the device unit by unit
+    where = torch.device("cpu") if parallel.shares else basis.device
 
     def build() -> tuple[nn.Module, Manifest]:
-        return task.build_model(precision, basis.device, folder)
+        return task.build_model(precision, where, folder)
 
     model, manifest = world.first_before_others(build) if config.model.init == "random" else build()
-    checkpointing = choose_checkpointing(task, basis, model)
+    fingerprint = fingerprint_of_weights(model) if world.size > 1 else ""
+    checkpointing = choose_checkpointing(task, basis, model, parts=parallel.parts(world.size))
     apply_checkpointing(model, checkpointing)
-    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce)
+    sharding = None
+    if parallel.shares:
+        with world.exchanging():
+            sharding = shard(model, world, reduce=precision.reduce, device=basis.device, nodes=parallel.nodes)
+    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce, summed=sharding)
     optimizer = build_optimizer(model, config.train, precision, accumulator.gradient)
     # building drew from the generators by a path that a resumed run may not take again
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
@@ -112,12 +129,38 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
         return task.loss_sum(model, batch, dtype=precision.loss)
 
-    stepper = Stepper(model, optimizer, accumulator, precision, config.train, loss_sum, world)
-    return Prepared(basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing, passes)
+    stepper = Stepper(model, optimizer, accumulator, precision, config.train, loss_sum, world, sharding)
+    return Prepared(
+        basis.hardware, basis.device, basis.resolved, model, manifest, stepper, checkpointing, passes, sharding, fingerprint, parallel
+    )  # fmt: skip
 
 
-def choose_checkpointing(task: Task, basis: Basis, model: nn.Module) -> Checkpointing:
-    """The configured choice. `auto` plans the step on the longest rows, unless an upper bound is far below the available memory."""
+def choose_parallel(task: Task, basis: Basis, world: World) -> Parallel:
+    """The configured kind. `auto` plans the step as one process would compute it. All processes take what the first one decides."""
+    config, precision, device = task.config, basis.resolved.precision, basis.device
+    given = parallel_as_configured(config, world)
+    if given is not None:
+        return given
+
+    def decide() -> list[str]:
+        made = task.outline(precision, device_type=device.type)
+        has = memory_there(basis.hardware.memory, device)
+
+        def peak() -> int:
+            return planned_checkpointing(task, basis, made, has=has, besides=0)[1].peak
+
+        found = by_plan(task.most_bytes(made.model, precision), has, peak, optimizer=config.train.optimizer)
+        return [found.kind, found.reason]
+
+    kind, reason = world.first_does(decide)
+    return Parallel(kind, reason)
+
+
+def choose_checkpointing(task: Task, basis: Basis, model: nn.Module, *, parts: int = 1) -> Checkpointing:
+    """The configured choice. `auto` plans the step on the longest rows, unless an upper bound is far below the available memory.
+
+    parts  how many processes share the model
+    """
     train, device, precision = task.config.train, basis.device, basis.resolved.precision
     has, besides = memory_there(basis.hardware.memory, device), other_memory(model, device)
     most = task.most_bytes(model, precision) + besides
@@ -130,16 +173,28 @@ def choose_checkpointing(task: Task, basis: Basis, model: nn.Module) -> Checkpoi
     if not near and (target is None or most - besides <= target):
         return Checkpointing(NONE, reason=f"auto: the step cannot take more than {shown(most)} of {shown(has)}")
     made = task.outline(precision, device_type=device.type)
-    found, _ = planned_checkpointing(task, basis, made, has=has, besides=besides)
+    found, _ = planned_checkpointing(task, basis, made, has=has, besides=besides, parts=parts)
     return found
 
 
-def planned_checkpointing(task: Task, basis: Basis, made: Outline, *, has: int, besides: int) -> tuple[Checkpointing, MemoryPlan]:
-    """The choice of recomputation on a device with `has` bytes, of which `besides` are in use, and the memory plan of its step."""
+def planned_checkpointing(
+    task: Task, basis: Basis, made: Outline, *, has: int, besides: int, parts: int = 1
+) -> tuple[Checkpointing, MemoryPlan]:
+    """The choice of recomputation on a device with `has` bytes, of which `besides` are in use, and the memory plan of its step.
+
+    parts  how many processes share the model
+    """
     train, precision, largest = task.config.train, basis.resolved.precision, task.step_outline(basis.resolved.precision)
 
+    earlier: MemoryPlan | None = None
+
     def simulate(checkpointing: Checkpointing) -> MemoryPlan:
-        return plan_memory(made, train, precision, largest, checkpointing=checkpointing, device_type=basis.device.type)
+        nonlocal earlier
+        found = plan_part(
+            made, train, precision, largest, checkpointing=checkpointing, device_type=basis.device.type, parts=parts, earlier=earlier
+        )  # fmt: skip
+        earlier = earlier or (None if found.not_simulated else found)
+        return found
 
     if train.gradient_checkpointing != AUTO:
         checkpointing = as_configured(made.model, train)

@@ -13,16 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from ..config.schema import TrainSection
+from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
 from ..errors import RunError
 from ..precision.accumulate import GradientAccumulator
 from ..precision.observe import share_changed
+from ..precision.own_part import own_part
 from ..precision.precision import Precision
 from .finite import non_finite_error
 from .loss_scale import LossScale
 from .task import Batch
 
-SAMPLED_PARAMETERS, SAMPLED_ELEMENTS = 32, 256  # what `share changed` looks at: enough for 1%, a few kilobytes
+SAMPLED_PARAMETERS, SAMPLED_ELEMENTS = 32, 256  # the sample for `share changed`: precise to 1%, a few kilobytes
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,14 @@ class Stepper:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, accumulator: GradientAccumulator,
                  precision: Precision, train: TrainSection, loss_sum: Callable[[nn.Module, Any], Tensor],
-                 world: World = ALONE) -> None:  # fmt: skip
+                 world: World = ALONE, sharding: Sharding | None = None) -> None:  # fmt: skip
         """
         loss_sum  the losses of a micro-batch, summed, in the dtype of `precision.loss`: a task's own
         world     the processes that share a step: each computes its own micro-batches, and all make the same update
+        sharding  how the model is distributed over them; None: each has the whole model
         """
         self.model, self.optimizer, self.accumulator, self.precision, self.train = model, optimizer, accumulator, precision, train
-        self.loss_sum, self.world = loss_sum, world
+        self.loss_sum, self.world, self.sharding = loss_sum, world, sharding
         self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
         self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for whoever observes
         self._sampled = sampled_elements(accumulator.parameters)
@@ -72,7 +75,7 @@ class Stepper:
         weight, units = (int(n) for n in self.world.sum([sum(b.weight for b in batches), sum(b.units for b in batches)]))
         loss_tensor = self.accumulate(batches, weight)
         own_loss = self._add_up(loss_tensor) if self.world.size > 1 else None
-        norm_tensor = gradient_norm(self.accumulator.gradients())
+        norm_tensor = self.norm()
         loss, norm = torch.stack([loss_tensor, norm_tensor.to(loss_tensor)]).tolist()  # the one wait for the device in a step
         if not math.isfinite(loss):
             raise self.non_finite(batches, step=step, what="the loss", own=own_loss)
@@ -96,16 +99,28 @@ class Stepper:
             self.loss_scale.update(overflow=overflow, step=step)
         return StepResult(loss, norm, units, weight, changed, overflow)
 
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient: fp32[]."""
+        norm = gradient_norm(self.accumulator.gradients())
+        if self.sharding is None:
+            return norm
+        (square,) = self.world.sum([float(norm) ** 2])
+        return norm.new_tensor(math.sqrt(square / self.sharding.replicas) if math.isfinite(square) else square)
+
     def _add_up(self, loss: Tensor) -> float:
         """Makes loss and gradients those of all processes; returns this process's own loss."""
         own = float(loss)
+        if self.sharding is not None:  # its gradients were summed in the backward
+            loss.fill_(self.world.sum([own])[0])
+            self.accumulator.sent = self.sharding.sent()
+            return own
         total, *reached = self.world.sum([own, *self.accumulator.reached()])
         loss.fill_(total)
         self.accumulator.reduce(self.world, [count > 0 for count in reached])
         return own
 
     def _look(self) -> list[Tensor]:
-        return [p.detach().flatten()[index] for p, index in self._sampled]
+        return [own_part(p).detach().flatten()[index] for p, index in self._sampled]
 
     def non_finite(self, batches: Sequence[Batch], *, step: int, what: str, own: float | None = None) -> RunError:
         """NF001 with the module where a non-finite number appears first.
@@ -137,10 +152,11 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def sampled_elements(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
-    """Elements at fixed positions, the same in every run: spread evenly over the model's parameters and over each parameter."""
+    """Elements at fixed positions, the same in every run: spread evenly over the model's parameters and over each parameter, of which a
+    sharded one has only some here."""
     stride = max(1, math.ceil(len(parameters) / SAMPLED_PARAMETERS))
     return [
-        (p, torch.linspace(0, p.numel() - 1, min(SAMPLED_ELEMENTS, p.numel()), device=p.device).long())
+        (p, torch.linspace(0, n - 1, min(SAMPLED_ELEMENTS, n), device=p.device).long())
         for p in parameters[::stride]
-        if p.numel()
+        if (n := own_part(p).numel())
     ]

@@ -182,7 +182,7 @@ class Task(Protocol):
     def step_outline(self, precision: Precision) -> StepOutline: ...
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
-        """A cheap bound: more bytes than a step can take, whatever is recomputed."""
+        """A cheap bound: more bytes than a step can take with any recomputation."""
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         """Checks of the preflight that only this kind of run has, by phase."""
@@ -210,11 +210,14 @@ class Task(Protocol):
     def samples(self) -> int:
         """How many samples a round makes; 0: none."""
 
-    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf) -> Sequence[Sample]:
+    def sample(
+        self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf, world: World = ALONE
+    ) -> Sequence[Sample]:
         """One round of samples. It does not change the state of training.
 
         shortened  one small sample, as a test
         seconds    after so long no further sample is begun; one is always made
+        world      the processes that call this together, since they share the model
         """
 
     # the result

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from ..precision.own_part import settle
 from ..runs.checkpoint.snapshot import random_state, restore_random_state
 
 
@@ -16,7 +17,10 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and no gradients; afterwards every module has the mode it had."""
     with modes_restored(model), torch.no_grad():
         model.eval()
-        yield
+        try:
+            yield
+        finally:
+            settle(model)
 
 
 @contextmanager

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from ..distributed.shard import Sharding, shard
+from ..distributed.world import ALONE, World
 from ..dtypes import eps, to_torch
 from ..errors import RunError
 from ..model.saved_form import Digests, refuse_difference
@@ -22,12 +24,19 @@ def saved_dtype_error(precision: Precision, *, adapter: bool) -> float:
 
 
 def verify_result(
-    task: Task, folder: Path, precision: Precision, device: torch.device, *, trained: Evaluation, weights: Digests, adapter: bool
+    task: Task, folder: Path, precision: Precision, device: torch.device, *, trained: Evaluation, weights: Digests, adapter: bool,
+    world: World = ALONE, sharding: Sharding | None = None,
 ) -> Evaluation:  # fmt: skip
-    """Returns the loss of the reloaded result. Raises RunError SV001 when this loss or one of the trained `weights` differs."""
-    model = task.reload(folder, precision, device)
-    refuse_difference(folder, weights, model, to_torch(precision.save_adapter if adapter else precision.save_model))
-    reloaded = task.evaluate(model, device, dtype=precision.loss, most=ROWS)
+    """Returns the loss of the reloaded result. Raises RunError SV001 when this loss or one of the trained `weights` differs.
+
+    sharding  how the trained model was distributed over the processes of `world`, which all call this: the reloaded one is too
+    """
+    model = task.reload(folder, precision, device if sharding is None else torch.device("cpu"))
+    if world.first:
+        refuse_difference(folder, weights, model, to_torch(precision.save_adapter if adapter else precision.save_model))
+    if sharding is not None:
+        shard(model, world, reduce=precision.reduce, device=device, nodes=sharding.replicas)
+    reloaded = task.evaluate(model, device, dtype=precision.loss, most=ROWS, world=world)
     allowed = saved_dtype_error(precision, adapter=adapter) * max(1.0, abs(trained.loss))
     if not abs(reloaded.loss - trained.loss) <= allowed:
         raise RunError(

@@ -15,7 +15,7 @@ from isotype.doctor.explain import pages as explain_pages
 
 
 def emitted(package: object, prefix: str) -> set[str]:
-    folder = Path(str(package.__file__)).parent  # type: ignore[attr-defined]
+    folder = Path(str(package.__file__)).parent
     return {code for file in folder.rglob("*.py") for code in re.findall(rf'"({prefix}\d{{3}})"', file.read_text())}
 
 

@@ -79,7 +79,11 @@ def told(tmp_path):
         (tmp_path / "pyproject.toml").touch()
         for name, text in files.items():
             (tmp_path / f"{name}.py").write_text(HEAD + text)
-        return [f.code for f in lint_command([tmp_path], possible=possible).findings if f.code.startswith("LT02")]
+        return [
+            f.code
+            for f in lint_command([tmp_path], select=["LT020", "LT021", "LT022", "LT023", "LT024"], possible=possible).findings
+            if f.code.startswith("LT02")
+        ]
 
     return lint
 
@@ -211,3 +215,48 @@ def backward(x, y):
 def test_what_was_stored_in_low_precision_is_read_back(told):
     assert told(kernels=REREAD.format(back="tl.store(dx_ptr + y, tl.load(dx_ptr + y).to(tl.float32) - 1.0)")) == ["LT024"]
     assert told(kernels=REREAD.format(back="tl.store(dx_ptr + y, tl.exp(tl.load(x_ptr + y).to(tl.float32)) - 1.0)"), possible=True) == []
+
+
+DOT_ELSEWHERE = """@triton.jit
+def product(do_ptr, states_ptr, out_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    do = tl.load(do_ptr + i[:, None] * BLOCK + i[None, :])
+    states = tl.load(states_ptr + i[:, None] * BLOCK + i[None, :])
+    tl.store(out_ptr + i[:, None] * BLOCK + i[None, :], tl.dot(do, states{cast}))
+
+
+def states_of(x):
+    return torch.zeros((x.shape[0], 64), device=x.device, dtype=torch.bfloat16)
+
+
+def states_backward(do, states):
+    out = torch.empty_like(do)
+    product[(1,)](do, states, out, BLOCK=64)
+    return out
+"""
+FUNCTION_ELSEWHERE = """import torch
+from .kernels import states_backward, states_of
+
+
+class Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        needed = any(ctx.needs_input_grad)
+        states = states_of(x)
+        if needed:
+            ctx.save_for_backward(states)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if len(ctx.saved_tensors) == 0:
+            raise RuntimeError("forward ran without gradients")
+        (states,) = ctx.saved_tensors
+        return states_backward(dy, states)
+"""
+
+
+def test_a_function_of_another_file_launches_through_a_helper(told):
+    """The saved states are bf16 whatever the input is; the helper that launches and the Function stand in two files."""
+    assert told(kernels=DOT_ELSEWHERE.format(cast=""), scan=FUNCTION_ELSEWHERE) == ["LT022"]
+    assert told(kernels=DOT_ELSEWHERE.format(cast=".to(do.dtype)"), scan=FUNCTION_ELSEWHERE, possible=True) == []

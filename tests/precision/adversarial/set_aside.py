@@ -181,6 +181,31 @@ class BetweenThreads(MLP):
         return super().forward(x) * kept["gate"]
 
 
+class SiluFromATable(MLP):
+    """The activation is read from 64 stored values; how its index is found is left to subclasses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("grid", torch.linspace(-4, 4, 64), persistent=False)
+
+    def index(self, x: Tensor) -> Tensor:
+        return ((x.detach() + 4) * 8).clamp(0, 63).long()
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        return self.down(F.silu(self.grid)[self.index(up)].to(up.dtype) + 0 * up)
+
+
+class SiluFromBuckets(SiluFromATable):
+    def index(self, x: Tensor) -> Tensor:
+        return torch.bucketize(x.detach().float(), self.grid).clamp(max=63)
+
+
+class SiluFromTheNearest(SiluFromATable):
+    def index(self, x: Tensor) -> Tensor:
+        return (x.detach()[..., None] - self.grid).abs().argmin(-1)
+
+
 class StandardisedByTable(Rotary):
     """Inverse frequencies made anew in fp16 and widened before they are used."""
 
@@ -214,6 +239,8 @@ for made in (
 program("DistanceBias", lambda: tiny(attention=DistanceBias))
 program("NarrowNormModule", lambda: tiny(norm1=NarrowNormModule))
 program("StandardisedByTable", lambda: tiny(rotary=StandardisedByTable))
+for table in (SiluFromATable, SiluFromBuckets, SiluFromTheNearest):
+    program(table.__name__, lambda table=table: tiny(mlp=table))
 for made in (WideFromTheStart, TiedThroughFp16, Fp32Head):
     program(made.__name__, made)
 for change in (straight_through, gradients_through_a_list, norm_of_gradients_in_bf16, weights_averaged_narrow):

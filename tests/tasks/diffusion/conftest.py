@@ -14,11 +14,14 @@ pytest.importorskip("diffusers")
 
 @pytest.fixture(scope="session")
 def studio(tmp_path_factory) -> SimpleNamespace:
-    """`sd3`, `flux`: pipelines' folders; `pictures`: 12 drawn ones with their captions."""
-    from tests.tasks.diffusion.models import flux, pictures, sd3
+    """`sd3`, `flux`, `pixart`, `sdxl`, `sdxl_v`: pipelines' folders; `pictures`: 12 drawn ones with their captions."""
+    from tests.tasks.diffusion.models import flux, pictures, pixart, sd3, sdxl
 
     folder = tmp_path_factory.mktemp("studio")
-    return SimpleNamespace(sd3=sd3(folder / "sd3"), flux=flux(folder / "flux"), pictures=pictures(folder / "pictures"))
+    return SimpleNamespace(
+        sd3=sd3(folder / "sd3"), flux=flux(folder / "flux"), pixart=pixart(folder / "pixart"),
+        sdxl=sdxl(folder / "sdxl"), sdxl_v=sdxl(folder / "sdxl_v", prediction="v_prediction"), pictures=pictures(folder / "pictures"),
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -36,6 +39,8 @@ def drawn(studio, tmp_path):
             "train": {"steps": 4, "batch_size": 2, "learning_rate": 1e-3, "eval_every": 4},
             "run": {"folder": str(tmp_path / folder), "report": False, "sample_steps": 2},
         }
+        if str(model).rpartition("/")[2].startswith("sdxl"):
+            del config["diffusion"]["max_text_length"]  # no T5 encoder
         for section, values in sections.items():
             config[section] |= values
         file = Path(tmp_path / f"{folder}.yaml")

@@ -1,4 +1,4 @@
-"""Tiny SD3 and Flux pipelines from configurations, saved as folders, and drawn pictures with captions. Random weights, no download."""
+"""Tiny pipelines of each family from configurations, saved as folders, and drawn pictures with captions. Random weights."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from pathlib import Path
 import torch
 from diffusers import (
     AutoencoderKL,
+    DPMSolverMultistepScheduler,
+    EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
+    PixArtAlphaPipeline,
+    PixArtTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
 )
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer
@@ -90,6 +96,43 @@ def flux(folder: Path, *, guidance: bool = False) -> Path:
         transformer=flux_transformer(guidance=guidance), vae=vae(4),
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15),
         text_encoder=clip(projection=False), tokenizer=tokenizer(8), text_encoder_2=t5(), tokenizer_2=tokenizer(8),
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def pixart_transformer() -> PixArtTransformer2DModel:
+    """With 128 latent pixels in its configuration PixArt is told the picture's size."""
+    return PixArtTransformer2DModel(
+        num_attention_heads=3, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2, cross_attention_dim=24, sample_size=128,
+        caption_channels=2 * WIDTH,
+    )  # fmt: skip
+
+
+def sdxl_unet() -> UNet2DConditionModel:
+    return UNet2DConditionModel(
+        block_out_channels=(8, 16), layers_per_block=1, sample_size=8, in_channels=4, out_channels=4, norm_num_groups=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=(2, 4), use_linear_projection=True, addition_embed_type="text_time", addition_time_embed_dim=8,
+        transformer_layers_per_block=(1, 1), projection_class_embeddings_input_dim=6 * 8 + WIDTH, cross_attention_dim=2 * WIDTH,
+    )  # fmt: skip
+
+
+def pixart(folder: Path) -> Path:
+    torch.manual_seed(0)
+    PixArtAlphaPipeline(
+        transformer=pixart_transformer(), vae=vae(4), text_encoder=t5(), tokenizer=tokenizer(8),
+        scheduler=DPMSolverMultistepScheduler(beta_start=0.0001, beta_end=0.02, beta_schedule="linear"),
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def sdxl(folder: Path, *, prediction: str = "epsilon") -> Path:
+    torch.manual_seed(0)
+    settings = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "prediction_type": prediction}
+    StableDiffusionXLPipeline(
+        unet=sdxl_unet(), vae=vae(4), scheduler=EulerDiscreteScheduler(**settings),
+        text_encoder=clip(projection=False), tokenizer=tokenizer(8), text_encoder_2=clip(projection=True), tokenizer_2=tokenizer(8),
+        force_zeros_for_empty_prompt=True, add_watermarker=False,
     ).save_pretrained(folder)  # fmt: skip
     return folder
 

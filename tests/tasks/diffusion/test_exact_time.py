@@ -8,6 +8,7 @@ import torch
 from isotype.precision import PRESETS, Precision
 from isotype.precision.apply import apply_precision, generating
 from isotype.tasks.diffusion.exact_time import embeddings_of_time, keep_time_exact
+from isotype.tasks.diffusion.families import Asked
 from isotype.tasks.diffusion.families.flux import Flux
 from isotype.tasks.diffusion.families.sd3 import SD3
 from tests.tasks.diffusion.models import flux_transformer, sd3_transformer
@@ -23,9 +24,9 @@ def embedded(model, family, *, sampling=False):
     with torch.no_grad():
         if sampling:
             with generating(model):
-                family.predict(model, torch.randn(7, 4, 8, 8), LEVELS, text, guidance=3.5)
+                family.predict(model, torch.randn(7, 4, 8, 8), LEVELS, text, Asked(guidance=3.5))
         else:
-            family.predict(model, torch.randn(7, 4, 8, 8), LEVELS, text, guidance=3.5)
+            family.predict(model, torch.randn(7, 4, 8, 8), LEVELS, text, Asked(guidance=3.5))
     return seen
 
 

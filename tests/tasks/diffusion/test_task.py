@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,10 +23,15 @@ from isotype.tasks.diffusion.pipeline_folder import PipelineFolder
 from isotype.training.callbacks import Callback
 from isotype.training.setup import settle
 
+FAMILIES_AND_PRESETS = [
+    ("sd3", "fp32"), ("sd3", "bf16-lora"), ("flux", "fp32"), ("flux", "bf16-lora"), ("pixart", "bf16-lora"), ("sdxl", "bf16-lora"),
+    ("flux", "nf4-lora"), ("sdxl", "nf4-lora"),
+]  # fmt: skip
 
-@pytest.mark.parametrize(("family", "preset"), [("sd3", "fp32"), ("sd3", "bf16-lora"), ("flux", "fp32"), ("flux", "bf16-lora")])
+
+@pytest.mark.parametrize(("family", "preset"), FAMILIES_AND_PRESETS)
 def test_a_lora_trains_from_a_folder(drawn, studio, tmp_path, family, preset):
-    run = {"samples": ["a red circle on white"]} if preset == "bf16-lora" else {}
+    run = {"samples": ["a red circle on white"], "sample_every": 4} if preset == "bf16-lora" else {}
     loaded = drawn(model=getattr(studio, family), precision={"preset": preset}, run=run)
     assert train(loaded) == 0
     result = json.loads((tmp_path / "run/result.json").read_text())
@@ -34,13 +40,19 @@ def test_a_lora_trains_from_a_folder(drawn, studio, tmp_path, family, preset):
     assert abs(result["check"]["trained_loss"] - result["check"]["reloaded_loss"]) < 1e-6
     precision = json.loads((tmp_path / "run/precision.json").read_text())
     assert precision["violations"] == []
-    text = "bf16" if preset == "bf16-lora" else "fp32"
+    text = "fp32" if preset == "fp32" else "bf16"
+    assert set(precision["observed"]["base"]) == {"nf4": {"nf4", "bf16"}, "bf16": {"bf16"}}.get(preset[:4].rstrip("-"), {"fp32"})
     for role, dtype in {"vae": "fp32", "text_encoder": text, "timesteps": "fp32", "latents": "fp32"}.items():
         assert precision["declared"][role]["value"] == dtype
         assert set(precision["observed"][role]) == {dtype}
     lora = tmp_path / "run/adapter/pytorch_lora_weights.safetensors"
-    with safe_open(lora, framework="pt") as file:
-        assert json.loads(file.metadata()["lora_adapter_metadata"])["transformer.lora_alpha"] == 32.0
+    if family == "pixart":  # its pipeline has no load_lora_weights
+        assert not lora.exists()
+        lora = tmp_path / "run/adapter/adapter_model.safetensors"
+    else:
+        with safe_open(lora, framework="pt") as file:
+            settings = json.loads(file.metadata()["lora_adapter_metadata"])
+        assert settings["unet.lora_alpha" if family == "sdxl" else "transformer.lora_alpha"] == 32.0
     assert any(bool(tensor.any()) for name, tensor in load_file(lora).items() if "lora_B" in name)
     if run:
         said = json.loads((tmp_path / "run/samples/step_4.json").read_text())["samples"]
@@ -51,15 +63,50 @@ def adapter(run):
     return load_file(run / "adapter/adapter_model.safetensors")
 
 
-def test_rows_are_drawn_by_position_whatever_the_batch(drawn, tmp_path):
-    """1 x 4, 2 x 2 and a run that is stopped and resumed train the same adapter."""
-    settings = {"steps": 3, "eval_every": 3}
-    images = {"caption_dropout": 0.5, "flip": True}
-    assert train(drawn("whole", images=images, train={**settings, "batch_size": 4})) == 0
-    assert train(drawn("parts", images=images, train={**settings, "batch_size": 2, "accumulate": 2})) == 0
+def shaped(studio, folder):
+    """Pictures of three shapes, with two captions and a mask each, and two for regularisation."""
+    for i, file in enumerate(sorted(studio.pictures.glob("*.png"))):
+        wide = Image.open(file).resize([(32, 32), (48, 24), (24, 48)][i % 3])
+        for name in ("mine", "masks"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            wide.save(folder / name / file.name)
+        (folder / "mine" / file.with_suffix(".txt").name).write_text(file.with_suffix(".txt").read_text() + "a picture\n")
+    return {
+        "train": [{"name": str(folder / "mine"), "repeats": 2}], "masks": str(folder / "masks"), "max_aspect": 2.0, "crop": 3,
+        "regularisation": [{"name": str(studio.pictures), "weight": 0.5}], "caption_dropout": 0.5, "flip": True,
+    }  # fmt: skip
+
+
+def test_rows_are_drawn_by_position_whatever_the_batch(drawn, studio, tmp_path):
+    """1 x 8 and 4 x 2 train the same adapter, with all that is drawn for a row: noise, time, caption, window, mirror image."""
+    images, settings = shaped(studio, tmp_path / "pictures"), {"steps": 3, "eval_every": 3}
+    assert train(drawn("whole", images=images, train={**settings, "batch_size": 8})) == 0
+    assert train(drawn("parts", images=images, train={**settings, "batch_size": 2, "accumulate": 4})) == 0
     whole, parts = adapter(tmp_path / "whole"), adapter(tmp_path / "parts")
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, rtol=1e-4, atol=1e-6)
+    data = json.loads((tmp_path / "whole/data.json").read_text())
+    assert (data["regularisation_pictures"], data["masked_pictures"], data["train_pictures"]) == (12, 10, 32)
+    assert data["buckets"] > 1
+
+
+def test_a_loss_counts_where_the_mask_is_and_times_its_weight(drawn, studio, tmp_path):
+    loaded = drawn(images=shaped(studio, tmp_path / "pictures"))
+    task = task_of(loaded.config)
+    settle(task, loaded.sources)
+    model, _ = task.build_model(task.precision, torch.device("cpu"), studio.sd3)
+    (batch,) = {len(b.latents): b for b in [task.collate(task.largest(2))]}.values()
+    plain = replace(batch, mask=None, weights=None)
+    shown = torch.zeros_like(batch.latents[:, :1])
+    shown[..., :2] = 1
+    with torch.no_grad():
+        whole = task.losses(model, plain, dtype="fp32")
+        halves = [task.losses(model, replace(plain, mask=mask), dtype="fp32") for mask in (shown, 1 - shown)]
+        weighted = task.losses(model, replace(plain, weights=torch.tensor([1.0, 0.25])), dtype="fp32")
+    share = float(shown.mean())
+    torch.testing.assert_close(whole, share * halves[0] + (1 - share) * halves[1])
+    torch.testing.assert_close(weighted, whole * torch.tensor([1.0, 0.25]))
+    assert not torch.equal(halves[0], halves[1])
 
 
 def test_a_stopped_run_resumes_bit_for_bit_and_samples_change_nothing(drawn, tmp_path):
@@ -102,15 +149,41 @@ def test_encoders_are_gone_before_the_denoiser_is_loaded(drawn, studio, monkeypa
     assert alive == []
 
 
-def test_bf16_weights_train_with_fp32_gradients(drawn, tmp_path):
+def test_bf16_weights_train_with_fp32_gradients(drawn, tmp_path, capsys):
     """SimpleTuner's mixed_precision=bf16 with gradient_precision=fp32, for every weight."""
-    loaded = drawn(adapter={"kind": "none"}, precision={"preset": "bf16-pure"}, train={"accumulate": 2, "steps": 3})
+    train_section = {"accumulate": 2, "steps": 3, "gradient_checkpointing": "layers", "ema": 0.9}
+    loaded = drawn(adapter={"kind": "none"}, precision={"preset": "bf16-pure"}, train=train_section)
     assert train(loaded) == 0
     precision = json.loads((tmp_path / "run/precision.json").read_text())
     assert set(precision["observed"]["trainable"]) == {"bf16"}
     assert set(precision["observed"]["grads"]) == {"fp32"}
     saved = load_file(tmp_path / "run/model/diffusion_pytorch_model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert (tmp_path / "run/model_ema/diffusion_pytorch_model.safetensors").is_file()
+    assert "layers: all of 2" in capsys.readouterr().out
+
+
+def test_an_average_is_saved_beside_the_result_and_resumes(drawn, tmp_path):
+    train_section = {"steps": 4, "ema": 0.5, "eval_every": 4}
+    assert train(drawn("whole", train=train_section)) == 0
+    result = json.loads((tmp_path / "whole/result.json").read_text())
+    assert result["adapter_ema"]["averaged_loss"] == pytest.approx(result["adapter_ema"]["reloaded_loss"], abs=1e-6)
+    precision = json.loads((tmp_path / "whole/precision.json").read_text())
+    assert set(precision["observed"]["ema"]) == {"fp32"}
+    trained, averaged = (load_file(tmp_path / f"whole/{name}/adapter_model.safetensors") for name in ("adapter", "adapter_ema"))
+    assert any(not torch.equal(trained[name], averaged[name]) for name in trained)
+
+    class StopsAfterTwo(Callback):
+        def on_step(self, moment):
+            if moment.step == 3:
+                raise RuntimeError("stopped here")
+
+    with pytest.raises(RuntimeError, match="stopped here"):
+        train(drawn("stopped", train=train_section, run={"save_every": 2}), callbacks=[StopsAfterTwo()])
+    again = load(tmp_path / "stopped/resolved.yaml", [], {}, resolved=True)
+    assert train(again, resume=tmp_path / "stopped") == 0
+    resumed = load_file(tmp_path / "stopped/adapter_ema/adapter_model.safetensors")
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in averaged.items())
 
 
 def test_a_run_is_planned_reported_and_drawn_from(drawn, tmp_path, capsys):

@@ -67,7 +67,7 @@ def test_right_padding_needs_no_mask_under_causal_attention(family, attention):
     window = {"sliding_window": 16} if family == "gemma3_text" else {}
     model, batch = tiny(family, attn_implementation=attention, **window), unpacked()
     assert int(batch.attention_mask.sum()) < batch.attention_mask.numel()
-    assert why_mask_is_read(model) == ""
+    assert why_mask_is_read(model) is None
     assert model_inputs(model, batch)["attention_mask"] is None
     same(result(model, batch), result(model, batch, **batch.inputs))
 
@@ -82,7 +82,7 @@ def test_right_padding_needs_no_mask_under_causal_attention(family, attention):
     ],
     ids=str,
 )
-def test_a_model_that_reads_its_mask_otherwise_keeps_it(change, reason):
+def test_a_model_that_uses_its_mask_elsewhere_gets_it(change, reason):
     model, batch = tiny("mixtral"), unpacked()
     for name, value in change.items():
         setattr(model.config, name, value)
@@ -108,7 +108,7 @@ def test_bounds_alone_keep_documents_apart_with_windows_and_softcaps(family, kin
     wanted = result(model, batch, **batch.inputs)
     mine = copy.deepcopy(model)
     optimize(mine, device_type="cuda")
-    assert why_no_document_mask(mine) == ""
+    assert why_no_document_mask(mine) is None
     monkeypatch.setattr(loss, "stands_for", lambda device: "cuda")
     given = model_inputs(mine, batch)["attention_mask"]
     assert isinstance(given, DocumentMask)
@@ -126,7 +126,7 @@ def test_a_model_with_an_attention_of_its_own_gets_masks():
     assert why_no_document_mask(tiny("llama", **SDPA)) == "model.layers.0.self_attn runs its own attention"
     model = tiny("llama", **SDPA)
     optimize(model, device_type="cuda")
-    assert why_no_document_mask(model) == ""
+    assert why_no_document_mask(model) is None
     model.set_attn_implementation("eager")
     assert why_no_document_mask(model) == "model.layers.0.self_attn runs eager"
     dropping = tiny("llama", **SDPA, attention_dropout=0.1).train()
@@ -176,15 +176,15 @@ def test_the_mask_a_model_needs_is_decided_once_and_again_when_the_model_has_cha
         before = len(walks)
         return mask_needs.mask_needs(model), len(walks) > before
 
-    assert needs() == (("", ""), True)
-    assert needs() == (("", ""), False)
+    assert needs() == ((None, None), True)
+    assert needs() == ((None, None), False)
     attention = model.model.layers[0].self_attn
     own = vars(attention).pop("forward")
-    assert needs() == (("", "model.layers.0.self_attn runs its own attention"), True)
+    assert needs() == ((None, "model.layers.0.self_attn runs its own attention"), True)
     vars(attention)["forward"] = own
-    assert needs() == (("", ""), True)
+    assert needs() == ((None, None), True)
     model.set_attn_implementation("eager")
-    assert needs() == (("", "model.layers.0.self_attn runs eager"), True)
+    assert needs() == ((None, "model.layers.0.self_attn runs eager"), True)
     model.set_attn_implementation("sdpa")
     assert needs()[1]
     model.config.output_router_logits = True
@@ -200,7 +200,7 @@ def test_the_mask_a_model_needs_is_decided_once_and_again_when_the_model_has_cha
     model.train()
     assert needs()[0].why_no_documents == "model.layers.0.self_attn has dropout"
     model.eval()
-    assert needs() == (("", ""), True)
+    assert needs() == ((None, None), True)
     # neither a copy nor a file takes the decision along
     assert vars(copy.deepcopy(model))["_isotype_mask_needs"] is None
     assert pickle.loads(pickle.dumps(mask_needs._Kept(torch.nn.Linear(2, 2)))) is None

@@ -83,6 +83,19 @@ def test_an_adapter_that_a_run_goes_on_with_is_planned_as_trained(tmp_path):
     assert continued.peak == memory.peak
 
 
+def test_an_earlier_plans_evaluation_and_sample_are_those_that_would_be_simulated():
+    config = load(None, ["precision.preset=bf16-lora", "train.batch_size=1"]).config
+    precision = Precision.preset("bf16-lora")
+    made = outline(AutoConfig.for_model(**LLAMA), config, precision, device_type="cpu")
+    largest = step_outline(config, precision, length=64, eval_rows=64, eval_length=512, sample_length=32)
+
+    def plan(kind: str, earlier=None):
+        checkpointing = Checkpointing(kind, tuple(range(4)) if kind == "layers" else (), 4)
+        return plan_memory(made, config.train, precision, largest, checkpointing=checkpointing, earlier=earlier)
+
+    assert plan("layers", earlier=plan("none")) == plan("layers")
+
+
 def test_more_rows_take_more_and_checkpointing_takes_less():
     def peak(*overrides: str) -> int:
         return planned(LLAMA, ["precision.preset=bf16-lora", *overrides], 128)[1].peak

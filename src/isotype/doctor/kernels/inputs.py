@@ -38,8 +38,9 @@ def guessed_inputs(function: Callable[..., Any], target: Any) -> dict[str, Any] 
 
 
 def _guesses(function: Callable[..., Any]) -> Iterator[dict[str, Any] | tuple[Any, ...]]:
-    positional = isinstance(function, type) and hasattr(function, "apply")
-    signature = inspect.signature(function.forward if positional else function)  # type: ignore[attr-defined]
+    forward = getattr(function, "forward", None) if isinstance(function, type) and hasattr(function, "apply") else None
+    positional = forward is not None
+    signature = inspect.signature(forward or function)
     parameters = list(signature.parameters.values())[1 if positional else 0 :]
     wanted = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for shape in _SHAPES:

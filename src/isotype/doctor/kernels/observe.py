@@ -50,6 +50,10 @@ class Frame:
     def line(self, node: ast.AST | None) -> int:
         return self.first_line + getattr(node, "lineno", 1) - 1
 
+    def nodes(self) -> Iterator[ast.AST]:
+        """Every node of the tree; none where the function was not visited."""
+        return ast.walk(self.tree) if self.tree is not None else iter(())
+
     @property
     def in_triton(self) -> bool:
         """Whether it belongs to Triton's own library (`tl.sum`, `tl.softmax`)."""
@@ -189,7 +193,7 @@ def _recording(observation: Observation) -> Iterator[None]:
 
 
 def _statement(frame: Frame, node: ast.AST | None) -> ast.AST | None:
-    """The assignment being visited: `set_value` itself is told a name only."""
+    """The assignment that is visited: `set_value` itself is given only a name."""
     return frame.statements[-1] if frame.statements else node
 
 

@@ -1,4 +1,4 @@
-"""Faults that compile: sums kept in low precision, fp64 arithmetic nobody asked for, offsets that overflow int32.
+"""Faults that compile: sums in low precision, unintended fp64 arithmetic, offsets that overflow int32.
 
 They read the typed syntax tree of a combination that compiled, so `acc` is known to be bf16 rather than guessed to be.
 """
@@ -47,7 +47,7 @@ def _fault(
 
 
 def _low_precision_sums(kernel: str, frame: Frame) -> Iterator[Fault]:
-    for loop in [n for n in ast.walk(frame.tree) if isinstance(n, (ast.For, ast.While))]:  # type: ignore[arg-type]
+    for loop in [n for n in frame.nodes() if isinstance(n, (ast.For, ast.While))]:
         for statement in [n for part in loop.body for n in ast.walk(part)]:
             name = _accumulated(statement)
             if name is None or not _lives_across(frame, name, loop):
@@ -68,7 +68,7 @@ def _low_precision_sums(kernel: str, frame: Frame) -> Iterator[Fault]:
                     fix=fix,
                     dtypes=(dtype, "fp32"),
                 )
-    for call in [n for n in ast.walk(frame.tree) if isinstance(n, ast.Call) and call_name(n) in _SUMS]:  # type: ignore[arg-type]
+    for call in [n for n in frame.nodes() if isinstance(n, ast.Call) and call_name(n) in _SUMS]:
         argument = call.args[0] if call.args else call.func.value if isinstance(call.func, ast.Attribute) else None
         dtype = frame.dtypes.get(call)
         if argument is None or dtype not in LOW or frame.dtypes.get(argument) not in LOW:
@@ -91,7 +91,7 @@ def _low_precision_sums(kernel: str, frame: Frame) -> Iterator[Fault]:
 def _own_reductions(kernel: str, frame: Frame, observation: Observation) -> Iterator[Fault]:
     """`tl.reduce` and `tl.associative_scan` with a function of the program's own that adds its arguments."""
     adding = {one.name.rpartition(".")[2] for one in observation.frames if one.tree is not None and _returns_a_sum(one.tree)}
-    for call in [n for n in ast.walk(frame.tree) if isinstance(n, ast.Call) and call_name(n) in ("reduce", "associative_scan")]:  # type: ignore[arg-type]
+    for call in [n for n in frame.nodes() if isinstance(n, ast.Call) and call_name(n) in ("reduce", "associative_scan")]:
         dtype = frame.dtypes.get(call)
         combine = next((a.id for a in [*call.args, *(k.value for k in call.keywords)] if isinstance(a, ast.Name) and a.id in adding), None)
         if dtype not in LOW or combine is None or not call.args:
@@ -116,8 +116,8 @@ def _returns_a_sum(tree: ast.AST) -> bool:
 
 
 def _low_precision_atomics(kernel: str, frame: Frame) -> Iterator[Fault]:
-    """`tl.atomic_add` to a bf16 or fp16 buffer: whatever is computed in fp32 before, the running sum is not."""
-    for call in [n for n in ast.walk(frame.tree) if isinstance(n, ast.Call) and call_name(n) == "atomic_add"]:  # type: ignore[arg-type]
+    """`tl.atomic_add` to a bf16 or fp16 buffer: the running sum is low precision, even if each addend was computed in fp32."""
+    for call in [n for n in frame.nodes() if isinstance(n, ast.Call) and call_name(n) == "atomic_add"]:
         pointer = call.args[0] if call.args else None
         held = frame.dtypes.get(pointer, "").lstrip("*") if pointer is not None else ""
         if held not in LOW or pointer is None:
@@ -163,7 +163,7 @@ def _lives_across(frame: Frame, name: str, loop: ast.AST) -> bool:
 
 
 def _low_precision_dots(kernel: str, frame: Frame) -> Iterator[Fault]:
-    for call in [n for n in ast.walk(frame.tree) if call_name(n) == "dot" and n in frame.dtypes]:  # type: ignore[arg-type]
+    for call in [n for n in frame.nodes() if call_name(n) == "dot" and n in frame.dtypes]:
         dtype = frame.dtypes[call]
         if dtype in LOW:
             cause = f"`{source_text(call)}` accumulates its products in {dtype}"
@@ -204,7 +204,7 @@ def _fp64_arithmetic(kernel: str, frame: Frame) -> Iterator[Fault]:
 
 def _int32_offsets(kernel: str, frame: Frame) -> Iterator[Fault]:
     """`program_id * n_cols` in int32, added to a pointer: past 2**31 elements it wraps (131072 x 16384 is enough)."""
-    for node in [n for n in ast.walk(frame.tree) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)]:  # type: ignore[arg-type]
+    for node in [n for n in frame.nodes() if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)]:
         if frame.dtypes.get(node) != "int32" or frame.shapes.get(node):
             continue
         left, right = names_in(node.left), names_in(node.right)
@@ -236,7 +236,7 @@ def _is_program_id(frame: Frame, name: str) -> bool:
 
 
 def _meets_pointer(frame: Frame, product: ast.AST) -> bool:
-    for outer in ast.walk(frame.tree):  # type: ignore[arg-type]
+    for outer in frame.nodes():
         added = isinstance(outer, ast.BinOp) and isinstance(outer.op, ast.Add) and frame.dtypes.get(outer, "").startswith("*")
         grown = (
             isinstance(outer, ast.AugAssign)

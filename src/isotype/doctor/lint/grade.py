@@ -1,15 +1,18 @@
-"""How sure a finding is: proved by execution, reached by somebody, or possible."""
+"""The grade of a finding: proved by execution, reached by a caller, or possible."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 
 from .dataflow.events import Scenario
+from .dataflow.functions import function_classes
+from .dataflow.plain import entered_with
 from .repository import Repository
 from .rule import Hit
 from .source import Function, SourceFile, last_name
@@ -20,6 +23,12 @@ _CALLED_BY_FRAMEWORKS = re.compile(
     r"configure_\w+|on_\w+"
 )
 _ADAPTER_BASES = re.compile(r"\b(PreTrainedModel|ModelMixin|GenerationMixin|SchedulerMixin)\b")
+_LOW = ("bf16", "fp16")
+_ON_PURPOSE = re.compile(
+    r"on purpose|intention|intended|deliberate|by design|(?:is|are) (?:fine|enough|ok|okay|sufficient)\b|to match\b|parity|"
+    r"match(?:es|ing)? (?:the )?(?:original|reference|official|upstream|paper)|same as (?:the )?(?:original|reference|official|upstream)",
+    re.IGNORECASE,
+)
 _TRAINER_BASES = re.compile(r"\b(PreTrainedModel|ModelMixin|LightningModule)\b")
 
 
@@ -45,11 +54,11 @@ class Evidence:
 
 def evidence_for(hit: Hit, file: SourceFile, path: Path, repository: Repository | None) -> Evidence:
     """The grade that the code, its callers and its repository give; nothing is executed."""
-    against = hit.weak
+    against = hit.weak or _intended(file, hit.node)
     if not against and hit.elsewhere is not None:
         against = hit.elsewhere(repository)
     if not against and hit.scenario is not None and repository is not None:
-        against = repository.against(hit.scenario, path, file.text)
+        against = repository.against(hit.scenario, path, file.text) or _cast_by_callers(file, hit, repository)
     if against:
         return Evidence(Grade.POSSIBLE, against, against=True)
     if hit.reached:
@@ -66,6 +75,48 @@ def evidence_for(hit: Hit, file: SourceFile, path: Path, repository: Repository 
     if not brought:
         return Evidence(Grade.POSSIBLE, f"{caller}, but nothing here shows {hit.scenario}")
     return Evidence(Grade.REACHED, f"{caller}; {brought}")
+
+
+def _intended(file: SourceFile, node: ast.AST) -> str:
+    """The comment beside the code, or in the two lines before it, that says that it is meant so; or ""."""
+    lines = file.text.splitlines()
+    last = node.lineno  # type: ignore[attr-defined]  # every node that is graded has a line
+    for number in range(last, max(last - 3, 0), -1):
+        code, mark, comment = lines[number - 1].partition("#") if number <= len(lines) else ("", "", "")
+        if mark and (number == last or not code.strip()) and _ON_PURPOSE.search(comment):
+            return f"a comment in line {number} says that it is meant so"
+    return ""
+
+
+def _cast_by_callers(file: SourceFile, hit: Hit, repository: Repository) -> str:
+    """Where other files call the accused function, if each of them hands it wider dtypes than the scenario supposes; or ""."""
+    scenario, (top, _) = hit.scenario, _owners(file, hit.node)
+    if scenario is None or scenario.inputs not in _LOW or not isinstance(top, Function) or _named(file, top.name, outside=top):
+        return ""
+    found = ""
+    for other, call in _calls_elsewhere(top.name, file, repository):
+        caller = other.function_of(call)
+        handed = entered_with(other, caller, top, scenario) if caller is not None else set()
+        if not _asks_for_fp32(other, call) and (not handed or any(dtype in _LOW for dtypes in handed for dtype in dtypes)):
+            return ""
+        found = f"{Path(other.path).name}:{call.lineno} hands it fp32, or asks for it, and nothing else calls it"
+    return found
+
+
+def _calls_elsewhere(name: str, file: SourceFile, repository: Repository) -> Iterator[tuple[SourceFile, ast.Call]]:
+    """The calls of a function in other files that import it, or its module."""
+    module = Path(file.path).stem
+    for other in repository.files_with(f"{name}(".encode(), but=Path(file.path)):
+        for call in (c for c in other.nodes(ast.Call) if last_name(c.func) == name):
+            owner = last_name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+            if name in other.imports or other.imports.get(owner, owner).rpartition(".")[2] == module:
+                yield other, call
+
+
+def _asks_for_fp32(file: SourceFile, call: ast.Call) -> bool:
+    """Whether it passes torch.float32 or torch.float64 as it is."""
+    given = [*call.args, *(k.value for k in call.keywords)]
+    return any(file.dotted(g) in ("torch.float32", "torch.float", "torch.float64", "torch.double") for g in given)
 
 
 # -- who calls it --------------------------------------------------------------------------------------------------------
@@ -111,9 +162,9 @@ def _owners(file: SourceFile, node: ast.AST) -> tuple[Function | ast.ClassDef | 
     return top, inner if isinstance(top, ast.ClassDef) and isinstance(inner, Function) else None
 
 
-def _named(file: SourceFile, name: str, outside: ast.AST) -> int:
+def _named(file: SourceFile, name: str, outside: Function | ast.ClassDef) -> int:
     """The first line of this file that names it outside its own definition and `__all__`; 0 where none does."""
-    first, last = outside.lineno, getattr(outside, "end_lineno", None) or outside.lineno  # type: ignore[attr-defined]
+    first, last = outside.lineno, outside.end_lineno or outside.lineno
     lines = [n.lineno for n in file.nodes(ast.Name) if n.id == name] + [n.lineno for n in file.nodes(ast.Attribute) if n.attr == name]
     return min((line for line in lines if not first <= line <= last), default=0)
 
@@ -132,8 +183,8 @@ def _brought_about(hit: Hit, file: SourceFile, path: Path, repository: Repositor
         base = _base(path, _TRAINER_BASES)
         if base:
             return f"a trainer runs a {base} under autocast when it is asked for bf16"
-        if _in_an_autograd_function(file, hit.node) and not (repository.trains or repository.serves):
-            return "torch.amp calls an autograd.Function inside the region of whoever uses this library"
+        if _in_an_autograd_function(file, hit.node) and repository.decorates and not (repository.trains or repository.serves):
+            return f"users of this library open autocast regions: {repository.decorates} decorates another function for them"
         return ""
     base = _base(path, _ADAPTER_BASES)
     if base:
@@ -141,7 +192,7 @@ def _brought_about(hit: Hit, file: SourceFile, path: Path, repository: Repositor
             return f"peft's prepare_model_for_kbit_training leaves the norms of a {base} in fp32"
         return f"from_pretrained loads a {base} in the dtype that it is asked for"
     if not scenario.mixed_weights and _takes_a_dtype(file, hit.node):
-        return "its argument dtype is its callers' to choose"
+        return _asks_for_another_dtype(file, hit.node, repository)
     return ""
 
 
@@ -170,10 +221,16 @@ def _base(path: Path, bases: re.Pattern[str]) -> str:
 
 
 def _in_an_autograd_function(file: SourceFile, node: ast.AST) -> bool:
+    """Whether it stands in an autograd.Function, or in a plain function that one of this file calls."""
     current: ast.AST | None = node
     while current is not None and not isinstance(current, ast.ClassDef):
         current = file.parents.get(current)
-    return isinstance(current, ast.ClassDef) and any(file.dotted(b).endswith("Function") for b in current.bases)
+    if current is not None:
+        return any(file.dotted(b).endswith("Function") for b in current.bases)
+    top, _ = _owners(file, node)
+    methods = [m for cls in function_classes(file) for m in (cls.forward, cls.backward) if m is not None]
+    called = {last_name(n.func) for m in methods for n in file.own(m) if isinstance(n, ast.Call)}
+    return top is not None and top.name in called
 
 
 def _takes_a_dtype(file: SourceFile, node: ast.AST) -> bool:
@@ -184,3 +241,16 @@ def _takes_a_dtype(file: SourceFile, node: ast.AST) -> bool:
             return True
         function = file.function_of(function)
     return False
+
+
+def _asks_for_another_dtype(file: SourceFile, node: ast.AST, repository: Repository) -> str:
+    """A call of the function around a node that passes a dtype, and not fp32 as it is written; or ""."""
+    top, _ = _owners(file, node)
+    if top is None:
+        return ""
+    own = [(file, c) for c in file.nodes(ast.Call) if last_name(c.func) == top.name]
+    for other, call in (*own, *_calls_elsewhere(top.name, file, repository)):
+        given = [*call.args, *(k.value for k in call.keywords)]
+        if any("dtype" in ast.unparse(g) for g in given) and not _asks_for_fp32(other, call):
+            return f"{Path(other.path).name}:{call.lineno} passes it a dtype"
+    return ""

@@ -63,7 +63,7 @@ class SourceFile:
 
     def nodes(self, kind: type[N]) -> Iterator[N]:
         """Every node of exactly this type, outer before inner."""
-        yield from self._by_type.get(kind, ())  # type: ignore[misc]
+        yield from self._by_type.get(kind, ())  # type: ignore[misc]  # each node was filed under its own type
 
     def functions(self) -> Iterator[Function]:
         yield from self.nodes(ast.FunctionDef)

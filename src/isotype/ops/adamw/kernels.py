@@ -19,9 +19,10 @@ BLOCK = 1024
 
 
 # a seed is another number at every step, and an element count's class does not change what is computed
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit(do_not_specialize=["seed", "before"])
 def adamw_kernel(
-    weight, gradient, mean, square, n, seed, decay, size, correction, beta1, beta2, eps, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr
+    weight, gradient, mean, square, n, seed, before, decay, size, correction, beta1, beta2, eps, STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
@@ -38,7 +39,7 @@ def adamw_kernel(
     w_fp32 = w_fp32 * decay.to(tl.float32) - size.to(tl.float32) * m_fp32 / denominator_fp32
     if STOCHASTIC:
         # one Philox call gives four neighbours their 32 bits, of which 16 are added to those that bf16 drops
-        quarter = first // 4 + tl.arange(0, BLOCK // 4)
+        quarter = before + first // 4 + tl.arange(0, BLOCK // 4)
         a, b, c, d = tl.randint4x(seed, quarter.to(tl.uint32))
         noise = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK,)) & 0xFFFF
         bits = w_fp32.to(tl.int32, bitcast=True) + noise.to(tl.int32)
@@ -49,12 +50,12 @@ def adamw_kernel(
 
 
 @on_its_device
-def adamw_(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: AdamwNumbers, seed: int | None) -> None:
-    """As `adamw_reference_`; all four tensors are contiguous. seed: of the noise, None to round to nearest."""
+def adamw_(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: AdamwNumbers, seed: int | None, first: int = 0) -> None:
+    """As `adamw_reference_`; all four tensors are contiguous, and `first` is a multiple of 4."""
     if not weight.numel():
         return
     n = numbers
     adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
-        weight, gradient, mean, square, weight.numel(), seed or 0, n.decay, n.size, n.correction, n.beta1, n.beta2, n.eps,
+        weight, gradient, mean, square, weight.numel(), seed or 0, first // 4, n.decay, n.size, n.correction, n.beta1, n.beta2, n.eps,
         STOCHASTIC=seed is not None and weight.dtype == torch.bfloat16, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

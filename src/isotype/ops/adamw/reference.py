@@ -1,4 +1,4 @@
-"""AdamW's update of one tensor in plain PyTorch: fp32 arithmetic, whatever dtypes weight, gradient and moments have."""
+"""AdamW's update of one tensor in plain PyTorch: fp32 arithmetic, for weight, gradient and moments of any dtype."""
 
 from __future__ import annotations
 
@@ -7,23 +7,59 @@ from torch import Tensor
 
 from .numbers import AdamwNumbers
 
+BLOCK = 1 << 18  # elements whose noise is drawn at a time
+_64_BITS = (1 << 64) - 1
 
-def stochastic_round_(target_bf16: Tensor, value_fp32: Tensor, generator: torch.Generator) -> None:
+
+def stochastic_round_(target_bf16: Tensor, value_fp32: Tensor, seed: int, first: int = 0) -> None:
     """Writes fp32 into bf16, up or down with probability by distance, so that the mean is kept.
 
     The 16 bits that bf16 drops are added to 16 random bits; a carry rounds up. Exact values stay; infinities stay.
+
+    seed, first  of the noise, as in `noise`
     """
-    noise = torch.randint(0, 1 << 16, value_fp32.shape, dtype=torch.int32, device=value_fp32.device, generator=generator)
-    bits = value_fp32.view(torch.int32) + noise
+    bits = value_fp32.view(torch.int32) + noise(seed, first, value_fp32.numel(), value_fp32.device).view(value_fp32.shape)
     bits &= -65536
     rounded = bits.view(torch.float32)
     target_bf16.copy_(torch.where(value_fp32.isfinite(), rounded, value_fp32))
 
 
+def noise(seed: int, first: int, count: int, device: torch.device) -> Tensor:
+    """16 random bits for each of `count` elements from `first` on: int32[count], a function of seed and element alone.
+
+    So the processes that share a tensor draw what one process draws. Every BLOCK elements have a generator of their own.
+    """
+    if device.type == "meta":
+        return torch.empty(count, dtype=torch.int32, device=device)
+    generator = torch.Generator(device)
+    drawn = []
+    for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
+        begin, end = max(first, block * BLOCK), min(first + count, (block + 1) * BLOCK)
+        generator.manual_seed(_mixed(seed, block))
+        bits = torch.randint(0, 1 << 16, (end - block * BLOCK,), dtype=torch.int32, device=device, generator=generator)
+        drawn.append(bits[begin - block * BLOCK :])
+    return torch.cat(drawn) if drawn else torch.empty(0, dtype=torch.int32, device=device)
+
+
+def _mixed(seed: int, block: int) -> int:
+    """A number whose lower 32 bits, all that torch's generator on a CPU reads, depend on every bit of both.
+
+    Source: SplitMix64, Steele et al. 2014, "Fast splittable pseudorandom number generators".
+    """
+    mixed = (seed * 0x9E3779B97F4A7C15 + (block + 1) * 0xD1B54A32D192ED03) & _64_BITS
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _64_BITS
+    return (mixed ^ mixed >> 31) & 0x7FFFFFFFFFFFFFFF
+
+
 def adamw_reference_(
-    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: AdamwNumbers, generator: torch.Generator | None
+    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: AdamwNumbers, seed: int | None, first: int = 0
 ) -> None:
-    """Updates weight, mean and square in place; `generator` rounds a bf16 weight stochastically, None to nearest."""
+    """Updates weight, mean and square in place.
+
+    seed   of the noise that rounds a bf16 weight stochastically; None rounds to nearest
+    first  the place of the tensors' first element in the whole ones, where they are parts
+    """
     n = numbers
     g_fp32 = gradient.float()
     mean_fp32 = mean.float().lerp_(g_fp32, 1 - n.beta1)
@@ -37,7 +73,7 @@ def adamw_reference_(
     weight_fp32.addcdiv_(mean_fp32, denominator, value=-n.lr / (1 - n.beta1**n.step))
     if weight.dtype == torch.float32:
         return
-    if generator is not None:
-        stochastic_round_(weight, weight_fp32, generator)
+    if seed is not None:
+        stochastic_round_(weight, weight_fp32, seed, first)
     else:
         weight.copy_(weight_fp32)

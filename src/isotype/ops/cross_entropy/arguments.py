@@ -13,38 +13,27 @@ from ..backend import reference_runs
 from .rule import LossRule, Reduction
 
 
-def checked_rule(
-    rows: tuple[int, ...],
-    targets: Tensor,
-    classes: int,
-    reduction: str,
-    num_items: int | float | Tensor | None,
-    *,
-    ignore_index: int,
-    label_smoothing: float,
-    logit_scale: float | None,
-    softcap: float | None,
-    z_loss: float,
-) -> LossRule:
-    """The loss as values, once its arguments fit together.
+def check_targets(targets: Tensor, rows: tuple[int, ...], classes: int, rule: LossRule) -> None:
+    """Whether the targets fit logits of this shape.
 
     rows    the shape of the logits without their last dimension, `classes`
-    Raises  UsageError for an unknown reduction, a num_items without effect, options without a meaning;
-            DtypeError DT001, ShapeError SH001, and IsotypeError SH002 for a target out of range
+    Raises  DtypeError DT001, ShapeError SH001, and IsotypeError SH002 for a target out of range
     """
-    if reduction not in get_args(Reduction):
-        raise UsageError(f"reduction is {reduction!r}: expected mean, sum or none")
-    if num_items is not None and reduction != "mean":
-        raise UsageError(f"num_items={num_items} has no effect with reduction={reduction!r}", fix='use reduction="mean"')
-    rule = LossRule.of(ignore_index, label_smoothing, logit_scale, softcap, z_loss)
     if targets.dtype not in (torch.int64, torch.int32):
         raise DtypeError(f"targets are {targets.dtype}, declared int64 or int32", code="DT001", fix="targets.long()")
     if tuple(targets.shape) != rows:
         raise ShapeError(f"targets are {list(targets.shape)} where logits {[*rows, classes]} need {list(rows)}", code="SH001")
     if not (reference_runs() or isinstance(targets, FakeTensor)):
         # values cannot be looked at under a transform such as vmap, and a fake tensor has none
-        _check_range(targets, classes, ignore_index)
-    return rule
+        _check_range(targets, classes, rule.ignore_index)
+
+
+def check_reduction(reduction: str, num_items: int | float | Tensor | None) -> None:
+    """Raises  UsageError for an unknown reduction, and for a num_items without effect"""
+    if reduction not in get_args(Reduction):
+        raise UsageError(f"reduction is {reduction!r}: expected mean, sum or none")
+    if num_items is not None and reduction != "mean":
+        raise UsageError(f"num_items={num_items} has no effect with reduction={reduction!r}", fix='use reduction="mean"')
 
 
 def _check_range(targets: Tensor, classes: int, ignore_index: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,13 +15,12 @@ from ..backend import cpp_runs, differentiated_again, reference_gradients, refer
 from ..debug import checked_in_debug
 from ..library import library_op
 from . import cpp, eager
-from .arguments import checked_rule
+from .arguments import check_reduction, check_targets
 from .contract import CROSS_ENTROPY
-from .reference import cross_entropy_reference, row_losses
-from .rule import LossRule, Reduction, reduce
-
-# a LossRule's values, as a library op takes them
-RULE = "int ignore_index, float smoothing, float scale, float softcap, float z_loss"
+from .reference import loss_by_rule, row_losses
+from .rule import RULE, LossRule, Reduction, RuleArguments, reduce
+from .weighted import weighted_losses
+from .weights import check_weights, reduced
 
 
 class Paths(Protocol):
@@ -62,11 +62,8 @@ def _fake_forward(logits_TV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 @library_op(f"cross_entropy_forward(Tensor logits, Tensor targets, {RULE}) -> (Tensor, Tensor)", fake=_fake_forward)
-def _forward(
-    logits_TV: Tensor, targets_T: Tensor, ignore_index: int, smoothing: float, scale: float, softcap: float, z_loss: float
-) -> tuple[Tensor, Tensor]:
-    rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
-    return paths(logits_TV).cross_entropy_forward(logits_TV, targets_T, rule)
+def _forward(logits_TV: Tensor, targets_T: Tensor, ignore_index: int, factors: Sequence[float]) -> tuple[Tensor, Tensor]:
+    return paths(logits_TV).cross_entropy_forward(logits_TV, targets_T, LossRule.from_arguments(ignore_index, factors))
 
 
 def _fake_backward(logits_TV: Tensor, *_: object) -> Tensor:
@@ -80,12 +77,9 @@ def _backward(
     lse_T: Tensor,
     dloss_T: Tensor,
     ignore_index: int,
-    smoothing: float,
-    scale: float,
-    softcap: float,
-    z_loss: float,
+    factors: Sequence[float],
 ) -> Tensor:
-    rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
+    rule = LossRule.from_arguments(ignore_index, factors)
     out_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
     return paths(logits_TV).cross_entropy_backward(logits_TV, targets_T, lse_T, dloss_T, rule, out_TV, logits_TV.shape[-1])
 
@@ -98,7 +92,7 @@ class CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, rule: tuple[int, float, float, float, float]) -> Tensor:
+    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, rule: RuleArguments) -> Tensor:
         with autocast_off(logits_TV):
             loss_T, lse_T = _forward(logits_TV, targets_T, *rule)
         ctx.save_for_backward(logits_TV, targets_T, lse_T)
@@ -110,7 +104,7 @@ class CrossEntropy(torch.autograd.Function):
         logits_TV, targets_T, lse_T = ctx.saved_tensors
         with autocast_off(logits_TV):
             if differentiated_again():
-                rule = LossRule.from_values(*ctx.rule)
+                rule = LossRule.from_arguments(*ctx.rule)
                 return *reference_gradients(lambda logits: row_losses(logits, targets_T, rule), (logits_TV,), dloss_T), None, None
             return _backward(logits_TV, targets_T, lse_T, dloss_T, *ctx.rule), None, None
 
@@ -127,11 +121,15 @@ def cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
     num_items: int | float | Tensor | None = None,
+    class_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy of any vocabulary, computed in fp32 without an fp32 copy of the logits.
 
     logits   F[*n V]   any float dtype; never written to
     targets  int[*n]   classes 0..V-1, or ignore_index
+    class_weights  float[V]   as PyTorch's `weight`: a mean divides by their sum over the targets
+    token_weights  float[*n]  times each token's loss; a mean divides by their sum; may have a gradient
     ->       fp32[]    fp32[*n] with reduction="none"; fp64 for fp64 logits; the same under autocast
     inside   fp32      on softcap * tanh(logit_scale * logits / softcap); z_loss adds z_loss * logsumexp^2
     grads    logits: F
@@ -142,19 +140,30 @@ def cross_entropy(
         # a tensor that stands for logits (deferred ones) may know a way of its own
         return handle_torch_function(
             cross_entropy, (logits,), logits, targets, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-            logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items,
+            logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items, class_weights=class_weights,
+            token_weights=token_weights,
         )  # fmt: skip
-    rule = checked_rule(
-        tuple(logits.shape[:-1]), targets, logits.shape[-1], reduction, num_items, ignore_index=ignore_index,
-        label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss,
-    )  # fmt: skip
+    check_reduction(reduction, num_items)
+    rule = LossRule.of(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
+    check_targets(targets, tuple(logits.shape[:-1]), logits.shape[-1], rule)
+    if class_weights is not None or token_weights is not None:
+        check_weights(class_weights, token_weights, targets, logits.shape[-1], rule)
+        losses = _weighted(logits, targets, rule, class_weights, token_weights)
+        return reduced(losses, targets, reduction, num_items, class_weights, token_weights, ignore_index)
     if reference_runs():
-        return cross_entropy_reference(
-            logits, targets, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-            logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items,
-        )  # fmt: skip
+        return loss_by_rule(logits, targets, rule, reduction, num_items)
     targets_T = targets.reshape(-1)
     with autocast_off(logits):
-        loss_T = CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets_T, rule.values)
+        loss_T = CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets_T, rule.arguments)
         loss = reduce(loss_T, targets_T, reduction, num_items, ignore_index)
     return loss.reshape(targets.shape) if reduction == "none" else loss
+
+
+def _weighted(logits: Tensor, targets: Tensor, rule: LossRule, class_weights: Tensor | None, token_weights: Tensor | None) -> Tensor:
+    nll = cross_entropy(
+        logits, targets, ignore_index=rule.ignore_index, reduction="none", logit_scale=rule.logit_scale, softcap=rule.softcap or None
+    )
+    tokens = None if token_weights is None else token_weights.reshape(-1)
+    with autocast_off(logits):
+        losses = weighted_losses(logits.reshape(-1, logits.shape[-1]), nll.reshape(-1), targets.reshape(-1), rule, class_weights, tokens)
+    return losses.reshape(targets.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,9 @@ from torch import Tensor
 from ...errors import UsageError
 
 Reduction = Literal["mean", "sum", "none"]
+# `LossRule.arguments`, as the schema of a library op has them
+RULE = "int ignore_index, float[] factors"
+RuleArguments = tuple[int, tuple[float, float, float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +37,15 @@ class LossRule:
             raise UsageError(f"softcap is {self.softcap}: expected a positive number, or None for none")
 
     @classmethod
-    def of(cls, ignore_index: int, label_smoothing: float, logit_scale: float | None, softcap: float | None, z_loss: float) -> LossRule:
+    def of(
+        cls,
+        *,
+        ignore_index: int,
+        logit_scale: float | None,
+        softcap: float | None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> LossRule:
         """The rule as a caller writes it: None for no scale and no softcap."""
         return cls(
             ignore_index=ignore_index,
@@ -44,13 +56,19 @@ class LossRule:
         )
 
     @classmethod
-    def from_values(cls, ignore_index: int, label_smoothing: float, logit_scale: float, softcap: float, z_loss: float) -> LossRule:
-        """The inverse of `values`."""
+    def from_arguments(cls, ignore_index: int, factors: Sequence[float]) -> LossRule:
+        """The inverse of `arguments`."""
+        label_smoothing, logit_scale, softcap, z_loss = factors
         return cls(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
 
     @property
+    def arguments(self) -> RuleArguments:
+        """As a library op takes the rule: it takes no object of ours, only numbers and lists of them."""
+        return self.ignore_index, (self.label_smoothing, self.logit_scale, self.softcap, self.z_loss)
+
+    @property
     def values(self) -> tuple[int, float, float, float, float]:
-        """In the order in which the library ops take them."""
+        """In the order in which the C++ kernels take them."""
         return self.ignore_index, self.label_smoothing, self.logit_scale, self.softcap, self.z_loss
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,17 +11,18 @@ from torch import Tensor
 from ...errors import ShapeError, UsageError
 from ..autocast import autocast_off, product_dtype, wide
 from ..backend import differentiated_again, reference_runs
-from ..cross_entropy.arguments import checked_rule
-from ..cross_entropy.function import RULE
-from ..cross_entropy.rule import LossRule, Reduction
+from ..cross_entropy.arguments import check_reduction, check_targets
+from ..cross_entropy.reference import loss_by_rule
+from ..cross_entropy.rule import RULE, LossRule, Reduction, RuleArguments
+from ..cross_entropy.weights import check_weights, reduced
 from ..debug import checked_in_debug
 from ..library import library_op
 from . import chunked
 from .chunks import extent
 from .contract import LINEAR_CROSS_ENTROPY
 from .products import operand_dtype, result_dtype
-from .reference import linear_cross_entropy_reference
-from .weighted import check_weights, weighted_losses, weights_of_tokens
+from .reference import reference_logits
+from .weighted import weighted_losses
 
 
 class TokenStatistics(NamedTuple):
@@ -40,8 +42,20 @@ class TokenStatistics(NamedTuple):
     z_loss: Tensor
 
 
-def _fake_forward(hidden_TH, weight_VH, bias_V, targets_T, upstream, ignore_index, smoothing, scale, softcap, z_loss, chunk, *want):  # type: ignore[no-untyped-def]
-    want_dhidden, want_dweight, want_dbias, want_statistics = want
+def _fake_forward(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    upstream: Tensor,
+    ignore_index: int,
+    factors: Sequence[float],
+    chunk: int,
+    want_dhidden: bool,
+    want_dweight: bool,
+    want_dbias: bool,
+    want_statistics: bool,
+) -> tuple[Tensor, ...]:
     return tuple(chunked.like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk))
 
 
@@ -58,24 +72,24 @@ def _forward(
     targets_T: Tensor,
     upstream: Tensor,
     ignore_index: int,
-    smoothing: float,
-    scale: float,
-    softcap: float,
-    z_loss: float,
+    factors: Sequence[float],
     chunk: int,
     want_dhidden: bool,
     want_dweight: bool,
     want_dbias: bool,
     want_statistics: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
+) -> tuple[Tensor, ...]:
+    rule = LossRule.from_arguments(ignore_index, factors)
     made = chunked.forward_with_gradients(
         hidden_TH, weight_VH, bias_V, targets_T, upstream, rule, chunk, want_dhidden, want_dweight, want_dbias, want_statistics
     )
-    return tuple(made)  # type: ignore[return-value]
+    # a plain tuple, as the schema says
+    return tuple(made)
 
 
-def _fake_backward(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, *rest):  # type: ignore[no-untyped-def]
+def _fake_backward(
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_T: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     fp32 = wide(hidden_TH.dtype)
     return (
         hidden_TH.new_empty(hidden_TH.shape if rest[-2] else (0,), dtype=fp32),
@@ -97,14 +111,11 @@ def _backward(
     lse_T: Tensor,
     dloss_T: Tensor,
     ignore_index: int,
-    smoothing: float,
-    scale: float,
-    softcap: float,
-    z_loss: float,
+    factors: Sequence[float],
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rule = LossRule.from_values(ignore_index, smoothing, scale, softcap, z_loss)
+    rule = LossRule.from_arguments(ignore_index, factors)
     return chunked.backward_by_vocabulary(hidden_TH, weight_VH, bias_V, targets_T, lse_T, dloss_T, rule, want_dhidden, want_dweight)
 
 
@@ -112,10 +123,10 @@ class LinearCrossEntropy(torch.autograd.Function):
     """The mean over `items`, the sum, or the losses a row (no items); decides the product's dtype once and switches autocast off.
 
     Row gradients of hidden are linear in the row's upstream gradient, and the head's in a scalar one: both are made in forward for an
-    upstream gradient of 1, while the logits exist, and scaled in backward. Nothing is blind to a loss scale, a second backward is right.
-    1 / items is in them before they are narrowed, also for a sum, which callers divide by what they count: a backward that has then only
-    1 or a power of two left to multiply by rounds nothing a second time.
-    Only a trainable head with a loss a row has to wait for backward.
+    upstream gradient of 1, while the logits exist, and scaled in backward. Loss scaling and repeated backward calls give correct gradients.
+    They are divided by `items` before they are narrowed, also for a sum, which callers divide by the number of items: where backward
+    then multiplies by 1 or by a power of two, no value is rounded a second time.
+    With a trainable head and a loss per row, the gradients are computed in backward.
     """
 
     @staticmethod
@@ -127,7 +138,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         targets_T: Tensor,
         items: Tensor | None,
         mean: bool,
-        rule: tuple[int, float, float, float, float],
+        rule: RuleArguments,
         dtype: torch.dtype,
         chunk: int,
         want: tuple[bool, bool, bool],
@@ -223,26 +234,19 @@ def linear_cross_entropy(
         raise ShapeError(f"bias {list(bias.shape)}: expected [{weight.shape[0]}]", code="SH001")
     if chunk is not None and chunk < 1:
         raise UsageError(f"chunk is {chunk}: expected 1 row or more")
-    rule = checked_rule(
-        tuple(hidden.shape[:-1]), targets, weight.shape[0], reduction, num_items, ignore_index=ignore_index,
-        label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss,
-    )  # fmt: skip
+    check_reduction(reduction, num_items)
+    rule = LossRule.of(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
+    check_targets(targets, tuple(hidden.shape[:-1]), weight.shape[0], rule)
     if class_weights is not None or token_weights is not None:
         check_weights(class_weights, token_weights, targets, weight.shape[0], rule)
         if statistics:
             raise UsageError("statistics=True has no effect with weights", fix="linear_log_probs gives every per-token value")
         losses = weighted_losses(hidden, weight, bias, targets, rule, class_weights, token_weights, chunk)
-        if reduction == "none":
-            return losses
-        counted = weights_of_tokens(targets, class_weights, token_weights, ignore_index).sum() if num_items is None else num_items
-        return losses.sum() if reduction == "sum" else losses.sum() / counted
+        return reduced(losses, targets, reduction, num_items, class_weights, token_weights, ignore_index)
     if reference_runs():
         if statistics:
             raise UsageError("statistics=True is not available under torch.func or forward-mode AD", fix="call without it there")
-        return linear_cross_entropy_reference(
-            hidden, weight, targets, bias=bias, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-            logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items,
-        )  # fmt: skip
+        return loss_by_rule(reference_logits(hidden, weight, bias), targets, rule, reduction, num_items)
     dtype = product_dtype(hidden, weight)
     hidden_TH, targets_T = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     on = torch.is_grad_enabled()
@@ -253,7 +257,7 @@ def linear_cross_entropy(
     with autocast_off(hidden):
         items = None if reduction == "none" else counted_items(targets_T, reduction, num_items, ignore_index, wide(dtype))
         loss, *seen = LinearCrossEntropy.apply(
-            hidden_TH, weight, bias, targets_T, items, reduction == "mean", rule.values, dtype, chunk, want, statistics
+            hidden_TH, weight, bias, targets_T, items, reduction == "mean", rule.arguments, dtype, chunk, want, statistics
         )
         loss = loss.reshape(targets.shape) if reduction == "none" else loss
     if not statistics:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -9,11 +11,13 @@ from ..autocast import autocast_off, product_dtype
 from ..cross_entropy.reference import cross_entropy_reference
 
 
-def linear_cross_entropy_reference(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, **loss: object
-) -> Tensor:
-    """What `linear_cross_entropy` computes, differentiated by PyTorch; `loss` are the options of `cross_entropy`."""
+def reference_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """All logits, in the dtype that the op's product has."""
     dtype = product_dtype(hidden, weight)
     with autocast_off(hidden):
-        logits = F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        return cross_entropy_reference(logits, targets, **loss)  # type: ignore[arg-type]
+        return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, **loss: Any) -> Tensor:
+    """What `linear_cross_entropy` computes, differentiated by PyTorch; `loss` are the options of `cross_entropy`."""
+    return cross_entropy_reference(reference_logits(hidden, weight, bias), targets, **loss)

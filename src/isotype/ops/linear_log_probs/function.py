@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +12,8 @@ from torch import Tensor
 from ...errors import ShapeError, UsageError
 from ..autocast import autocast_off, product_dtype, wide
 from ..backend import differentiated_again, reference_runs
-from ..cross_entropy.arguments import checked_rule
-from ..cross_entropy.rule import LossRule
+from ..cross_entropy.arguments import check_targets
+from ..cross_entropy.rule import RULE, LossRule, RuleArguments
 from ..debug import checked_in_debug
 from ..library import library_op
 from ..linear_cross_entropy.chunked import kept_dtype, scaled
@@ -23,7 +25,6 @@ from .reference import linear_log_probs_reference
 from .rows import Wanted
 
 OUTPUTS = ("log_probs", "entropy", "logsumexp", "log_sum_sq_probs", "mean_logits", "top1")
-_RULE = "int ignore_index, float scale, float softcap"
 
 
 class TokenLogProbs(NamedTuple):
@@ -45,14 +46,23 @@ class TokenLogProbs(NamedTuple):
     top1: Tensor | None
 
 
-def _fake_forward(hidden_TH, weight_VH, bias_V, targets_T, ignore_index, scale, softcap, chunk, *want):  # type: ignore[no-untyped-def]
+def _fake_forward(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    ignore_index: int,
+    factors: Sequence[float],
+    chunk: int,
+    *want: Any,
+) -> tuple[Tensor, ...]:
     made = chunked.like(hidden_TH, Wanted(*want[:4]), want[4])
-    return (*made.values, made.dlog_probs_TH)
+    return (*made.values, made.dhidden_TH)
 
 
 @library_op(
-    f"linear_log_probs_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, {_RULE}, int chunk, bool want_entropy, "
-    "bool want_log_sum_sq_probs, bool want_mean_logits, bool want_top1, bool want_dhidden) -> "
+    f"linear_log_probs_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, {RULE}, int chunk, bool want_entropy, "
+    "bool want_log_sum_sq_probs, bool want_mean_logits, bool want_top1, str gradient_of) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_forward,
 )
@@ -62,17 +72,23 @@ def _forward(
     bias_V: Tensor | None,
     targets_T: Tensor,
     ignore_index: int,
-    scale: float,
-    softcap: float,
+    factors: Sequence[float],
     chunk: int,
-    *want: bool,
+    want_entropy: bool,
+    want_log_sum_sq_probs: bool,
+    want_mean_logits: bool,
+    want_top1: bool,
+    gradient_of: str,
 ) -> tuple[Tensor, ...]:
-    rule = LossRule(ignore_index=ignore_index, logit_scale=scale, softcap=softcap)
-    made = chunked.forward(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, Wanted(*want[:4]), want[4])
-    return (*made.values, made.dlog_probs_TH)
+    rule = LossRule.from_arguments(ignore_index, factors)
+    wanted = Wanted(want_entropy, want_log_sum_sq_probs, want_mean_logits, want_top1)
+    made = chunked.forward(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, wanted, gradient_of)
+    return (*made.values, made.dhidden_TH)
 
 
-def _fake_backward(hidden_TH, weight_VH, bias_V, targets_T, *rest):  # type: ignore[no-untyped-def]
+def _fake_backward(
+    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_T: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     fp32 = wide(hidden_TH.dtype)
     return (
         hidden_TH.new_empty(hidden_TH.shape if rest[-2] else (0,), dtype=fp32),
@@ -83,7 +99,7 @@ def _fake_backward(hidden_TH, weight_VH, bias_V, targets_T, *rest):  # type: ign
 
 @library_op(
     "linear_log_probs_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor lse, Tensor? entropy, "
-    f"Tensor? dlog_probs, Tensor? dlse, Tensor? dentropy, {_RULE}, bool want_dhidden, bool want_dweight) -> (Tensor, Tensor, Tensor)",
+    f"Tensor? dlog_probs, Tensor? dlse, Tensor? dentropy, {RULE}, bool want_dhidden, bool want_dweight) -> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
 )
 def _backward(
@@ -97,19 +113,18 @@ def _backward(
     dlse_T: Tensor | None,
     dentropy_T: Tensor | None,
     ignore_index: int,
-    scale: float,
-    softcap: float,
+    factors: Sequence[float],
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rule = LossRule(ignore_index=ignore_index, logit_scale=scale, softcap=softcap)
+    rule = LossRule.from_arguments(ignore_index, factors)
     return chunked.backward(
         hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T, (dlog_probs_T, dlse_T, dentropy_T), rule, want_dhidden, want_dweight
     )
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """Decides the product's dtype once and switches autocast off; a gradient that never arrives is not computed."""
+    """Decides the dtype of the product once and switches autocast off. Outputs without an upstream gradient cost nothing in backward."""
 
     @staticmethod
     def forward(
@@ -118,16 +133,18 @@ class LinearLogProbs(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_T: Tensor,
-        rule: tuple[int, float, float],
+        rule: RuleArguments,
         dtype: torch.dtype,
         chunk: int,
         wanted: Wanted,
+        first: str,
         want: tuple[bool, bool, bool],
     ) -> tuple[Tensor, ...]:
+        """first: the output whose gradient is made at once where the head is frozen"""
         ctx.set_materialize_grads(False)
-        now = want[0] and not (want[1] or want[2])
+        now = first if want[0] and not (want[1] or want[2]) else ""
         with autocast_off(hidden_TH):
-            *values, dlog_probs_TH = _forward(
+            *values, dhidden_TH = _forward(
                 hidden_TH.to(dtype),
                 weight_VH.to(dtype),
                 None if bias_V is None else bias_V.to(dtype),
@@ -137,11 +154,11 @@ class LinearLogProbs(torch.autograd.Function):
                 *wanted,
                 now,
             )
-        ctx.rule, ctx.dtype, ctx.want = rule, dtype, want
+        ctx.rule, ctx.dtype, ctx.want, ctx.now = rule, dtype, want, now
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         _, lse_T, entropy_T, *without_gradient = values
         ctx.save_for_backward(
-            hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T if wanted.entropy else None, dlog_probs_TH if now else None
+            hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T if wanted.entropy else None, dhidden_TH if now else None
         )
         ctx.mark_non_differentiable(*without_gradient)
         return tuple(values)
@@ -156,18 +173,19 @@ class LinearLogProbs(torch.autograd.Function):
         hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T, made_TH = ctx.saved_tensors
         grads: list[Tensor | None] = [None, None, None]
         if dlog_probs_T is None and dlse_T is None and dentropy_T is None:
-            return (*grads, None, None, None, None, None, None)
+            return (*grads, None, None, None, None, None, None, None)
         with autocast_off(hidden_TH):
-            if made_TH is not None and dlse_T is None and dentropy_T is None:
-                assert dlog_probs_T is not None
-                grads[0] = scaled(made_TH, dlog_probs_T.unsqueeze(-1), ctx.dtypes[0])
+            own, other = (dlog_probs_T, dlse_T) if ctx.now == "log_probs" else (dlse_T, dlog_probs_T)
+            if made_TH is not None and other is None and dentropy_T is None:
+                assert own is not None
+                grads[0] = scaled(made_TH, own.unsqueeze(-1), ctx.dtypes[0])
             else:
                 bias = None if bias_V is None else bias_V.to(ctx.dtype)
                 dlog, dlse, dentropy = (None if u is None else u.contiguous() for u in (dlog_probs_T, dlse_T, dentropy_T))
                 given = hidden_TH.to(ctx.dtype), weight_VH.to(ctx.dtype), bias, targets_T, lse_T, entropy_T
                 made = _backward(*given, dlog, dlse, dentropy, *ctx.rule, *ctx.want[:2])
                 grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
-        return (*grads, None, None, None, None, None, None)
+        return (*grads, None, None, None, None, None, None, None)
 
 
 @checked_in_debug(LINEAR_LOG_PROBS)
@@ -208,10 +226,8 @@ def linear_log_probs(
         raise UsageError(f"temperature is {temperature}: expected a positive number")
     if chunk is not None and chunk < 1:
         raise UsageError(f"chunk is {chunk}: expected 1 row or more")
-    rule = checked_rule(
-        tuple(hidden.shape[:-1]), targets, weight.shape[0], "none", None, ignore_index=ignore_index, label_smoothing=0.0,
-        logit_scale=logit_scale, softcap=softcap, z_loss=0.0,
-    )  # fmt: skip
+    rule = LossRule.of(ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
+    check_targets(targets, tuple(hidden.shape[:-1]), weight.shape[0], rule)
     if reference_runs():
         every = linear_log_probs_reference(
             hidden, weight, targets, bias=bias, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, temperature=temperature
@@ -224,10 +240,11 @@ def linear_log_probs(
         held = result_dtype(operand_dtype(dtype, hidden.device), hidden.device)
         chunk = extent(targets.numel(), weight.shape[0], held.itemsize, hidden.device, head=False)
     # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
-    values = rule.ignore_index, rule.logit_scale / temperature, rule.softcap / temperature
+    rule = replace(rule, logit_scale=rule.logit_scale / temperature, softcap=rule.softcap / temperature)
     wanted = Wanted(*(name in outputs for name in ("entropy", "log_sum_sq_probs", "mean_logits", "top1")))
     log_probs, lse, entropy, squares, mean, top1 = LinearLogProbs.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), values, dtype, chunk, wanted, want
-    )
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), rule.arguments, dtype, chunk, wanted,
+        next((name for name in ("log_probs", "logsumexp") if name in outputs), ""), want,
+    )  # fmt: skip
     every = (log_probs, entropy, lse, squares, mean, top1)
     return TokenLogProbs(*(x.reshape(targets.shape) if name in outputs else None for name, x in zip(OUTPUTS, every)))

@@ -21,10 +21,10 @@ def linear_log_probs_reference(
     logit_scale: float | None = None,
     softcap: float | None = None,
     temperature: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """What `linear_log_probs` computes, every output of it, differentiated by PyTorch (log_probs, entropy and logsumexp have gradients)."""
     dtype = product_dtype(hidden, weight)
-    rule = LossRule.of(ignore_index, 0.0, logit_scale, softcap, 0.0)
+    rule = LossRule.of(ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
     with autocast_off(hidden):
         logits = F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         z = rule_logits(logits, rule) / temperature
@@ -38,4 +38,4 @@ def linear_log_probs_reference(
         squares = torch.logsumexp(2 * log_p.detach(), -1)
         made = (picked - lse, entropy, lse, squares, z.detach().mean(-1))
         top1 = z.detach().argmax(-1).masked_fill(ignored, -1)
-        return (*(x.masked_fill(ignored, 0.0) for x in made), top1)  # type: ignore[return-value]
+        return *(x.masked_fill(ignored, 0.0) for x in made), top1

@@ -7,8 +7,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
 from ...errors import RunError
 
@@ -21,25 +23,68 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
 
     Raises  RunError CK001 when the disk is full or read-only; the temporary folder is then removed and `target` is unchanged
     """
-    aside = target.parent / f".{target.name}.partial"
-    try:
-        _remove(aside)
-        aside.mkdir(parents=True)
+    with _aside_of(target) as aside:
+        _new(aside)
         fill(aside)
         seal(aside)
-        replaced = target.parent / f".{target.name}.replaced"
-        _remove(replaced)
-        if target.exists():
-            target.rename(replaced)
-        aside.rename(target)
-        _sync(target.parent)
-        _remove(replaced)
+        _put(aside, target)
+
+
+class Processes(Protocol):
+    """What several processes need that write one folder together."""
+
+    @property
+    def first(self) -> bool: ...
+    def gather(self, value: Any) -> list[Any]: ...
+    def first_does(self, work: Callable[[], None], *, patiently: bool = False) -> None: ...
+
+
+def write_folder_together(target: Path, fill: Callable[[Path], Sequence[Path]], processes: Processes) -> None:
+    """As `write_folder`, by several processes that all call it: each writes files of its own, and the first one seals and renames.
+
+    fill  writes into the folder and returns the files that it wrote
+    Raises  in all processes what one of them raised
+    """
+    with _aside_of(target, removing=processes.first) as aside:
+        processes.first_does(lambda: _new(aside))
+        own = {file.name: _synced(file) for file in fill(aside)}
+        sums = {name: sum_ for of_process in processes.gather(own) for name, sum_ in of_process.items()}
+
+        def close() -> None:
+            seal(aside, sums)
+            _put(aside, target)
+
+        processes.first_does(close)
+
+
+@contextmanager
+def _aside_of(target: Path, *, removing: bool = True) -> Iterator[Path]:
+    """The temporary folder beside `target`, removed when something fails."""
+    aside = target.parent / f".{target.name}.partial"
+    try:
+        yield aside
     except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        if removing:
+            shutil.rmtree(aside, ignore_errors=True)
         reason = refused(error)
         if reason is None:
             raise
         raise RunError(f"could not write {target}: {reason}", code="CK001", fix="free space or make it writable, then resume") from error
+
+
+def _new(folder: Path) -> None:
+    _remove(folder)
+    folder.mkdir(parents=True)
+
+
+def _put(aside: Path, target: Path) -> None:
+    replaced = target.parent / f".{target.name}.replaced"
+    _remove(replaced)
+    if target.exists():
+        target.rename(replaced)
+    aside.rename(target)
+    _sync(target.parent)
+    _remove(replaced)
 
 
 def refused(error: BaseException) -> str | None:
@@ -50,17 +95,24 @@ def refused(error: BaseException) -> str | None:
     return str(error) if isinstance(error, Exception) and _OS_ERROR.search(str(error)) else None
 
 
-def seal(folder: Path) -> None:
-    """Syncs every file, then writes DONE with the sizes and SHA-256 checksums."""
+def seal(folder: Path, known: Mapping[str, dict[str, Any]] | None = None) -> None:
+    """Syncs every file, then writes DONE with the sizes and SHA-256 checksums.
+
+    known  those of files that other processes have written and synced
+    """
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != SEAL)
-    sums = {}
-    for file in files:
-        _sync(file)
-        sums[file.relative_to(folder).as_posix()] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+    names = [(file.relative_to(folder).as_posix(), file) for file in files]
+    sums = {name: known[name] if known and name in known else _synced(file) for name, file in names}
     done = folder / SEAL
     done.write_text(json.dumps({"files": sums}, indent=1) + "\n")
     _sync(done)
     _sync(folder)
+
+
+def _synced(file: Path) -> dict[str, Any]:
+    """Size and checksum of a file that is on the disk."""
+    _sync(file)
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
 
 
 def fault(folder: Path, needs: Sequence[str] = ()) -> str | None:
@@ -109,7 +161,7 @@ def write_text(target: Path, text: str) -> None:
     """Replaces a small file atomically: a reader sees either the old text or the new text."""
     aside = target.with_name(f".{target.name}.partial")
     try:
-        # a new file: what lies there from a kill, or a link that a stranger put there, is not written through
+        # creates a new file, so that a leftover of a killed run or a link in its place is never written through
         aside.unlink(missing_ok=True)
         with aside.open("x", encoding="utf-8") as file:
             file.write(text)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import RunError
+from ...precision.own_part import is_sharded, own_part, own_rows
+from .parts import Rows
 
 # states with an element for each of the parameter's: torch's and our AdamW's, bitsandbytes'
 _LIKE_ITS_PARAMETER = ("exp_avg", "exp_avg_sq", "state1", "state2")
@@ -65,7 +67,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tup
 
 
 def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Raises  RunError CK003 when the checkpoint belongs to another model or adapter."""
+    """tensors  as `CheckpointStore.load` gives them: of a sharded parameter, its own rows. Raises  RunError CK003 when the checkpoint
+    belongs to another model or adapter."""
     own = trainable_tensors(model)
     saved = {name: t for name, t in tensors.items() if name.startswith(("model.", "buffer."))}
     if set(own) != set(saved):
@@ -76,12 +79,32 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         )  # fmt: skip
     with torch.no_grad():
         for name, tensor in own.items():
-            if tensor.shape != saved[name].shape or tensor.dtype != saved[name].dtype:
+            part = own_part(tensor)
+            if part.shape != saved[name].shape or part.dtype != saved[name].dtype:
                 raise RunError(
                     f"{name.partition('.')[2]} is {saved[name].dtype}{list(saved[name].shape)} in the checkpoint and "
-                    f"{tensor.dtype}{list(tensor.shape)} in the run", code="CK003", fix="resume with the configuration it was made with",
+                    f"{part.dtype}{list(part.shape)} in the run", code="CK003", fix="resume with the configuration it was made with",
                 )  # fmt: skip
-            tensor.copy_(saved[name])
+            part.copy_(saved[name])
+
+
+def rows_here(model: nn.Module) -> Rows:
+    """Which rows of a checkpoint's tensors this process holds, by the names of `trainable_tensors` and `optimizer_tensors`."""
+    sharded = {full: own_rows(p) for full, p in model.named_parameters() if is_sharded(p)}
+
+    def rows(name: str) -> range | None:
+        kind, _, full = name.partition(".")
+        if kind == "optimizer":
+            full, _, key = full.rpartition(".")
+            return sharded.get(full) if key in _LIKE_ITS_PARAMETER else None
+        return sharded.get(full) if kind == "model" else None
+
+    return rows
+
+
+def parts_here(tensors: dict[str, Tensor], *, first: bool) -> dict[str, Tensor]:
+    """What this process writes: its rows of each sharded tensor; the first one also what every process holds whole."""
+    return {name: own_part(tensor) for name, tensor in tensors.items() if first or is_sharded(tensor)}
 
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
@@ -92,11 +115,15 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensor
         if name.startswith("optimizer."):
             parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
             p = parameters[parameter]
-            if key in _LIKE_ITS_PARAMETER and tensor.shape != p.shape:
+            if key in _LIKE_ITS_PARAMETER and tensor.shape != own_part(p).shape:
                 raise RunError(
-                    f"the optimizer's {key} of {parameter} is {list(tensor.shape)} in the checkpoint and the parameter {list(p.shape)}",
-                    code="CK003", fix="resume with the configuration it was made with",
+                    f"the optimizer's {key} of {parameter} is {list(tensor.shape)} in the checkpoint and the parameter "
+                    f"{list(own_part(p).shape)}", code="CK003", fix="resume with the configuration it was made with",
                 )  # fmt: skip
+            if key in _LIKE_ITS_PARAMETER and is_sharded(p):
+                state = optimizer.state[p][key] = torch.zeros_like(p.detach(), dtype=tensor.dtype)
+                own_part(state).copy_(tensor)
+                continue
             copy = copies.get((id(tensor), p.device))
             if copy is None:
                 copy = copies[id(tensor), p.device] = tensor.to(p.device, copy=True)

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ...errors import RunError
-from .atomic_folder import fault, write_folder, write_text
+from .atomic_folder import Processes, fault, write_folder, write_folder_together, write_text
+from .parts import PARTS, TENSORS, Rows, file_of, needed, read_parts
 from .shared_tensors import stored_once, under_every_name
 
 _STEP = re.compile(r"^step_(\d+)$")
-TENSORS, STATE = "tensors.safetensors", "state.json"
+STATE = "state.json"
 SAME = "same_tensors"  # in STATE: name -> the name in TENSORS under which the same tensor is kept
 
 
@@ -74,19 +75,31 @@ class CheckpointStore:
         target = self.path(checkpoint.step)
 
         def fill(aside: Path) -> None:
-            tensors, same = stored_once(checkpoint.tensors)
-            save_file(tensors, aside / TENSORS)
-            (aside / STATE).write_text(json.dumps({**checkpoint.state, SAME: same}, indent=1, allow_nan=True) + "\n")
+            _write(checkpoint, aside)
 
         write_folder(target, fill)
-        if best:
-            self.mark_best(checkpoint.step)
-        # a later one was damaged, else the run had gone on from there: it must not take the place of a whole one
-        kept = {*[step for step in self.steps() if step <= checkpoint.step][-self.keep :], self.best}
-        for step in self.steps():
-            if step not in kept:
-                shutil.rmtree(self.path(step), ignore_errors=True)
+        self._written(checkpoint.step, best)
         return target
+
+    def save_together(self, checkpoint: Checkpoint, processes: Processes, *, part: int, parts: int, best: bool = False) -> Path:
+        """The same by the processes of a sharded run, which all call it; each has its own rows of the sharded tensors.
+
+        part, parts  which file this process writes, and how many there are; a process whose part is not below `parts` writes none
+        """
+        target = self.path(checkpoint.step)
+        write_folder_together(target, lambda aside: _write(checkpoint, aside, part, parts), processes)
+        processes.first_does(lambda: self._written(checkpoint.step, best))
+        return target
+
+    def _written(self, step: int, best: bool) -> None:
+        """Marks a new checkpoint, then removes old ones."""
+        if best:
+            self.mark_best(step)
+        # a later one was damaged, else the run had gone on from there: it must not take the place of a whole one
+        kept = {*[other for other in self.steps() if other <= step][-self.keep :], self.best}
+        for other in self.steps():
+            if other not in kept:
+                shutil.rmtree(self.path(other), ignore_errors=True)
 
     def fault(self, step: int) -> str | None:
         """Why this checkpoint cannot be trusted, or None."""
@@ -102,8 +115,11 @@ class CheckpointStore:
             passed.append(f"checkpoint step_{step} is damaged ({reason})")
         return None, passed
 
-    def load(self, step: int) -> Checkpoint:
-        """Raises  RunError CK002 for a checkpoint that is not whole, or whole and not one of ours."""
+    def load(self, step: int, rows: Rows | None = None) -> Checkpoint:
+        """Raises  RunError CK002 for a checkpoint that is not whole, or whole and not one of ours.
+
+        rows  which rows of each tensor this process keeps; by default all
+        """
         path = self.path(step)
         reason = self.fault(step)
         if reason is None:
@@ -111,7 +127,8 @@ class CheckpointStore:
                 state = json.loads((path / STATE).read_text(encoding="utf-8"))
                 if isinstance(state, dict):
                     same = state.pop(SAME, {})  # earlier versions had none
-                    return Checkpoint(step, under_every_name(load_file(path / TENSORS), same), state)
+                    tensors = read_parts(path, needed(state), rows or (lambda name: None))
+                    return Checkpoint(step, under_every_name(tensors, same), state)
                 reason = f"{STATE} is not an object"
             except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
                 reason = f"cannot be read: {error}"
@@ -121,3 +138,16 @@ class CheckpointStore:
                     raise
                 reason = f"{TENSORS} is gone: {error}"
         raise RunError(f"checkpoint {path}: {reason}", code="CK002", fix=f"remove {path} and resume: the one before is taken")
+
+
+def _write(checkpoint: Checkpoint, folder: Path, part: int = 0, parts: int = 1) -> list[Path]:
+    """Returns the files written."""
+    if part >= parts:
+        return []
+    tensors, same = stored_once(checkpoint.tensors)
+    save_file(tensors, folder / file_of(part))
+    if part:
+        return [folder / file_of(part)]
+    state = {**checkpoint.state, SAME: same} | ({PARTS: parts} if parts > 1 else {})
+    (folder / STATE).write_text(json.dumps(state, indent=1, allow_nan=True) + "\n")
+    return [folder / TENSORS, folder / STATE]

@@ -13,6 +13,7 @@ from ...precision.apply import apply_precision
 from ...precision.precision import Precision
 from .exact_time import keep_time_exact
 from .families import Family
+from .quantise import block_layers
 
 
 def built(denoiser: Any, family: Family, config: RunConfig, precision: Precision, *, device_type: str) -> tuple[nn.Module, Manifest]:
@@ -21,7 +22,7 @@ def built(denoiser: Any, family: Family, config: RunConfig, precision: Precision
     if config.adapter.kind == "none":
         model: nn.Module = denoiser
     else:
-        model = attach_adapter(denoiser, config.adapter, seed=config.train.seed, task_type=None, targets=targets(denoiser, config))
+        model = attach_adapter(denoiser, config.adapter, seed=config.train.seed, task_type=None, targets=targets(denoiser, family, config))
     return model, put_under(model, denoiser, family, config, precision, device_type=device_type)
 
 
@@ -41,10 +42,9 @@ def put_under(
     return manifest
 
 
-def targets(denoiser: Any, config: RunConfig) -> list[str]:
+def targets(denoiser: Any, family: Family, config: RunConfig) -> list[str]:
     """The modules that get an adapter: with `all-linear` every linear layer of the denoiser's blocks."""
     given = config.adapter.targets
     if given != "all-linear":
         return [given] if isinstance(given, str) else list(given)
-    blocks = tuple(f"{name}." for name, module in denoiser.named_modules() if type(module).__name__ in (denoiser._no_split_modules or ()))
-    return [name for name, module in denoiser.named_modules() if isinstance(module, nn.Linear) and name.startswith(blocks)]
+    return list(block_layers(denoiser, family.blocks_of(denoiser)))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...config.schema import DiffusionSection
 
@@ -29,21 +28,22 @@ class NoiseLevels:
         return self.shift * t / (1 + (self.shift - 1) * t)
 
 
-def noise_levels(section: DiffusionSection, scheduler: Mapping[str, Any], *, tokens: int) -> NoiseLevels:
-    """The distribution of a run.
+def shift_of(section: DiffusionSection, scheduler: Mapping[str, Any], *, tokens: int) -> float:
+    """The shift of a run with flow matching.
 
-    scheduler  the content of scheduler_config.json: `shift`, or with `use_dynamic_shifting` one that grows with the picture
+    scheduler  the content of scheduler_config.json: `shift` (`flow_shift` of DPMSolver), or with `use_dynamic_shifting` one that grows with
+               the picture
     tokens     latent tokens of a training picture
     Source     diffusers' FlowMatchEulerDiscreteScheduler and `calculate_shift` of its Flux pipeline
     """
     if section.shift != "auto":
-        return NoiseLevels(section.timesteps, float(section.shift))
+        return float(section.shift)
     if not scheduler.get("use_dynamic_shifting"):
-        return NoiseLevels(section.timesteps, float(scheduler.get("shift", 1.0)))
+        return float(scheduler.get("shift", scheduler.get("flow_shift", 1.0)))
     low, high = float(scheduler.get("base_image_seq_len", 256)), float(scheduler.get("max_image_seq_len", 4096))
     least, most = float(scheduler.get("base_shift", 0.5)), float(scheduler.get("max_shift", 1.15))
     mu = least + (most - least) * (tokens - low) / (high - low)
-    return NoiseLevels(section.timesteps, math.exp(mu) if scheduler.get("time_shift_type", "exponential") == "exponential" else mu)
+    return math.exp(mu) if scheduler.get("time_shift_type", "exponential") == "exponential" else mu
 
 
 def fixed_levels(count: int) -> list[float]:
@@ -55,15 +55,3 @@ def part_name(level: float, count: int) -> str:
     """The part of [0, 1000] that a fixed level stands for: `t250_500`."""
     k = int(level * count)
     return f"t{round(1000 * k / count)}_{round(1000 * (k + 1) / count)}"
-
-
-def mixed(latents: Tensor, noise: Tensor, sigma_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Flow matching: the straight line from a latent to noise, and its velocity.
-
-    latents, noise  F[N C H W]
-    sigma_N         F[N]         0: the latent, 1: noise
-    ->              (1 - sigma) latents + sigma noise, noise - latents: both F[N C H W]
-    Source          Lipman et al. 2023, in the direction of diffusers' FlowMatchEulerDiscreteScheduler
-    """
-    sigma = sigma_N.reshape(-1, *[1] * (latents.ndim - 1))
-    return (1 - sigma) * latents + sigma * noise, noise - latents

@@ -16,7 +16,6 @@ from ...config.kind import PIPELINE_FILE
 from ...errors import UsageError
 from .families import FAMILIES, Family
 
-DENOISER = "transformer"
 _AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
 
 
@@ -44,11 +43,16 @@ class PipelineFolder:
             raise UsageError(f"model.name: {path}: {kind} is not supported: expected one of {' '.join(FAMILIES)}")
         family = FAMILIES[kind]()
         folder = cls(path, family, index)
-        wanted = (DENOISER, "vae", "scheduler", *(part for part in family.encoders if index.get(part, [None, None])[1] is not None))
+        wanted = (family.denoiser, "vae", "scheduler", *(part for part in family.encoders if index.get(part, [None, None])[1] is not None))
         for part in wanted:
             if index.get(part, [None, None])[1] is None or not (path / part).is_dir():
                 raise UsageError(f"model.name: {path}: the pipeline has no {part}", fix=_AGAIN)
         return folder
+
+    @property
+    def denoiser_part(self) -> str:
+        """The denoiser's folder, its name in model_index.json, and the pipeline's attribute."""
+        return self.family.denoiser
 
     def files(self, part: str) -> list[Path]:
         return [p for p in (self.path / part).rglob("*") if p.is_file()]
@@ -73,20 +77,20 @@ class PipelineFolder:
     def denoiser_class(self) -> Any:
         import diffusers
 
-        return getattr(diffusers, str(self.index[DENOISER][1]))
+        return getattr(diffusers, str(self.index[self.denoiser_part][1]))
 
     def denoiser(self, dtype: torch.dtype) -> Any:
         """The denoiser with its weights. Raises UsageError."""
-        with self._explained(DENOISER):
-            loaded = self.denoiser_class().from_pretrained(self.path, subfolder=DENOISER, dtype=dtype, use_safetensors=True)
-            widen_buffers(loaded, self.path / DENOISER)
+        with self._explained(self.denoiser_part):
+            loaded = self.denoiser_class().from_pretrained(self.path, subfolder=self.denoiser_part, dtype=dtype, use_safetensors=True)
+            widen_buffers(loaded, self.path / self.denoiser_part)
             return loaded
 
     def denoiser_outline(self) -> Any:
         """The denoiser without weights: on the meta device."""
-        with self._explained(DENOISER), torch.device("meta"):
+        with self._explained(self.denoiser_part), torch.device("meta"):
             kind = self.denoiser_class()
-            return kind.from_config(kind.load_config(self.path, subfolder=DENOISER))
+            return kind.from_config(kind.load_config(self.path, subfolder=self.denoiser_part))
 
     def vae(self, dtype: torch.dtype) -> Any:
         from diffusers import AutoencoderKL
@@ -105,7 +109,7 @@ class PipelineFolder:
 
     def pipeline_for_sampling(self, denoiser: Any, vae: Any) -> Any:
         """The pipeline around a denoiser, without its text encoders."""
-        return self.pipeline(torch.float32, **dict.fromkeys(self.family.encoders), transformer=denoiser, vae=vae)
+        return self.pipeline(torch.float32, **dict.fromkeys(self.family.encoders), vae=vae, **{self.denoiser_part: denoiser})
 
     @contextmanager
     def _explained(self, part: str) -> Iterator[None]:

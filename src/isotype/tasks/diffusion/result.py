@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from ...config.schema import RunConfig
 from ...dtypes import to_torch
-from ...errors import RunError
-from ...model.adapter import save_adapter
+from ...errors import RunError, UsageError
+from ...model.adapter import load_adapter, save_adapter
 from ...precision.precision import Precision
 from .build import put_under
-from .pipeline_folder import DENOISER, PipelineFolder, widen_buffers
+from .pipeline_folder import PipelineFolder, widen_buffers
+from .quantise import frozen_denoiser
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
@@ -23,15 +24,18 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def save_lora(model: Any, folder: Path, precision: Precision, pipeline: PipelineFolder) -> None:
-    """A PEFT folder, and beside it the adapter under diffusers' names. Rank, alpha and the rest stand in that file's metadata: without
-    them diffusers would take alpha for the rank."""
+    """A PEFT folder, and beside it the adapter under diffusers' names where the pipeline can load that. Rank, alpha and the rest stand in
+    that file's metadata: without them diffusers would take alpha for the rank."""
     from peft.utils import get_peft_model_state_dict
 
     save_adapter(model, folder, precision)
+    if not pipeline.family.loads_lora:
+        return
     dtype = to_torch(precision.save_adapter)
     tensors = {name.removeprefix(_PEFT_PREFIX): t.detach().to(dtype).cpu() for name, t in get_peft_model_state_dict(model).items()}
+    part = pipeline.denoiser_part
     pipeline_class(pipeline).save_lora_weights(
-        folder, **{f"{DENOISER}_lora_layers": tensors, f"{DENOISER}_lora_adapter_metadata": model.peft_config["default"].to_dict()}
+        folder, **{f"{part}_lora_layers": tensors, f"{part}_lora_adapter_metadata": model.peft_config["default"].to_dict()}
     )
 
 
@@ -45,17 +49,23 @@ def save_denoiser(model: Any, folder: Path, precision: Precision) -> None:
 
 
 def load_result(folder: Path, pipeline: PipelineFolder, config: RunConfig, precision: Precision, device: torch.device) -> nn.Module:
-    """The saved adapter on a freshly loaded denoiser by `load_lora_weights`, or the saved denoiser, under the run's precision.
+    """The saved adapter on a freshly loaded denoiser by `load_lora_weights` (by PEFT where the pipeline has none), or the saved denoiser,
+    under the run's precision.
 
-    Raises  RunError SV001 when a tensor of the file is missing in the model, or differs
+    Raises  RunError SV001 when a tensor of the file is missing in the model, or differs; UsageError for the adapter of another model
     """
-    if (folder / LORA_FILE).is_file():
-        denoiser = pipeline.denoiser(to_torch(precision.unquantised)).requires_grad_(False)
-        put_adapter(denoiser, folder, pipeline)
+    model: nn.Module
+    if (folder / "adapter_config.json").is_file():
+        denoiser = frozen_denoiser(pipeline, precision, device)
+        if pipeline.family.loads_lora:
+            put_adapter(denoiser, folder, pipeline)
+            model = NamedAsPeft(denoiser)
+        else:
+            model = load_adapter(denoiser, folder)
     else:
         denoiser = pipeline.denoiser_class().from_pretrained(folder, dtype=to_torch(precision.trainable), use_safetensors=True)
-        widen_buffers(denoiser, pipeline.path / DENOISER)  # tables are not trained, and the saved file has them in its own dtype
-    model = NamedAsPeft(denoiser) if (folder / LORA_FILE).is_file() else denoiser
+        widen_buffers(denoiser, pipeline.path / pipeline.denoiser_part)
+        model = denoiser
     model.to(device)
     put_under(model, denoiser, pipeline.family, config, precision, device_type=device.type)
     return model.eval()
@@ -84,15 +94,38 @@ def put_adapter(denoiser: Any, folder: Path, pipeline: PipelineFolder) -> None:
 
     diffusers narrows the adapter to the denoiser's dtype; afterwards each tensor is the file's own.
     """
+    _refuse_of_another_model(denoiser, folder, pipeline)
     pipe = pipeline.pipeline_for_sampling(denoiser, None)
     pipe.load_lora_weights(folder, weight_name=LORA_FILE, adapter_name="default")
-    saved = {name.removeprefix(f"{DENOISER}."): tensor for name, tensor in load_file(folder / LORA_FILE).items()}
+    saved = {name.removeprefix(f"{pipeline.denoiser_part}."): tensor for name, tensor in load_file(folder / LORA_FILE).items()}
     loaded = {name.replace(".default.", "."): p for name, p in denoiser.named_parameters() if ".lora_" in name}
     _compare(saved, {name: p.detach() for name, p in loaded.items()}, f"{folder / LORA_FILE}: load_lora_weights")
     peft = {name.removeprefix(_PEFT_PREFIX): t for name, t in load_file(folder / "adapter_model.safetensors").items()}
     _compare(saved, peft, f"{folder}: the PEFT file")
     for name, parameter in loaded.items():
         parameter.data = saved[name].to(parameter.device)
+
+
+def _refuse_of_another_model(denoiser: nn.Module, folder: Path, pipeline: PipelineFolder) -> None:
+    """Raises UsageError where a matrix of the adapter belongs to no module of this denoiser, or to one of another size."""
+    modules = dict(denoiser.named_modules())
+    for name, tensor in load_file(folder / LORA_FILE).items():
+        path, _, side = name.removesuffix(".weight").rpartition(".")
+        module = modules.get(path.removeprefix(f"{pipeline.denoiser_part}."))
+        if side not in ("lora_A", "lora_B") or (module is not None and not isinstance(module, nn.Linear)):
+            continue
+        if module is None:
+            what = "no such module"
+        elif side == "lora_A" and module.in_features != tensor.shape[1]:
+            what = f"{module.in_features} inputs, the adapter takes {tensor.shape[1]}"
+        elif side == "lora_B" and module.out_features != tensor.shape[0]:
+            what = f"{module.out_features} outputs, the adapter gives {tensor.shape[0]}"
+        else:
+            what = ""
+        if what:
+            raise UsageError(
+                f"{folder}: an adapter of another model than {pipeline.path}: {path}: {what}", fix="take the base it was trained on"
+            )
 
 
 def _compare(saved: dict[str, Tensor], loaded: dict[str, Tensor], what: str) -> None:

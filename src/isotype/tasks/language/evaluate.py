@@ -1,4 +1,4 @@
-"""Token-weighted evaluation: the loss of all supervised tokens over their number, whatever the batch size."""
+"""Token-weighted evaluation: the loss of all supervised tokens divided by their number, independent of the batch size."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ def evaluate(
 ) -> Evaluation:  # fmt: skip
     """Rows are taken by length, so that little is padding; sums are kept in fp64; `weight` of the result is their supervised tokens.
 
-    The processes of `world` take the batches in turn.
+    The processes of `world` take the batches in turn. All make as many passes, since the forward of a sharded model is one of all
+    processes: where the batches do not come out even, the last passes compute the first rows once more, and count nothing.
     """
     lengths = row_lengths(rows)
     by_length = sorted(range(len(rows)), key=lambda i: lengths[i])
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     with evaluation_mode(model):
-        for start in range(world.rank * batch_size, len(by_length), world.size * batch_size):
-            chosen = [rows[i] for i in by_length[start : start + batch_size]]
+        for turn in range(0, len(by_length), world.size * batch_size):
+            start = turn + world.rank * batch_size
+            chosen = [rows[i] for i in by_length[start : start + batch_size] or by_length[:1]]
             batch = collate(chosen, pad_id=pad_id, device_type=device.type).to(device)
-            total += batch_loss_sum(model, batch, dtype=loss_dtype).double().cpu()
-            tokens += batch.supervised
-    loss, counted = world.sum([float(total), tokens])
-    return Evaluation(loss / max(1, counted), int(counted))
+            loss = batch_loss_sum(model, batch, dtype=loss_dtype).double().cpu()
+            if start < len(by_length):
+                total += loss
+                tokens += batch.supervised
+    summed, counted = world.sum([float(total), tokens])
+    return Evaluation(summed / max(1, counted), int(counted))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...data.rows import SamplePrompt
+from ...distributed.world import ALONE, World
 from ...precision.apply import generating
 from ...training.undisturbed import evaluation_mode, random_state_restored
 
@@ -61,20 +62,24 @@ def sample(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seconds: float = math.inf,
+    world: World = ALONE,
 ) -> list[Sample]:
     """Generates answers, one prompt at a time, greedily by default. The training that follows is bit-identical to one without samples.
 
     seconds  no further prompt is begun after so long; the first is always answered
+    world    the processes that share the model and call this together: all end with the one whose answer is longest
     """
     config = generation_config(model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
     samples: list[Sample] = []
     begin = time.perf_counter()
     with random_state_restored(), evaluation_mode(model), generating(model):
         for prompt in prompts:
-            if samples and time.perf_counter() - begin > seconds:
+            if samples and world.any(time.perf_counter() - begin > seconds):
                 break
             ids = torch.tensor([list(prompt.input_ids)], device=device)
-            out = cast(Generates, model).generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
+            out = cast(Generates, model).generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, synced_gpus=world.size > 1
+            )
             answer = str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
             samples.append(Sample(prompt.text, answer.strip(), prompt.reference))
     return samples

@@ -146,11 +146,13 @@ class LanguageTask:
     def samples(self) -> int:
         return len(self.prompts)
 
-    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf) -> list[Sample]:
+    def sample(
+        self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf, world: World = ALONE
+    ) -> list[Sample]:
         prompts, tokens = self.prompts, self.config.run.sample_tokens
         if shortened:
             prompts, tokens = prompts[:1], min(REHEARSED_TOKENS, tokens)
-        return sample(model, self.tokenizer, prompts, max_new_tokens=tokens, device=device, seconds=seconds)
+        return sample(model, self.tokenizer, prompts, max_new_tokens=tokens, device=device, seconds=seconds, world=world)
 
     # the result
 
@@ -174,7 +176,7 @@ class LanguageTask:
         return {"data.json": self.data.facts, "examples.json": {"examples": examples(self.data.train, self.tokenizer)}}
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
-        """Lists the rows that are left out; a stream meets more of them while it is read."""
+        """Lists the rows that are left out; a stream finds more of them while it is read."""
         listed = BadRowFile(folder / BAD_ROWS, resuming=resuming)
         listed.write(self.data.bad_rows)
         if self.data.stream is not None:

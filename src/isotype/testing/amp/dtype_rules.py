@@ -85,7 +85,7 @@ def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: S
                 continue
             wider = torch.finfo(dtype).bits > torch.finfo(wanted).bits
             if wider and tensor.dim() < max((sample.tensor(s).dim() for s in sample.slots), default=0):
-                continue  # a loss in fp32 is what every fused loss returns, and harms nothing
+                continue  # every fused loss returns fp32, which is no fault
             severity, against = Severity.WARNING if wider else Severity.ERROR, "the reference returns"
         elif (
             classes and not subject.captured_dtypes() and dtype not in inputs and torch.finfo(dtype).bits < 32 and dtype != setting.autocast
@@ -118,9 +118,9 @@ def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: S
     return faults
 
 
-def _argument(function: type, index: int) -> str:
-    skip = 0 if function.setup_context is not torch.autograd.Function.setup_context else 1  # type: ignore[attr-defined]
-    names = parameter_names(function.forward, skip=skip)  # type: ignore[attr-defined]
+def _argument(function: type[torch.autograd.Function], index: int) -> str:
+    skip = 0 if function.setup_context is not torch.autograd.Function.setup_context else 1
+    names = parameter_names(function.forward, skip=skip)
     return names[index] if index < len(names) else f"input {index}"
 
 

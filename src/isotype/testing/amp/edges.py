@@ -35,18 +35,17 @@ def edge_faults(numerics: Numerics, setting: Setting, baseline: Outcome) -> list
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Within this block fresh memory (`torch.empty` and the like) holds NaN, and integers their largest value."""
-    on, warns, filled = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-    )
+    on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    # a module whose one setting is a property, which its annotations do not show
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    memory.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(on, warn_only=warns)
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        memory.fill_uninitialized_memory = filled
 
 
 def _yardstick(numerics: Numerics) -> tuple[Subject, Any] | None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ def _floats(tree: Any) -> list[Tensor]:
 
 
 def _users_line() -> Place | None:
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     ours = __file__.rpartition("locate")[0]
     innermost = None
     while frame is not None:
@@ -108,8 +109,8 @@ def _users_line() -> Place | None:
         if innermost is None and is_users(file):
             innermost = frame
         if file.startswith(ours) and not file.endswith(("locate.py", "watch.py", "exact.py")):
-            break  # attempt() itself: what lies beyond is whoever asked for the check
-        frame = frame.f_back  # type: ignore[assignment]
+            break  # attempt() itself: the frames beyond it belong to the caller of the check
+        frame = frame.f_back
     if innermost is None or frame is None:
         return None
     symbol = owner_of(innermost) or symbol_of(innermost)

@@ -100,7 +100,12 @@ def _import(where: str) -> ModuleType:
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules[path.stem] = module
     loader = spec.loader
-    return _guarded(where, lambda: loader.exec_module(module) or module)  # type: ignore[func-returns-value]
+
+    def run() -> ModuleType:
+        loader.exec_module(module)
+        return module
+
+    return _guarded(where, run)
 
 
 def _guarded(where: str, load: Callable[[], ModuleType]) -> ModuleType:

@@ -1,6 +1,6 @@
 """The plain twin of a hand-written Function: its own forward, run as ordinary differentiable PyTorch.
 
-Where no reference is given, the twin says how far plain PyTorch itself is from the truth at the same dtypes. It counts only where
+Where no reference is given, the twin measures the error of plain PyTorch at the same dtypes. It counts only where
 autograd's derivative of that forward agrees with the hand-written backward at fp64 (a straight-through estimator has no twin).
 """
 
@@ -47,11 +47,11 @@ def plain_functions() -> Iterator[None]:
             return cls.forward(*args, **kwargs)
         return cls.forward(_PlainContext(tuple(isinstance(a, Tensor) and a.requires_grad for a in args)), *args, **kwargs)
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # for every function of the program, in this block
     try:
         yield
     finally:
-        Function.apply = original  # type: ignore[method-assign]
+        Function.apply = original  # type: ignore[method-assign]  # gives the method back
 
 
 def is_low(dtype: torch.dtype) -> bool:

@@ -50,11 +50,13 @@ class Launches(TorchDispatchMode):
             self._note(function, name, args, kwargs, result)
         return result
 
-    def _head(self, hidden: Any, weight: Any, bias: Any, targets: Any, upstream: Any, *rest: Any) -> Any:
-        """One operator to PyTorch, and many launches: a product or two a chunk, with the loss between."""
-        rule, (chunk, *want) = LossRule.from_values(*rest[:5]), rest[5:]
+    def _head(
+        self, hidden: Any, weight: Any, bias: Any, targets: Any, upstream: Any, ignore_index: int, factors: list[float], *rest: Any
+    ) -> Any:
+        """For PyTorch this is one operator. It launches one or two products and one loss per chunk, and each is recorded."""
+        rule = LossRule.from_arguments(ignore_index, factors)
         with self:
-            return tuple(head.forward_with_gradients(hidden, weight, bias, targets, upstream, rule, chunk, *want))
+            return tuple(head.forward_with_gradients(hidden, weight, bias, targets, upstream, rule, *rest))
 
     def _note(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_meta]

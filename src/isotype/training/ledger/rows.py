@@ -84,26 +84,26 @@ def waiting(rows: Iterable[Row], rates: Rates) -> dict[str, float]:
 
 
 def product(
-    phase: str, name: str, m: int, n: int, k: int, *, adds: bool = False, itemsize: int = 2, out: int | None = None, **more: str
+    phase: str, name: str, m: int, n: int, k: int, *, adds: bool = False, itemsize: int = 2, out: int | None = None, source: str = ""
 ) -> Row:
     """[m k] @ [k n]; `adds` onto a result that is read too; `out` is the result's item size."""
     out = itemsize if out is None else out
     moved = itemsize * (m * k + k * n) + out * m * n * (2 if adds else 1)
-    return Row(phase=phase, name=name, kind="product", bytes=moved, flops=2.0 * m * n * k, **more)  # type: ignore[arg-type]
+    return Row(phase=phase, name=name, kind="product", bytes=moved, flops=2.0 * m * n * k, source=source)
 
 
-def attention(phase: str, name: str, batch: int, heads: int, key_heads: int, length: int, depth: int, **more: str) -> Row:
+def attention(phase: str, name: str, batch: int, heads: int, key_heads: int, length: int, depth: int, source: str = "") -> Row:
     """Causal, in bf16: two products forward, five backward, of half the scores."""
     backward = phase == "backward"
     half = batch * heads * length * length * depth
     q, k = 2 * batch * heads * length * depth, 2 * batch * key_heads * length * depth
     moved = (4 * q + 4 * k) if backward else (2 * q + 2 * k)
     kind: Kind = "attention backward" if backward else "attention"
-    return Row(phase=phase, name=name, kind=kind, bytes=moved, flops=half * (5.0 if backward else 2.0), **more)  # type: ignore[arg-type]
+    return Row(phase=phase, name=name, kind=kind, bytes=moved, flops=half * (5.0 if backward else 2.0), source=source)
 
 
-def memory(phase: str, name: str, moved: float, **more: str) -> Row:
-    return Row(phase=phase, name=name, kind="memory", bytes=moved, **more)  # type: ignore[arg-type]
+def memory(phase: str, name: str, moved: float, source: str = "") -> Row:
+    return Row(phase=phase, name=name, kind="memory", bytes=moved, source=source)
 
 
 def grouped(rows: Iterable[Row]) -> list[Row]:

@@ -17,16 +17,20 @@ from .quantised_outline import scales_of
 def most_bytes(model: nn.Module, train: TrainSection, precision: Precision, *, length: int) -> int:
     """An upper bound on the bytes of a step on `train.batch_size` rows of `length` (padded) tokens, even without recomputation: the sum of
     weights, gradients and states, six fp32 copies of the input and output of every matrix, and the full attention scores."""
-    parameters = list(model.parameters())
-    trained = [p for p in parameters if p.requires_grad]
-    held = sum(t.numel() * t.element_size() for p in parameters for t in (p, *scales_of(p)))
-    held += sum(p.numel() * to_torch(precision.grads).itemsize + optimizer_bytes(p.numel(), train, precision) for p in trained)
     widths = [width for module in model.modules() for width in _widths(module)]
     tokens = train.batch_size * length
     settings: Any = getattr(model, "config", None)
     scores = getattr(settings, "num_hidden_layers", 0) * getattr(settings, "num_attention_heads", 0) * tokens * length
     largest = max((a * b for a, b in zip(widths[::2], widths[1::2])), default=0)
-    return held + 24 * tokens * sum(widths) + 16 * scores + 32 * largest
+    return held_bytes(model, train, precision) + 24 * tokens * sum(widths) + 16 * scores + 32 * largest
+
+
+def held_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> int:
+    """Weights, gradients and optimizer states."""
+    parameters = list(model.parameters())
+    held = sum(t.numel() * t.element_size() for p in parameters for t in (p, *scales_of(p)))
+    trained = [p for p in parameters if p.requires_grad]
+    return held + sum(p.numel() * to_torch(precision.grads).itemsize + optimizer_bytes(p.numel(), train, precision) for p in trained)
 
 
 def _widths(module: nn.Module) -> tuple[int, ...]:

@@ -45,6 +45,7 @@ class MemoryPlan:
     update        what the optimizer step adds to the first four
     evaluation    what an evaluation adds
     sampling      what generating an answer with its cache adds; None if it could not be simulated
+    gathered      the most of other processes' weights and gradients at a time, where several share the model
     not_simulated the reason why activations, working and update are unknown, or None
     """
 
@@ -57,6 +58,7 @@ class MemoryPlan:
     update: int = 0
     evaluation: int = 0
     sampling: int | None = 0
+    gathered: int = 0
     peak: int = 0
     rows: int = 0
     length: int = 0
@@ -79,18 +81,20 @@ def plan_memory(
     *,
     checkpointing: Checkpointing,
     device_type: str = "cpu",
+    earlier: MemoryPlan | None = None,
 ) -> MemoryPlan:
     """Plans the memory of one optimizer step on the largest micro-batch. The same outline may be planned again with other settings.
 
     made     the task's outline; its parameters are replaced by fake ones here
     largest  the task's largest step, evaluation and sample
+    earlier  a plan of the same step with other recomputation: its evaluation and sample are taken over, since they recompute nothing
     A step for a GPU is simulated on meta tensors in place of the GPU's tensors, with or without a GPU. If a step cannot be simulated,
     `held` is still exact, and `not_simulated` gives the reason.
     """
     held = _held(made.model, train, precision)
     apply_checkpointing(made.model, checkpointing)
     try:
-        return _simulated(made.model, train, precision, largest, device_type=device_type, held=held)
+        return _simulated(made.model, train, precision, largest, device_type=device_type, held=held, earlier=earlier)
     except UsageError:
         raise
     except Exception as error:
@@ -112,10 +116,16 @@ def _held(model: nn.Module, train: TrainSection, precision: Precision) -> Memory
 
 
 def optimizer_bytes(elements: int, train: TrainSection, precision: Precision) -> int:
-    """AdamW's two moments of one tensor."""
+    """AdamW's two moments of one tensor, and its moving average where `train.ema` asks for one."""
+    average = average_bytes(elements, train, precision)
     if train.optimizer == "adamw8bit":
-        return 8 * elements if elements < SMALLEST_8BIT else 2 * (elements + 4 * -(-elements // BLOCK_8BIT))
-    return 2 * elements * to_torch(precision.optimizer).itemsize
+        return average + (8 * elements if elements < SMALLEST_8BIT else 2 * (elements + 4 * -(-elements // BLOCK_8BIT)))
+    return average + 2 * elements * to_torch(precision.optimizer).itemsize
+
+
+def average_bytes(elements: int, train: TrainSection, precision: Precision) -> int:
+    """The moving average of one tensor."""
+    return 0 if train.ema is None else elements * to_torch(precision.ema).itemsize
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -123,7 +133,14 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _simulated(
-    model: nn.Module, train: TrainSection, precision: Precision, largest: StepOutline, *, device_type: str, held: MemoryPlan
+    model: nn.Module,
+    train: TrainSection,
+    precision: Precision,
+    largest: StepOutline,
+    *,
+    device_type: str,
+    held: MemoryPlan,
+    earlier: MemoryPlan | None,
 ) -> MemoryPlan:
     device = torch.device("cpu" if device_type == "cpu" else "meta")
     live = LiveBytes(device.type, {**scratch(), **head_scratch()})
@@ -160,8 +177,12 @@ def _simulated(
         peak, update = max(peak_step, live.peak), live.peak - before_update
         counting.remove()
         accumulator.zero()
-        evaluation = _added(live, largest.evaluation, model, device) if largest.evaluation else 0
-        sampling = _sampling(model, live, largest, device)
+        sampling: int | None
+        if earlier is not None:
+            evaluation, sampling = earlier.evaluation, earlier.sampling
+        else:
+            evaluation = _added(live, largest.evaluation, model, device) if largest.evaluation else 0
+            sampling = _sampling(model, live, largest, device)
         between = live.now + max(evaluation, sampling or 0)
         accumulator.close()
     return replace(
@@ -171,7 +192,7 @@ def _simulated(
         update=update,
         evaluation=evaluation,
         sampling=sampling,
-        peak=max(peak, between),
+        peak=max(peak, between) + sum(average_bytes(p.numel(), train, precision) for p in model.parameters() if p.requires_grad),
         rows=largest.rows,
         length=largest.length,
     )
@@ -190,7 +211,7 @@ def _sampling(model: nn.Module, live: LiveBytes, largest: StepOutline, device: t
         return 0
     try:
         return _added(live, largest.sampling, model, device)
-    except Exception:  # a model without a cache, or one whose cache looks at values; the step's plan stands
+    except Exception:  # a model without a cache, or one whose cache depends on values; the plan of the step is used
         return None
 
 

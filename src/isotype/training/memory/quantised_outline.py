@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,12 +11,17 @@ from torch import Tensor, nn
 BLOCK, INNER_BLOCK = 64, 256  # elements a scale, scales a scale of scales
 
 
-def quantise_outline(model: Any, compute: torch.dtype, *, double: bool = True) -> None:
-    """Replaces every linear layer except the head by an nf4 layer on the meta device; with `double` its scales are quantised too."""
-    head = model.get_output_embeddings()
+def quantise_outline(model: Any, compute: torch.dtype, *, double: bool = True, layers: Collection[nn.Module] | None = None) -> None:
+    """Replaces linear layers by nf4 layers on the meta device; with `double` their scales are quantised too.
+
+    layers  which ones; by default every one except the head
+    """
+    if layers is None:
+        head = model.get_output_embeddings()
+        layers = {module for module in model.modules() if isinstance(module, nn.Linear) and module is not head}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and child is not head:
+            if isinstance(child, nn.Linear) and child in layers:
                 setattr(parent, name, _layer(child, compute, double))
     model.is_loaded_in_4bit = True  # what PEFT asks
 
@@ -32,10 +38,10 @@ def _layer(linear: nn.Linear, compute: torch.dtype, double: bool) -> nn.Module:
             layer.bias.data = linear.bias.data
         elements = linear.in_features * linear.out_features
         scales = -(-elements // BLOCK)
-        weight = nn.Parameter(torch.empty(-(-elements // 2), 1, dtype=torch.uint8), requires_grad=False)
-        weight.compress_statistics, weight.quant_type = double, "nf4"  # type: ignore[attr-defined]
+        weight: Any = nn.Parameter(torch.empty(-(-elements // 2), 1, dtype=torch.uint8), requires_grad=False)
+        weight.compress_statistics, weight.quant_type = double, "nf4"
         inner = QuantState(absmax=torch.empty(-(-scales // INNER_BLOCK)), code=torch.empty(256), blocksize=INNER_BLOCK, dtype=torch.float32)
-        weight.quant_state = QuantState(  # type: ignore[attr-defined]
+        weight.quant_state = QuantState(
             absmax=torch.empty(scales, dtype=torch.uint8 if double else torch.float32),
             shape=torch.Size((linear.out_features, linear.in_features)), code=torch.empty(16), blocksize=BLOCK, quant_type="nf4",
             dtype=compute, offset=torch.empty(()) if double else None, state2=inner if double else None,
@@ -54,7 +60,7 @@ def scales_of(parameter: Tensor) -> list[Tensor]:
     return [t for t in (state.absmax, state.code, *inner) if isinstance(t, Tensor)]
 
 
-def take_scales(made: Tensor, parameter: Tensor, make: Any) -> None:
+def take_scales(made: Any, parameter: Tensor, make: Any) -> None:
     """Copies the quantisation state of `parameter` to its replacement `made`, with `make` applied to every tensor."""
     import copy
 
@@ -66,7 +72,7 @@ def take_scales(made: Tensor, parameter: Tensor, make: Any) -> None:
     if state.nested:
         new.offset, new.state2 = make(state.offset), copy.copy(state.state2)
         new.state2.absmax, new.state2.code = make(state.state2.absmax), make(state.state2.code)
-    made.quant_state = new  # type: ignore[attr-defined]
+    made.quant_state = new
 
 
 def scratch() -> dict[Any, Any]:

@@ -1,7 +1,8 @@
 """Chooses which layers of a model recompute their activations in backward, and whether their inputs are stored in host memory.
 
 A recomputed layer stores only its input. In transformers one class marks the layers that support this; the switch is set on instances, so
-that some layers may recompute and others not. Recomputing draws the same random numbers, so that the results are bit-identical.
+that some layers may recompute and others not (of diffusers: `denoiser_blocks`). Recomputing draws the same random
+numbers, so that the results are bit-identical.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ...config.schema import TrainSection
 from ...errors import UsageError
 from ...ops.recompute import Projections
 from ...optimize.layers import has_halves, split_at_middle
+from .denoiser_blocks import denoiser_blocks, put_switch
 from .layer_call import call_and_recompute
 from .offload import HostMemory
 
@@ -118,17 +120,18 @@ def chosen(layers: str | int | list[int], of: int) -> tuple[int, ...]:
     return positions
 
 
-def checkpointable(model: nn.Module) -> list[nn.Module]:
-    """The layers that transformers can checkpoint, in the order of the model; not those inside another one."""
+def checkpointable(model: nn.Module) -> list[Any]:
+    """The layers that can be checkpointed, in the order of the model: those that transformers marks, not those inside another one; else the
+    blocks of a diffusers model."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    found: list[nn.Module] = []
+    found: list[Any] = []
     inside = ""
     for name, module in model.named_modules():
         if isinstance(module, GradientCheckpointingLayer) and not (inside and name.startswith(inside)):
             found.append(module)
             inside = f"{name}."
-    return found
+    return found or denoiser_blocks(model)
 
 
 def apply_checkpointing(model: nn.Module, what: Checkpointing) -> None:
@@ -139,8 +142,10 @@ def apply_checkpointing(model: nn.Module, what: Checkpointing) -> None:
         if has_halves(layer):
             given = Projections() if what.keep_projections else None
             split_at_middle(layer, partial(function, projections=given) if what.halves and position in what.layers else None)
-        layer.gradient_checkpointing = WhileRecording() if position in what.layers else False  # type: ignore[assignment]
-        layer._gradient_checkpointing_func = function  # type: ignore[assignment]
+        layer.gradient_checkpointing = WhileRecording() if position in what.layers else False
+        layer._gradient_checkpointing_func = function
+        if type(layer).__module__.startswith("diffusers."):
+            put_switch(layer)
 
 
 class WhileRecording:

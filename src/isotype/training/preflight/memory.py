@@ -11,7 +11,7 @@ from typing import Any
 from ...finding import Finding, Place, Severity
 from ..memory.auto_recomputation import WITHIN
 from ..memory.device import memory_there, other_memory, shown
-from ..memory.plan import plan_memory
+from ..memory.distributed_plan import plan_part
 from ..memory.recomputation import NONE
 from .subject import Subject
 
@@ -23,13 +23,14 @@ def out_of_memory(subject: Subject[Any]) -> Iterator[Finding]:
     besides = other_memory(prepared.model, prepared.device)
     if not has or task.most_bytes(prepared.model, precision) + besides <= has // 2:
         return
-    plan = plan_memory(
+    plan = plan_part(
         task.outline(precision, device_type=device),
         config.train,
         precision,
         task.step_outline(precision),
         checkpointing=prepared.checkpointing,
         device_type=device,
+        parts=1 if prepared.sharding is None else prepared.sharding.parts,
     )
     needs = plan.peak + besides
     if needs <= has * (1 - WITHIN):

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...distributed.world import ALONE
 from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
+from ...precision.own_part import own_part
 from ..setup import Prepared
-from ..step import gradient_norm
 from ..undisturbed import random_state_restored
 from .subject import Subject
 
@@ -66,7 +67,7 @@ def rehearsed_step(subject: Subject[Any]) -> Iterator[Finding]:
         prepared.model.train()
         try:
             loss = float(stepper.accumulate([batch]))
-            norm = float(gradient_norm(stepper.accumulator.gradients()))
+            norm = float(stepper.norm())
         except STEP_ERRORS as error:
             yield _failed("PF012", what, error)
             return
@@ -110,7 +111,8 @@ def rehearsed_samples(subject: Subject[Any]) -> Iterator[Finding]:
         return
     with undone(prepared):
         try:
-            subject.task.sample(prepared.model, prepared.device, shortened=True)
+            together = prepared.stepper.world if prepared.stepper.sharding is not None else ALONE
+            subject.task.sample(prepared.model, prepared.device, shortened=True, world=together)
         except STEP_ERRORS as error:
             yield _failed("PF017", "a small sample", error)
 
@@ -120,9 +122,9 @@ def without_gradient(subject: Subject[Any]) -> Iterator[Finding]:
     model, gradient = subject.prepared.model, subject.prepared.stepper.accumulator.gradient
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     given = {name: g for name, p in trained.items() if (g := gradient(p)) is not None}
-    some = torch.stack([g.any() for g in given.values()]).tolist() if given else []
-    useful = {name for name, any_element in zip(given, some) if any_element}
-    lost = [name for name in trained if name not in useful and not _rightly_zero(name, trained)]
+    useful = _not_zero(given, subject)
+    filled = _not_zero({name: own_part(p).detach() for name, p in trained.items() if ".lora_" in name}, subject)
+    lost = [name for name in trained if name not in useful and not _rightly_zero(name, trained, filled)]
     if not lost:
         return
     none = [name for name in lost if name not in given]
@@ -136,14 +138,26 @@ def without_gradient(subject: Subject[Any]) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _rightly_zero(name: str, trained: dict[str, nn.Parameter]) -> bool:
-    """Whether a zero gradient is correct. LoRA begins with B = 0, so A's gradient is zero at step 1; an expert may get no token."""
+def _not_zero(tensors: dict[str, Tensor], subject: Subject[Any]) -> set[str]:
+    """The names of tensors with an element that is not zero, in any of the processes that share a model."""
+    stepper = subject.prepared.stepper
+    some = torch.stack([t.any() for t in tensors.values()]).tolist() if tensors else []
+    if stepper.sharding is not None and some:
+        some = stepper.world.sum([float(any_element) for any_element in some])
+    return {name for name, any_element in zip(tensors, some) if any_element}
+
+
+def _rightly_zero(name: str, trained: dict[str, nn.Parameter], filled: set[str]) -> bool:
+    """Whether a zero gradient is correct. LoRA begins with B = 0, so A's gradient is zero at step 1; an expert may get no token.
+
+    filled  the adapters' matrices that are not zero
+    """
     if ".experts." in name:
         return True
     for one, other in (("lora_A", "lora_B"), ("lora_B", "lora_A"), ("lora_embedding_A", "lora_embedding_B"),
                        ("lora_embedding_B", "lora_embedding_A")):  # fmt: skip
-        partner = trained.get(name.replace(f".{one}.", f".{other}.")) if f".{one}." in name else None
-        if partner is not None and not bool(partner.detach().any()):
+        partner = name.replace(f".{one}.", f".{other}.")
+        if partner != name and partner in trained and partner not in filled:
             return True
     return False
 

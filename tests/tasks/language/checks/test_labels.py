@@ -47,6 +47,14 @@ def test_answers_that_were_cut_away(subject, tmp_path):
     assert "long.jsonl" in str(finding.cause)
 
 
+def test_the_advice_for_empty_answers_is_not_a_larger_max_length(subject, tmp_path):
+    rows = [{"prompt": "How much is one plus two?", "completion": "" if i % 4 == 0 else "three"} for i in range(40)]
+    (tmp_path / "empty.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (finding,) = nothing_to_learn(subject(data={"train": str(tmp_path / "empty.jsonl"), "eval_split": 0.0}))
+    assert "the answer is empty" in str(finding.cause)
+    assert "max_length" not in str(finding.fix)
+
+
 def test_prompts_that_are_learnt(subject, with_data):
     one = subject()
     whole = [replace(row, labels=row.input_ids) for row in one.task.data.train]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from json.decoder import scanstring  # type: ignore[attr-defined]
+from json.decoder import scanstring  # type: ignore[attr-defined]  # public in CPython, unknown to typeshed
 from typing import Any
 
 from .tree import Path, Tree

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from ..fault import Fault
 from ..observe import Frame
@@ -20,9 +21,9 @@ class Scene:
     message: str
     kernel: str
 
-    def fault(self, code: str, variable: str, message: str, *, cause: str, fix: str, line: int | None = None, **more: object) -> Fault:
+    def fault(self, code: str, variable: str, message: str, *, cause: str, fix: str, line: int | None = None, **more: Any) -> Fault:
         place = self.frame.line(self.node) if line is None else line
-        return Fault(code, self.frame.file, place, self.kernel, variable, message, cause, fix, **more)  # type: ignore[arg-type]
+        return Fault(code, self.frame.file, place, self.kernel, variable, message, cause, fix, **more)
 
     def at(self, found: Origin | None) -> str:
         """` (case.py:12)` of an origin."""

@@ -24,25 +24,33 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def decide(run: Interpreter, test: ast.expr, env: Env) -> bool:
-    """Whether this branch is taken: decided by what is known, else by the path."""
+    """Whether this branch is taken: from known values, else as the current path chooses."""
     if isinstance(test, ast.BoolOp):
         results = (decide(run, value, env) for value in test.values)
         return all(results) if isinstance(test.op, ast.And) else any(results)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return not decide(run, test.operand, env)
+        run.path.leaning = not run.path.leaning
+        try:
+            return not decide(run, test.operand, env)
+        finally:
+            run.path.leaning = not run.path.leaning
     value = run.evaluate(test, env)
     if isinstance(value, Scalar) and value.value is not UNKNOWN:
         return bool(value.value)
     if isinstance(value, Items) and (value.known or value.filled):
         return True
-    taken = run.path.take(_question(run, test, env))
+    question = _question(run, test, env)
+    leaning = run.path.leaning
+    run.path.leaning = leaning or "requires_grad" in question  # a training step is what there is to look at
+    taken = run.path.take(question)
+    run.path.leaning = leaning
     if taken and isinstance(test, ast.Call) and last_name(test.func) == "isinstance" and len(test.args) == 2:
         is_another_class(run, test.args[0], env)
     return taken
 
 
 def _question(run: Interpreter, test: ast.expr, env: Env) -> str:
-    """The test as the path knows it: `ctx.fused` of backward is the `fused` that forward was asked."""
+    """The form in which a path records the test: `ctx.fused` in backward is the argument `fused` of forward."""
     if isinstance(test, ast.Attribute) and run.path.answered(test.attr) and isinstance(run.evaluate(test.value, env), Context):
         return test.attr
     return run.file.snippet(test, 80)

@@ -86,8 +86,8 @@ class Interpreter:
             self.entered.setdefault(closure.node, set()).add(frozenset())  # what it works on is self's
         file, self.file = self.file, closure.file
         left_home = file is self.home and self.file is not self.home and node is not None
-        if left_home:
-            self.calls.append(node)  # type: ignore[arg-type]
+        if left_home and node is not None:
+            self.calls.append(node)
         self.depth += 1
         try:
             if isinstance(closure.node, ast.Lambda):

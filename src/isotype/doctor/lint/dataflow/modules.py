@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ....dtypes import parse
 from ..files import read
@@ -120,7 +120,7 @@ def _class_attributes(file: SourceFile, cls: ast.ClassDef, weights: str, layers:
             if isinstance(node, ast.Assign):
                 for target, bound in bindings(node):
                     if _is_self(target):
-                        name = target.attr  # type: ignore[attr-defined]
+                        name = target.attr
                         value = _attribute(file, bound, name, weights, layers)
                         # two assignments that disagree: not followed
                         found[name] = value if found.get(name, value) == value else None
@@ -191,7 +191,7 @@ def _elements(call: ast.expr) -> list[ast.expr]:
     return found
 
 
-def _is_self(node: ast.expr) -> bool:
+def _is_self(node: ast.expr) -> TypeGuard[ast.Attribute]:
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 

@@ -268,6 +268,10 @@ def _builtin(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any
         if isinstance(element, Tensor):
             run.emit("accumulate", node, "sum()", (run.text(node), element), value=node)
         return element
+    if name in ("any", "all") and isinstance(first, Items):
+        members = first.known if first.known is not None else [first.each]
+        answers = [m.value for m in members if isinstance(m, Scalar) and m.value is not UNKNOWN]
+        return Scalar((any if name == "any" else all)(answers)) if answers and len(answers) == len(members) else Scalar()
     if name in ("min", "max") and all(isinstance(a, Scalar) for a in args):
         return Scalar()
     if name == "isinstance":

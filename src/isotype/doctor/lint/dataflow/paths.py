@@ -1,4 +1,4 @@
-"""Every way through a function's undecided branches, one run at a time, up to a limit."""
+"""Every way through a function's undecided branches, one run at a time, up to a limit: first the way to what the rules ask about."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ MAX_PATHS = 24
 
 
 class Path:
-    """Answers tests: first as prescribed, then "no". The same test is answered alike all along one path."""
+    """Answers tests: first as prescribed, then as `leaning` says. The same test is answered alike all along one path."""
 
     def __init__(self, prescribed: tuple[bool, ...] = ()) -> None:
         self._prescribed = prescribed
+        self.leaning = False
         self.taken: list[tuple[str, bool]] = []
         self._answers: dict[str, bool] = {}
 
     def take(self, test: str) -> bool:
         if test not in self._answers:
             position = len(self.taken)
-            self._answers[test] = self._prescribed[position] if position < len(self._prescribed) else False
+            self._answers[test] = self._prescribed[position] if position < len(self._prescribed) else self.leaning
             self.taken.append((test, self._answers[test]))
         return self._answers[test]
 
@@ -39,4 +40,4 @@ def each_path(run: Callable[[Path], Any], limit: int = MAX_PATHS) -> None:
         path = Path(prescribed)
         run(path)
         answers = tuple(answer for _, answer in path.taken)
-        waiting += [(*answers[:i], True) for i in range(len(prescribed), len(answers))]
+        waiting += [(*answers[:i], not answers[i]) for i in range(len(prescribed), len(answers))]

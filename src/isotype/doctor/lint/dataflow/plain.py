@@ -60,8 +60,8 @@ class _Runs:
 
 
 def _disproved(event: Event, one: _Runs, runs: list[_Runs], file: SourceFile) -> bool:
-    """Whether the function's callers in this file hand it other dtypes than were assumed, and with those nothing happens."""
-    if event.kind == "returned":  # seen of the outermost function only: what counts is whether two dtypes met in it at all
+    """Whether the callers in this file pass other dtypes than were assumed, for which the event does not occur."""
+    if event.kind == "returned":  # recorded for the outermost function only: what matters is whether it combined two dtypes at all
         given = [dtypes for r in runs if r.scenario == one.scenario for dtypes in r.entered.get(one.function, ()) if dtypes]
         return bool(given) and all(len(dtypes) == 1 for dtypes in given)
     others = [r for r in runs if r.scenario == one.scenario and r.function is not one.function and r.function.name != "__init__"]
@@ -101,6 +101,13 @@ def _explored(file: SourceFile, function: Function, scenario: Scenario, *, defau
         each_path(partial(_run, file, known[key]), MAX_PATHS)
     runs: _Runs = known[key]
     return runs
+
+
+def entered_with(file: SourceFile, function: Function, called: Function, scenario: Scenario) -> set[frozenset[str | None]]:
+    """The floating dtypes that a function of this file hands to one of another file; nothing where they are not known."""
+    entered = _explored(file, function, scenario).entered
+    same = [node for node in entered if isinstance(node, Function) and (node.name, node.lineno) == (called.name, called.lineno)]
+    return {dtypes for node in same for dtypes in entered[node]}
 
 
 def refused_in_bf16(file: SourceFile) -> str:
@@ -189,8 +196,9 @@ def is_root(node: ast.AST) -> bool:
 
 
 def _multiplies_after_widening(file: SourceFile, function: Function) -> bool:
-    """A method that casts something to fp32, or makes a table of positions, and multiplies matrices or calls submodules."""
-    if not isinstance(file.parents.get(function), ast.ClassDef):
+    """A method, or a function of activations, that casts to fp32 or makes a table of positions, and multiplies or calls submodules."""
+    given = (*function.args.args, *function.args.kwonlyargs)
+    if not isinstance(file.parents.get(function), ast.ClassDef) and not any(arguments.ACTIVATION.match(a.arg) for a in given):
         return False
     wide = products = False
     for node in file.own(function):

@@ -1,4 +1,4 @@
-"""What each statement does: names bound, branches taken, loops run twice so that what the first round leaves is met by the second."""
+"""Executes statements: binds names, takes branches, and runs loops twice, so that the second round sees the values of the first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..source import keyword, last_name
 from . import matrix_products, promotion, writes
+from . import torch_names as names
 from .conditions import decide
 from .endings import Leave, PathEnds, Return
 from .values import NONE, UNKNOWN, Closure, Context, Env, Instance, Items, Loop, Mapping, Method, Scalar, Tensor
@@ -58,7 +60,25 @@ def _return(run: Interpreter, node: ast.Return, env: Env) -> None:
 
 
 def _if(run: Interpreter, node: ast.If, env: Env) -> None:
-    run.run_block(node.body if decide(run, node.test, env) else node.orelse, env)
+    run.path.leaning = _writes_a_product(run, node.body) and not _writes_a_product(run, node.orelse)
+    taken = decide(run, node.test, env)
+    run.path.leaning = False
+    run.run_block(node.body if taken else node.orelse, env)
+
+
+def _writes_a_product(run: Interpreter, body: list[ast.stmt]) -> bool:
+    """Whether a matrix product is written into a tensor here: the branch that is worth a look before the others."""
+    known = run.file.memo.setdefault("writes_a_product", {})
+    for statement in body:
+        if statement not in known:
+            calls = (n for n in ast.walk(statement) if isinstance(n, ast.Call))
+            known[statement] = any(
+                last_name(c.func) in names.LOWER_IN_PLACE or (last_name(c.func) in names.LOWER and keyword(c, "out") is not None)
+                for c in calls
+            )
+        if known[statement]:
+            return True
+    return False
 
 
 def _for(run: Interpreter, node: ast.For, env: Env) -> None:
@@ -73,10 +93,12 @@ def _for(run: Interpreter, node: ast.For, env: Env) -> None:
 
 def _first(source: ast.expr, element: Any) -> Any:
     """What the first round gets: counting begins with 0."""
-    counts = source.func.id if isinstance(source, ast.Call) and isinstance(source.func, ast.Name) else ""
-    if counts == "range" and (len(source.args) == 1 or (isinstance(source.args[0], ast.Constant) and source.args[0].value == 0)):  # type: ignore[attr-defined]
+    if not isinstance(source, ast.Call) or not isinstance(source.func, ast.Name):
+        return element
+    counts = source.func.id
+    if counts == "range" and (len(source.args) == 1 or (isinstance(source.args[0], ast.Constant) and source.args[0].value == 0)):
         return Scalar(0)
-    if counts == "enumerate" and len(source.args) == 1 and not source.keywords and isinstance(element, Items):  # type: ignore[attr-defined]
+    if counts == "enumerate" and len(source.args) == 1 and not source.keywords and isinstance(element, Items):
         return Items(known=[Scalar(0), *(element.known or [])[1:]])
     return element
 
@@ -187,7 +209,9 @@ def _unpack(run: Interpreter, targets: list[ast.expr], value: Any, env: Env, nod
         end = len(known) - (len(targets) - star - 1)
         for target, item in zip([*targets[:star], *targets[star + 1 :]], [*known[:star], *known[end:]]):
             assign(run, target, item, env, node)
-        assign(run, targets[star].value, Items(known=known[star:end]), env, node)  # type: ignore[attr-defined]
+        starred = targets[star]
+        assert isinstance(starred, ast.Starred)
+        assign(run, starred.value, Items(known=known[star:end]), env, node)
         return
     for target in targets:
         assign(run, target, run.element_of(value) if known is None else UNKNOWN, env, node)

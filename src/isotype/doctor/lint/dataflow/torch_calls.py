@@ -16,6 +16,7 @@ from .values import (
     Dtype,
     Env,
     Items,
+    Made,
     Scalar,
     Tensor,
 )
@@ -78,9 +79,12 @@ def torch_call(
         return UNKNOWN
     if name in ("cos", "sin", "polar"):
         at = 1 if name == "polar" and len(args) > 1 else 0  # polar(radius, angle)
-        if isinstance(args[at], Tensor) and args[at].positional:
-            run.emit("table", node, name, (run.text(nodes[at]), args[at]))
+        angle = args[at] if isinstance(args[at], Tensor) else UNFOLLOWED
+        if angle.positional:
+            run.emit("table", node, name, (run.text(nodes[at]), angle))
             first = first.but(positional=False, frequency=False, lowered=None)  # what comes out is a table, and no position
+        if (angle.positional or angle.frequency) and angle.dtype == "fp32":
+            first = first.but(made=Made.LITERAL, why=f"the table of `{run.text(node)}` (line {node.lineno})")
     if name in names.SPLIT:
         return Items(each=first.but(buffer=None))
     if name in names.VALUES_AND_INDICES or (name in ("max", "min", "median", "cummax") and (len(args) > 1 or "dim" in kwargs)):

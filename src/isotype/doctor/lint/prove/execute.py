@@ -273,7 +273,7 @@ def _everything_on_the_cpu() -> Iterator[None]:
     enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     if not hasattr(region, "cut_by_isotype"):
 
-        class OnTheCpu(region):  # type: ignore[misc, valid-type]
+        class OnTheCpu(region):  # type: ignore[misc, valid-type]  # whichever class torch has there now
             cut_by_isotype = True
 
             def __init__(self, device_type: Any = "cpu", dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:

@@ -8,7 +8,10 @@ from pathlib import Path
 
 from ..dataflow.arguments import ACTIVATION
 from ..dataflow.events import Event, Kind
-from ..source import SourceFile, last_name
+from ..source import Function, SourceFile, last_name
+
+_PLAIN_BASES = frozenset({"Module", "object", "ABC"})
+_FIXED_SIGNATURES = frozenset({"overload", "abstractmethod", "jit", "register_fake", "custom_op", "register", "property", "override"})
 
 
 def first_of_each(events: Iterable[Event], *kinds: Kind, phase: str | None = None) -> Iterator[Event]:
@@ -68,3 +71,11 @@ def of_a_model(file: SourceFile, node: ast.AST) -> bool:
         named = named or any(ACTIVATION.match(a.arg) for a in (*function.args.args, *function.args.kwonlyargs))
         function = file.function_of(function)
     return named
+
+
+def signature_is_its_own(file: SourceFile, function: Function) -> bool:
+    """Whether the author chose the arguments: not of an override, a stub, or an implementation that is registered somewhere."""
+    if any(last_name(d) in _FIXED_SIGNATURES for d in function.decorator_list) or function.name.startswith("__") or function.args.kwarg:
+        return False
+    cls = file.parents.get(function)
+    return not isinstance(cls, ast.ClassDef) or all(last_name(base) in _PLAIN_BASES for base in cls.bases)

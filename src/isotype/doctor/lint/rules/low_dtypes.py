@@ -1,4 +1,4 @@
-"""Which expressions stand for bf16 or fp16, and which calls cast to them: shared by the rules about casts of models and batches."""
+"""Which expressions stand for bf16 or fp16, and which calls cast to them or up from them: shared by the rules about casts."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ def casts_low(file: SourceFile, call: ast.Call, also: frozenset[str] = frozenset
         return False
     given = [a for a in (*call.args, keyword(call, "dtype")) if a is not None]
     return any(is_low(file, a) or (isinstance(a, ast.Name) and a.id in also) for a in given)
+
+
+def is_upcast(file: SourceFile, call: ast.Call) -> bool:
+    """`x.float()`, and any call that is given torch.float32 or torch.float64."""
+    if isinstance(call.func, ast.Attribute) and call.func.attr in ("float", "double") and not call.args:
+        return True
+    given = [*call.args, *(k.value for k in call.keywords)]
+    return any(file.dotted(g) in ("torch.float32", "torch.float", "torch.float64", "torch.double") for g in given)
 
 
 def is_low(file: SourceFile, node: ast.expr) -> bool:

@@ -9,6 +9,7 @@ from ..dataflow.events import Event
 from ..dataflow.functions import function_classes
 from ..dataflow.plain import plain_events
 from ..dataflow.torch_names import LOWER
+from ..dataflow.values import Tensor
 from ..rule import Edit, FixSafety, Hit, Rule
 from ..source import SourceFile, keyword, last_name
 from .evidence import details
@@ -53,6 +54,8 @@ class LowPrecisionAccumulator(Rule):
 
     code = "LT004"
     name = "low-precision-accumulator"
+    on = False
+    by_name = True
     first_look = (13, 18)
     in_tests = False
     fix_safety = FixSafety.UNSAFE
@@ -121,8 +124,16 @@ def _hit(event: Event, at: ast.expr | ast.stmt, symbol: str | None) -> Hit:
         details=details(event),
         symbol=symbol,
         scenario=event.scenario,
-        weak="the caller made what is added to, in a dtype of its choice" if not allocated and buffer.why == f"the argument {name}" else "",
+        weak=_chosen(event, name, buffer, allocated),
         edit=Edit.at("keyword", at, "dtype=torch.float32")
         if isinstance(at, ast.Call) and how.endswith("_like") and not keyword(at, "dtype")
         else None,
     )
+
+
+def _chosen(event: Event, name: str, buffer: Tensor, allocated: bool) -> str:
+    """Why the accumulator's dtype is somebody's choice, or ""."""
+    if not allocated and buffer.why == f"the argument {name}":
+        return "the caller made what is added to, in a dtype of its choice"
+    asked = next((test for test in event.path if re.fullmatch(r"\w*dtype is None is true", test)), None)
+    return f"the argument {asked.partition(' ')[0]} chooses the accumulator's dtype" if asked else ""

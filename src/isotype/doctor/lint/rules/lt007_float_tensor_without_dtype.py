@@ -10,7 +10,7 @@ from ..dataflow.torch_names import SPECTRA
 from ..dataflow.values import Made, Tensor
 from ..rule import Edit, FixSafety, Hit, Rule
 from ..source import Function, SourceFile, keyword, last_name
-from .evidence import details, of_a_model
+from .evidence import details, of_a_model, signature_is_its_own
 
 _LIKE_ACTIVATION = re.compile(r"out|inp|hidden|state|feat|tok|embed|logit|score|quer|key|val|attn|seq|^mat$|^data$")
 FACTORIES = frozenset({"zeros", "ones", "empty", "full", "rand", "randn", "linspace", "eye"})
@@ -51,6 +51,8 @@ class FloatTensorWithoutDtype(Rule):
 
     code = "LT007"
     name = "float-tensor-without-dtype"
+    on = False
+    by_name = True
     first_look = (33, 69)
     in_tests = False
     fix_safety = FixSafety.UNSAFE
@@ -58,7 +60,7 @@ class FloatTensorWithoutDtype(Rule):
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         seen: set[ast.AST] = set()
         for function in file.functions():
-            for call in _ignoring_its_dtype(file, function):
+            for call in ignoring_its_dtype(file, function):
                 seen.add(call)
                 yield Hit(
                     node=call,
@@ -121,10 +123,10 @@ def _unlikely(file: SourceFile, node: ast.AST, other: Tensor) -> str:
     return "weights are worked on ahead of a run, mostly in fp32"
 
 
-def _ignoring_its_dtype(file: SourceFile, function: Function) -> Iterator[ast.Call]:
+def ignoring_its_dtype(file: SourceFile, function: Function) -> Iterator[ast.Call]:
     """Float factories without dtype= in a function that has a parameter `dtype` and never reads it."""
     parameters = [a.arg for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
-    if "dtype" not in parameters or function.name == "__init__":
+    if "dtype" not in parameters or not signature_is_its_own(file, function):
         return
     nodes = list(ast.walk(function))
     uses = [n for n in nodes if isinstance(n, ast.Name) and n.id == "dtype"]

@@ -63,7 +63,9 @@ class PositionsInLowPrecision(Rule):
 
     code = "LT008"
     name = "positions-in-low-precision"
-    first_look = (79, 122)
+    on = False
+    by_name = True
+    first_look = (79, 124)
     in_tests = False
     words = ("cos", "sin", "polar", "inv_freq", "rotary", "rope")
 
@@ -80,7 +82,7 @@ class PositionsInLowPrecision(Rule):
                 continue
             seen.add(file.function_of(at))  # rows and columns of a grid are rounded by the same mistake
             if any(_SPARES_PRECISION.search(test) for test in event.path):
-                continue  # an option of that name, set the other way: the author knows, and says so
+                continue  # an option of that name is set to the opposite: the author chose this
             by_autocast = event.scenario.autocast is not None
             if by_autocast and (_built_ahead(file, at) or _called_while_built(file, at) or not _runs_in_forward(file, at)):
                 continue
@@ -117,7 +119,9 @@ def _leaving(file: SourceFile, seen: set[ast.AST | None]) -> Iterator[Hit]:
         at, name = value.lowered, file.symbol(event.node) or ""
         if not isinstance(at, (ast.expr, ast.stmt)) or at not in file.parents or not _MAKES_ANGLES.search(name):
             continue
-        if function in seen or any(last_name(n) in ("cos", "sin", "polar") for n in file.own(function) if isinstance(n, ast.Call)):  # type: ignore[arg-type]
+        if function is None or function in seen:
+            continue
+        if any(last_name(n) in ("cos", "sin", "polar") for n in file.own(function) if isinstance(n, ast.Call)):
             continue
         if event.scenario.autocast and (_called_while_built(file, at) or _built_ahead(file, at) or not _runs_in_forward(file, at)):
             continue

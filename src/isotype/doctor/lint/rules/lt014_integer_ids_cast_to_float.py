@@ -98,14 +98,17 @@ def _casts_of_arguments(file: SourceFile, function: ast.FunctionDef) -> list[tup
     if function not in known:
         own = file.own(function)
         asks = any(isinstance(n, (ast.If, ast.IfExp)) or last_name(n) == "is_floating_point" for n in own)
-        known[function] = [] if asks else [(n.func.value.id, n) for n in own if _is_cast_of_a_name(n)]  # type: ignore[attr-defined]
+        known[function] = [] if asks else [(name, n) for n in own if isinstance(n, ast.Call) and (name := _cast_name(n)) is not None]
     casts: list[tuple[str, ast.Call]] = known[function]
     return casts
 
 
-def _is_cast_of_a_name(node: ast.AST) -> bool:
-    called = node.func if isinstance(node, ast.Call) else None
-    return isinstance(called, ast.Attribute) and called.attr in _CASTS and isinstance(called.value, ast.Name)
+def _cast_name(call: ast.Call) -> str | None:
+    """NAME in `NAME.float()` and other casts; None for any other call."""
+    called = call.func
+    if isinstance(called, ast.Attribute) and called.attr in _CASTS and isinstance(called.value, ast.Name):
+        return called.value.id
+    return None
 
 
 def _plain(node: ast.expr) -> ast.expr:
@@ -194,7 +197,7 @@ def _maps_a_batch(file: SourceFile, function: ast.Lambda, encoded: set[str]) -> 
 
 
 def _each_of(file: SourceFile, call: ast.Call, receiver: ast.expr, encoded: set[str]) -> str | None:
-    """The batch, when `for key in batch:` casts `batch[key]` whatever the key is."""
+    """The batch, when `for key in batch:` casts `batch[key]` for every key."""
     if not isinstance(receiver, ast.Subscript) or not isinstance(receiver.slice, ast.Name) or not isinstance(receiver.value, ast.Name):
         return None
     parent = file.parents.get(call)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from ..dataflow.plain import PURE
 from ..dataflow.torch_names import LIKE
@@ -56,6 +57,7 @@ class KeptSumInLowPrecision(Rule):
 
     code = "LT017"
     name = "kept-sum-in-low-precision"
+    first_look = (0, 1)
     words = ("grad", "decay", "lerp", "ema", "beta", "momentum", "mean", "average", "avg")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
@@ -102,11 +104,11 @@ def _kept(file: SourceFile, method: Function) -> Iterator[tuple[str, _Made]]:
             for target in node.targets:
                 owner = target.value if isinstance(target, ast.Subscript) else target
                 if _is_self(owner):
-                    yield from ((owner.attr, made) for made in _makers(file, node.value, over))  # type: ignore[attr-defined]
+                    yield from ((owner.attr, made) for made in _makers(file, node.value, over))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append" and node.args:
-            owner = node.func.value
-            made = _makers(file, node.args[0], over) if _is_self(owner) else ()
-            yield from ((owner.attr, one) for one in made)  # type: ignore[attr-defined]
+            appended_to = node.func.value
+            if _is_self(appended_to):
+                yield from ((appended_to.attr, made) for made in _makers(file, node.args[0], over))
 
 
 def _on_first_use(file: SourceFile, made: ast.expr, name: str) -> bool:
@@ -119,10 +121,12 @@ def _on_first_use(file: SourceFile, made: ast.expr, name: str) -> bool:
 
 def _widened(file: SourceFile, cls: ast.ClassDef) -> set[str]:
     """Attributes of self that some statement of the class casts to fp32: `self.average.float()`."""
-    calls = [n for n in ast.walk(cls) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and _is_self(n.func.value)]
+    calls = [
+        (n, n.func.value) for n in ast.walk(cls) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and _is_self(n.func.value)
+    ]
     return {
-        call.func.value.attr  # type: ignore[attr-defined]
-        for call in calls
+        owner.attr
+        for call, owner in calls
         if last_name(call.func) in ("float", "double") or any(file.dotted(a) in WIDE for a in (*call.args, keyword(call, "dtype")) if a)
     }
 
@@ -299,5 +303,5 @@ def _roots(node: ast.expr) -> set[str]:
     return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
-def _is_self(node: ast.expr) -> bool:
+def _is_self(node: ast.expr) -> TypeGuard[ast.Attribute]:
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"

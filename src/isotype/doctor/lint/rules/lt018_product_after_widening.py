@@ -44,6 +44,8 @@ class ProductAfterWidening(Rule):
 
     code = "LT018"
     name = "product-after-widening"
+    on = False
+    by_name = True
     first_look = (3, 4)
     in_tests = False
 
@@ -73,7 +75,7 @@ def _wide_and_low(event: Event) -> bool:
 
 def _written(value: Tensor) -> bool:
     """By a cast; of what a factory makes in fp32 the author has said so."""
-    return (value.made is Made.LITERAL and value.why.startswith("cast by ")) or (
+    return (value.made is Made.LITERAL and value.why.startswith(("cast by ", "the table of "))) or (
         value.made is Made.DEFAULT and (value.positional or value.frequency)
     )
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from ..dataflow.plain import PURE
 from ..rule import Hit, Rule
 from ..source import SourceFile, last_name
+from .low_dtypes import is_upcast
+from .twins import twin_calls, twin_functions
 
 _NEEDS_PRECISION = frozenset(
     "softmax log_softmax logsumexp log log1p exp mean sum var pow rsqrt sqrt norm cos sin cross_entropy nll_loss mse_loss cumsum "
@@ -18,12 +20,14 @@ _SPARES_PRECISION = re.compile(r"dtype|float|fp32|fp16|bf16|half|autocast|precis
 
 
 class TwinWithoutCast(Rule):
-    """one branch computes in fp32, and its twin does the same without the cast
+    """one branch, function or call casts, and its twin does the same without the cast
 
     Why
     ---
     Two branches of one `if` that differ by a cast only were the same code once, and one of them was mended: a softmax, a logarithm or a
-    sum that needed fp32 in one needs it in the other.
+    sum that needed fp32 in one needs it in the other. So do two functions of one family: `resample_nhwc` casts its argument to fp32 before
+    it interpolates, `resample` does not. And of two calls of one module, `decode(latents.to(dtype))` and `decode(latents)`, the second gets
+    what the first was not trusted with.
 
     Example
     -------
@@ -48,7 +52,8 @@ class TwinWithoutCast(Rule):
     Known problems
     --------------
     Off by default: how often it is right has not been measured on enough code. Only branches of one `if` whose test says nothing of
-    dtypes are compared, and only statements with a function that loses in low precision.
+    dtypes are compared, and only statements with a function that loses in low precision; functions whose names begin alike and that call
+    the same such function on an argument of the same name; calls in one class, or in one function, of the same module with the same name.
     """
 
     code = "LT019"
@@ -60,6 +65,8 @@ class TwinWithoutCast(Rule):
         for node in file.nodes(ast.If):
             if node.orelse and not _SPARES_PRECISION.search(ast.unparse(node.test)):
                 yield from _twins(file, node)
+        yield from twin_functions(file)
+        yield from twin_calls(file)
 
 
 def _twins(file: SourceFile, node: ast.If) -> Iterator[Hit]:
@@ -87,14 +94,7 @@ def _loses(node: ast.stmt) -> bool:
 
 
 def _widens(file: SourceFile, node: ast.stmt) -> bool:
-    return any(isinstance(n, ast.Call) and _is_upcast(file, n) for n in ast.walk(node))
-
-
-def _is_upcast(file: SourceFile, call: ast.Call) -> bool:
-    if isinstance(call.func, ast.Attribute) and call.func.attr == "float" and not call.args:
-        return True
-    given = [*call.args, *(k.value for k in call.keywords)]
-    return any(file.dotted(g) in ("torch.float32", "torch.float") for g in given)
+    return any(isinstance(n, ast.Call) and is_upcast(file, n) for n in ast.walk(node))
 
 
 def _bare(node: ast.stmt) -> str:

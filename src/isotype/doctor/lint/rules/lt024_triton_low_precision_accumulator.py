@@ -46,6 +46,8 @@ class TritonLowPrecisionAccumulator(Rule):
 
     code = "LT024"
     name = "triton-low-precision-accumulator"
+    on = False
+    by_name = True
     first_look = (9, 30)
     words = ("triton",)
 
@@ -56,6 +58,8 @@ class TritonLowPrecisionAccumulator(Rule):
                     yield _atomic(file, kernel, event)
                 elif event.kind == "reread":
                     yield _reread(file, kernel, event)
+                elif event.kind == "sum":
+                    yield _narrowed(file, kernel, event)
                 if event.kind == "accumulator" and _sums_floats(kernel, event):
                     held = f"the element type of {event.before.loaded}" if event.before.loaded else str(event.before.type)
                     yield Hit(
@@ -91,6 +95,19 @@ def _reread(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hit:
         elsewhere=partial(against, file, kernel, event),
         leads=partial(leads, file, kernel, event),
         only_reached=True,
+    )
+
+
+def _narrowed(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hit:
+    held = f"the element type of {event.before.loaded}" if event.before.loaded else str(event.before.type)
+    return Hit(
+        node=event.node,
+        message=f"tl.{event.name} adds in {held}: what it adds was cast down first",
+        cause=f"tl.{event.name} adds in the dtype of its argument, {held}: in bf16 (8 bits) parts below 1/256 of the sum are lost, "
+        "also if the variable that takes the result has another dtype",
+        fix=f"cast the argument: tl.{event.name}((...).to(tl.float32), ...), or leave out the cast before the sum",
+        elsewhere=partial(against, file, kernel, event),
+        leads=partial(leads, file, kernel, event),
     )
 
 

@@ -29,17 +29,21 @@ _ACTIVATION = re.compile(
     r"(x|q|k|v|a|b|w|o|do|dy|dout|input|inp|in|logits?|hidden(_states)?|y|u|gate|up|weight|out|grad_?out(put)?|query|key|value|e|src|act|"
     r"activations?|scores?)_?(base|ptr)?"
 )
-Kind = Literal["branch", "loop", "dot", "dot_of_pointers", "math", "accumulator", "atomic", "reread"]
+Kind = Literal["branch", "loop", "dot", "dot_of_pointers", "math", "accumulator", "atomic", "reread", "sum"]
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """type: a dtype word, `int`, `bool`, `elem(NAME)`, or None when not followed; node: where it got that type; number: no block."""
+    """type: a dtype word, `int`, `bool`, `elem(NAME)`, or None when not followed; node: where it got that type; number: no block.
+
+    perhaps  `elem(NAME)`, where one side of a compile-time branch leaves it so and another casts
+    """
 
     type: str | None
     node: ast.expr | ast.stmt | None = None
     number: bool = False
     pointer: str | None = None  # the parameter, when this is an address
+    perhaps: str | None = None
 
     @property
     def loaded(self) -> str | None:
@@ -190,12 +194,15 @@ class _Run:
         for name in then.keys() | other.keys():
             left, right = then.get(name), other.get(name)
             if left is None or right is None:
-                if compile_time:  # a run-time branch does not hand on what only one side defines
+                if compile_time:  # a value that only one side of a run-time branch defines does not exist after it
                     joined[name] = left or right or NOTHING
             elif left.type == right.type:
                 joined[name] = left
             else:
-                joined[name] = Value(None, pointer=left.pointer if left.pointer == right.pointer else None)
+                either = next((v for v in (left.type, right.type, left.perhaps, right.perhaps) if v and v.startswith("elem(")), None)
+                joined[name] = Value(
+                    None, pointer=left.pointer if left.pointer == right.pointer else None, perhaps=either if compile_time else None
+                )
                 if not compile_time and not _ends(node.body) and not _ends(node.orelse):
                     start = before.get(name)
                     changed, kept = (left, right) if start is None or right.type == start.type else (right, left)
@@ -239,7 +246,7 @@ class _Run:
     def compare(
         self, kind: Kind, node: ast.If | ast.For | ast.While, name: str, before: Value, after: Value, test: ast.expr | None = None
     ) -> None:
-        """An event when a variable's type certainly changes where Triton lets none change."""
+        """Records an event where a variable certainly changes its type in a place where Triton forbids that."""
         if before.type is None or after.type is None or before.type == after.type or after.node is None:
             return
         if before.pointer or after.pointer or "bool" in (before.type, after.type):
@@ -424,6 +431,8 @@ class _Run:
             return Value("fp32", node)  # Triton reduces floats narrower than 32 bits in fp32
         if name in ("sum", "cumsum") and first.type in ("int", "bool"):
             return Value("int", node)
+        if name in ("sum", "cumsum") and keyword(node, "dtype") is None:
+            self.note_narrowed_sum(node)
         if name in ("sum", "sigmoid", "softmax", "cumsum") and first.type != "fp32":
             return NOTHING
         return Value(first.type, node)
@@ -482,6 +491,25 @@ class _Run:
                 if isinstance(own, ast.Name) and own.id == target.id:
                     self.note_sum(node, own.id, self.value(own), self.value(other))
 
+    def note_narrowed_sum(self, node: ast.Call) -> None:
+        """`tl.sum(dy * (x * rstd).to(x.dtype))`: what was computed is cast down, and the parts are added in that dtype."""
+        added = node.args[0] if isinstance(node.func, ast.Attribute) and node.args else None
+        factors = [added.left, added.right] if isinstance(added, ast.BinOp) and isinstance(added.op, ast.Mult) else [added]
+        values = [v if v.type else Value(v.perhaps, v.node) for v in (self.value(f) for f in factors if f is not None)]
+        casts = [f for f in factors if isinstance(f, ast.Call) and isinstance(f.func, ast.Attribute) and last_name(f) in ("to", "cast")]
+        if not any(isinstance(c.func.value, ast.BinOp) for c in casts):  # type: ignore[attr-defined]  # the casts were chosen as method calls
+            return
+        by_option = [self.is_dtype_option(f) for f in factors]
+        if all(v.loaded or v.type in ("bf16", "fp16") or option for v, option in zip(values, by_option)):
+            shown = next((v for v in values if v.type), None)
+            if shown is not None:
+                self.emit("sum", node, last_name(node.func), shown, shown)
+
+    def is_dtype_option(self, node: ast.expr | None) -> bool:
+        """`.to(X_dtype)` of a constexpr argument: the launcher chooses, and mostly the input's dtype."""
+        given = node.args[0] if isinstance(node, ast.Call) and node.args else None
+        return isinstance(given, ast.Name) and given.id in self.kernel.constexprs and "dtype" in given.id.lower()
+
     def note_sum(self, node: ast.expr | ast.stmt, name: str, before: Value, added: Value) -> None:
         """A sum over a run-time loop in less than fp32, in something made before the loop."""
         made = before.node
@@ -513,11 +541,11 @@ def _ends(body: list[ast.stmt]) -> bool:
 
 def _last_assignment(inside: ast.stmt, name: str) -> ast.stmt | None:
     """The statement in this block that last gives `name` a value."""
-    found = None
+    found: ast.stmt | None = None
     for node in ast.walk(inside):
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []
-        )
+        if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if any(isinstance(t, ast.Name) and t.id == name for t in targets):
-            found = node if found is None or node.lineno >= found.lineno else found  # type: ignore[attr-defined]
-    return found  # type: ignore[return-value]
+            found = node if found is None or node.lineno >= found.lineno else found
+    return found

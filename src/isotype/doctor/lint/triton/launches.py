@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..dataflow.functions import function_classes
+from ..dataflow.functions import FunctionClass, function_classes
 from ..dataflow.plain import PURE, launched_by
 from ..dataflow.values import Tensor
 from ..source import SourceFile, bindings, keyword, last_name
@@ -47,7 +47,7 @@ def leads(file: SourceFile, kernel: Kernel, event: KernelEvent, repository: Repo
         alone = "the file was linted alone, and launching the kernel is left to its readers"
         return (alone, "") if repository is None else ("", f"no launch of {name} was found")
     if not pointers:
-        return f"{Path(sites[0][0].path).name}:{sites[0][1].lineno} launches it, whatever its pointers hold", ""
+        return f"{Path(sites[0][0].path).name}:{sites[0][1].lineno} launches it, with pointers of unknown dtypes", ""
     for other, site in sites:
         for given in _handed(other, site):
             for pointer in pointers:
@@ -65,11 +65,12 @@ def mixed(file: SourceFile, kernel: Kernel, event: KernelEvent, repository: Repo
     if left not in kernel.parameters or right not in kernel.parameters:
         return "", "its operands are loaded by another function"
     for other in _launching(file, kernel.node.name, repository):
-        sites = _sites(other, kernel.node.name)
-        for cls in function_classes(other) if sites else ():
+        for cls in _functions_reaching(other, kernel.node.name, repository):
             for scenario, launched in cls.launched_under.items():
-                for site in sites:
-                    for given in launched.get(site, ()):
+                for site, handed in launched.items():
+                    if last_name(site.func.value) != kernel.node.name:  # type: ignore[attr-defined]  # a launch site is a call of an indexed name
+                        continue
+                    for given in handed:
                         values = [_argument(kernel, pointer, *given) for pointer in (left, right)]
                         if all(isinstance(v, Tensor) and v.floating for v in values) and values[0].dtype != values[1].dtype:
                             where = f"{Path(other.path).name}:{site.lineno} in {cls.cls.name}"
@@ -81,6 +82,17 @@ def _launching(file: SourceFile, name: str, repository: Repository | None) -> li
     """This file, and those of the repository that import the kernel and launch it."""
     others = repository.files_with(f"{name}[".encode(), but=Path(file.path)) if repository is not None else []
     return [file, *(other for other in others if name in other.imports)]
+
+
+def _functions_reaching(file: SourceFile, kernel: str, repository: Repository | None) -> list[FunctionClass]:
+    """The autograd.Functions that launch the kernel in this file: its own, and those of files that import the function that launches it."""
+    sites = _sites(file, kernel)
+    launchers = {function.name for site in sites if (function := file.function_of(site)) is not None}
+    found = function_classes(file) if sites else []
+    for name in launchers if repository is not None else ():
+        others = repository.files_with(f"{name}(".encode(), but=Path(file.path))  # type: ignore[union-attr]  # the loop is empty without a repository
+        found = [*found, *(cls for other in others if name in other.imports for cls in function_classes(other))]
+    return found
 
 
 def _is_left_over(file: SourceFile, name: str, repository: Repository | None) -> bool:

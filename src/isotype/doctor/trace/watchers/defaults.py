@@ -5,14 +5,16 @@ from __future__ import annotations
 import dis
 import sys
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Place, Severity
+from ..context import Context
 from ..ops import LOW
 from ..source import Site, callers, in_library, own_line, short
+from ..watcher import Watcher
 
 
 @dataclass(slots=True)
@@ -31,10 +33,13 @@ class Change:
         return own_line(list(self.stack)) or self.stack[0]
 
 
-class DefaultDtype:
+class DefaultDtype(Watcher):
     """Follows `torch.set_default_dtype`; a function that means to put the old dtype back and has ended without doing so has leaked it."""
 
-    def __init__(self) -> None:
+    order = 5
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
         self._original = torch.set_default_dtype
         self._initial = torch.get_default_dtype()
         self._last: Change | None = None
@@ -60,6 +65,9 @@ class DefaultDtype:
         stack = tuple(site for site in callers(2) if not site.file.startswith("<"))
         self._last = None if after == self._initial else Change(before, after, stack)
 
+    def forward_begins(self) -> None:
+        self.look()
+
     def look(self) -> Change | None:
         """The change that is in force although the function that made it, meaning to undo it, is gone."""
         change = self._last
@@ -77,9 +85,10 @@ class DefaultDtype:
         change = self._last
         if change is None or change.after not in LOW or len(change.outside) > 2:
             return
-        code, frame = change.setter.code, sys._getframe(2)
+        code = change.setter.code
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code is not code:
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         if frame is not None:
             change.built += 1
         elif change.built and site is not None and code.co_name != "<module>":
@@ -115,7 +124,7 @@ def _never_restored(change: Change) -> Finding:
         severity=Severity.WARNING if not in_library(setter.file) else Severity.NOTE,
         message=f"the default dtype was set to {word} by {setter.function} and never put back",
         place=Place(file=setter.file, line=setter.line, symbol=setter.function),
-        cause=f"{setter.function} made {change.built} tensors under torch.set_default_dtype({word}) and ended; whatever is created since "
+        cause=f"{setter.function} made {change.built} tensors under torch.set_default_dtype({word}) and ended; everything created since "
         f"without dtype= is {word} too, first at {change.outside[0]}",
         fix=f"put it back in {setter.function} with try: ... finally: torch.set_default_dtype(old), or pass dtype= to what it builds",
         details=tuple(("created at", f"{site}: {site.text}") for site in change.outside),
@@ -135,7 +144,7 @@ def cause_of(change: Change) -> str:
         "default dtype from "
         f"{dtype_name(change.before)}; {setter.function} has ended without restoring it (an exception or an early return skipped the "
         "line that does), "
-        f"so whatever is created since without dtype= is {dtype_name(change.after)}"
+        f"so everything created since without dtype= is {dtype_name(change.after)}"
     )
 
 

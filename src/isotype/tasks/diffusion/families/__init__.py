@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from .family import Family
+from .family import Asked, Family
 from .flux import Flux
+from .pixart import PixArtAlpha, PixArtSigma
 from .sd3 import SD3
+from .sdxl import SDXL
 
-FAMILIES: dict[str, type[Family]] = {family.pipeline: family for family in (SD3, Flux)}
+FAMILIES: dict[str, type[Family]] = {family.pipeline: family for family in (SD3, Flux, PixArtAlpha, PixArtSigma, SDXL)}
 
-__all__ = ["FAMILIES", "Family"]
+__all__ = ["FAMILIES", "Asked", "Family"]

@@ -5,38 +5,73 @@ Shapes: N pictures, C latent channels, H x W latent pixels, S text tokens, D tex
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+
+FLOW_ONLY = ("flow_matching",)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The inputs of a denoiser besides picture, time and text.
+
+    guidance   the guidance scale of a guidance-distilled model
+    downscale  pixels in a latent pixel, in each direction: models that are told a picture's size get it in pixels
+    """
+
+    guidance: float = 1.0
+    downscale: int = 8
 
 
 class Family:
     """One family. Latents are what the VAE gives after its own shift and scale, whatever the denoiser takes.
 
     pipeline         the `_class_name` in model_index.json, a class of diffusers
+    denoiser         the denoiser's folder and the pipeline's attribute
+    objectives       what such models are trained to predict
     time_scale       where the denoiser rounds its noise level to the dtype of its hidden states: what it multiplies the level by before
                      the sinusoidal embedding (`exact_time`); None where it takes the level as given
-    downscale        latent pixels that the denoiser puts into one token, in each direction
-    max_text_length  longest caption of the T5 encoder by default
+    downscale        of latents: their sides are multiples of it; where the denoiser has tokens, the side of one
+    max_text_length  longest caption of the T5 encoder by default; None where there is none
     encoders         the names of text encoders and tokenizers in the folder
+    loads_lora       whether the pipeline has `load_lora_weights`; else an adapter is a PEFT folder only
+    adapted          see `blocks_of`; empty: the denoiser's `_no_split_modules`
     """
 
     pipeline: ClassVar[str]
+    denoiser: ClassVar[str] = "transformer"
+    objectives: ClassVar[tuple[str, ...]] = FLOW_ONLY
     time_scale: ClassVar[float | None] = None
     downscale: ClassVar[int] = 2
-    max_text_length: ClassVar[int]
+    max_text_length: ClassVar[int | None]
     encoders: ClassVar[tuple[str, ...]]
+    loads_lora: ClassVar[bool] = True
+    adapted: ClassVar[tuple[str, ...]] = ()
+
+    def blocks_of(self, denoiser: Any) -> tuple[str, ...]:
+        """The classes whose linear layers get an adapter, and are quantised in an nf4 base."""
+        return self.adapted or tuple(denoiser._no_split_modules or ())
 
     def text_tokens(self, clip_length: int, max_length: int) -> int:
         """S, from the lengths of the CLIP tokenizer and of T5's sequence."""
         return max_length
 
+    def text_shapes(self, config: Mapping[str, Any], length: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor of `encode_text`, without N.
+
+        config  the denoiser's; length: S
+        """
+        return {"text": (length, int(config["joint_attention_dim"])), "pooled": (int(config["pooled_projection_dim"]),)}
+
     def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> dict[str, Tensor]:
-        """`text` F[N S D] and `pooled` F[N D] of the pipeline's own text encoders."""
+        """`text` F[N S D] and what else the denoiser takes (`pooled` F[N D], `mask` F[N S]) of the pipeline's own text encoders."""
         raise NotImplementedError
 
-    def predict(self, model: nn.Module, noisy_NCHW: Tensor, sigma_N: Tensor, text: dict[str, Tensor], *, guidance: float) -> Tensor:
-        """The velocity F[N C H W] that the denoiser predicts for `noisy_NCHW` at noise level `sigma_N` in [0, 1]."""
+    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
+        """What the denoiser predicts for `noisy_NCHW` at `time_N` (`Objective.time`): F[N C H W]."""
         raise NotImplementedError
 
     def sample(
@@ -44,3 +79,8 @@ class Family:
     ) -> Tensor:
         """Latents F[N C H W] from noise, as the denoiser sees them, through the pipeline's own denoising loop."""
         raise NotImplementedError
+
+
+def config_of(model: Any) -> Any:
+    """The denoiser's configuration, with an adapter or without."""
+    return (model.get_base_model() if hasattr(model, "get_base_model") else model).config

@@ -1,4 +1,4 @@
-"""Flux.1: latents in tokens of 2 x 2, CLIP's pooled text and T5's sequence, guidance as a number that the model is told."""
+"""Flux.1: latents in tokens of 2 x 2, CLIP's pooled text and T5's sequence, guidance as an input number of the model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .family import Family
+from .family import Asked, Family, config_of
 
 
 class Flux(Family):
@@ -20,11 +20,11 @@ class Flux(Family):
         text_NSD, pooled_ND, _ = pipe.encode_prompt(captions, max_sequence_length=max_length)
         return {"text": text_NSD, "pooled": pooled_ND}
 
-    def predict(self, model: nn.Module, noisy_NCHW: Tensor, sigma_N: Tensor, text: dict[str, Tensor], *, guidance: float) -> Tensor:
+    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
-        told = torch.full_like(sigma_N, guidance) if told_guidance(model) else None
+        told = torch.full_like(time_N, asked.guidance) if told_guidance(model) else None
         made_NTC = model(
-            hidden_states=packed(noisy_NCHW), timestep=sigma_N, guidance=told, encoder_hidden_states=text["text"],
+            hidden_states=packed(noisy_NCHW), timestep=time_N, guidance=told, encoder_hidden_states=text["text"],
             pooled_projections=text["pooled"], txt_ids=torch.zeros(text["text"].shape[1], 3, device=noisy_NCHW.device),
             img_ids=positions(height // 2, width // 2, noisy_NCHW.device), return_dict=False,
         )[0]  # fmt: skip
@@ -43,8 +43,7 @@ class Flux(Family):
 
 def told_guidance(model: Any) -> bool:
     """Whether this model has an input for the guidance scale (Flux.1-dev), or none (schnell)."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return bool(inner.config.guidance_embeds)
+    return bool(config_of(model).guidance_embeds)
 
 
 def packed(latents_NCHW: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .family import Family
+from .family import Asked, Family
 
 
 class SD3(Family):
@@ -23,9 +23,9 @@ class SD3(Family):
         )
         return {"text": text_NSD, "pooled": pooled_ND}
 
-    def predict(self, model: nn.Module, noisy_NCHW: Tensor, sigma_N: Tensor, text: dict[str, Tensor], *, guidance: float) -> Tensor:
+    def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
         made: Tensor = model(
-            hidden_states=noisy_NCHW, timestep=sigma_N * 1000, encoder_hidden_states=text["text"], pooled_projections=text["pooled"],
+            hidden_states=noisy_NCHW, timestep=time_N * 1000, encoder_hidden_states=text["text"], pooled_projections=text["pooled"],
             return_dict=False,
         )[0]  # fmt: skip
         return made

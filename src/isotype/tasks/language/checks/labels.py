@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ....data.bad_rows import EMPTY
 from ....data.rows import IGNORED, Row, row_supervised, tokens_used
 from ....finding import Finding, Place, Severity
 from .subject import LanguageSubject, formats
@@ -27,8 +28,15 @@ def nothing_to_learn(subject: LanguageSubject) -> Iterator[Finding]:
             place=Place(symbol=f"data.{name}"),
             message=f"{masked + dropped} of {total} {'training' if name == 'train' else 'evaluation'} rows have no token to learn",
             cause=why or "every label of these rows is masked",
-            fix="a larger data.max_length when rows are cut, else look at their answers and at data.chat_template",
+            fix=_fix({d["why"] for d in facts["dropped"]}, masked),
         )  # fmt: skip
+
+
+def _fix(why_dropped: set[str], masked: int) -> str:
+    """Advice for the reasons that there are: a larger max_length gives no row an answer."""
+    if why_dropped == {EMPTY} and not masked:
+        return "write the missing answers, or take these rows out of the file; training goes on without them"
+    return "a larger data.max_length when rows are cut, else look at their answers and at data.chat_template"
 
 
 def prompts_learnt(subject: LanguageSubject) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ....data.rows import tokens_used
 from ....finding import Finding, Place, Severity
 from ....precision.apply import inner_model
+from ....precision.own_part import gathered
 from .subject import LanguageSubject
 
 NEAR_MEAN = 0.05  # of the median distance from the mean row: transformers draws new rows around the mean with 1e-9 of the covariance
@@ -42,7 +43,7 @@ def untrained_new_tokens(subject: LanguageSubject) -> Iterator[Finding]:
         table = _table(subject, output=name == "lm_head")
         if table is None or _is_trained(table):
             continue
-        weight: Tensor = table.weight
+        weight = gathered(table.weight)
         fresh = untouched_rows(weight, sorted(i for i in used if i < weight.shape[0]))
         if fresh:
             words = ", ".join(repr(subject.task.tokenizer.convert_ids_to_tokens(i)) for i in fresh[:5])

@@ -1,0 +1,221 @@
+"""A model that is distributed over the processes: each holds some rows of every weight, and a unit's weights are gathered while it runs.
+
+The engine is torch's FSDP2. Every decoder layer is a unit, an embedding that is not the head too, and the rest (norm, head) is the last
+one, which stays gathered from the forward to its backward: deferred logits multiply by the head's weight after the forward has ended.
+
+The units compute in the weights' own dtypes (`param_dtype=None`): products belong to the ops. Gradients are summed, not averaged, in
+`precision.reduce`. FSDP narrows the sum to the weights' dtype before anyone sees it; `Sums` takes it before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..dtypes import name, to_torch
+from ..errors import UsageError
+from ..precision.apply import inner_model, is_block
+from ..precision.own_part import own_part
+from .world import World
+
+
+class Sharding:
+    """How a model is distributed, and the gradients that arrive summed. Implements `precision.accumulate.Summed`.
+
+    units     its FSDP units, the root last
+    parts     processes that share a weight
+    replicas  how many times the whole model is there
+    """
+
+    def __init__(self, units: list[Any], *, parts: int, replicas: int, reduce: torch.dtype) -> None:
+        self.units, self.parts, self.replicas = units, parts, replicas
+        self._sent: list[torch.dtype] = []
+        self._sums: dict[int, Sums] = {}
+        for unit in units:
+            sums = Sums(parts, self._sent)
+            unit.set_all_reduce_hook(sums)
+            # sums, not means: losses are divided by the tokens of all processes; and gloo has no sum with a factor
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+            for parameter in _parameters_of(unit):
+                self._sums[id(parameter)] = sums
+
+    def take(self, parameter: nn.Parameter) -> Tensor:
+        return self._sums[id(parameter)].take(parameter)
+
+    def sent(self) -> list[torch.dtype]:
+        sent, self._sent[:] = list(self._sent), []
+        return sent
+
+
+class Sums:
+    """The gradients of one unit, summed over the processes in the dtype in which they were sent: fp32[*n], this process's rows of each."""
+
+    def __init__(self, parts: int, sent: list[torch.dtype]) -> None:
+        self._parts, self._sent = parts, sent
+        self._flat: Tensor | None = None
+        self._at = 0
+
+    def __call__(self, flat: Tensor) -> None:
+        """FSDP's hook: one tensor for the unit, before it is narrowed and cut into gradients."""
+        self._flat, self._at = flat, 0
+        self._sent.append(flat.dtype)
+
+    def take(self, parameter: nn.Parameter) -> Tensor:
+        """This parameter's gradient. FSDP hands out the gradients of a unit in their order in `flat`, padded to equal parts."""
+        assert self._flat is not None, "the hook runs before the gradients are handed out"
+        own = own_part(parameter)
+        gradient = self._flat[self._at : self._at + own.numel()].view(own.shape)
+        self._at += math.ceil(parameter.shape[0] / self._parts) * (parameter.numel() // parameter.shape[0])
+        return gradient
+
+
+def shard(model: nn.Module, world: World, *, reduce: str, device: torch.device, nodes: int = 1) -> Sharding:
+    """Distributes `model`, in place: with adapter, ops, precision and recomputation. Its weights may lie on the CPU and go to `device`.
+
+    reduce  the dtype in which gradients are summed
+    nodes   more than 1: each machine holds the whole model, its processes share it, and machines sum gradients (hybrid)
+    Raises  UsageError for trained weights of two dtypes in one unit
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    inner = inner_model(model)
+    if nodes > 1:
+        mesh = init_device_mesh(device.type, (nodes, world.size // nodes), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
+    policy = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=to_torch(reduce), cast_forward_inputs=False)
+    states = {full: state for full, p in model.named_parameters() if (state := getattr(p, "quant_state", None)) is not None}
+    inside: set[int] = set()
+    units: list[Any] = []
+    for full, module in [*units_of(inner), ("the model's own weights", inner)]:
+        own = {n: p for n, p in module.named_parameters() if id(p) not in inside}
+        refuse_two_dtypes(full, own)
+        inside |= {id(p) for p in own.values()}
+        # the root holds the head
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not inner)
+        units.append(module)
+    _gather_once(model, units, states)
+    return Sharding(units, parts=world.size // nodes, replicas=nodes, reduce=to_torch(reduce))
+
+
+def units_of(inner: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, module) of every decoder layer, and of the embedding where the head does not share its weight."""
+    found: list[tuple[str, nn.Module]] = []
+    inside = ""
+    for full, module in inner.named_modules():
+        if isinstance(module, nn.ModuleList) and not (inside and full.startswith(inside)):
+            blocks = [(f"{full}.{place}", block) for place, block in module.named_children() if is_block(block)]
+            found += blocks
+            # experts and other lists inside a layer belong to its unit: which of them run depends on the rows
+            inside = f"{full}." if blocks else inside
+    embedding = _embedding_apart(inner)
+    return [*found, ("the embedding", embedding)] if embedding is not None else found
+
+
+def _embedding_apart(inner: Any) -> nn.Module | None:
+    if not hasattr(inner, "get_input_embeddings"):
+        return None
+    embedding, head = inner.get_input_embeddings(), inner.get_output_embeddings()
+    apart = type(embedding) is nn.Embedding and head is not None and getattr(head, "weight", None) is not embedding.weight
+    return embedding if apart else None
+
+
+def refuse_two_dtypes(unit: str, parameters: dict[str, nn.Parameter]) -> None:
+    """FSDP sums the gradients of a unit in one tensor. Raises UsageError naming two trained weights whose dtypes differ."""
+    first: dict[torch.dtype, str] = {}
+    for full, parameter in parameters.items():
+        if parameter.requires_grad:
+            first.setdefault(parameter.dtype, full)
+    if len(first) > 1:
+        (one, a), (other, b) = list(first.items())[:2]
+        raise UsageError(
+            f"parallel.kind: shard: {unit} has trained weights of two dtypes, {a} in {name(one)} and {b} in {name(other)}",
+            fix="precision.trainable: fp32, or parallel.kind: replicate",
+        )
+
+
+def whole_tensors(model: nn.Module, world: World, sharding: Sharding, dtype: torch.dtype) -> dict[str, Tensor]:
+    """name -> every trained tensor of a sharded model, whole, on the CPU, in `dtype`; on the first process, the others get nothing.
+
+    All processes call it. A tensor with several names is one tensor.
+    """
+    found: dict[int, Tensor] = {}
+    result = {}
+    for full, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) not in found:
+            part = own_part(parameter).detach().to(dtype).cpu()
+            whole = torch.empty(parameter.shape, dtype=dtype) if world.first else None
+            if world.rank < sharding.parts:
+                world.collect(part, whole, rows_of_each(parameter.shape[0], sharding.parts))
+            if whole is not None:
+                found[id(parameter)] = whole
+        if world.first:
+            result[full] = found[id(parameter)]
+    return result
+
+
+def rows_of_each(rows: int, parts: int) -> list[int]:
+    """How many of a tensor's rows each process holds: equal numbers, fewer or none at the end."""
+    most = math.ceil(rows / parts)
+    return [max(0, min(rows, (rank + 1) * most) - min(rows, rank * most)) for rank in range(parts)]
+
+
+@contextmanager
+def whole_in_state_dict(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within this block `model.state_dict()` has these tensors in the place of its parts."""
+
+    def put(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for full in state:
+            state[full] = tensors.get(full, state[full])
+
+    handle = model.register_state_dict_post_hook(put)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _parameters_of(unit: Any) -> Iterator[nn.Parameter]:
+    """The parts that belong to this unit and to none inside it."""
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            yield parameter.sharded_param
+
+
+def _gather_once(model: nn.Module, units: list[Any], states: dict[str, Any]) -> None:
+    """Gathers every unit once: what is put in the place of the parts are the same tensors from then on.
+
+    4-bit weights get their scales back, which FSDP leaves behind: on the parts, by which they are known as 4-bit, and on the gathered
+    weights. Every process holds all scales: 1/32 of the packed bytes.
+    """
+
+    def give() -> None:
+        for full, parameter in model.named_parameters():
+            if full in states:
+                parameter.quant_state = states[full]  # type: ignore[attr-defined]  # bitsandbytes keeps it on the parameter
+
+    give()
+    for unit in units:
+        unit.unshard()
+        give()
+        unit.reshard()
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            # whoever observes the arithmetic of a step must not take the bytes that travel for it
+            for work in ("unshard", "wait_for_unshard", "post_backward"):
+                setattr(group, work, partial(_unobserved, getattr(group, work)))
+
+
+def _unobserved(work: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    with _disable_current_modes():
+        return work(*args, **options)

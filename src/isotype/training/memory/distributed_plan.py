@@ -1,0 +1,102 @@
+"""The memory of one process of several that share a model, from the plan of a step on one process.
+
+Of weights, gradients and states a process holds 1 / parts (the scales of 4-bit weights whole). Besides, it holds what is gathered at a
+time: the last unit (norm and head) from forward to backward, and two layers, of which one runs while the next is gathered; and in backward
+the whole gradient of a layer, once as autograd makes it and once as it is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from ...config.schema import TrainSection
+from ...distributed.shard import units_of
+from ...dtypes import to_torch
+from ...precision.apply import inner_model
+from ...precision.precision import Precision
+from ..task import Outline, StepOutline
+from .plan import MemoryPlan, plan_memory
+from .quantised_outline import scales_of
+from .recomputation import Checkpointing
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """Of one FSDP unit: its weights, those of them that are trained, the trained elements, and the scales of 4-bit weights.
+
+    kept  gathered from forward to backward, and not a second time
+    """
+
+    weights: int
+    trained: int
+    elements: int
+    scales: int
+    kept: bool
+
+
+def unit_bytes(model: nn.Module) -> list[UnitBytes]:
+    """Of every unit of a model as `distributed.shard` would cut it, the root last; the model may be on the meta device."""
+    inner = inner_model(model)
+    inside: set[int] = set()
+    found = []
+    for _, module in [*units_of(inner), ("", inner)]:
+        own = [p for p in module.parameters() if id(p) not in inside]
+        inside |= {id(p) for p in own}
+        trained = [p for p in own if p.requires_grad]
+        found.append(
+            UnitBytes(
+                sum(p.numel() * p.element_size() for p in own),
+                sum(p.numel() * p.element_size() for p in trained),
+                sum(p.numel() for p in trained),
+                sum(t.numel() * t.element_size() for p in own for t in scales_of(p)),
+                kept=module is inner,
+            )
+        )
+    return found
+
+
+def plan_part(
+    made: Outline, train: TrainSection, precision: Precision, largest: StepOutline, *, checkpointing: Checkpointing, device_type: str,
+    parts: int, earlier: MemoryPlan | None = None,
+) -> MemoryPlan:  # fmt: skip
+    """`plan_memory` for a process that shares its model with others; the same for `parts` 1."""
+    if parts > 1:
+        # with the gradients of an earlier micro-batch there, what a backward adds is no gradient: those are of a part only
+        train = train.model_copy(update={"accumulate": max(2, train.accumulate)})
+    units = unit_bytes(made.model)
+    plan = plan_memory(made, train, precision, largest, checkpointing=checkpointing, device_type=device_type, earlier=earlier)
+    return of_one_part(plan, units, precision, parts=parts)
+
+
+def of_one_part(plan: MemoryPlan, units: list[UnitBytes], precision: Precision, *, parts: int) -> MemoryPlan:
+    """plan  of one process, with more than one micro-batch in its step"""
+    if parts == 1:
+        return plan
+    scales = sum(unit.scales for unit in units)
+
+    def share(size: int) -> int:
+        return -(-size // parts)
+
+    gathered = gathered_bytes(units, precision)
+    shared = replace(
+        plan,
+        frozen=share(plan.frozen - scales) + scales,
+        trained=share(plan.trained),
+        gradients=share(plan.gradients),
+        optimizer=share(plan.optimizer),
+        update=share(plan.update),
+        gathered=gathered,
+    )
+    step = max(plan.activations + plan.working, plan.evaluation, plan.sampling or 0)
+    return replace(shared, peak=shared.held + max(step + gathered, shared.update))
+
+
+def gathered_bytes(units: list[UnitBytes], precision: Precision) -> int:
+    """The most that is there of other processes' parts at a time."""
+    kept = sum(unit.weights for unit in units if unit.kept)
+    layers = sorted((unit for unit in units if not unit.kept), key=lambda unit: unit.weights)
+    # as autograd makes it, in the weights' dtype, and as it is sent
+    sent = max((unit.trained + unit.elements * to_torch(precision.reduce).itemsize for unit in units), default=0)
+    return kept + sum(unit.weights for unit in layers[-2:]) + sent

@@ -1,0 +1,134 @@
+"""A model that two real processes share (gloo) against one process: losses, weights, observed dtypes, fused ops in place, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file
+
+from isotype.config.load import load
+from isotype.tasks.choose import train
+from tests.distributed.processes import run
+from tests.distributed.test_replicate import rows_of
+
+pytestmark = pytest.mark.timeout(900)
+FULL = {"adapter": {"kind": "none"}}
+STEPS = {"steps": 4, "batch_size": 2, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 2}
+CASES = {
+    "fp32 full": ({"precision": {"preset": "fp32"}, **FULL}, 2e-6, 2e-5),
+    "fp32 lora": ({"precision": {"preset": "fp32"}}, 2e-6, 2e-5),
+    "bf16-mixed full": ({"precision": {"preset": "bf16-mixed"}, **FULL}, 2e-5, 2e-3),
+    "bf16-lora": ({"precision": {"preset": "bf16-lora"}}, 2e-5, 2e-3),
+    "bf16-lora recomputed": ({"precision": {"preset": "bf16-lora"}, "train": {"gradient_checkpointing": "layers"}}, 2e-5, 2e-3),
+    "nf4-lora recomputed": ({"precision": {"preset": "nf4-lora"}, "train": {"gradient_checkpointing": "layers"}}, 2e-5, 2e-3),
+    "fp16-mixed full": ({"precision": {"preset": "fp16-mixed"}, **FULL}, 2e-5, 2e-3),
+    "packed": ({"data": {"packing": True}}, 2e-6, 2e-5),
+    "stream": ({"data": {"stream": True, "shuffle_buffer": 16}}, 2e-6, 2e-5),
+    "early stopping": ({"train": {"patience": 1, "learning_rate": 1e-9}}, 2e-6, 2e-5),
+    "accumulate not divided": ({"train": {"batch_size": 4, "accumulate": 1}}, 2e-6, 2e-5),
+}
+
+
+def weights_of(folder):
+    name = "model/model.safetensors" if (folder / "model").is_dir() else "adapter/adapter_model.safetensors"
+    return load_file(folder / name)
+
+
+def drift(one, two):
+    """The most by which losses and weights of two runs differ."""
+    found = {}
+    for key in ("loss", "eval_loss"):
+        mine, its = rows_of(one, key), rows_of(two, key)
+        assert len(mine) == len(its)
+        found[key] = max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(mine, its))
+    assert rows_of(one, "tokens") == rows_of(two, "tokens")
+    mine, its = weights_of(one), weights_of(two)
+    assert set(mine) == set(its)
+    found["weight"] = max(float((mine[key].float() - its[key].float()).abs().max()) for key in mine)
+    return found
+
+
+def check_records(one, two, sums):
+    """Nothing was replaced otherwise, no dtype is another one, and what was summed was seen."""
+    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (one, two)]
+    assert manifests[0] == manifests[1]
+    first, second = (json.loads((folder / "precision.json").read_text()) for folder in (one, two))
+    assert second["violations"] == []
+    assert set(second["observed"]["reduce"]) == {sums}
+    assert set(second.get("unobserved", {})) <= set(first.get("unobserved", {}))
+    for role, seen in first["observed"].items():
+        assert set(second["observed"][role]) == set(seen), role
+
+
+def test_bf16_weights_of_two_shards_are_those_of_one_process(configured, tmp_path):
+    """The sums stay fp32 although FSDP narrows them, and rounding noise belongs to the element: the weights are equal bit for bit."""
+    sections = {"precision": {"preset": "bf16-pure"}, "train": STEPS, **FULL}
+    assert train(configured("one", **sections)) == 0
+    configured("two", **sections, parallel={"kind": "shard"})
+    status, said = run(2, tmp_path / "two.yaml")
+    assert status == 0, said
+    assert "gloo: shard (parallel.kind), each computes 2 x 2 rows of each step" in said
+    found = drift(tmp_path / "one", tmp_path / "two")
+    assert found["loss"] <= 2e-5
+    assert found["weight"] == 0.0
+    check_records(tmp_path / "one", tmp_path / "two", "fp32")
+    parts = [load_file(tmp_path / f"two/checkpoints/step_4/{name}") for name in ("tensors.safetensors", "tensors.1.safetensors")]
+    whole = weights_of(tmp_path / "two")["model.norm.weight"]
+    assert [len(part["model.model.norm.weight"]) for part in parts] == [len(whole) / 2] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_two_shards_make_the_run_of_one(case, configured, tmp_path):
+    sections, loss, weight = CASES[case]
+    sections = {**sections, "train": STEPS | sections.get("train", {})}
+    assert train(configured("one", **sections)) == 0
+    configured("two", **sections, parallel={"kind": "shard"})
+    status, said = run(2, tmp_path / "two.yaml")
+    assert status == 0, said
+    found = drift(tmp_path / "one", tmp_path / "two")
+    print(case, found)
+    check_records(tmp_path / "one", tmp_path / "two", "fp32")
+    assert found["loss"] <= loss
+    assert found["eval_loss"] <= loss
+    assert found["weight"] <= weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [(2, "shard", 1, "replicate", 4, "shard"), (2, "shard", 2, "replicate", 2, "shard")], ids=str)
+def test_a_run_goes_on_in_another_number_of_parts(path, configured, tmp_path):
+    steps = STEPS | {"steps": 6}
+    assert train(configured("whole", train=steps, **FULL)) == 0
+    configured("moved", train=steps, run={"save_every": 2, "keep": 9}, parallel={"kind": path[1]}, **FULL)
+    folder = tmp_path / "moved"
+    assert run(path[0], tmp_path / "moved.yaml")[0] == 0
+    for number, (count, kind) in enumerate(zip(path[2::2], path[3::2]), 1):
+        for step in range(2 * number + 2, 7, 2):
+            shutil.rmtree(folder / f"checkpoints/step_{step}", ignore_errors=True)
+        resolved = folder / "resolved.yaml"
+        before = path[2 * number - 1]
+        resolved.write_text(resolved.read_text().replace(f"kind: {before}", f"kind: {kind}", 1))
+        status, said = run(count, resume=folder) if count > 1 else (train(load(resolved, [], {}, resolved=True), resume=folder), "")
+        assert status == 0, said
+    found = drift(tmp_path / "whole", folder)
+    assert found["loss"] <= 2e-6
+    assert found["weight"] <= 2e-5
+
+
+@pytest.mark.slow
+def test_the_same_number_of_shards_resumes_bit_for_bit_after_a_kill(configured, tmp_path):
+    sections = {"train": STEPS, "run": {"save_every": 2}, "adapter": {"dropout": 0.1}, "parallel": {"kind": "shard"}}
+    configured("whole", **sections)
+    assert run(2, tmp_path / "whole.yaml")[0] == 0
+    configured("killed", **sections)
+    status, said = run(2, tmp_path / "killed.yaml", fault=[1, 4, "die"])
+    assert status == 1
+    assert "rank 1 on " in said
+    assert f"last good checkpoint: {tmp_path / 'killed/checkpoints/step_2'}" in said
+    assert said.count("isotype: ") == 1
+    status, said = run(2, resume=tmp_path / "killed")
+    assert status == 0, said
+    for name in ("adapter/adapter_model.safetensors", "checkpoints/step_4/tensors.safetensors", "checkpoints/step_4/tensors.1.safetensors"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()

@@ -1,0 +1,100 @@
+"""Which kind of sharing a run takes, and why; the memory of a part; a plan for many GPUs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from tests.distributed.processes import environment
+
+from isotype.config.schema import RunConfig
+from isotype.distributed.world import World
+from isotype.errors import UsageError
+from isotype.precision import PRESETS
+from isotype.training.memory.distributed_plan import UnitBytes, gathered_bytes, of_one_part
+from isotype.training.memory.plan import MemoryPlan
+from isotype.training.parallel import REPLICATE, SHARD, as_configured, by_plan
+
+GIB = 1 << 30
+
+
+def world(size, nodes=1):
+    made = World()
+    made.size, made.nodes, made.local_size = size, nodes, size // nodes
+    return made
+
+
+def config(kind, **train):
+    return RunConfig.model_validate({"parallel": {"kind": kind}, "train": train})
+
+
+def test_one_process_shares_with_nobody():
+    assert as_configured(config("shard"), world(1)).kind == REPLICATE
+    assert as_configured(config("auto"), world(2)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "train", "where", "why"),
+    [
+        ("shard", {"optimizer": "adamw8bit"}, world(2), "its states have a scale every 256 elements"),
+        ("hybrid", {}, world(4), "this run has one machine"),
+        ("hybrid", {}, world(2, 2), "2 machines with 2 processes"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_in_one_line(kind, train, where, why):
+    with pytest.raises(UsageError, match=why) as refused:
+        as_configured(config(kind, **train), where)
+    assert "\n" not in refused.value.message
+    assert refused.value.fix
+
+
+def test_hybrid_has_a_model_in_each_machine():
+    taken = as_configured(config("hybrid"), world(8, 2))
+    assert (taken.nodes, taken.parts(8)) == (2, 4)
+
+
+def test_auto_takes_the_whole_model_where_it_fits_and_says_why():
+    def never():
+        raise AssertionError("the bound is enough")
+
+    below = by_plan(GIB, 80 * GIB, never, optimizer="adamw")
+    assert str(below) == "replicate (auto: a process cannot take more than 1.00 GiB of 80.00 GiB)"
+    near = by_plan(70 * GIB, 80 * GIB, lambda: 60 * GIB, optimizer="adamw")
+    assert (near.kind, near.reason) == (REPLICATE, "auto: a process takes 60.00 GiB of 80.00 GiB")
+    over = by_plan(90 * GIB, 80 * GIB, lambda: 75 * GIB, optimizer="adamw")
+    assert (over.kind, over.reason) == (SHARD, "auto: the whole model would take 75.00 GiB of 80.00 GiB")
+    assert "adamw8bit cannot be shared" in by_plan(90 * GIB, 80 * GIB, lambda: 75 * GIB, optimizer="adamw8bit").reason
+
+
+def test_a_part_holds_its_share_all_scales_and_what_is_gathered():
+    units = [UnitBytes(400, 0, 0, 40, kept=False)] * 3 + [UnitBytes(100, 100, 25, 0, kept=True)]
+    whole = MemoryPlan(frozen=1240, trained=100, gradients=100, optimizer=200, activations=50, working=20, update=30, peak=1740)
+    part = of_one_part(whole, units, PRESETS["fp32"], parts=4)
+    assert part.frozen == (1240 - 120) // 4 + 120
+    assert (part.trained, part.gradients, part.optimizer) == (25, 25, 50)
+    # the head, two layers, and the head's gradient as it is made and as it is sent
+    assert part.gathered == gathered_bytes(units, PRESETS["fp32"]) == 100 + 800 + 200
+    assert part.peak == part.held + 70 + part.gathered
+    assert of_one_part(whole, units, PRESETS["fp32"], parts=1) == whole
+    assert replace(part, peak=0).held == part.held
+
+
+def test_a_plan_for_sixteen_gpus(configured, tmp_path):
+    configured("run", train={"batch_size": 8, "accumulate": 4})
+    command = [sys.executable, "-m", "isotype", "plan", str(tmp_path / "run.yaml"), "--gpus", "16", "--device", "h100", "--json"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)["processes"]
+    assert (made["processes"], made["machines"], made["passes"], made["rows"]) == (16, 2, 1, 2)
+    assert list(made["kinds"]) == ["replicate", "shard", "hybrid"]
+    held = {kind: sum(one["memory"][part] for part in ("frozen", "trained", "optimizer")) for kind, one in made["kinds"].items()}
+    assert held["replicate"] > held["hybrid"] > held["shard"]
+    assert made["kinds"]["hybrid"]["between"] < made["kinds"]["shard"]["between"]
+    assert made["auto"]["kind"] == "replicate"
+    twelve = [*command[:5], "--gpus", "12", "--device", "h100"]
+    refused = subprocess.run(twelve, env=environment(), capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "machines of 8 are planned for" in refused.stderr
