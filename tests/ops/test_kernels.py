@@ -10,7 +10,7 @@ import torch._dynamo  # library ops import it on their first call, which must no
 
 pytest.importorskip("triton")
 
-from isotype.ops import cross_entropy, gelu_mul, linear_cross_entropy, linear_log_probs, rms_norm, rope, silu_mul
+from isotype.ops import add_rms_norm, cross_entropy, gelu_mul, linear_cross_entropy, linear_log_probs, rms_norm, rope, silu_mul
 from isotype.ops.backend import using
 from isotype.ops.cross_entropy import kernels as loss_kernels
 from isotype.ops.cross_entropy.rule import LossRule
@@ -109,6 +109,8 @@ CASES = {
     "rms_norm": (rms_norm, [(300, 24), (24,)]),
     "rms_norm-gemma": (lambda x, w: rms_norm(x, w, unit_offset=True), [(7, 24), (24,)]),
     "rms_norm-frozen": (lambda x, w: rms_norm(x, w.detach()), [(300, 24), (24,)]),
+    "add_rms_norm": (lambda x, r, w: torch.cat(add_rms_norm(x, r, w)), [(300, 24), (300, 24), (24,)]),
+    "add_rms_norm-nothing": (lambda x, w: torch.cat(add_rms_norm(x, None, w.detach())), [(7, 24), (24,)]),
     "silu_mul": (silu_mul, [(9, 200), (9, 200)]),
     "silu_mul-halves": (lambda both: silu_mul(*both.chunk(2, -1)), [(9, 400)]),
     "gelu_mul": (gelu_mul, [(9, 200), (9, 200)]),
@@ -232,7 +234,16 @@ COMPILED = {
 } | {
     name: (on_kernels(CASES[name][0]), CASES[name][1])
     for name in (
-        *("rms_norm", "rms_norm-gemma", "rms_norm-frozen", "silu_mul-again", "gelu_mul-again", "gelu_mul-tanh-again"),
+        *(
+            "add_rms_norm",
+            "add_rms_norm-nothing",
+            "rms_norm",
+            "rms_norm-gemma",
+            "rms_norm-frozen",
+            "silu_mul-again",
+            "gelu_mul-again",
+            "gelu_mul-tanh-again",
+        ),
         *("rope", "rope-partial-interleaved"),
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,9 @@ from isotype.ops.rms_norm.reference import rms_norm_reference
 from isotype.ops.rope.reference import rope_reference
 from isotype.ops.silu_mul import cpp as silu_cpp
 from isotype.ops.silu_mul.reference import silu_mul_reference
+from isotype.testing.interpreter import interpreted
 from tests.gpu import DEVICE, kernels, on_a_gpu
-from tests.ops.trials import keeps_its_dtypes
+from tests.ops.trials import error, keeps_its_dtypes
 
 
 @dataclass
@@ -248,6 +250,38 @@ def test_add_rms_norm():
     torch.testing.assert_close(y, rms_norm_reference(x + r, w))
     torch.testing.assert_close(total, x + r)
     assert torch.autograd.gradcheck(add_rms_norm, (x, r, w))
+    assert torch.autograd.gradgradcheck(lambda x, w: add_rms_norm(x, None, w), (x, w))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["cpp", "triton", "eager"])
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize("used", ["both", "normed", "sum"])
+def test_the_sums_two_gradients_leave_as_one(dtype, backend, added, used):
+    """Against fp64, no worse than twice the error of the same steps one by one; and of either output alone."""
+    if backend == "cpp" and compiled.cpu_compiler() is None:
+        pytest.skip("no C++ compiler")
+    torch.manual_seed(0)
+    made = [torch.randn(s) for s in ((37, 48), (37, 48), (48,), (37, 48), (37, 48))]
+
+    def gradients(kind, op):
+        x, r, w, dy, dtotal = (t.to(dtype).to(kind).requires_grad_(i < 3) for i, t in enumerate(made))
+        y, total = op(x, r if added else None, w)
+        outs = {"both": [(y, dy), (total, dtotal)], "normed": [(y, dy)], "sum": [(total, dtotal)]}[used]
+        torch.autograd.backward([out for out, _ in outs], [g for _, g in outs])
+        return [y.detach(), total.detach(), *(t.grad for t in (x, r, w) if t.grad is not None)]
+
+    def steps(x, r, w):
+        total = x if r is None else x + r
+        return rms_norm_reference(total, w), total
+
+    want, plain = gradients(torch.float64, steps), gradients(dtype, steps)
+    if backend == "triton":
+        pytest.importorskip("triton")
+    with interpreted() if backend == "triton" else contextlib.nullcontext(), using(backend):
+        got = gradients(dtype, add_rms_norm)
+    for name, a, b, c in zip(("normed", "sum", "dx", "dr", "dw"), got, plain, want, strict=False):
+        assert error(a, c) <= 2 * error(b, c) + 1e-7, name
 
 
 def test_position_ids_pick_rows_of_the_tables():
@@ -311,8 +345,10 @@ def test_dispatch_modes_see_one_op_with_the_right_outputs():
         (ops.silu_mul_backward_cpp, (x, x, x)),
         (ops.gelu_mul_forward_cpp, (x, x, True)),
         (ops.gelu_mul_backward_cpp, (x, x, x, False)),
-        (ops.rms_norm_forward_cpp, (x, w, 1e-6, False, torch.float32)),
-        (ops.rms_norm_backward_cpp, (x, w, torch.ones(4, 1), x, True, True)),
+        (ops.rms_norm_forward_cpp, (x, None, w, 1e-6, False, torch.float32)),
+        (ops.rms_norm_forward_cpp, (x, x, w, 1e-6, False, torch.float32)),
+        (ops.rms_norm_backward_cpp, (x, w, torch.ones(4, 1), x, None, True, True)),
+        (ops.rms_norm_backward_cpp, (x, w, torch.ones(4, 1), x, x, True, True)),
         (ops.rope_cpp, (q, cos, cos, False, True)),
     ]:
         torch.library.opcheck(op.default, inputs, test_utils=("test_schema", "test_faketensor"))

@@ -214,17 +214,7 @@ def _gather_once(model: nn.Module, units: list[Any]) -> None:
 
     The gathered 4-bit weights get their scales here. Every process holds all scales: 1/32 of the packed bytes.
     """
-<<<<<<< HEAD
-
-    def give() -> None:
-        for full, parameter in model.named_parameters():
-            if full in states:
-                parameter.quant_state = states[full]  # type: ignore[attr-defined]  # bitsandbytes keeps it on the parameter
-
-    give()
-=======
     states = {full: state for full, p in model.named_parameters() if (state := getattr(p, "quant_state", None)) is not None}
->>>>>>> shard
     for unit in units:
         unit.unshard()
         _give_scales(model, states)

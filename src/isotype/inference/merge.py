@@ -158,12 +158,14 @@ def _delta(layer: Any, adapter: str) -> Tensor:
     from peft.tuners.lora import ParamWrapper
 
     if not isinstance(layer, ParamWrapper):
-        return layer.get_delta_weight(adapter).float()
+        delta: Tensor = layer.get_delta_weight(adapter)
+        return delta.float()
     parameter = layer.get_param()  # PEFT gives the change of a bare parameter in that parameter's dtype
     kept = parameter.data
     parameter.data = kept.float()
     try:
-        return layer.get_delta_weight(adapter)
+        wide: Tensor = layer.get_delta_weight(adapter)
+        return wide
     finally:
         parameter.data = kept
 

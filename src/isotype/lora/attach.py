@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from ..instance_method import InstanceMethod
 from ..ops.backend import reference_runs
+from ..ops.recompute import hooks_read_here, is_recomputed
 from ..placement import Placement
 from . import siblings
 from .call import Call, call_of, dropout_mask, wants_fp32_branch
 from .group import Projection, lora_group
 from .linear import lora_linear
-from .plain import kind_reason, lora_layers, why_not_fused
+from .plain import forget_parts, has_hooks, kind_reason, lora_layers, why_not_fused
 
 _FUSED = "_isotype_fused"
 
@@ -56,6 +57,7 @@ def unfuse_lora(model: nn.Module) -> int:
         vars(layer).pop(_FUSED).take_back()
         wants_fp32_branch(layer, False)
         siblings.unlink(layer)
+        forget_parts(layer)
     return len(fused)
 
 
@@ -68,6 +70,8 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """A LoRA layer's forward: fused while the layer is plain, else PEFT's own."""
     if args or kwargs or not x.is_floating_point() or reference_runs() or why_not_fused(self) is not None:
         return _peft_forward(self, x, *args, **kwargs)
+    if is_recomputed() and has_hooks(self):
+        hooks_read_here()
     call = call_of(self, x)
     ready = siblings.take(self, x, call.tensors)
     if ready is not None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .dtypes import LoraDtypes, decide
 from .group import Projection
+from .plain import plain_parts
 
 _BRANCH = "_isotype_branch_fp32"
 
@@ -50,9 +51,8 @@ class Call(NamedTuple):
 
 
 def call_of(layer: Any, x: Tensor) -> Call:
-    """Of a plain LoRA layer at this moment; x is its input."""
-    adapter = next(name for name in layer.active_adapters if name in layer.lora_A)
-    base, dropout = layer.base_layer, layer.lora_dropout[adapter]
+    """Of a LoRA layer that `why_not_fused` has just found plain; x is its input."""
+    adapter, a, b, dropout, base = plain_parts(layer)
     quantised = type(base) is not nn.Linear
     if quantised and not base.compute_type_is_set:
         # bitsandbytes' layer takes the first input's dtype for good where none was given
@@ -61,8 +61,8 @@ def call_of(layer: Any, x: Tensor) -> Call:
     return Call(
         base.weight,
         base.bias,
-        layer.lora_A[adapter].weight,
-        layer.lora_B[adapter].weight,
+        a.weight,
+        b.weight,
         base.weight.quant_state if quantised else None,
         base.compute_dtype if quantised else None,
         float(layer.scaling[adapter]),

@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.autocast import autocast_off, no_view
+from ..ops.recompute import projected, projections_are_kept, unwritten
+from . import inside
 from .dtypes import LoraDtypes
-from .linear import after_dropout, base_product, base_weight
+from .linear import adapted_product, after_dropout, base_product, base_weight, out_features
 from .products import add_product_, adds_in_place, gradient_product, scaled_product
 
 
@@ -92,16 +95,39 @@ def branches(x_TK: Tensor, flat: Sequence[Tensor | None]) -> Branches:
     return Branches(torch.cat([after_dropout(x_TK, keep) @ a_RK[part].t() for keep, part in parted], 1), a_RK, bs)
 
 
-def multiply(x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]) -> Multiplied:
-    """Every projection of x, in x's dtype."""
+def with_adapters(tokens_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]) -> list[Tensor] | None:
+    """[W | s B] of every projection where `inside` wants the adapters in the product of these tokens, or None."""
+    bs, packed = flat[3::TENSORS], [w for w in flat[0::TENSORS] if w is not None]
+    ranks = [0 if b is None else b.shape[1] for b in bs]
+    if not inside.wanted(tokens_TK, [out_features(w, state) for w, state in zip(packed, states)], ranks, states):
+        return None
+    return inside.weights(packed, states, [b for b in bs if b is not None], scales, tokens_TK.dtype)
+
+
+def multiply(
+    x_TK: Tensor,
+    flat: Sequence[Tensor | None],
+    scales: Sequence[float],
+    states: Sequence[Any],
+    ready: Sequence[Tensor] | None = None,
+) -> Multiplied:
+    """Every projection of x, in x's dtype.
+
+    ready  what `with_adapters` gave for tokens of which x is a tile
+    """
     made = branches(x_TK, flat)
+    ready = with_adapters(x_TK, flat, scales, states) if ready is None else ready
+    if ready is not None:
+        both = inside.inputs(x_TK, made.xa_TR)
+        biases = [None if bias is None else bias.to(x_TK.dtype) for bias in flat[1::TENSORS]]
+        return Multiplied([F.linear(both, weight, bias) for weight, bias in zip(ready, biases)], *made)
     ys = []
     for weight, bias, b, state, part, scale in zip(flat[0::TENSORS], flat[1::TENSORS], made.bs, states, parts(made.bs), scales):
         assert weight is not None
-        y_TO = base_product(x_TK, weight, bias, state)
-        if b is not None:
-            add_product_(y_TO, made.xa_TR[:, part], b.t(), scale)
-        ys.append(y_TO)
+        if b is None:
+            ys.append(base_product(x_TK, weight, bias, state))
+        else:
+            ys.append(adapted_product(x_TK, weight, bias, state, made.xa_TR[:, part], b, scale))
     return Multiplied(ys, *made)
 
 
@@ -216,8 +242,14 @@ class LoraGroup(torch.autograd.Function):
         x_TK = x.reshape(-1, x.shape[-1])
         with autocast_off(x):
             x_TK = x_TK.to(dtypes.compute)
-            made = multiply(x_TK, flat, scales, states)
+            if projections_are_kept():
+                # a recompute: backward needs x's product with every A, and attention has what it needs
+                widths = [out_features(w, state) for w, state in zip(flat[0::TENSORS], states) if w is not None]
+                made = Multiplied([unwritten((x_TK.shape[0], n), x_TK, dtypes.out) for n in widths], *branches(x_TK, flat))
+            else:
+                made = multiply(x_TK, flat, scales, states)
             ys = tuple(no_view(y.to(dtypes.out), (*x.shape[:-1], y.shape[-1])) for y in made.ys)
+        projected(*ys)
         saved_x = x_TK if wants_input(ctx.needs_input_grad[4:]) else None
         ctx.save_for_backward(saved_x, made.xa_TR, made.a_RK, *made.bs, *flat[0::TENSORS], *flat[4::TENSORS])
         ctx.scales, ctx.states, ctx.dtypes, ctx.x_shape, ctx.x_dtype = scales, states, dtypes, x.shape, x.dtype

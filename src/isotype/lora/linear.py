@@ -16,8 +16,10 @@ from torch import Tensor
 
 from ..errors import ShapeError
 from ..ops.autocast import autocast_off, no_view
+from ..ops.recompute import output_is_unused, unwritten
 from . import wide_branch
 from .dtypes import LoraDtypes, decide
+from .inside import before_or_inside
 from .products import add_product_, adds_in_place, gradient_product, scaled_product
 from .quantised import dequantised, product_4bit
 
@@ -35,6 +37,10 @@ def base_product(x_TK: Tensor, weight: Tensor, bias: Tensor | None, quant_state:
     return F.linear(x_TK, weight.to(x_TK.dtype), bias)
 
 
+def out_features(weight: Tensor, quant_state: Any) -> int:
+    return int((weight if quant_state is None else quant_state).shape[0])
+
+
 def base_weight(weight: Tensor, quant_state: Any, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype) if quant_state is None else dequantised(weight, quant_state, dtype)
 
@@ -48,6 +54,24 @@ def input_gradient(share_TK: Tensor, scale: float, dy_TO: Tensor, w_OK: Tensor, 
     if dtype == share_TK.dtype:
         return share_TK.addmm_(dy_TO, w_OK, beta=scale)
     return (dy_TO @ w_OK).to(dtype).add_(share_TK, alpha=scale)
+
+
+def adapted_product(
+    x_TK: Tensor, weight: Tensor, bias: Tensor | None, quant_state: Any, xa_TR: Tensor, b_OR: Tensor, scale: float
+) -> Tensor:
+    """x Wᵀ + bias + scale xa Bᵀ in x's dtype.
+
+    On a GPU the adapter's product is made first and the large one is summed onto it inside itself, which reads it while it multiplies: 2
+    bytes an element of the output, where a sum after the product takes 4. Where the adapter goes into the product itself: `inside`.
+    """
+    if not before_or_inside(x_TK):
+        return add_product_(base_product(x_TK, weight, bias, quant_state), xa_TR, b_OR.t(), scale)
+    w_OK = base_weight(weight, quant_state, x_TK.dtype)
+    if bias is None:
+        y_TO = scaled_product(xa_TR, b_OR.t(), scale)
+    else:
+        y_TO = torch.addmm(bias.to(x_TK.dtype), xa_TR, b_OR.t(), alpha=scale)
+    return y_TO.addmm_(x_TK, w_OK.t())
 
 
 class LoraLinear(torch.autograd.Function):
@@ -71,15 +95,19 @@ class LoraLinear(torch.autograd.Function):
         keep_TK = None if keep is None else keep.view(x_TK.shape)
         with autocast_off(x):
             narrow_TK = x_TK.to(dtypes.compute)
-            y_TO = base_product(narrow_TK, weight, bias, quant_state)
+            unused = output_is_unused(ctx)
             if dtypes.wide:
-                y_TO = y_TO.to(dtypes.out)
+                y_TO = base_product(narrow_TK, weight, bias, quant_state).to(dtypes.out)
                 branch_TK, a, b = x_TK, a_RK.float(), b_OR.float()
                 xa_TR = wide_branch.add_branch(y_TO, branch_TK, keep_TK, a, b, branch_scale)
             else:
                 branch_TK, a, b = narrow_TK, a_RK.to(dtypes.compute), b_OR.to(dtypes.compute)
                 xa_TR = scaled_product(after_dropout(branch_TK, keep_TK), a.t())
-                add_product_(y_TO, xa_TR, b.t(), branch_scale)
+                if unused:
+                    # a recompute: backward needs x's product with A and nothing else
+                    y_TO = unwritten((x_TK.shape[0], out_features(weight, quant_state)), narrow_TK, dtypes.out)
+                else:
+                    y_TO = adapted_product(narrow_TK, weight, bias, quant_state, xa_TR, b, branch_scale)
         saved_x = branch_TK if needs_a or needs_weight else None
         saved_weight = weight if needs_x else None
         ctx.save_for_backward(saved_x, saved_weight, a, b, xa_TR if needs_b else None, keep_TK if needs_x or needs_a else None)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..ops.autocast import autocast_off, no_view
 from ..ops.backend import fused_runs
 from ..ops.gated import Gated, gated_gradients, gated_gradients_, gated_product
-from ..ops.recompute import count_mlp, is_recomputed, output_is_unused, unwritten
+from ..ops.recompute import is_recomputed, output_is_unused, unwritten
 from .dtypes import LoraDtypes
 from .group import (
     TENSORS,
@@ -36,12 +36,14 @@ from .group import (
     parts,
     tensor_gradients,
     wants_input,
+    with_adapters,
 )
-from .linear import base_weight
+from .linear import base_weight, out_features
 from .products import product_fp32, scaled_product
 
-# Tokens of a tile: a product of 4,096 x 4,096 x 14,336 is 0.6 ms on an H200, a hundred launches
-TILE = 4096
+# Tokens of a tile: a product of 2,048 x 4,096 x 14,336 is 0.3 ms on an H200, 50 launches, and 896 tiles of 128 x 256 for its 132
+# multiprocessors. Gate, up and the gradient of their product are 56 MB each then
+TILE = 2048
 
 
 def halves(ys: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -50,25 +52,28 @@ def halves(ys: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def _out_features(weight: Tensor, state: Any) -> int:
-    return int((weight if state is None else state).shape[0])
-
-
 def _tiles(tokens: int) -> Iterator[slice]:
     return (slice(start, min(start + TILE, tokens)) for start in range(0, max(tokens, 1), TILE))
 
 
 def _forward(
-    kind: Gated, x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]
+    kind: Gated,
+    x_TK: Tensor,
+    flat: Sequence[Tensor | None],
+    scales: Sequence[float],
+    states: Sequence[Any],
+    *,
+    unused: bool = False,
+    ready: Sequence[Tensor] | None = None,
 ) -> tuple[Multiplied, Branches, Tensor]:
-    """(gate and up, what backward needs of down, the output)."""
-    inner = multiply(x_TK, flat[:-TENSORS], scales[:-1], states[:-1])
+    """(gate and up, what backward needs of down, the output, or no values where it is unused)."""
+    inner = multiply(x_TK, flat[:-TENSORS], scales[:-1], states[:-1], ready)
     gate, up = halves(inner.ys)
-    if output_is_unused():
+    if unused:
         weight = flat[-TENSORS]
         assert weight is not None
         return inner, _branch_of_product(kind, gate, up, flat[-TENSORS:]), unwritten(
-            (x_TK.shape[0], _out_features(weight, states[-1])), x_TK, x_TK.dtype
+            (x_TK.shape[0], out_features(weight, states[-1])), x_TK, x_TK.dtype
         )  # fmt: skip
     made = multiply(gated_product(kind, gate, up), flat[-TENSORS:], scales[-1:], states[-1:])
     return inner, Branches(made.xa_TR, made.a_RK, made.bs), made.ys[0]
@@ -78,18 +83,33 @@ def _forward_in_tiles(
     kind: Gated, x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]
 ) -> tuple[Multiplied, Branches, Tensor]:
     """As `_forward`, a tile of tokens at a time; gate and up are given as tensors that hold nothing."""
+    # once for all tiles
+    ready, wide_weights = _widened(x_TK, flat, scales, states)
     wide = list(flat)
-    for i, state in enumerate(states):
-        weight = wide[TENSORS * i]
-        assert weight is not None
-        # once for all tiles
-        wide[TENSORS * i] = base_weight(weight, state, x_TK.dtype)
+    wide[0::TENSORS] = wide_weights
     dense = (None,) * len(states)
-    parts_made = [_forward(kind, x_TK[rows], wide, scales, dense) for rows in _tiles(x_TK.shape[0])]
-    (first, outer, _), tokens = parts_made[0], x_TK.shape[0]
-    ys = [unwritten((tokens, y.shape[1]), x_TK, y.dtype) for y in first.ys]
-    inner = first._replace(ys=ys, xa_TR=torch.cat([made.xa_TR for made, _, _ in parts_made]))
-    return inner, outer._replace(xa_TR=torch.cat([made.xa_TR for _, made, _ in parts_made])), torch.cat([y for _, _, y in parts_made])
+    inner_xas, outer_xas, outputs = list[Tensor](), list[Tensor](), list[Tensor]()
+    for rows in _tiles(x_TK.shape[0]):
+        # gate and up of one tile at a time: what this gives is dropped with it
+        first, outer, y_TO = _forward(kind, x_TK[rows], wide, scales, dense, ready=ready)
+        widths, a_RK, bs = [y.shape[1] for y in first.ys], first.a_RK, first.bs
+        inner_xas.append(first.xa_TR)
+        outer_xas.append(outer.xa_TR)
+        outputs.append(y_TO)
+        del first, y_TO
+    inner = Multiplied([unwritten((x_TK.shape[0], n), x_TK, x_TK.dtype) for n in widths], torch.cat(inner_xas), a_RK, bs)
+    return inner, outer._replace(xa_TR=torch.cat(outer_xas)), torch.cat(outputs)
+
+
+def _widened(
+    x_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]
+) -> tuple[list[Tensor] | None, list[Tensor]]:
+    """(gate's and up's weights with their adapters beside them where those go into the product, else None; every weight), in x's dtype."""
+    ready = with_adapters(x_TK, flat[:-TENSORS], scales[:-1], states[:-1])
+    weights = [(weight, state) for weight, state in zip(flat[0::TENSORS], states) if weight is not None]
+    rest = weights if ready is None else weights[-1:]
+    wide = [base_weight(weight, state, x_TK.dtype) for weight, state in rest]
+    return ready, wide if ready is None else [*(both[:, : x_TK.shape[1]] for both in ready), *wide]
 
 
 def _branch_of_product(kind: Gated, gate_TI: Tensor, up_TI: Tensor, flat: Sequence[Tensor | None]) -> Branches:
@@ -140,6 +160,8 @@ class _Down(NamedTuple):
             if needs[2]:
                 part = product_fp32(dha_TR[rows], h_TI)
                 da_fp32 = part if da_fp32 is None else da_fp32.add_(part)
+            # before the next tile's are made
+            del dh_TI, h_TI
         # bias and B read dy and x Aᵀ alone
         small = (needs[0], needs[1], False, needs[3], needs[4])
         grads = self._tensors(None, self.ha_TR, dha_TR, narrow_TK, slices, small)
@@ -167,7 +189,7 @@ def _backward_can_start_at_x(flat: Sequence[Tensor | None], needs: Sequence[bool
 def _nothing_but_adapters(x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]) -> tuple[Multiplied, Branches, Tensor]:
     """What a recompute saves for a backward that starts at x: only A and B as cast down. Backward computes every tensor of token size."""
     tokens, dtype = x_TK.shape[0], x_TK.dtype
-    widths = [_out_features(w, s) for w, s in zip(flat[0::TENSORS], states) if w is not None]
+    widths = [out_features(w, s) for w, s in zip(flat[0::TENSORS], states) if w is not None]
     a_RK, inner_bs = cast_down(flat[:-TENSORS], dtype, x_TK.shape[1])
     a_RI, outer_bs = cast_down(flat[-TENSORS:], dtype, widths[0] if len(widths) == 3 else widths[0] // 2)
     ys = [unwritten((tokens, width), x_TK, dtype) for width in widths[:-1]]
@@ -179,6 +201,7 @@ class _Whole(NamedTuple):
     """The backward of the three layers from x on, a tile of tokens at a time: gate, up, their gradients and the product exist for one tile.
 
     wide   weights in the products' dtype
+    ready  gate's and up's with their adapters beside them, or None
     """
 
     kind: Gated
@@ -186,6 +209,7 @@ class _Whole(NamedTuple):
     a_RI: Tensor
     bs: Sequence[Tensor | None]
     wide: Sequence[Tensor]
+    ready: Sequence[Tensor] | None
     scales: Sequence[float]
     leaves: Sequence[torch.dtype | None]
 
@@ -202,7 +226,7 @@ class _Whole(NamedTuple):
         dx_TK = None if x_dtype is None else torch.empty(x_TK.shape, dtype=x_dtype, device=x_TK.device)
         for rows in _tiles(x_TK.shape[0]):
             x, dy = x_TK[rows], dy_TK[rows].to(x_TK.dtype)
-            inner = multiply(x, flat, self.scales[:-1], none)
+            inner = multiply(x, flat, self.scales[:-1], none, self.ready)
             dha = branch_gradient([dy], self.bs[-1:], self.scales[-1:], dy.new_empty(dy.shape[0], self.a_RI.shape[0]))
             down = parts(self.bs[-1:])
             dh = input_gradient(dha, self.a_RI, [dy], self.wide[-1:], [None], [None], down, x.dtype)
@@ -221,6 +245,8 @@ class _Whole(NamedTuple):
                 totals[i] = grad if before is None or grad is None else before.add_(grad)
             if dx_TK is not None:
                 dx_TK[rows] = input_gradient(dxa, inner.a_RK, dys, self.wide[:-1], none, none, slices, dx_TK.dtype)
+            # before the next tile's are made
+            del inner, dh, dgate, dup, h, dys
         return dx_TK, totals
 
 
@@ -233,17 +259,17 @@ class LoraMlp(torch.autograd.Function):
     ) -> Tensor:
         needs = ctx.needs_input_grad[5:]
         x_TK = x.reshape(-1, x.shape[-1])
-        count_mlp()
-        ctx.owns = is_recomputed()
+        ctx.owns, unused = is_recomputed(), output_is_unused(ctx)
         with autocast_off(x):
             x_TK = x_TK.to(dtypes.compute)
             # the layer will run again, so that what is saved now is dropped: gate, up and product exist for one tile at a time
             tiled = fused_runs(x_TK) and x_TK.shape[0] > TILE and all(keep is None for keep in flat[4::TENSORS])
-            if tiled and output_is_unused() and _backward_can_start_at_x(flat, needs):
+            if tiled and unused and _backward_can_start_at_x(flat, needs):
                 inner, outer, y_TO = _nothing_but_adapters(x_TK, flat, states)
+            elif tiled and ctx.owns:
+                inner, outer, y_TO = _forward_in_tiles(kind, x_TK, flat, scales, states)
             else:
-                run = _forward_in_tiles if tiled and ctx.owns else _forward
-                inner, outer, y_TO = run(kind, x_TK, flat, scales, states)
+                inner, outer, y_TO = _forward(kind, x_TK, flat, scales, states, unused=unused)
         saved_x = x_TK if wants_input(needs[:-TENSORS]) else None
         ctx.save_for_backward(
             saved_x, inner.xa_TR, inner.a_RK, outer.xa_TR, outer.a_RK,
@@ -265,7 +291,9 @@ class LoraMlp(torch.autograd.Function):
             dy_TK = dy.reshape(-1, dy.shape[-1])
             if x_TK is not None and x_TK.shape[0] > 0 and ys[0].stride(-1) == 0:
                 # the recompute has left gate and up out
-                whole = _Whole(ctx.kind, a_RK, a_RI, bs, [base_weight(w, s, compute) for w, s in zip(weights, states)], scales, leaves)
+                flat = [t for w, b in zip(weights, bs) for t in (w, None, None, b, None)]
+                ready, wide = _widened(x_TK, flat, scales, states)
+                whole = _Whole(ctx.kind, a_RK, a_RI, bs, wide, ready, scales, leaves)
                 dx_TK, grads = whole.gradients(x_TK, dy_TK, needs, ctx.x_dtype if ctx.needs_input_grad[0] else None)
                 return None if dx_TK is None else dx_TK.view(ctx.x_shape), None, None, None, None, *grads
             down = _Down(ctx.kind, dy_TK, compute, ha_TR, a_RI, bs[-1], weights[-1], keeps[-1], scales[-1], states[-1], leaves[-TENSORS:])

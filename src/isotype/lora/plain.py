@@ -6,10 +6,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .quantised import forward_4bit, is_4bit, state_reason
+
+_PLAIN = "_isotype_plain"
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -41,8 +44,81 @@ def kind_reason(layer: Any) -> str | None:
     return f"no fused op for {type(layer).__name__} over {type(base).__name__}"
 
 
+class Plain:
+    """A layer that was found plain, with the parts that it consists of; a copy or a pickle of the layer does not take it along.
+
+    A part that was replaced, hooked, switched or merged since ends it: `holds` compares objects, in a third of the time of looking again.
+    """
+
+    __slots__ = ("a", "active", "adapter", "b", "base", "base_forward", "dropout")
+
+    def __init__(self, layer: Any) -> None:
+        self.active = layer._active_adapter
+        self.adapter = next(adapter for adapter in layer.active_adapters if adapter in layer.lora_A)
+        self.a, self.b = layer.lora_A[self.adapter], layer.lora_B[self.adapter]
+        self.dropout, self.base = layer.lora_dropout[self.adapter], layer.base_layer
+        self.base_forward = vars(self.base).get("forward")
+        # an adapter may be appended to a list in place
+        self.active = list(self.active) if isinstance(self.active, list) else self.active
+
+    def holds(self, layer: Any) -> bool:
+        modules, adapter = layer._modules, self.adapter
+        if (
+            layer._disable_adapters
+            or layer.merged_adapters
+            or layer._active_adapter != self.active
+            or adapter in layer.lora_variant
+            or modules["lora_A"]._modules.get(adapter) is not self.a
+            or modules["lora_B"]._modules.get(adapter) is not self.b
+            or modules["lora_dropout"]._modules.get(adapter) is not self.dropout
+            or modules["base_layer"] is not self.base
+            or self.a._parameters["bias"] is not None
+            or self.b._parameters["bias"] is not None
+        ):
+            return False
+        for part in (self.base, self.a, self.b, self.dropout):
+            own = part.__dict__
+            if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+                return False
+            if own.get("forward") is not (self.base_forward if part is self.base else None):
+                return False
+        return weight_reason(self.base) is None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def plain_parts(layer: Any) -> tuple[str, Any, Any, Any, Any]:
+    """(adapter, A, B, dropout, base layer) of a layer for which `why_not_fused` has just given None."""
+    if torch.compiler.is_compiling():
+        adapter = next(adapter for adapter in layer.active_adapters if adapter in layer.lora_A)
+        return adapter, layer.lora_A[adapter], layer.lora_B[adapter], layer.lora_dropout[adapter], layer.base_layer
+    found: Plain = vars(layer)[_PLAIN]
+    return found.adapter, found.a, found.b, found.dropout, found.base
+
+
+def forget_parts(layer: nn.Module) -> None:
+    vars(layer).pop(_PLAIN, None)
+
+
 def why_not_fused(layer: Any) -> str | None:
     """Why PEFT's own code runs at this moment, or None. Asked at every call: lookups only."""
+    if torch.compiler.is_compiling():
+        # a graph has guards of its own
+        return _look(layer)
+    kept: Plain | None = vars(layer).get(_PLAIN)
+    if kept is not None and kept.holds(layer):
+        return None
+    reason = _look(layer)
+    # past nn.Module's own __setattr__
+    vars(layer)[_PLAIN] = Plain(layer) if reason is None else None
+    return reason
+
+
+def _look(layer: Any) -> str | None:
     if layer._disable_adapters:
         return "the adapter is disabled"
     if layer.merged_adapters:

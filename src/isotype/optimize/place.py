@@ -15,7 +15,7 @@ from ..ops.compiled import missing
 from ..ops.probe import why_no_kernels
 from ..placement import Placement
 from ..precision import Precision
-from . import attention, gated, generation, head, norms, rotary
+from . import attention, gated, generation, head, layers, norms, rotary
 from .base import base_notes
 from .instances import KERNEL_LIBRARIES, foreign, library_of, placement, put, take_back, taken
 from .manifest import Manifest
@@ -80,6 +80,8 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
             manifest.entries += _row_ops(path, module, out_dtype)
         if not why_not:
             manifest.entries += _attention(path, module, tables, on_cpu)
+        if not why_not and layers.is_candidate(module):
+            manifest.entries.append(layers.place(path, module))
         if path and hasattr(module, "num_experts") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
             manifest.entries.append(placement("experts", path, module, None, "its experts are one stacked parameter: no op for those"))
     for lm in causal_lms(model):

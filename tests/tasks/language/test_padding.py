@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from isotype.data.rows import Row
 from isotype.environment.planned import planned_for
 from isotype.ops.attention import Documents
-from isotype.optimize import optimize
+from isotype.optimize import mask_needs, optimize
 from isotype.optimize.attention import why_no_document_mask
 from isotype.optimize.document_mask import DocumentMask, why_mask_is_read
 from isotype.tasks.language import loss
@@ -162,3 +163,44 @@ def test_documents_move_with_their_batch():
     moved = packed().to(torch.device("meta"))
     assert isinstance(moved.documents, Documents)
     assert moved.documents.bounds.is_meta
+
+
+def test_the_mask_a_model_needs_is_decided_once_and_again_when_the_model_has_changed(monkeypatch):
+    model = tiny("llama", **SDPA)
+    optimize(model, device_type="cuda")
+    walks = []
+    real = mask_needs.why_mask_is_read
+    monkeypatch.setattr(mask_needs, "why_mask_is_read", lambda m: walks.append(m) or real(m))
+
+    def needs():
+        before = len(walks)
+        return mask_needs.mask_needs(model), len(walks) > before
+
+    assert needs() == ((None, None), True)
+    assert needs() == ((None, None), False)
+    attention = model.model.layers[0].self_attn
+    own = vars(attention).pop("forward")
+    assert needs() == ((None, "model.layers.0.self_attn runs its own attention"), True)
+    vars(attention)["forward"] = own
+    assert needs() == ((None, None), True)
+    model.set_attn_implementation("eager")
+    assert needs() == ((None, "model.layers.0.self_attn runs eager"), True)
+    model.set_attn_implementation("sdpa")
+    assert needs()[1]
+    model.config.output_router_logits = True
+    reason = "its routers' balancing loss leaves padding out"
+    assert needs() == ((reason, reason), True)
+    model.config.output_router_logits = False
+    model.model.layers[1].conv = torch.nn.Conv1d(4, 4, 3)
+    assert needs()[0].why_read == "model.layers.1.conv is a Conv1d, which mixes neighbouring positions"
+    del model.model.layers[1].conv
+    attention.is_causal = False
+    assert needs()[0].why_read == "model.layers.0.self_attn is not causal"
+    attention.is_causal, attention.attention_dropout = True, 0.1
+    model.train()
+    assert needs()[0].why_no_documents == "model.layers.0.self_attn has dropout"
+    model.eval()
+    assert needs() == ((None, None), True)
+    # neither a copy nor a file takes the decision along
+    assert vars(copy.deepcopy(model))["_isotype_mask_needs"] is None
+    assert pickle.loads(pickle.dumps(mask_needs._Kept(torch.nn.Linear(2, 2)))) is None

@@ -18,7 +18,7 @@ from isotype.precision.precision import Precision
 from isotype.tasks.language.outline import outline, step_outline
 from isotype.training.ledger import unsloth
 from isotype.training.ledger.record import Launches
-from isotype.training.ledger.rows import Rates, Row, attention, grouped, product
+from isotype.training.ledger.rows import Rates, Row, attention, grouped, product, step_seconds, waiting, work
 from isotype.training.ledger.step import by_part, rates_of, recorded, shapes_of, step_ledger
 from isotype.training.memory.plan import plan_memory
 from isotype.training.memory.recomputation import Checkpointing
@@ -79,13 +79,17 @@ def test_equal_rows_are_one_row_with_their_count():
     assert grouped([row, replace(row, phase="backward"), replace(row, count=2)]) == [replace(row, count=3), replace(row, phase="backward")]
 
 
-def planned(kind="layers", length=8192, keep=False, preset="nf4-lora"):
+ALL = {"keep_attention": True, "keep_projections": True, "halves": True}
+
+
+def planned(kind="layers", length=8192, keep=False, preset="nf4-lora", layers=2, **kept):
     if preset == "nf4-lora":
         pytest.importorskip("bitsandbytes")
     config = load(None, [f"precision.preset={preset}", "adapter.r=16", "train.batch_size=1", "train.accumulate=1"]).config
-    precision, architecture = Precision.preset(preset), AutoConfig.for_model(**LLAMA)
+    precision, architecture = Precision.preset(preset), AutoConfig.for_model(**{**LLAMA, "num_hidden_layers": layers})
     made = outline(architecture, config, precision, device_type="cuda")
-    what = Checkpointing(kind, (0, 1) if kind != "none" else (), 2, "asked", keep)
+    kept = {"keep_attention": keep, **kept}
+    what = Checkpointing(kind, tuple(range(layers)), layers, "asked", **kept) if kind != "none" else Checkpointing(kind)
     largest = step_outline(config, precision, length=length, device_type="cuda")
     plan = plan_memory(made, config.train, precision, largest, checkpointing=what, device_type="cuda")
     assert plan.not_simulated is None
@@ -102,15 +106,17 @@ def flops(rows, phase, kind="product", least=0):
 
 def test_a_step_is_counted_as_by_hand_and_its_savings_show():
     # of more than one tile, backward makes gate and up again itself
-    ledger = planned(length=4096)
-    t, h, i, q, k = 4096, 512, 1792, 512, 128
+    ledger = planned(length=2048)
+    t, h, i, q, k = 2048, 512, 1792, 512, 128
     base = 2 * t * 2 * (h * q + 2 * h * k + q * h + 3 * h * i)  # two layers
     head = 2 * 2 * (t - 1) * h * 128256
     adapters = 2 * t * 2 * 16 * sum(a + b for a, b in [(h, q), (h, k), (h, k), (q, h), (h, i), (h, i), (i, h)])
-    assert flops(ledger.rows, "forward") == pytest.approx(base + head + adapters)
+    # gate's and up's adapters are columns of their products, each beside the other's zeros
+    beside = 2 * t * 2 * 16 * 2 * i
+    assert flops(ledger.rows, "forward") == pytest.approx(base + head + adapters + beside)
     # the recompute leaves down's base product out, and its adapter's second product
     down = 2 * 2 * t * i * h
-    assert flops(ledger.rows, "recompute", least=2 * t * h * k) == pytest.approx(base - down)
+    assert flops(ledger.rows, "recompute", least=2 * t * h * k) == pytest.approx(base - down + beside + 2 * t * 2 * 16 * 2 * i)
     assert flops(ledger.theirs, "recompute", least=2 * t * h * k) == pytest.approx(base)
     assert flops(ledger.theirs, "forward") == pytest.approx(base + head * t / (t - 1) + adapters)
     mine, theirs = parts(ledger), parts(ledger, "theirs")
@@ -130,9 +136,51 @@ def test_kept_attention_is_not_computed_again_and_nothing_kept_is_recomputed():
 
 
 def test_memory_of_tiles_and_of_host_memory_shows():
-    offloaded = planned("layers+offload", keep=True)
-    assert offloaded.peak < planned("layers", keep=True).peak
+    offloaded = planned("layers+offload", keep=True, layers=4)
+    assert offloaded.peak < planned("layers", keep=True, layers=4).peak
     assert offloaded.peak < offloaded.their_peak
+
+
+def test_with_everything_kept_each_saving_is_counted_and_what_it_costs_too():
+    ledger, less = planned("layers+offload", 2048, layers=4, **ALL), planned("layers+offload", 2048, keep=True, layers=4)
+    t, h, i, q, k = 2048, 512, 1792, 512, 128
+    # of the base products gate's and up's alone are left in the recompute, with their adapters' columns
+    assert flops(ledger.rows, "recompute", least=2 * t * h * k) == pytest.approx(4 * 2 * 2 * t * (h + 32) * i)
+    assert set(ledger.savings) == {
+        "adapters inside the product or before it", "products of a recompute whose output nobody reads",
+        "the residual's sum and gradient in the norm", "query, key and value kept", "the residual between attention and MLP kept",
+        "attention's output kept",
+    }  # fmt: skip
+    assert all(saved > 0 for saved in ledger.savings.values())
+    kept = ("query, key and value kept", "the residual between attention and MLP kept")
+    seconds = [sum(work(one.rows, one.rates).values()) for one in (less, ledger)]
+    assert seconds[0] - seconds[1] == pytest.approx(sum(ledger.savings[name] for name in kept))
+    # bytes that wait in host memory: the layer's input, q, k, v, attention's output and logsumexp, the residual between
+    out = sum(r.bytes * r.count for r in ledger.rows if r.kind == "copy" and r.phase == "forward")
+    assert out == 4 * t * (2 * (h + q + 2 * k + q + h) + 4 * 4)
+    theirs = sum(r.bytes * r.count for r in ledger.theirs if r.kind == "copy" and r.phase == "forward")
+    assert theirs == 4 * t * 2 * h
+    assert "copies to and from the host at 54 GB/s, ours: forward" in ledger.as_text()
+    assert "query, key and value kept" in ledger.as_text()
+    assert ledger.as_json()["savings"] == ledger.savings
+
+
+def test_copies_that_take_longer_than_the_work_beside_them_are_waited_for():
+    rows = [
+        Row(phase="forward", name="mm 1 x 1 x 1", kind="product", bytes=1.0, flops=8e14),
+        Row(phase="forward", name="out", kind="copy", bytes=3 * RATES.host * RATES.copy),
+        Row(phase="recompute", name="mm 1 x 1 x 1", kind="product", bytes=1.0, flops=4e14),
+        Row(phase="backward", name="mm 1 x 1 x 1", kind="product", bytes=1.0, flops=4e14),
+        Row(phase="backward", name="in", kind="copy", bytes=0.9 * RATES.host * RATES.copy),
+    ]
+    assert waiting(rows, RATES) == pytest.approx({"forward": 2.0, "backward": 0.0, "update": 0.0})
+    assert step_seconds(rows, RATES) == pytest.approx(4.0)
+    assert by_part(rows, RATES)["forward: waiting for copies"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("name", "host"), [("h200", 64e9), ("a100", 32e9), ("mi300x", 64e9)])
+def test_the_host_is_as_far_as_the_devices_bus(name, host):
+    assert rates_of(by_name(name)).host == host
 
 
 def test_every_row_of_the_peer_names_its_source_and_is_marked_as_not_measured():

@@ -62,11 +62,12 @@ def test_the_last_two_inputs_stay_on_the_device():
 def test_nothing_is_held_after_the_step():
     memory = HostMemory()
     y = chain(memory, torch.randn(64, 128, requires_grad=True), made())
-    first = weakref.ref(next(iter(memory.leaving)).before())
+    first = weakref.ref(memory.kept.before.before.alive()[0])
     y.sum().backward()
     del y
     gc.collect()
     assert first() is None
+    assert memory.kept.before.before is None
     assert len(memory.leaving) <= BUFFERS
 
 
@@ -155,19 +156,45 @@ def test_one_input_comes_back_ahead_of_its_layer():
     late = Late()
     memory = HostMemory(late)
     y = chain(memory, torch.randn(64, 128, requires_grad=True), made())
-    away = memory.leaving[-1]
+    (away,) = memory.leaving[-1]
     out = late.begun
     memory.unpack(away)
     # the input before it is still here; the one before that is fetched when that one is unpacked
     assert late.begun == out
-    before = away.before()
+    (before,) = away.call.before.alive()
     memory.unpack(before)
     assert late.begun == out + 1
-    ahead = before.before()
+    (ahead,) = before.call.before.alive()
     assert ahead.here is not None
     assert ahead.here.isnan().all(), "fetched, and nobody has waited for it"
     assert torch.equal(memory.unpack(ahead), ahead.host)
     assert y.shape == (64, 128)
+
+
+def test_all_that_one_call_keeps_comes_back_while_the_call_after_it_is_worked_on():
+    late = Late()
+    memory, calls = HostMemory(late), []
+    for n in range(5):
+        memory(lambda x, n=n: calls.append([memory.pack(torch.full((64, 128), 10.0 * n + i)) for i in range(3)]), torch.randn(4))
+    assert [away.here is not None for call in calls for away in call] == [False] * 9 + [True] * 6
+    out = late.begun
+    memory.unpack(calls[2][0])
+    # its own three, and the three of the call before
+    assert late.begun == out + 6
+    assert [float(memory.unpack(away)[0, 0]) for away in (*calls[2][1:], *calls[1])] == [21.0, 22.0, 10.0, 11.0, 12.0]
+
+
+def test_a_transposed_tensor_comes_back_in_its_order():
+    memory = HostMemory()
+    x = torch.randn(2, 64, 4, 64).transpose(1, 2)
+    away = memory.pack(x)
+    away.here = None
+    back = memory.unpack(away)
+    assert back.stride() == x.stride()
+    assert torch.equal(back, x)
+    # one that takes more memory than its elements, and one whose elements repeat
+    for other in (torch.randn(128, 256)[:, ::2], torch.randn(128, 1).expand(128, 128)):
+        assert memory.pack(other).host.is_contiguous()
 
 
 @pytest.mark.parametrize("forgotten", ["the way out", "the way back"])

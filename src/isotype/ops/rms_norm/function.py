@@ -21,10 +21,18 @@ class Paths(Protocol):
     """What each of the op's modules offers: `kernels`, `cpp` and `eager`."""
 
     def rms_norm_forward(
-        self, x_TH: Tensor, weight_H: Tensor, *, eps: float, unit_offset: bool, out_dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]: ...
+        self, x_TH: Tensor, weight_H: Tensor, residual_TH: Tensor | None = None, *, eps: float, unit_offset: bool, out_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
     def rms_norm_backward(
-        self, x_TH: Tensor, weight_H: Tensor, scale_T1: Tensor, dy_TH: Tensor, *, unit_offset: bool, want_dweight: bool
+        self,
+        x_TH: Tensor,
+        weight_H: Tensor,
+        scale_T1: Tensor,
+        dy_TH: Tensor,
+        more_TH: Tensor | None = None,
+        *,
+        unit_offset: bool,
+        want_dweight: bool,
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -43,7 +51,7 @@ class RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype) -> Tensor:
         with autocast_off(x_TH):
-            y_TH, scale_T1 = _paths(x_TH, weight_H, out_dtype).rms_norm_forward(
+            y_TH, scale_T1, _ = _paths(x_TH, weight_H, out_dtype).rms_norm_forward(
                 x_TH, weight_H, eps=eps, unit_offset=unit_offset, out_dtype=out_dtype
             )
         ctx.save_for_backward(x_TH, weight_H, scale_T1)
@@ -82,16 +90,66 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool 
     return y.reshape(x.shape)
 
 
+class AddRmsNorm(torch.autograd.Function):
+    """Saves the sum and one fp32 a row; the sum's two gradients, by the norm and past it, leave as one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: Tensor, residual_TH: Tensor | None, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        with autocast_off(x_TH):
+            y_TH, scale_T1, total_TH = _paths(x_TH, weight_H, out_dtype).rms_norm_forward(
+                x_TH, weight_H, residual_TH, eps=eps, unit_offset=unit_offset, out_dtype=out_dtype
+            )
+        ctx.save_for_backward(total_TH, weight_H, scale_T1)
+        ctx.eps, ctx.unit_offset, ctx.out_dtype = eps, unit_offset, out_dtype
+        ctx.set_materialize_grads(False)
+        return y_TH, total_TH
+
+    @staticmethod
+    def backward(ctx: Any, dy_TH: Tensor | None, dtotal_TH: Tensor | None) -> tuple[Tensor | None, ...]:
+        total_TH, weight_H, scale_T1 = ctx.saved_tensors
+        needs_x, needs_residual, needs_weight = ctx.needs_input_grad[:3]
+        if dy_TH is None:
+            dx_TH, dweight_H = dtotal_TH, None
+        elif differentiated_again():
+            reference = partial(rms_norm_reference, eps=ctx.eps, unit_offset=ctx.unit_offset, out_dtype=ctx.out_dtype)
+            dx_TH, dweight_H = reference_gradients(reference, (total_TH, weight_H), dy_TH)
+            dx_TH = dtotal_TH if dx_TH is None else dx_TH if dtotal_TH is None else dx_TH + dtotal_TH
+        else:
+            with autocast_off(total_TH):
+                dx_TH, dweight_H = _paths(total_TH, weight_H, dy_TH.dtype).rms_norm_backward(
+                    total_TH, weight_H, scale_T1, dy_TH, dtotal_TH, unit_offset=ctx.unit_offset, want_dweight=needs_weight
+                )
+        return dx_TH if needs_x else None, dx_TH if needs_residual else None, dweight_H, None, None, None
+
+
 @checked_in_debug(ADD_RMS_NORM)
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool = False, out_dtype: torch.dtype | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    unit_offset: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual): the residual variant of `rms_norm`; the sum has the promoted dtype of the two.
+    """(rms_norm(x + residual), x + residual), in one pass forward and one backward; the sum has the promoted dtype of the two.
 
-    x, residual  X[*n H]
-    ->           (normed X[*n H], sum X[*n H]), each differentiable
+    x, residual  X[*n H]; None adds nothing: (rms_norm(x), x), for a layer whose residual goes past the norm
+    ->           (normed X[*n H] or out_dtype, sum X[*n H]), each differentiable
+    inside       as `rms_norm`, of the sum rounded to X
+    grads        x: X   residual: X   weight: W; the sum's two gradients are added in fp32 and rounded once
+    Raises       ShapeError SH001
     """
-    if x.shape != residual.shape:
+    if residual is not None and x.shape != residual.shape:
         raise ShapeError(f"x is {list(x.shape)} and residual is {list(residual.shape)}, declared one shape", code="SH001")
-    total = x + residual
-    return rms_norm(total, weight, eps, unit_offset=unit_offset, out_dtype=out_dtype), total
+    if residual is not None and (residual.dtype != x.dtype or reference_runs()):
+        x, residual = x + residual, None
+    if weight.shape != x.shape[-1:]:
+        raise ShapeError(f"weight is {list(weight.shape)} where x {list(x.shape)} needs {list(x.shape[-1:])}", code="SH001")
+    if reference_runs():
+        return rms_norm_reference(x, weight, eps, unit_offset=unit_offset, out_dtype=out_dtype), x
+    rows = None if residual is None else residual.reshape(-1, x.shape[-1])
+    y, total = AddRmsNorm.apply(x.reshape(-1, x.shape[-1]), rows, weight, eps, unit_offset, out_dtype or x.dtype)
+    return y.reshape(x.shape), total.reshape(x.shape)

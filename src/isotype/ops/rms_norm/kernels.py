@@ -22,12 +22,20 @@ PROGRAMS = 4
 
 
 @triton.jit
-def rms_norm_forward_kernel(x, weight, out, scale, rows, hidden, eps, OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_forward_kernel(
+    x, residual, weight, out, scale, total, rows, hidden, eps,
+    OFFSET: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     h = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (h < hidden)[None, :]
     at = row[:, None] * hidden + h[None, :]
     x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+    if ADDS:
+        # what is normed is the sum as it is stored
+        sums = (x_fp32 + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, sums, mask=inside)
+        x_fp32 = sums.to(tl.float32)
     w_fp32 = tl.load(weight + h, mask=h < hidden, other=0.0).to(tl.float32)  # [BLOCK]
     if OFFSET:
         w_fp32 += 1.0
@@ -38,8 +46,8 @@ def rms_norm_forward_kernel(x, weight, out, scale, rows, hidden, eps, OFFSET: tl
 
 @triton.jit
 def rms_norm_backward_kernel(
-    x, weight, scale, dy, dx, partial, rows, hidden, tiles_each,
-    OFFSET: tl.constexpr, DWEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, weight, scale, dy, more, dx, partial, rows, hidden, tiles_each,
+    OFFSET: tl.constexpr, MORE: tl.constexpr, DWEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
@@ -59,7 +67,10 @@ def rms_norm_backward_kernel(
         normed_fp32 = x_fp32 * scale_fp32
         g_fp32 = d_fp32 * w_fp32[None, :]
         mean_fp32 = (tl.sum(g_fp32 * normed_fp32, 1) / hidden)[:, None]  # [ROWS, 1]
-        tl.store(dx + at, (scale_fp32 * (g_fp32 - normed_fp32 * mean_fp32)).to(dx.dtype.element_ty), mask=inside)
+        dx_fp32 = scale_fp32 * (g_fp32 - normed_fp32 * mean_fp32)
+        if MORE:
+            dx_fp32 += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + at, dx_fp32.to(dx.dtype.element_ty), mask=inside)
         if DWEIGHT:
             dw_fp32 += d_fp32 * normed_fp32
     if DWEIGHT:
@@ -78,25 +89,39 @@ def _tile(hidden: int) -> tuple[int, int]:
 
 
 @on_its_device
-def rms_norm_forward(x_TH: Tensor, weight_H: Tensor, *, eps: float, unit_offset: bool, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    x_TH, weight_H = x_TH.contiguous(), weight_H.contiguous()
+def rms_norm_forward(
+    x_TH: Tensor, weight_H: Tensor, residual_TH: Tensor | None = None, *, eps: float, unit_offset: bool, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, 1 / rms, x + residual or x itself), the second fp32[T 1]."""
+    given_TH, x_TH, weight_H = x_TH, x_TH.contiguous(), weight_H.contiguous()
+    residual_TH = None if residual_TH is None else residual_TH.contiguous()
+    total_TH = given_TH if residual_TH is None else torch.empty_like(x_TH)
     rows, hidden = x_TH.shape
     out = torch.empty(x_TH.shape, dtype=out_dtype, device=x_TH.device)
     scale_T1 = torch.empty(rows, 1, dtype=torch.float32, device=x_TH.device)
     if x_TH.numel():
         rows_each, block = _tile(hidden)
         rms_norm_forward_kernel[(triton.cdiv(rows, rows_each),)](
-            x_TH, weight_H, out, scale_T1, rows, hidden, eps,
-            OFFSET=unit_offset, ROWS=rows_each, BLOCK=block, num_warps=warps(rows_each * block),
+            x_TH, x_TH if residual_TH is None else residual_TH, weight_H, out, scale_T1, x_TH if residual_TH is None else total_TH,
+            rows, hidden, eps,
+            OFFSET=unit_offset, ADDS=residual_TH is not None, ROWS=rows_each, BLOCK=block, num_warps=warps(rows_each * block),
         )  # fmt: skip
-    return out, scale_T1
+    return out, scale_T1, total_TH
 
 
 @on_its_device
 def rms_norm_backward(
-    x_TH: Tensor, weight_H: Tensor, scale_T1: Tensor, dy_TH: Tensor, *, unit_offset: bool, want_dweight: bool
+    x_TH: Tensor,
+    weight_H: Tensor,
+    scale_T1: Tensor,
+    dy_TH: Tensor,
+    more_TH: Tensor | None = None,
+    *,
+    unit_offset: bool,
+    want_dweight: bool,
 ) -> tuple[Tensor, Tensor | None]:
     x_TH, weight_H, dy_TH = x_TH.contiguous(), weight_H.contiguous(), dy_TH.contiguous()
+    more_TH = None if more_TH is None else more_TH.contiguous()
     rows, hidden = x_TH.shape
     dx_TH = torch.empty_like(x_TH)
     if not x_TH.numel():
@@ -107,7 +132,8 @@ def rms_norm_backward(
     programs = triton.cdiv(tiles, tiles_each)
     partial = torch.empty(programs, hidden, dtype=torch.float32, device=x_TH.device) if want_dweight else scale_T1
     rms_norm_backward_kernel[(programs,)](
-        x_TH, weight_H, scale_T1, dy_TH, dx_TH, partial, rows, hidden, tiles_each,
-        OFFSET=unit_offset, DWEIGHT=want_dweight, ROWS=rows_each, BLOCK=block, num_warps=warps(rows_each * block),
+        x_TH, weight_H, scale_T1, dy_TH, x_TH if more_TH is None else more_TH, dx_TH, partial, rows, hidden, tiles_each,
+        OFFSET=unit_offset, MORE=more_TH is not None, DWEIGHT=want_dweight, ROWS=rows_each, BLOCK=block,
+        num_warps=warps(rows_each * block),
     )  # fmt: skip
     return dx_TH, partial.sum(0).to(weight_H.dtype) if want_dweight else None

@@ -256,8 +256,6 @@ class Call:
         calculates = self.op.kind not in (ops.EXACT, ops.CAST)
         if "fp64" in words and self._in_a_position_table():
             return
-        if "fp64" in words and self._in_a_position_table():
-            return
         if "fp64" in words and (calculates or sizes > 1) and not (dtype != "fp64" and sizes <= 1):
             # a single number that a cast leaves in fp64 is harmless; a table is not
             self.report(role, f"{self.symbol} in fp64", observed="fp64", declared=declared, cause="fp64 is no role's dtype")
@@ -283,14 +281,6 @@ class Call:
         """Whether this runs where diffusers computes positions in fp64 and returns them in fp32: in a module without weights, or in the
         functions that its patch embeddings call."""
         module = self.step.regions.stack[-1].module if self.step.regions.stack else None
-        if module is None or not type(module).__module__.startswith("diffusers."):
-            return False
-        return next(module.parameters(), None) is None or self.by.file.endswith("diffusers/models/embeddings.py")
-
-    def _in_a_position_table(self) -> bool:
-        """Whether this runs where diffusers computes positions in fp64 and hands them out in fp32: in a module without weights, or in the
-        functions that its patch embeddings call."""
-        module = self.mode.regions.stack[-1].module if self.mode.regions.stack else None
         if module is None or not type(module).__module__.startswith("diffusers."):
             return False
         return next(module.parameters(), None) is None or self.by.file.endswith("diffusers/models/embeddings.py")
@@ -365,8 +355,6 @@ class Call:
         if self.by.kind in (OURS, ENGINE) or (self.by.kind == PRACTICE and self.region == FORWARD):
             return False
         if self.region == FORWARD and lineage.activation and after == self.step.compute:
-            return False
-        if after == "fp32" and self._in_a_position_table():
             return False
         if after == "fp32" and self._in_a_position_table():
             return False

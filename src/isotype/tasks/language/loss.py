@@ -13,8 +13,8 @@ from ...dtypes import to_torch
 from ...environment.planned import stands_for
 from ...ops.attention import Documents
 from ...optimize import deferring
-from ...optimize.attention import why_no_document_mask
-from ...optimize.document_mask import DocumentMask, why_mask_is_read
+from ...optimize.document_mask import DocumentMask
+from ...optimize.mask_needs import mask_needs
 from .batches import Batch
 
 
@@ -38,10 +38,10 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     bounds, which also let windows and softcaps run in kernels.
     """
     inputs = batch.inputs
-    if stands_for(batch.input_ids.device) == "cuda" and not why_no_document_mask(model):
+    if stands_for(batch.input_ids.device) == "cuda" and not mask_needs(model).why_no_documents:
         documents = batch.documents or Documents.rows(batch.input_ids.shape[0], batch.input_ids.shape[1], batch.input_ids.device)
         return inputs | {"attention_mask": DocumentMask(documents)}
-    if batch.attention_mask is not None and not why_mask_is_read(model):
+    if batch.attention_mask is not None and not mask_needs(model).why_read:
         return inputs | {"attention_mask": None}
     return inputs
 

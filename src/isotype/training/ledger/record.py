@@ -19,6 +19,8 @@ aten = torch.ops.aten
 _FREE = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift_fresh", "resize_"}
 # the first argument is written without being read
 _WRITES = {"copy_", "zero_", "fill_"}
+# only the first argument's description is read
+_MAKES = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
 _GATHERS = {"embedding", "index_select", "gather", "index"}
 
 
@@ -62,6 +64,11 @@ class Launches(TorchDispatchMode):
         if not inputs and not outputs:
             return
         read = inputs[1:] if name in _WRITES else inputs[:-1] if name == "cross_entropy_kernel_backward" else inputs
+        if name in _MAKES:
+            read = []
+        if kwargs.get("beta") == 0:
+            # the addend is not read
+            read = [t for t in read if t is not args[0]]
         # what an operator changes in place and does not return
         if not outputs:
             outputs = [t for t, a in zip(args, function._schema.arguments) if isinstance(t, Tensor) and a.alias_info is not None]
@@ -70,6 +77,11 @@ class Launches(TorchDispatchMode):
         if name in _GATHERS:
             # the rows that it gives, of however many
             read = [*outputs, *(t for t in read if not t.is_floating_point())]
+        if name == "host_copy":
+            shape = " x ".join(map(str, args[0].shape))
+            phase = "forward" if self.phase == "forward" else "backward"
+            self.rows.append(Row(phase=phase, name=f"{name} {shape}", kind="copy", bytes=_bytes(args[0])))
+            return
         kind, flops, sizes = _work(name, args, result)
         moved = sum(map(_bytes, read)) + sum(map(_bytes, outputs))
         if moved or flops:

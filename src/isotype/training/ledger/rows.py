@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Kind = Literal["product", "attention", "attention backward", "memory"]
+Kind = Literal["product", "attention", "attention backward", "memory", "copy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +14,7 @@ class Row:
     """Launches of one kind.
 
     phase   forward, recompute, backward or update
+    kind    "copy" is one between the host and the device, beside everything else
     name    the operator with its sizes, or what a published program calls it
     bytes   read and written by one launch, each tensor once
     flops   of one launch
@@ -35,8 +36,10 @@ class Rates:
 
     flops      FLOP/s of dense bf16 products as published
     bandwidth  bytes/s as published
+    host       bytes/s one way between the host and the device: PCIe 5.0 x16 or 4.0 x16, as specified
     shares     of each that a kind of launch reaches
 
+    A copy's 85% of PCIe is what pinned memory gives large blocks elsewhere; it was not measured either.
     Shares: products 0.80 and copies 0.90 were measured on an H200 (788 TFLOP/s at 8192 x 8192 x 8192, 4.3 TB/s); elementwise kernels are
     assumed to reach 85% of a copy. Attention's are cuDNN's on an H100 as Shah et al. 2024 (FlashAttention-3, figures 5 and 6) plot them for
     causal heads of 128. No step of a model was measured: a ledger's times compare, they do not promise.
@@ -44,15 +47,40 @@ class Rates:
 
     flops: float
     bandwidth: float
+    host: float = 64e9
+    copy: float = 0.85
     product: float = 0.80
     attention: float = 0.60
     attention_backward: float = 0.48
     memory: float = 0.765
 
     def seconds(self, row: Row) -> float:
+        if row.kind == "copy":
+            return row.count * row.bytes / (self.host * self.copy)
         share = {"product": self.product, "attention": self.attention, "attention backward": self.attention_backward}.get(row.kind)
         compute = row.flops / (self.flops * share) if share else 0.0
         return row.count * max(compute, row.bytes / (self.bandwidth * self.memory))
+
+
+def step_seconds(rows: Iterable[Row], rates: Rates) -> float:
+    """Of a step: its work, and how much longer than that the copies of forward or of backward take."""
+    rows = list(rows)
+    return sum(work(rows, rates).values()) + sum(waiting(rows, rates).values())
+
+
+def work(rows: Iterable[Row], rates: Rates, *, kind: str | None = None) -> dict[str, float]:
+    """Seconds of forward, backward with its recomputes, and update: of all that is no copy, or of one kind."""
+    found = {"forward": 0.0, "backward": 0.0, "update": 0.0}
+    for row in rows:
+        if row.kind != "copy" if kind is None else row.kind == kind:
+            found["backward" if row.phase == "recompute" else row.phase] += rates.seconds(row)
+    return found
+
+
+def waiting(rows: Iterable[Row], rates: Rates) -> dict[str, float]:
+    rows = list(rows)
+    copies = work(rows, rates, kind="copy")
+    return {phase: max(0.0, copies[phase] - seconds) for phase, seconds in work(rows, rates).items()}
 
 
 def product(

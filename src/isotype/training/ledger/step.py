@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from ...config.schema import TrainSection
 from ...environment.hardware import Hardware
 from ...errors import UsageError
+from ...ops.backend import Saving, without
 from ...precision.accumulate import GradientAccumulator
 from ...precision.precision import Precision
 from ..memory.device import shown
@@ -22,7 +24,7 @@ from ..step import Stepper
 from ..task import Outline, StepOutline
 from . import unsloth
 from .record import Launches
-from .rows import Rates, Row, grouped
+from .rows import Rates, Row, grouped, step_seconds, waiting, work
 
 PARTS = {
     "4-bit weights": ("widen", "dequantise"),
@@ -31,12 +33,20 @@ PARTS = {
     "AdamW": ("adamw", "AdamW"),
     "activation": ("silu", "gelu", "swiglu", "gated"),
 }
+SAVINGS: dict[str, Saving] = {
+    "adapters inside the product or before it": "adapters in the product",
+    "products of a recompute whose output nobody reads": "outputs that nobody reads",
+    "the residual's sum and gradient in the norm": "the residual in the norm",
+}
 SMALL = 256  # a product with a dimension below this is an adapter's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """rows: ours; theirs: Unsloth's, None where its code is not counted for this model; peak and their_peak: bytes."""
+    """rows: ours; theirs: Unsloth's, None where its code is not counted for this model; peak and their_peak: bytes.
+
+    savings  what a recorded step without it takes longer, in seconds, by name
+    """
 
     device: str
     rates: Rates
@@ -45,9 +55,10 @@ class Ledger:
     peak: int
     their_peak: int
     what: str
+    savings: dict[str, float] = field(default_factory=dict)
 
     def seconds(self, rows: Iterable[Row]) -> float:
-        return sum(self.rates.seconds(row) for row in rows)
+        return step_seconds(rows, self.rates)
 
     def as_json(self) -> dict[str, Any]:
         def each(rows: list[Row]) -> list[dict[str, Any]]:
@@ -59,6 +70,7 @@ class Ledger:
             "recompute": self.what,
             "measured": False,
             "ours": {"rows": each(self.rows), "seconds": self.seconds(self.rows), "peak": self.peak},
+            "savings": self.savings,
             "unsloth": None
             if self.theirs is None
             else {"rows": each(self.theirs), "seconds": self.seconds(self.theirs), "peak": self.their_peak},
@@ -93,6 +105,7 @@ class Ledger:
             a, b = 1e3 * ours.get(key, 0.0), 1e3 * theirs.get(key, 0.0)
             if max(a, b) >= 0.005:
                 lines.append(f"  {key:<33}{a:>10.2f}{b:>12.2f}{b - a:>10.2f}" if self.theirs else f"  {key:<33}{a:>10.2f}")
+        lines += self._copies()
         mine = self.seconds(self.rows)
         if self.theirs:
             other = self.seconds(self.theirs)
@@ -102,16 +115,35 @@ class Ledger:
             lines.append(f"  {'memory at the peak':<33}{shown(self.peak):>10}{shown(self.their_peak):>12}{'':>10}   {share:.2f}x, counted")
         else:
             lines.append(f"  {'the step':<33}{1e3 * mine:>10.2f}")
+        if self.savings:
+            lines.append("saved, each counted from a step recorded without it and with what stands below it")
+            lines += [f"  {name:<55}{1e3 * seconds:>10.2f} ms" for name, seconds in self.savings.items()]
+        return lines
+
+    def _copies(self) -> list[str]:
+        """Copies between the host and the device, and the work beside which they run."""
+        lines = []
+        for title, rows in (("ours", self.rows), ("Unsloth", self.theirs or [])):
+            copies, beside = work(rows, self.rates, kind="copy"), work(rows, self.rates)
+            if any(copies.values()):
+                host = self.rates.host * self.rates.copy / 1e9
+                each = ", ".join(
+                    f"{phase} {1e3 * copies[phase]:.0f} ms beside {1e3 * beside[phase]:.0f}" for phase in ("forward", "backward")
+                )
+                lines.append(f"  copies to and from the host at {host:.0f} GB/s, {title}: {each}")
         return lines
 
 
 def by_part(rows: Iterable[Row], rates: Rates) -> dict[str, float]:
     """Seconds of each part of a step: what it is and in which phase."""
     found: dict[str, float] = {}
+    rows = list(rows)
     for row in rows:
-        key = f"{row.phase}: {part_of(row)}"
-        found[key] = found.get(key, 0.0) + rates.seconds(row)
-    return found
+        if row.kind != "copy":
+            key = f"{row.phase}: {part_of(row)}"
+            found[key] = found.get(key, 0.0) + rates.seconds(row)
+    late = {f"{phase}: waiting for copies": seconds for phase, seconds in waiting(rows, rates).items() if seconds}
+    return found | late
 
 
 def part_of(row: Row) -> str:
@@ -133,11 +165,21 @@ def rates_of(hardware: Hardware) -> Rates:
     flops = hardware.peak_tflops.get("bf16")
     if not flops or not hardware.bandwidth_gbs:
         raise UsageError(f"{hardware.name}: no published bf16 TFLOP/s and bandwidth", fix="isotype plan --ledger --device h200")
-    return Rates(flops=flops * 1e12, bandwidth=hardware.bandwidth_gbs * 1e9)
+    # Hopper, Blackwell and MI300 have PCIe 5.0
+    newer = hardware.architecture.startswith("gfx9") if hardware.kind == "rocm" else float(hardware.architecture or 0) >= 9
+    return Rates(flops=flops * 1e12, bandwidth=hardware.bandwidth_gbs * 1e9, host=64e9 if newer else 32e9)
 
 
-def recorded(made: Outline, train: TrainSection, precision: Precision, largest: StepOutline, *, checkpointing: Checkpointing) -> list[Row]:
-    """The launches of one optimizer step on a GPU: `train.accumulate` micro-batches and the update."""
+def recorded(
+    made: Outline,
+    train: TrainSection,
+    precision: Precision,
+    largest: StepOutline,
+    *,
+    checkpointing: Checkpointing,
+    updates: bool = True,
+) -> list[Row]:
+    """The launches of one optimizer step on a GPU: `train.accumulate` micro-batches, and the update where it `updates`."""
     device = torch.device("meta")
     apply_checkpointing(made.model, checkpointing)
     with without_data("cuda"), without_warnings():
@@ -147,18 +189,48 @@ def recorded(made: Outline, train: TrainSection, precision: Precision, largest: 
         optimizer = build_optimizer(made.model, plain, precision, accumulator.gradient)
         stepper = Stepper(made.model, optimizer, accumulator, precision, train, largest.loss_sum)
         batch = largest.batch(device)
-        # the first step makes the optimizer's states
-        stepper.accumulate([batch])
-        optimizer.step()
-        accumulator.zero()
+        if updates:
+            # the first step makes the optimizer's states
+            stepper.accumulate([batch])
+            optimizer.step()
+            accumulator.zero()
         with Launches() as launches:
             stepper.accumulate([batch] * train.accumulate)
             launches.updating = True
-            optimizer.step()
+            if updates:
+                optimizer.step()
         accumulator.zero()
         accumulator.close()
     rows: list[Row] = launches.rows
     return rows
+
+
+def savings_of(
+    made: Outline, train: TrainSection, precision: Precision, largest: StepOutline, rates: Rates, checkpointing: Checkpointing
+) -> dict[str, float]:
+    """Seconds of one micro-batch that each saving is worth, copies aside, in an order in which each is taken from what stands below it."""
+
+    def seconds(what: Checkpointing, saving: Saving | None = None) -> float:
+        with nullcontext() if saving is None else without(saving):
+            one = train.model_copy(update={"accumulate": 1})
+            return sum(work(recorded(made, one, precision, largest, checkpointing=what, updates=False), rates).values())
+
+    found: dict[str, float] = {}
+    now = seconds(checkpointing)
+    for name, saving in SAVINGS.items():
+        found[name] = seconds(checkpointing, saving) - now
+    without_it: dict[str, dict[str, Any]] = {
+        "query, key and value kept": {"keep_projections": False},
+        "the residual between attention and MLP kept": {"halves": False},
+        "attention's output kept": {"keep_attention": False},
+    }
+    for name, change in without_it.items():
+        less = replace(checkpointing, **change)
+        if less != checkpointing:
+            after = seconds(less)
+            found[name], now, checkpointing = after - now, after, less
+    # a saving that a model or a choice does not have saves nothing
+    return {name: saved for name, saved in found.items() if abs(saved) > 1e-9}
 
 
 def shapes_of(config: Any, *, rows: int, length: int, rank: int, nf4: bool) -> unsloth.Shapes:
@@ -189,7 +261,7 @@ def step_ledger(
     rank    of the adapters, 0 where there are none
     memory  the plan of the same step
     """
-    rows = recorded(made, train, precision, largest, checkpointing=checkpointing)
+    rows, rates = recorded(made, train, precision, largest, checkpointing=checkpointing), rates_of(hardware)
     theirs, their_peak = None, 0
     config: Any = getattr(made.model, "config", None)
     if rank and not packing and getattr(config, "model_type", "") in ("llama", "mistral", "qwen2"):
@@ -199,8 +271,9 @@ def step_ledger(
         theirs = [row for row in one if row.phase != "update"] * train.accumulate + update
         their_peak = unsloth.peak_bytes(s, memory.held)
     return Ledger(
-        device=hardware.name, rates=rates_of(hardware), rows=rows, theirs=theirs, peak=memory.peak, their_peak=their_peak,
+        device=hardware.name, rates=rates, rows=rows, theirs=theirs, peak=memory.peak, their_peak=their_peak,
         what=f"{checkpointing}; attention's results {'kept' if checkpointing.keep_attention else 'computed again'}"
         if checkpointing.layers
         else str(checkpointing),
+        savings=savings_of(made, train, precision, largest, rates, checkpointing),
     )  # fmt: skip

@@ -156,11 +156,13 @@ def step(s: Shapes) -> list[Row]:
     th = 2 * s.tokens * s.hidden
     rows.append(memory("forward", "embedding", 2 * th, source=f"{LLAMA}:1055"))
     for _ in range(s.layers):
+        rows.append(Row(phase="forward", name="layer's input to the host", kind="copy", bytes=th, source=f"{CHECKPOINT}:780"))
         rows += layer_forward(s, "forward")
     rows.append(memory("forward", "norm", 2 * th, source=f"{LLAMA}:1228"))
     rows += head(s)
     rows.append(memory("backward", "norm backward, in place", 3 * th, source=f"{NORM}:209"))
     for _ in range(s.layers):
+        rows.append(Row(phase="backward", name="layer's input from the host", kind="copy", bytes=th, source=f"{CHECKPOINT}:835"))
         rows += layer_forward(s, "recompute")
         rows += layer_backward(s)
     trained = sum(s.rank * (out + features) for out, features in s.widths.values()) * s.layers

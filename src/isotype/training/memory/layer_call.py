@@ -12,12 +12,12 @@ from ...environment import planned
 from ...ops.recompute import RecomputedLayer
 
 
-def call_and_recompute(function: Callable[..., Any], *args: Any, keep_attention: bool, **away: Any) -> Any:
+def call_and_recompute(function: Callable[..., Any], *args: Any, keep_attention: bool, **options: Any) -> Any:
     """`function(*args)`, whose activations are recomputed in backward.
 
     keep_attention  attention's output and logsumexp are kept, so that the recompute runs no attention
-    away            put and get of RecomputedLayer: where stored results are until backward
+    options         of RecomputedLayer: the layer's projections, and put and get, which say where what is kept waits
     """
-    layer = RecomputedLayer(keep_attention=keep_attention, **away)
+    layer = RecomputedLayer(keep_attention=keep_attention, **options)
     # PyTorch's checkpoint restores its own autocast; a plan's is another one
     return checkpoint(partial(layer.run, planned.as_now(function)), *args, use_reentrant=False)

@@ -1,8 +1,9 @@
-"""Moves the inputs of recomputed layers to host memory, copying them while forward runs, and back while backward runs, two at a time.
+"""Moves what recomputed layers keep to host memory, copying it while forward runs, and back while backward runs, two calls at a time.
 
-To the host: a separate CUDA stream copies into pinned memory. The last two inputs stay on the device until their copies are done. The
-compute stream, not the host, waits for the second last copy, so that memory is freed in stream order even if the host runs ahead.
-To the device: while one layer is recomputed, the input of the layer before it is copied.
+A call is of one layer or of a half of one; it keeps its input, and what attention needs where that is kept.
+To the host: a separate CUDA stream copies into pinned memory. What the last two calls keep stays on the device until their copies are done.
+The compute stream, not the host, waits for those copies, so that memory is freed in stream order even if the host runs ahead.
+To the device: while one call is recomputed, what the call before it has kept is copied.
 """
 
 from __future__ import annotations
@@ -14,13 +15,20 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._prims_common
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...ops.library import library_op
 from .layer_call import call_and_recompute
 
 BUFFERS = 2
 SMALLEST = 1 << 14  # bytes: below, a copy's own cost is more than what it frees
+
+
+@library_op("host_copy(Tensor x) -> ()", fake=lambda x: None)
+def _planned_copy(x: Tensor) -> None:
+    """Stands in a plan for a copy of `x` between the host and a device, so that who records the step sees it."""
 
 
 class Streamed:
@@ -51,19 +59,49 @@ class Copied:
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
-class Away:
-    """One input in host memory, with the dtype and shape that it must have when it is copied back."""
+class Kept:
+    """What one call keeps, in the order in which it was put away; weak, since a step's graph owns its own. `before`: the call before it."""
 
-    def __init__(self, tensor: Tensor, before: Away | None) -> None:
+    def __init__(self, before: Kept | None) -> None:
+        self.tensors: list[weakref.ref[Away]] = []
+        self._before = weakref.ref(before) if before is not None else None
+
+    @property
+    def before(self) -> Kept | None:
+        return self._before() if self._before is not None else None
+
+    def alive(self) -> list[Away]:
+        return [away for ref in self.tensors if (away := ref()) is not None]
+
+
+def strides_of(tensor: Tensor) -> tuple[int, ...]:
+    """Of a copy that takes no more memory than its elements: the tensor's own, where it takes no more, else contiguous."""
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size != 1 and stride != step:
+            return torch._prims_common.make_contiguous_strides_for(tensor.shape)
+        step *= size
+    return tensor.stride()
+
+
+class Away:
+    """One tensor in host memory, with the dtype, shape and order in memory that it must have when it is copied back."""
+
+    def __init__(self, tensor: Tensor, call: Kept) -> None:
         self.dtype, self.shape, self.device = tensor.dtype, tensor.shape, tensor.device
-        # a memory plan counts the device's bytes: its host tensors take none, despite their shape
+        # a transposed tensor's order is kept: whoever reads it again needs no copy either
+        self.strides = strides_of(tensor)
+        # a memory plan counts the device's bytes: its host tensors have none, whatever their shape says
         planned = tensor.is_meta or isinstance(tensor, FakeTensor)
-        self.host = torch.empty(0 if planned else tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda and not planned)
+        if planned:
+            self.host = torch.empty(0, dtype=tensor.dtype)
+        else:
+            self.host = torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         self.here: Tensor | None = tensor.detach()  # the graph would hold what it needs anyway, and more
         self.copied: Any = None
         self.spent = False
-        # the input that backward will need after this one; a weak reference, since the graph of a step owns it
-        self.before = weakref.ref(before) if before is not None else None
+        self.call = call
+        call.tensors.append(weakref.ref(self))
 
     def __del__(self) -> None:
         if self.here is not None and self.copied is not None:
@@ -79,14 +117,17 @@ class HostMemory:
     """
 
     def __init__(self, copies: Callable[[Tensor, Tensor], Any] | None = None, *, call: Callable[..., Any] | None = None) -> None:
-        self.leaving: deque[Away] = deque()
+        self.leaving: deque[list[Away]] = deque()
+        self.kept: Kept | None = None
         self.call = call or partial(call_and_recompute, keep_attention=False)
         self.copies = copies
 
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        # torch's checkpoint saves the layer's inputs outside its own hooks, so that these hooks get the inputs only
+    def __call__(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self.kept = Kept(self.kept)
+        self.leaving.append([])
+        # checkpoint saves the layer's inputs outside its own hooks: these see them and nothing else
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-            return self.call(function, *args, put=self.pack, get=self.unpack)
+            return self.call(function, *args, put=self.pack, get=self.unpack, **options)
 
     def __deepcopy__(self, memo: Any) -> HostMemory:
         return HostMemory(call=self.call)
@@ -94,27 +135,34 @@ class HostMemory:
     def pack(self, tensor: Tensor) -> Tensor | Away:
         if tensor.numel() * tensor.element_size() < SMALLEST or not tensor.is_floating_point():
             return tensor
-        away = Away(tensor, self.leaving[-1] if self.leaving else None)
+        if self.kept is None:
+            self.kept = Kept(None)
+            self.leaving.append([])
+        away = Away(tensor, self.kept)
         self._copy(away, away.host, tensor)
-        self.leaving.append(away)
+        self.leaving[-1].append(away)
         while len(self.leaving) > BUFFERS:
-            oldest = self.leaving.popleft()
-            if oldest.copied is not None:
-                oldest.copied.wait()
-            oldest.here = None
+            for oldest in self.leaving.popleft():
+                if oldest.copied is not None:
+                    oldest.copied.wait()
+                oldest.here = None
         return away
 
     def unpack(self, packed: Tensor | Away) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         self._fetch(packed)
+        for other in packed.call.alive():
+            if not other.spent:
+                self._fetch(other)
         tensor, packed.here, packed.spent = packed.here, None, True
         assert tensor is not None
         if packed.copied is not None:
             packed.copied.wait()
-        before = packed.before() if packed.before is not None else None
-        if before is not None and not before.spent:
-            self._fetch(before)
+        before = packed.call.before
+        for other in before.alive() if before is not None else ():
+            if not other.spent:
+                self._fetch(other)
         assert (tensor.dtype, tensor.shape) == (packed.dtype, packed.shape), f"{packed.dtype} went to host memory, {tensor.dtype} came back"
         return tensor
 
@@ -122,11 +170,13 @@ class HostMemory:
         if away.here is None:
             assert away.host.dtype == away.dtype, f"{away.dtype} went to host memory, {away.host.dtype} lies there"
             # allocated on the compute stream, which frees it too; the copy waits for whoever had the memory before
-            away.here = torch.empty(away.shape, dtype=away.dtype, device=away.device)
+            away.here = torch.empty_strided(away.shape, away.strides, dtype=away.dtype, device=away.device)
             self._copy(away, away.here, away.host)
 
     def _copy(self, away: Away, to: Tensor, source: Tensor) -> None:
         if any(t.is_meta or isinstance(t, FakeTensor) for t in (to, source)):
+            if away.here is not None and away.here.is_meta:
+                _planned_copy(away.here)
             return
         if self.copies is None and away.device.type == "cuda":
             self.copies = Streamed()
