@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install quickstart test test-fast lint format docs wheel clean
+.PHONY: install quickstart quickstart-diffusion test test-fast lint format docs wheel clean
 
 install: $(VENV)/.installed
 
@@ -17,6 +17,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 quickstart: install
 	$(BIN)/isotype quickstart
+
+quickstart-diffusion: install
+	$(BIN)/isotype quickstart --diffusion
 
 lint: install
 	$(BIN)/ruff check src tests benchmarks docs examples
@@ -43,4 +46,4 @@ wheel: install
 	$(BIN)/pip wheel -q --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) quickstart build dist
+	rm -rf $(VENV) quickstart quickstart-diffusion build dist

@@ -1,7 +1,7 @@
 """Attached trainers beside unmodified ones: the same curves, speed, memory, and what watching costs.
 
 python -m benchmarks.dropin curves              every trainer x full, LoRA, QLoRA x checkpointing: benchmarks/results/dropin.json
-python -m benchmarks.dropin speed SFT           tokens/s of one step, alternating, and its memory, at 160M
+python -m benchmarks.dropin speed SFT DPO GRPO ORPO   tokens/s of one step, alternating, and its memory, at 160M
 python -m benchmarks.dropin overhead            CPU time of everything that watches, in alternating pairs
 python -m benchmarks.dropin table               writes the table into docs/trainers.md
 """
@@ -132,32 +132,59 @@ def large_trainer(name: str, folder: Path, *, length: int, rows: int, checkpoint
 
     common = {
         "output_dir": str(folder), "use_cpu": True, "bf16": True, "max_steps": 10, "per_device_train_batch_size": rows, "report_to": [],
-        "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": checkpointing, "max_length": length, "learning_rate": 1e-4,
+        "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": checkpointing, "learning_rate": 1e-4,
     }  # fmt: skip
-    peft = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    given = {
+        "processing_class": tokenizer(), "peft_config": LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+    }  # fmt: skip
     model = large(layers)
     if name == "SFT":
         data = datasets.Dataset.from_dict({"input_ids": [ids(length) for _ in range(rows)]})
-        return trl.SFTTrainer(model, args=trl.SFTConfig(**common), train_dataset=data, processing_class=tokenizer(), peft_config=peft)
+        return trl.SFTTrainer(model, args=trl.SFTConfig(**common, max_length=length), train_dataset=data, **given)
     words = [" ".join(f"w{i}" for i in ids(length // 2 - 2)) for _ in range(3 * rows)]
+    if name == "GRPO":
+        policy = {"num_generations": rows, "max_completion_length": length // 2, "beta": 0.0}
+        data = datasets.Dataset.from_dict({"prompt": words[:rows]})
+        return trl.GRPOTrainer(model, args=trl.GRPOConfig(**common, **policy), train_dataset=data, reward_funcs=by_length, **given)
     data = datasets.Dataset.from_dict({"prompt": words[:rows], "chosen": words[rows : 2 * rows], "rejected": words[2 * rows :]})
-    return trl.DPOTrainer(model, args=trl.DPOConfig(**common), train_dataset=data, processing_class=tokenizer(), peft_config=peft)
+    if name == "DPO":
+        return trl.DPOTrainer(model, args=trl.DPOConfig(**common, max_length=length), train_dataset=data, **given)
+    if name == "ORPO":
+        from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+        return ORPOTrainer(model, args=ORPOConfig(**common, max_length=length), train_dataset=data, **given)
+    raise SystemExit(f"speed has no {name}: one of SFT, DPO, GRPO, ORPO")
+
+
+def by_length(completions: list[str], **_: Any) -> list[float]:
+    """A reward that differs between the completions of a prompt, so that advantages are not zero."""
+    return [float(i) for i in range(len(completions))]
+
+
+def one_batch(trainer: Any) -> dict[str, Any]:
+    """The inputs of one step; of a policy trainer with its rollout, which is drawn once and is no part of the step."""
+    rows = [trainer.train_dataset[i] for i in range(len(trainer.train_dataset))]
+    if not hasattr(trainer, "_generate_and_score_completions"):
+        return dict(trainer.data_collator(rows))
+    torch.manual_seed(0)
+    return dict(trainer._generate_and_score_completions([rows[0]] * len(rows)))
 
 
 class Step:
     """Forward and backward of one batch, as the trainer's own training_step makes them."""
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Any, inputs: dict[str, Any]) -> None:
+        self.trainer, self.inputs = trainer, inputs
         trainer.model = trainer.accelerator.prepare_model(trainer.model)
         trainer.current_gradient_accumulation_steps = 1
-        self.inputs = trainer.data_collator([trainer.train_dataset[i] for i in range(len(trainer.train_dataset))])
-        ids = self.inputs["input_ids"]
-        self.tokens = ids.numel()
+        if hasattr(trainer, "_generate_and_score_completions"):
+            trainer._prepare_inputs = lambda inputs: inputs  # they are a batch with its rollout already
+        ids = [v for name, v in inputs.items() if name == "input_ids" or name.endswith("_ids")]
+        self.tokens = sum(v.numel() for v in ids if isinstance(v, torch.Tensor) and v.dim() == 2)
 
     def __call__(self) -> tuple[float, float]:
         wall, cpu = time.perf_counter(), time.process_time()
-        self.trainer.training_step(self.trainer.model, dict(self.inputs))
+        self.trainer.training_step(self.trainer.model, dict(self.inputs), None)
         took = time.perf_counter() - wall, time.process_time() - cpu
         self.trainer.model.zero_grad()
         return took
@@ -182,12 +209,14 @@ def speed(name: str, *, length: int, rows: int, pairs: int, checkpointing: bool,
     from isotype.integrations import attach
 
     with tempfile.TemporaryDirectory() as folder:
-        steps = {}
+        steps: dict[str, Step] = {}
+        inputs: dict[str, Any] = {}
         for way in ("unmodified", "attached"):
             trainer = large_trainer(name, Path(folder), length=length, rows=rows, checkpointing=checkpointing, layers=layers)
+            inputs = inputs or one_batch(trainer)
             if way == "attached":
                 attach(trainer, "bf16-lora", quiet=True, preflight=False, record=False)
-            steps[way] = Step(trainer)
+            steps[way] = Step(trainer, inputs)
             steps[way]()
         memory = {way: peak_of(step) for way, step in steps.items()}
         times: dict[str, list[tuple[float, float]]] = {way: [] for way in steps}
@@ -205,17 +234,17 @@ def speed(name: str, *, length: int, rows: int, pairs: int, checkpointing: bool,
     }  # fmt: skip
 
 
-def overhead(*, pairs: int, layers: int) -> dict[str, Any]:
+def overhead(*, pairs: int, layers: int, length: int) -> dict[str, Any]:
     """CPU time of a step with and without the guards, on one attached trainer: the median of the pairs' ratios."""
     from isotype.integrations import attach
     from isotype.integrations.guards import Guards
 
     with tempfile.TemporaryDirectory() as folder:
-        trainer = large_trainer("SFT", Path(folder), length=256, rows=2, checkpointing=False, layers=layers)
+        trainer = large_trainer("SFT", Path(folder), length=length, rows=2, checkpointing=False, layers=layers)
         attached = attach(trainer, "bf16-lora", quiet=True, preflight=False, record=False)
         guards = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Guards))
-        step = Step(trainer)
-        plain = guards.methods.original("training_step")
+        step = Step(trainer, one_batch(trainer))
+        plain = guards.methods.original("training_step")  # below the guards; logits are deferred and ops fused in both
         optimizer = torch.optim.AdamW([p for p in trainer.model.parameters() if p.requires_grad], lr=1e-4)
 
         def run(watched: bool) -> float:
@@ -239,7 +268,7 @@ def overhead(*, pairs: int, layers: int) -> dict[str, Any]:
             seconds = {watched: run(watched) for watched in ((True, False) if i % 2 else (False, True))}
             ratios.append(seconds[True] / seconds[False] - 1)
         assert attached.manifest.replaced
-    return {"pairs": pairs, "layers": layers, "overhead": statistics.median(ratios), "each": ratios}
+    return {"pairs": pairs, "layers": layers, "length": length, "overhead": statistics.median(ratios), "each": ratios}
 
 
 def keep(key: str, value: Any) -> None:
@@ -259,7 +288,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="*", default=list(FORMS))
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=None, help="5 for speed, 10 for overhead")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--checkpointing", action="store_true")
     given = parser.parse_args()
@@ -272,12 +301,12 @@ def main() -> None:
     elif given.what == "speed":
         for name in given.names or ["SFT"]:
             found = speed(
-                name, length=given.length, rows=given.rows, pairs=given.pairs, checkpointing=given.checkpointing, layers=given.layers
+                name, length=given.length, rows=given.rows, pairs=given.pairs or 5, checkpointing=given.checkpointing, layers=given.layers
             )
             keep("speed", [found])
             print(json.dumps(found, indent=1))
     elif given.what == "overhead":
-        found = overhead(pairs=given.pairs, layers=given.layers)
+        found = overhead(pairs=given.pairs or 10, layers=given.layers, length=given.length)
         keep("overhead", [found])
         print(json.dumps(found, indent=1))
     else:

@@ -34,7 +34,7 @@ def test_whole_numbers_are_exact_up_to_the_power_of_the_significant_bits(word):
     assert torch.tensor([last, last + 1], dtype=torch.float64).to(dtypes.to_torch(word)).tolist() == [last, last]
 
 
-def test_a_word_that_torch_has_not_stays():
+def test_a_dtype_unknown_to_torch_is_unchanged():
     assert [dtypes.torch_word(word) for word in ("nf4", "uint8", "i1")] == ["nf4", "uint8", "i1"]
 
 

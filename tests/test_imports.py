@@ -32,6 +32,7 @@ LEVELS = [
     {"integrations"},
     {"inference"},
     {"entry", "quickstart"},
+    {"quickstart_pictures"},
     {"cli"},
     {"isotype", "__main__"},
 ]

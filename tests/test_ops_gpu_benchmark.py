@@ -42,7 +42,7 @@ def test_every_case_and_peer_has_a_line(tmp_path):
         assert done.stdout.count(f"  {peer}") >= 4
 
 
-def test_without_a_gpu_it_says_what_to_do():
+def test_without_a_gpu_the_message_names_a_fix():
     done = run("--device", "cpu")
     assert done.returncode == 1
     assert "--tiny" in done.stderr

@@ -51,7 +51,7 @@ def test_it_learns(made: Path) -> None:
     assert losses[-1] < losses[0] - 0.3
 
 
-def test_given_again_it_shows_the_result_and_trains_nothing(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_call_shows_the_result_without_training(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (made / "tune" / "metrics.jsonl").stat().st_mtime_ns
     assert quickstart(made, size=SMALL, json_output=True) == 0
     assert (made / "tune" / "metrics.jsonl").stat().st_mtime_ns == before
@@ -90,7 +90,7 @@ def test_the_speed_is_measured_where_no_size_is_asked_for(tmp_path: Path, monkey
     assert any("shortened to 20% of their steps" in line for line in said)
 
 
-def test_other_peoples_folders_are_left_alone(tmp_path: Path) -> None:
+def test_foreign_folders_are_not_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UsageError, match="holds other files"):
         quickstart(tmp_path, size=SMALL)

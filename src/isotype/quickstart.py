@@ -193,7 +193,7 @@ def _stage(run: Path, file: Path, *, json_output: bool) -> int:
     from .config.load import load
     from .tasks.choose import train
 
-    if _finished(run):
+    if finished(run):
         print(f"done before: {run}", file=sys.stderr if json_output else sys.stdout)
         return 0
     loaded = load(file, [], {})
@@ -202,7 +202,7 @@ def _stage(run: Path, file: Path, *, json_output: bool) -> int:
         return train(loaded, resume=run if (run / "resolved.yaml").is_file() else None)
 
 
-def _finished(run: Path) -> bool:
+def finished(run: Path) -> bool:
     try:
         done: bool = json.loads((run / "result.json").read_text(encoding="utf-8")).get("status") == "done"
         return done

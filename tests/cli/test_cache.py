@@ -41,7 +41,7 @@ def test_compiled_kernels_are_cleared_by_their_last_use(kept):
     assert sorted(path.name for path in kept.iterdir()) == ["mine.so", "notes-0123456789abcdef.txt"]
 
 
-def test_where_no_tokens_are_kept_the_kernels_still_are(tmp_path, monkeypatch):
+def test_kernels_are_cached_when_tokens_are_not(tmp_path, monkeypatch):
     monkeypatch.setenv("ISOTYPE_CACHE", "none")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert "no tokenised data is kept" in ask()

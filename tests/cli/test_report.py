@@ -15,7 +15,7 @@ from isotype.cli.app import build_app
 from isotype.errors import UsageError
 
 
-def test_it_writes_the_page_and_says_where(tmp_path: Path) -> None:
+def test_report_writes_the_page_and_prints_its_path(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     out = tmp_path / "page.html"
     ran = CliRunner().invoke(build_app(), ["report", str(tmp_path), "--out", str(out), "--json"])

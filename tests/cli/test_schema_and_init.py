@@ -40,12 +40,12 @@ def test_init_writes_once(tmp_path):
     assert load(file).config.adapter.kind == "none"
 
 
-def test_init_says_json_and_prints(tmp_path):
+def test_init_prints_json(tmp_path):
     answer = json.loads(invoke("init", str(tmp_path / "a.yaml"), "--json"))
     assert (tmp_path / "a.yaml").read_text() == answer["text"]
     assert invoke("init", "-") == answer["text"]
 
 
-def test_init_into_a_folder_that_is_not_there(tmp_path):
+def test_init_into_a_missing_folder(tmp_path):
     with pytest.raises(UsageError, match="No such file or directory"):
         invoke("init", str(tmp_path / "no" / "run.yaml"))

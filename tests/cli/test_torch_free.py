@@ -89,7 +89,7 @@ def test_the_doctors_static_commands_too(arguments, tmp_path):
      ("train", "--model", "m", "--data", "stdlib", "data.eval=none.jsonl"),
      ("eval", "nowhere", "--data", "stdlib"), ("chat", "nowhere")],
 )  # fmt: skip
-def test_mistakes_are_told_before_torch_is_imported(arguments):
+def test_mistakes_are_reported_before_torch_is_imported(arguments):
     answer = run(*arguments)
     assert answer["status"] == 2
     assert answer["heavy"] == []

@@ -99,7 +99,7 @@ def test_map_option_draws(program, tmp_path):
     assert "<title>Precision map" in (tmp_path / "map.html").read_text()
 
 
-def test_syntax_error_in_the_program_is_told(tmp_path):
+def test_syntax_error_in_the_program_is_reported(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text("def run(:\n")
     done = isotype(f"{file}:run")

@@ -22,7 +22,7 @@ def test_what_may_change(override, allowed):
     assert [(c.key, c.allowed) for c in changes] == [(override.partition("=")[0], allowed)]
 
 
-def test_a_change_says_both_values():
+def test_a_change_names_both_values():
     (change,) = compare(BASE, load(None, ["model.name=m", "data.train=d", "train.steps=9"]).config)
     assert str(change).startswith("train.steps: null -> 9 (")
 

@@ -240,13 +240,13 @@ def test_other_tools_names_are_known(write):
         ("model:\n  rope_scaling: {factor: 2}", "run.yaml:2 model.rope_scaling: changing the rotary embedding is not offered yet; "),
     ],
 )
-def test_what_is_not_offered_is_said_so(write, text, said):
+def test_a_setting_that_is_not_offered_is_refused_by_name(write, text, said):
     with pytest.raises(UsageError) as caught:
         load(write(text))
     assert said in str(caught.value)
     assert "did you mean" not in str(caught.value)
 
 
-def test_an_override_of_what_is_not_offered_is_said_so():
+def test_an_override_that_is_not_offered_is_refused_by_name():
     with pytest.raises(UsageError, match=r"dpo\.beta: training on preferences is not offered yet"):
         load(None, ["dpo.beta=0.1"])

@@ -14,7 +14,7 @@ def test_sources_are_named_for_a_line(given, said):
     assert short_names(given) == said
 
 
-def test_a_mistyped_model_is_told_the_folder_that_is_there(tmp_path, monkeypatch):
+def test_a_mistyped_model_suggests_the_existing_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, marked in (("models/base", True), ("llama-tiny", True), ("llama-tony", False)):
         (tmp_path / name).mkdir(parents=True)

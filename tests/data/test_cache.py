@@ -81,7 +81,7 @@ def test_an_entry_is_a_safetensors_file(load: Any) -> None:
         {"chat_template": "other.jinja"}, {"tokenizer": "changed"}, {"train": "other.jsonl"},
     ],
 )  # fmt: skip
-def test_whatever_shapes_the_rows_is_part_of_the_key(load: Any, families: SimpleNamespace, change: dict[str, Any]) -> None:
+def test_everything_that_determines_the_rows_is_part_of_the_key(load: Any, families: SimpleNamespace, change: dict[str, Any]) -> None:
     Path("other.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}")
     Path("other.jsonl").write_text(json.dumps(ROWS[0]).replace("q 0", "w") + "\n")
     load()
@@ -99,7 +99,7 @@ def test_the_version_of_the_code_is_part_of_the_key(load: Any, monkeypatch: pyte
     assert said(load()).startswith("kept in")
 
 
-def test_a_damaged_entry_is_made_again_and_said(load: Any) -> None:
+def test_a_damaged_entry_is_rebuilt_with_a_note(load: Any) -> None:
     plain = load()
     (path,) = Path("kept").iterdir()
     whole = path.read_bytes()

@@ -60,7 +60,7 @@ def test_answers_one_after_the_other(families: SimpleNamespace) -> None:
     assert text == "hello<|im_end|>again<|im_end|>"
 
 
-def test_thinking_that_the_past_loses_is_not_learnt_there(families: SimpleNamespace) -> None:
+def test_thinking_that_the_template_drops_from_earlier_turns_is_not_learnt(families: SimpleNamespace) -> None:
     text, _ = learnt(families, families.templates["thinking"], said("u a", "a <think>hm</think>\n\none", "u b", "a two"))
     assert text == "one<|im_end|><think>\n\n</think>\n\ntwo<|im_end|>"
 

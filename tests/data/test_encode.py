@@ -85,7 +85,7 @@ def test_a_literal_pair_without_template_ends_in_the_end_of_text(families: Simpl
     assert tokenizer.decode(row.input_ids) == "<s> two and two is four</s>"
 
 
-def test_text_that_brings_its_own_frame_gets_no_second_one(families: SimpleNamespace) -> None:
+def test_text_with_special_tokens_gets_no_second_ones(families: SimpleNamespace) -> None:
     tokenizer = families.of("mistral")
     encoder = Encoder(tokenizer, max_length=64, loss_on="assistant", template=None)
     row = row_of(encoder, Example("x:1", text="<s>hello</s>"))

@@ -106,7 +106,7 @@ def test_what_is_no_row_is_refused_with_its_place(row: Any, said: str) -> None:
     assert str(caught.value).startswith(said)
 
 
-def test_a_column_that_is_not_there_is_named() -> None:
+def test_a_missing_column_is_named() -> None:
     with pytest.raises(UsageError, match=r"x\.jsonl:3: no key 'ansewr', but 'answer': did you mean ansewr\? \(data\.columns\.completion\)"):
         read({"question": "a", "answer": "b"}, columns={"prompt": "question", "completion": "ansewr"})
     with pytest.raises(UsageError, match=r"data\.columns\.promt: unknown key"):

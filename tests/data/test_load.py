@@ -67,7 +67,7 @@ def test_chats_are_split_counted_and_sampled(write: Any, load: Any, families: Si
     assert len(loaded.prompts) == 4
 
 
-def test_the_split_follows_the_seed_and_nothing_else(write: Any, load: Any) -> None:
+def test_the_split_depends_only_on_the_seed(write: Any, load: Any) -> None:
     name = write("chats.jsonl", CHATS)
     assert load(train=name, seed=1).eval == load(train=name, seed=1).eval
     assert load(train=name, seed=1).eval != load(train=name, seed=2).eval
@@ -271,7 +271,7 @@ WRONG: dict[str, tuple[str, str | bytes | list[Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_file_is_one_line_that_says_where(write: Any, load: Any, case: str) -> None:
+def test_a_wrong_file_is_one_line_with_its_place(write: Any, load: Any, case: str) -> None:
     name, content, changes, message = WRONG[case]
     write(name, content)
     with pytest.raises(UsageError) as caught:
@@ -301,7 +301,7 @@ def messy_file() -> bytes:
     return "".join(json.dumps(row) + "\n" for row in MESSY).encode() + b'{"messages": \n{"text": "caf\xe9"}\n'
 
 
-def test_all_kinds_of_bad_rows_are_told_at_once(write: Any, load: Any) -> None:
+def test_all_kinds_of_bad_rows_are_reported_together(write: Any, load: Any) -> None:
     write("x.jsonl", messy_file())
     with pytest.raises(UsageError) as caught:
         load(train="x.jsonl")
@@ -331,7 +331,7 @@ def test_bad_rows_are_left_out_and_counted(write: Any, load: Any) -> None:
     assert "2 training rows dropped: the answer is empty (first: x.jsonl:76)" in notes
 
 
-def test_a_row_with_an_empty_answer_is_dropped_and_said(write: Any, load: Any) -> None:
+def test_a_row_with_an_empty_answer_is_dropped_with_a_note(write: Any, load: Any) -> None:
     rows = [{"instruction": f"say {i}", "input": "", "output": f"{i}"} for i in range(12)]
     rows[3]["output"] = ""
     loaded = load(train=write("alpaca.jsonl", rows), eval_split=0.0)

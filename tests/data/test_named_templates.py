@@ -39,7 +39,7 @@ def test_answers_and_their_end_token_are_learnt(families: SimpleNamespace, name:
     assert list(row.input_ids[: row.prompt_length]) == encoder.ids(prompt)
 
 
-def test_a_token_that_is_not_there_is_named_with_its_fix(families: SimpleNamespace) -> None:
+def test_a_missing_token_is_named_with_its_fix(families: SimpleNamespace) -> None:
     with pytest.raises(UsageError, match=r'chatml: the tokenizer has no token "<\|im_start\|>", "<\|im_end\|>"(.|\n)*model\.add_tokens'):
         chat_template(families.new("mistral", template=False), "chatml")
     with pytest.raises(UsageError, match=r"chatnl: no such file, and no template of that name(.|\n)*did you mean chatml"):

@@ -28,7 +28,7 @@ def test_it_counts_on_a_terminal_when_work_is_long(monkeypatch: pytest.MonkeyPat
     assert "reading x.jsonl:" in sys.stderr.getvalue()
 
 
-def test_the_time_left_is_said_where_the_whole_is_known() -> None:
+def test_the_time_left_is_shown_if_the_total_is_known() -> None:
     assert progress.progress("tokenising x", 3000, 10.0, 0.25) == "tokenising x: 3,000 rows, 300/s, 25%, 0:30 left"
     assert progress.progress("tokenising x", 30, 3600.0, 0.5).endswith("50%, 1:00:00 left")
     assert progress.progress("tokenising x", 3000, 10.0, None) == "tokenising x: 3,000 rows, 300/s"

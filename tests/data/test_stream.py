@@ -108,7 +108,7 @@ def test_a_row_that_cannot_be_read_stops_the_run_with_its_place(load: Any) -> No
         ("book.txt", "book.txt: data.stream takes rows"),
     ],
 )
-def test_what_cannot_be_streamed_is_said(load: Any, train: Any, said: str) -> None:
+def test_sources_that_cannot_be_streamed_are_refused(load: Any, train: Any, said: str) -> None:
     Path("book.txt").write_text("words\n")
     with pytest.raises(UsageError) as caught:
         load(train)

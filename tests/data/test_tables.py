@@ -47,7 +47,7 @@ def test_other_delimiters(tmp_path: Path, name: str, mark: str) -> None:
         ("a,b\n1,\0\n", "x.csv"),
     ],
 )
-def test_broken_csv_says_where(tmp_path: Path, content: str | bytes, said: str) -> None:
+def test_broken_csv_names_its_line(tmp_path: Path, content: str | bytes, said: str) -> None:
     path = written(tmp_path, "x.csv", content)
     try:
         rows = list(read_csv(path, "x.csv"))
@@ -80,7 +80,7 @@ def test_parquet_rows_have_no_nulls_inside(tmp_path: Path) -> None:
     assert [r.line for r in read_parquet(tmp_path / "a.parquet", "a.parquet", skip=3)] == [4, 5]
 
 
-def test_broken_parquet_says_so(tmp_path: Path) -> None:
+def test_broken_parquet_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["words"] * 500}), tmp_path / "a.parquet")
     whole = (tmp_path / "a.parquet").read_bytes()
     for content in (whole[: len(whole) // 2], b"PAR1" + b"\0" * 40, whole[:30] + b"\xff" * 60 + whole[90:]):
@@ -89,7 +89,7 @@ def test_broken_parquet_says_so(tmp_path: Path) -> None:
             list(read_parquet(path, "b.parquet"))
 
 
-def test_gzip_is_read_through_and_cut_short_is_said(tmp_path: Path) -> None:
+def test_gzip_is_read_and_a_truncated_file_is_refused(tmp_path: Path) -> None:
     whole = gzip.compress(b'{"text": "a"}\n{"text": "b"}\n' * 200)
     path = written(tmp_path, "a.jsonl.gz", whole)
     assert len(list(read_json(path, "a.jsonl.gz"))) == 400

@@ -34,7 +34,7 @@ def test_torchrun(given):
     assert "2 on one machine, started by torchrun" in said
 
 
-def test_torchrun_restarts_and_the_run_goes_on(configured, tmp_path):
+def test_torchrun_restarts_and_the_run_continues(configured, tmp_path):
     configured("run")
     given = {"command": ["train", str(tmp_path / "run.yaml")], "fault": [1, 4, "die"]}
     status, said = ended(launched(TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", given=given))
@@ -56,7 +56,7 @@ def test_two_torchruns_are_two_machines(given):
     assert (first + second).count("step 6/6  loss") == 1
 
 
-def test_a_process_group_that_is_there_stays(given):
+def test_an_existing_process_group_is_used(given):
     status, said = ended(launched(TORCHRUN, "--nproc-per-node", "2", given=given | {"group": True}))
     assert status == 0, said
     assert "2 on one machine, started by another program" in said

@@ -69,7 +69,7 @@ def test_the_command_on_two_processes_is_the_run_of_one(configured, tmp_path):
     assert "reduce" not in precision["unobserved"]
 
 
-def test_a_killed_process_is_named_and_the_run_goes_on_bit_for_bit(toy, tmp_path):
+def test_a_killed_process_is_named_and_the_run_continues_bit_for_bit(toy, tmp_path):
     status, said = run(2, toy("whole"), toy=True)
     assert status == 0, said
     whole = tmp_path / "whole"

@@ -8,7 +8,7 @@ from isotype.distributed.restart import run_to_go_on_with
 from isotype.errors import UsageError
 
 
-def test_only_a_restart_goes_on(tmp_path):
+def test_only_a_restart_continues_a_run(tmp_path):
     first = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "0"}
     again = first | {"TORCHELASTIC_RESTART_COUNT": "1"}
     folder = str(tmp_path)

@@ -21,20 +21,25 @@ def scale(x_ptr, out_ptr, factor, do_scale, n, BLOCK: tl.constexpr):
         x = x.to(tl.float32) * factor
     tl.store(out_ptr + i, x, mask=i < n)
 """
-DEFAULT_DTYPE = """
+BACKWARD_UNDER_AUTOCAST = """
 import torch
 
 
-def load(path):
-    torch.set_default_dtype(torch.bfloat16)
-    return torch.load(path)
+def step(model, x, optimizer):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x).mean()
+        loss.backward()
+    optimizer.step()
+
+
+step(torch.nn.Identity(), torch.ones(1), torch.optim.SGD([torch.ones(1)]))
 """
 
 
 @pytest.fixture
 def project(tmp_path):
     (tmp_path / "args.yaml").write_text("output_dir: out\nfp16: true\nbf16: true\nlogging_steps: 10\n")
-    (tmp_path / "loader.py").write_text(DEFAULT_DTYPE)
+    (tmp_path / "loader.py").write_text(BACKWARD_UNDER_AUTOCAST)
     (tmp_path / "kernels.py").write_text(KERNEL)
     (tmp_path / "run.log").write_text("RuntimeError: expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16\n")
     return tmp_path
@@ -47,7 +52,7 @@ def test_every_part_looks_at_what_is_its(project):
     assert {f.code[:2] for findings in found.values() for f in findings} == {"CF", "LT", "EX", "KN"}
 
 
-def test_static_imports_nothing(project):
+def test_static_checks_import_no_user_code(project):
     (project / "kernels.py").write_text(KERNEL + "\nraise SystemExit('imported')\n")
     assert not {one.part: one.findings for one in visit(project, static=True)}["kernels"]
 
@@ -72,7 +77,7 @@ def test_sarif(project):
     assert {"CF001", "LT006"} & {result["ruleId"] for result in log["runs"][0]["results"]}
 
 
-def test_a_folder_with_nothing_says_so(tmp_path):
+def test_a_folder_without_files_is_reported(tmp_path):
     done = CliRunner().invoke(build_app(), ["doctor", str(tmp_path)])
     assert done.exit_code == 0
     assert "nothing here is a configuration" in done.stdout
@@ -84,7 +89,7 @@ def test_a_single_file_gets_the_parts_that_are_its(tmp_path, name, part):
     assert part in {one.part for one in visit(tmp_path / name)}
 
 
-def test_what_a_kernel_file_does_when_imported_stays_there(tmp_path, monkeypatch):
+def test_side_effects_of_importing_a_kernel_file_stay_in_its_process(tmp_path, monkeypatch):
     monkeypatch.setattr("isotype.doctor.kernels.apart.SILENT", 20.0)
     for name, end in (("a_leaves", "raise SystemExit(3)"), ("b_dies", "import os; os._exit(5)"), ("c_asks", "input('name? ')")):
         (tmp_path / f"{name}.py").write_text(f"{KERNEL}\nprint('noise')\n{end}\n")

@@ -115,7 +115,7 @@ def test_what_was_downloaded_before_needs_no_hub(endpoint, refusing, workshop, c
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
-def test_a_half_finished_download_is_told_apart(endpoint, refusing, workshop):
+def test_an_incomplete_download_is_distinguished_from_none(endpoint, refusing, workshop):
     endpoint(refusing)
     cached(workshop.base, without="tokenizer.json")
     with pytest.raises(UsageError, match="tokenizer org/tiny: only a part of it is in the local cache, and the hub cannot be reached"):
@@ -129,7 +129,7 @@ def test_a_user_who_is_offline_is_not_asked_to_check_the_network(endpoint, refus
         load_tokenizer(ModelSection(name="org/name"))
 
 
-def test_what_is_fetched_is_said_before_the_minutes_it_takes(monkeypatch, capfd):
+def test_a_download_is_announced_before_it_starts(monkeypatch, capfd):
     fetched = []
     monkeypatch.setattr(model, "is_away", lambda: False)
     monkeypatch.setattr(model, "try_to_load_from_cache", lambda name, file, revision: "kept" if fetched else None)
@@ -140,7 +140,7 @@ def test_what_is_fetched_is_said_before_the_minutes_it_takes(monkeypatch, capfd)
     assert capfd.readouterr().err.startswith("isotype: org/name is fetched from the hub, once")
 
 
-def test_patience_asked_for_is_said_and_errors_are_left_alone(monkeypatch, capfd, caplog):
+def test_longer_timeouts_are_printed_and_errors_are_unchanged(monkeypatch, capfd, caplog):
     monkeypatch.setattr(logging.getLogger(LOGGER), "filters", [])
     quiet_libraries()
     quiet_libraries()
@@ -186,7 +186,7 @@ def _read(terminal: int) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_run_on_what_was_downloaded_before_says_one_line(workshop, tmp_path, monkeypatch, refusing):
+def test_an_offline_run_on_earlier_downloads_prints_one_line(workshop, tmp_path, monkeypatch, refusing):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home/hub"))
     cached(workshop.base)
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):

@@ -48,7 +48,7 @@ def test_each_fault_is_found_and_mended(changes, code, word):
      {"distributions": {"triton": "3.9.0"}, "variables": {"TRITON_INTERPRET": "0"}},
      {"distributions": {"transformers": "4.57.0"}}, {"distributions": {"trl": "1.16.0"}}],
 )  # fmt: skip
-def test_a_fault_that_does_not_apply_is_not_told(changes):
+def test_a_known_fault_that_does_not_apply_is_not_reported(changes):
     assert [f for f in faults({**HEALTHY, **changes}) if f.code != "EV001"] == []
 
 

@@ -11,7 +11,7 @@ from isotype.environment.versions import environment, requirements
 from isotype.errors import UsageError
 
 
-def test_a_run_can_be_made_again_from_what_it_recorded(tmp_path):
+def test_a_run_can_be_repeated_from_its_records(tmp_path):
     recorded = environment()
     (tmp_path / "env.json").write_text(json.dumps(recorded))
     lines = [line for line in requirements(tmp_path).splitlines() if not line.startswith(("#", "--"))]

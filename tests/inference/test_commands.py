@@ -40,7 +40,7 @@ def test_eval_takes_one_file(tmp_path, files):
         ask("eval", tmp_path, *files)
 
 
-def test_data_that_is_not_there_is_said_before_anything_is_loaded(run, tmp_path, monkeypatch):
+def test_missing_data_is_reported_before_loading(run, tmp_path, monkeypatch):
     monkeypatch.setattr("isotype.inference.loaded.load_run", None)
     with pytest.raises(UsageError, match=r"none\.jsonl: no such file"):
         ask("eval", run, "--data", tmp_path / "none.jsonl")
@@ -117,7 +117,7 @@ def test_a_conversation_has_turns_until_it_is_reset_and_forgets_a_question_that_
     assert "one?" not in asked[-1]
 
 
-def test_a_mistyped_folder_is_told_what_it_nearly_is(run, tmp_path):
+def test_a_mistyped_folder_suggests_the_nearest_name(run, tmp_path):
     for command in (("chat",), ("sample",), ("eval", "--data", "x.jsonl"), ("merge",), ("diff", str(run))):
         with pytest.raises(UsageError, match=r"no such folder[\s\S]*did you mean .*run\?"):
             ask(command[0], *command[1:], tmp_path / "rnu")

@@ -51,14 +51,14 @@ def test_a_peft_folder_is_merged_into_the_base_it_names(foreign, tmp_path, setti
         torch.testing.assert_close(plain(input_ids=torch.arange(3, 20)[None]).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_file_says_the_dtype_that_its_weights_have(foreign, tmp_path):
+def test_the_merged_config_names_the_dtype_of_its_weights(foreign, tmp_path):
     folder, _ = foreign()
     merge(load_run(folder), tmp_path / "merged", dtype="bf16")
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").dtype == torch.bfloat16
 
 
-def test_the_precision_beside_an_adapter_is_kept(foreign, tmp_path):
+def test_the_precision_file_of_an_adapter_is_used(foreign, tmp_path):
     folder, _ = foreign()
     (folder / "precision.json").write_text(json.dumps({"precision": "bf16-lora"}))
     assert load_run(folder).precision.base == "bf16"

@@ -20,7 +20,7 @@ def saved(folder, *steps):
     return store
 
 
-def test_a_checkpoint_that_goes_while_it_is_read_is_replaced_by_the_next(tmp_path, monkeypatch):
+def test_a_checkpoint_removed_while_it_is_read_is_replaced_by_the_next(tmp_path, monkeypatch):
     store = saved(tmp_path, 2)
     load = CheckpointStore.load
 
@@ -36,7 +36,7 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_replaced_by_the_next(tmp_pat
     assert found.tensors["w"].tolist() == [4.0, 4.0]
 
 
-def test_one_that_goes_between_the_look_and_the_read_is_replaced_too(tmp_path, monkeypatch):
+def test_a_checkpoint_removed_before_it_is_read_is_replaced_by_the_next(tmp_path, monkeypatch):
     store = saved(tmp_path, 2)
     load_file = store_module.load_file
 
@@ -66,7 +66,7 @@ def test_a_newer_one_is_found_where_all_that_were_looked_at_have_gone(tmp_path, 
     assert _load_newest(store, tmp_path).step == 4
 
 
-def test_one_that_is_whole_and_cannot_be_read_is_said(tmp_path, monkeypatch):
+def test_a_complete_checkpoint_that_cannot_be_read_is_reported(tmp_path, monkeypatch):
     store = saved(tmp_path, 2)
 
     def refuse(self, step):

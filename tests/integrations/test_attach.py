@@ -101,7 +101,7 @@ def test_detach_leaves_the_next_step_bit_equal_to_an_untouched_trainers(name, fo
     assert curve(trainer) == want
 
 
-def test_an_irreversible_attachment_keeps_nothing_and_says_so(models):
+def test_an_irreversible_attachment_stores_no_copies_and_refuses_detach(models):
     trainer = trainer_of("SFT", models, bf16=True)
     attached = attach(trainer, "bf16-lora", quiet=True, reversible=False)
     assert not any("kept" in note for note in attached.notes)
@@ -144,6 +144,11 @@ def test_every_owner_is_listed_with_its_value(models, capsys, monkeypatch):
     assert all(p.dtype == torch.float32 for p in trainer.model.parameters() if p.requires_grad)
 
 
+def test_reference_values_computed_before_attach_are_named(models):
+    trainer = TRAINERS["DPO"](Setting(models, bf16=True, more={"precompute_ref_log_probs": True}))
+    assert any("before attach()" in claim.now for claim in attach(trainer, quiet=True).claims)
+
+
 @pytest.mark.parametrize(
     ("form", "bf16", "becomes"), [("lora", True, "bf16-lora"), ("full", True, "bf16-mixed"), ("qlora", True, "nf4-lora")]
 )
@@ -181,7 +186,7 @@ def test_custom_logits_are_fp32_as_under_accelerates_wrapper(models):
         ("lora", True, "nf4-lora", "base nf4, but the trainer's model is not quantised"),
         ("qlora", True, "bf16-lora", "weights are nf4 already"),
         ("full", True, "bf16-lora", "adapter"),
-        ("full", True, "bf16-pure", "gradients in the weights' own dtype"),
+        ("full", True, "bf16-pure rounding=nearest", "with fp32 gradients and stochastic rounding"),
         ("lora", True, "bf16-lorra", "unknown preset"),
         ("lora", True, 16, "expected a preset's name"),
     ],

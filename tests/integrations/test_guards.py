@@ -83,6 +83,21 @@ def test_the_mean_over_tokens_is_the_one_of_its_definition(models):
     assert got == pytest.approx(total / count, rel=1e-5)
 
 
+def test_the_evaluation_of_a_users_own_loss_stays_the_trainers(models):
+    from transformers import Trainer
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            loss = outputs.loss.square()
+            return (loss, outputs) if return_outputs else loss
+
+    setting = Setting(models, more={"per_device_eval_batch_size": 4})
+    trainer = plain(setting, Own)
+    attach(trainer, "fp32", quiet=True)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain(setting, Own).evaluate()["eval_loss"], rel=1e-6)
+
+
 def test_a_preference_trainers_evaluation_stays_its_own(models):
     losses = []
     for on in (False, True):

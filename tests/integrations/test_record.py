@@ -24,7 +24,7 @@ def run(name, models, tmp_path, *, precision="bf16-lora", **more):
 @pytest.mark.parametrize(
     ("name", "head", "times"), [("SFT", "linear_log_probs", 1), ("Trainer", "linear_cross_entropy", 1), ("DPO", "linear_log_probs", 2)]
 )
-def test_the_folder_says_what_was_declared_replaced_and_seen(name, head, times, models, tmp_path):
+def test_the_folder_records_declared_replaced_and_observed(name, head, times, models, tmp_path):
     trainer, read = run(name, models, tmp_path)
     manifest, precision = read("manifest"), read("precision")
     calls = {(c["part"], c["op"]): c["calls"] for c in manifest["first_step"]}
@@ -109,7 +109,7 @@ def test_a_step_that_fails_is_refused_with_its_line(models):
         trainer.train()
 
 
-def test_a_learning_rate_of_zero_is_refused_and_skip_lets_it_pass(models, tmp_path):
+def test_a_learning_rate_of_zero_is_refused_unless_skipped(models, tmp_path):
     trainer = plain(Setting(models, rate=0.0))
     attach(trainer, "fp32", quiet=True)
     with pytest.raises(PreflightError, match=r"PF003 the learning rate is 0(.|\n)*where     learning_rate(.|\n)*attach\(..., skip=\{"):
@@ -135,7 +135,7 @@ def test_settings_without_effect_are_refused(given, words, models):
         attach(plain(Setting(models)), "fp32", **given)
 
 
-def test_a_changed_learning_rate_is_told_when_a_run_is_resumed(models, tmp_path):
+def test_a_changed_learning_rate_is_reported_on_resume(models, tmp_path):
     more = {"output_dir": str(tmp_path), "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     run("Trainer", models, tmp_path, precision="fp32", **{k: v for k, v in more.items() if k != "output_dir"})
     trainer = plain(Setting(models, rate=5e-4, more={**more, "lr_scheduler_type": "constant"}))
@@ -143,6 +143,8 @@ def test_a_changed_learning_rate_is_told_when_a_run_is_resumed(models, tmp_path)
     with pytest.warns(UserWarning, match="resumed with learning_rate 0.0005; the run began with 0.002"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert any("lr_scheduler_type" in note for note in attached.notes)
+    rows = [json.loads(line) for line in (tmp_path / "isotype" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
 
 
 def test_a_stream_is_not_read(models):

@@ -154,7 +154,7 @@ def test_a_hook_on_the_layer_itself_still_runs_fused(calls):
     assert calls
 
 
-def test_another_kind_of_layer_is_left_alone():
+def test_other_kinds_of_layers_are_not_fused():
     embedding = peft.get_peft_model(nn.Sequential(nn.Embedding(8, 4), nn.Conv1d(3, 3, 1)), peft.LoraConfig(target_modules=["0", "1"]))
     before = {id(module): dict(vars(module)) for module in embedding.modules()}
     lines = fuse_lora(embedding)
@@ -163,7 +163,7 @@ def test_another_kind_of_layer_is_left_alone():
     assert before == {id(module): dict(vars(module)) for module in embedding.modules()}
 
 
-def test_a_forward_put_there_by_others_is_left_alone():
+def test_a_forward_replaced_by_another_library_is_not_fused():
     model = adapted()
     layer = layer_of(model)
     theirs = lambda x: x  # noqa: E731

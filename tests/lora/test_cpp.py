@@ -139,7 +139,7 @@ def test_the_products_take_them_for_bf16_and_small_ranks(monkeypatch):
         assert every(torch.bfloat16) == []
 
 
-def test_without_them_pytorchs_products_run_and_the_manifest_says_why(monkeypatch):
+def test_without_kernels_pytorchs_products_run_and_the_manifest_gives_the_reason(monkeypatch):
     model = lora(tiny())
     monkeypatch.setattr(build, "cpu_compiler", lambda: None)
     monkeypatch.setattr(compiled, "_fallbacks", {})

@@ -137,7 +137,7 @@ DEEDS = {
 
 
 @pytest.mark.parametrize("deed", DEEDS.values(), ids=DEEDS)
-def test_whatever_happens_between_the_calls(deed):
+def test_changes_between_the_calls_are_seen(deed):
     model = adapted(Between(deed))
     fused = fused_copy(model)
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_another_mode_between_the_calls():
         assert fused.k_proj(x).dtype == torch.bfloat16
 
 
-def test_only_the_first_is_called_and_nothing_piles_up():
+def test_outputs_of_siblings_that_are_never_called_are_dropped():
     model = adapted()
     fused = fused_copy(model)
     inner, plain = fused.base_model.model, model.base_model.model
@@ -186,7 +186,7 @@ def test_members_that_differ_in_scale_and_dropout_go_together(state, calls):
 
 
 @pytest.mark.parametrize("state", ["a hook", "disabled"])
-def test_members_that_differ_go_alone(state, calls):
+def test_members_with_different_dtypes_run_separately(state, calls):
     model = adapted()
     fused = fused_copy(model)
     for each in (model, fused):
@@ -235,7 +235,7 @@ def test_a_copy_or_a_pickle_between_the_calls_takes_no_output_along():
         fused.base_model.model.q_proj(x)
 
 
-def test_unfuse_leaves_nothing():
+def test_unfuse_removes_every_attribute():
     model = adapted()
     before = {id(module): dict(vars(module)) for module in model.modules()}
     fuse_lora(model)

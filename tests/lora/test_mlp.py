@@ -175,7 +175,7 @@ def test_a_state_that_is_not_plain_is_pefts(state, ran):
     assert len(ran) == 1
 
 
-def test_the_manifest_says_why_an_mlp_is_not_in_one_function():
+def test_the_manifest_gives_the_reason_why_an_mlp_is_not_one_function():
     model = adapted()
     model.base_model.model.up_proj.register_forward_hook(lambda module, args, output: None)
     assert optimized(model)[1] == ("silu_mul", "not with its LoRA layers in one function: a hook on a layer")

@@ -107,7 +107,7 @@ def test_optimize_lists_them_and_restore_undoes_them():
     assert before == {name: dict(vars(module)) for name, module in model.named_modules()}
 
 
-def test_optimize_says_why_a_layer_is_left_alone():
+def test_optimize_gives_the_reason_for_each_layer_without_an_op():
     manifest = optimize(trained("llama", use_dora=True))
     placed = [entry for entry in manifest.entries if entry.part == "lora"]
     assert {entry.op for entry in placed} == {None}

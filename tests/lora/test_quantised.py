@@ -180,7 +180,7 @@ def test_a_weight_is_widened_once_a_use(targets, reentrant):
     assert not any(hasattr(p.quant_state, "_isotype_wide") for p in model.parameters() if hasattr(p, "quant_state"))
 
 
-def test_nothing_waits_for_a_backward_that_does_not_come():
+def test_no_copy_is_stored_without_a_following_backward():
     packed = nf4_linear(bias=False)
     x = inputs(torch.bfloat16).requires_grad_()
     held = []

@@ -128,7 +128,7 @@ def test_a_wrong_model_section_is_explained(section, message, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "word"), [("llama", "sdpa"), ("gemma2", "eager")])
-def test_auto_attention_is_the_best_of_the_family_and_says_which(tmp_path, family, word):
+def test_auto_attention_picks_the_fastest_of_the_family_and_prints_it(tmp_path, family, word):
     from isotype.model.attention import said, taken
 
     tiny(family).save_pretrained(tmp_path)

@@ -85,7 +85,7 @@ def test_full_fine_tuning_stores_a_tied_head_once(tied_base, configured, tmp_pat
     assert "lm_head.weight" not in load_file(tmp_path / "run/model/model.safetensors")
 
 
-def test_full_fine_tuning_of_an_untied_model_says_so(configured, tmp_path):
+def test_full_fine_tuning_of_an_untied_model_is_reported(configured, tmp_path):
     assert train(configured(train={"steps": 2}, adapter={"kind": "none"})) == 0
     assert config_of(tmp_path / "run/model")["tie_word_embeddings"] is False
 
@@ -116,7 +116,7 @@ def test_one_changed_weight_is_named(workshop, tmp_path):
         refuse_difference(tmp_path, expected, model, torch.bfloat16)
 
 
-def test_casting_keeps_what_is_shared():
+def test_casting_preserves_shared_tensors():
     weight = torch.ones(4, 2)
     cast = cast_once({"a": weight, "b": weight, "c": torch.ones(4, 2), "d": torch.arange(3)}, torch.bfloat16)
     assert cast["a"] is cast["b"]

@@ -20,7 +20,7 @@ def test_the_folder_follows_the_variables(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("windows", [False, True])
-def test_a_build_goes_on_where_there_is_no_flock(tmp_path, monkeypatch, windows):
+def test_a_build_works_without_flock(tmp_path, monkeypatch, windows):
     if windows:
         monkeypatch.setitem(sys.modules, "fcntl", None)
         monkeypatch.delattr("os.getuid")
@@ -32,7 +32,7 @@ def test_a_build_goes_on_where_there_is_no_flock(tmp_path, monkeypatch, windows)
 
 
 @pytest.mark.skipif(build.cpu_compiler() is None, reason="no C++ compiler")
-def test_a_kept_library_that_is_used_is_young_again(tmp_path, monkeypatch):
+def test_using_a_cached_library_renews_its_age(tmp_path, monkeypatch):
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "kept"))
     source = tmp_path / "one" / "kernels.cpp"
     source.parent.mkdir()

@@ -61,7 +61,7 @@ def test_autocast_decides_where_the_contract_follows_it():
             held_to(OpContract(follows.signature, autocast="ignored"))(lambda x, w: x @ w)(x, w)
 
 
-def test_a_right_op_is_left_alone():
+def test_a_correct_op_raises_nothing():
     from isotype.ops import silu_mul
 
     gate = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)

@@ -61,7 +61,7 @@ def test_the_heads_chunks_read_nothing_on_the_host(head):
     assert sum(name in ("aten.mm.dtype_out", "aten.addmm.dtype_out") for name in mode.seen) == 6 * (2 + head)
 
 
-def test_the_mode_refuses_what_waits():
+def test_the_mode_raises_for_operators_that_wait_for_the_device():
     x = of(4)
     for wait in (lambda: x.nonzero(), lambda: x[x > 0], lambda: bool(x.sum() > 0), lambda: x.cpu()):
         with NoHostReads(), pytest.raises((HostReadError, RuntimeError)):

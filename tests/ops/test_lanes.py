@@ -97,7 +97,7 @@ def test_normal_distribution(probe):
     assert bool((((result(probe, 4, x) - density) / density).abs() < allowed).all())
 
 
-def test_a_source_is_built_once_and_a_long_build_says_so(tmp_path, monkeypatch, capsys):
+def test_a_source_is_built_once_and_a_long_build_prints_a_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "new" / "folder"))
     monkeypatch.setattr(build, "PATIENCE_S", 0.0)
     source = Path(__file__).parent / "lanes_probe.cpp"
@@ -112,7 +112,7 @@ def test_a_source_is_built_once_and_a_long_build_says_so(tmp_path, monkeypatch, 
     assert capsys.readouterr().err == ""
 
 
-def test_a_file_that_does_not_load_is_built_again_and_then_a_reason(tmp_path, monkeypatch):
+def test_a_library_that_does_not_load_is_rebuilt_once_then_a_reason_is_given(tmp_path, monkeypatch):
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
     built = []
     monkeypatch.setattr(build, "build", lambda compiler, source, path: (built.append(path), path.write_bytes(b"no library")))

@@ -35,6 +35,8 @@ CHAINS = {
     "shifted": lambda x: x[..., :-1, :],
     "one row": lambda x: x[:1],
     "with an ellipsis": lambda x: x[0:1, ...],
+    "rows by number": lambda x: x[torch.tensor([1, 1, 0])],
+    "flattened and back": lambda x: x.flatten(0, 1).view(2, 5, 7),
 }
 
 
@@ -60,6 +62,10 @@ OPTIONS = {
     "z_loss and num_items": {"z_loss": 1e-2, "num_items": torch.tensor(7)},
     "its own scale and softcap": {"logit_scale": 0.5, "softcap": 4.0, "label_smoothing": 0.1},
     "losses a row": {"reduction": "none", "z_loss": 1e-2},
+    "weights of classes and tokens": {
+        "class_weights": torch.arange(1, 8, dtype=torch.float64),
+        "token_weights": torch.arange(10, dtype=torch.float64).view(2, 5),
+    },
 }
 
 
@@ -80,11 +86,10 @@ def test_isotypes_own_loss_of_deferred_logits(chain, options):
 
 MATERIAL = {
     "sum": lambda x: x.sum(),
-    "argmax": lambda x: x.argmax(-1),
+    "the largest of all": lambda x: x.argmax(),
+    "softmax": lambda x: torch.softmax(x, -1),
     "a column": lambda x: x[..., 0],
     "columns": lambda x: x[:, :, 2:4],
-    "a mask": lambda x: x[torch.ones(2, 5, dtype=torch.bool)],
-    "log_softmax": lambda x: torch.log_softmax(x, -1),
     "transpose": lambda x: x.transpose(1, 2),
     "add": lambda x: x + 1,
     "radd": lambda x: 1 + x,
@@ -93,7 +98,9 @@ MATERIAL = {
     "a tanh of a tanh": lambda x: torch.tanh(torch.tanh(x)),
     "another view": lambda x: x.view(5, 14),
     "in place": lambda x: x.mul_(2),
-    "weighted loss": lambda x: F.cross_entropy(x.view(-1, 7), torch.arange(10) % 7, weight=torch.ones(7, dtype=torch.float64)),
+    "weighted loss, smoothed, of a softcap": lambda x: F.cross_entropy(
+        (x / 5).tanh().view(-1, 7), torch.arange(10) % 7, weight=torch.ones(7, dtype=torch.float64), label_smoothing=0.1
+    ),
     "probabilities as targets": lambda x: F.cross_entropy(x.view(-1, 7), torch.full((10, 7), 1 / 7, dtype=torch.float64)),
     "classes second": lambda x: F.cross_entropy(x.transpose(1, 2), torch.ones(2, 5, dtype=torch.long)),
     "an autograd.Function": lambda x: Double.apply(x),

@@ -104,7 +104,7 @@ def test_a_window_of_several_batches_rounds_no_gradient_a_second_time(trained_he
         assert error(mine, truth) <= 1.05 * error(theirs, truth)
 
 
-def test_without_gradients_the_sum_is_there_at_once():
+def test_without_gradients_the_sum_is_computed_at_once():
     x, w, targets = leaves()
     with torch.no_grad():
         assert type(summed(defer, x, w, targets)) is torch.Tensor
@@ -124,7 +124,7 @@ def test_metadata_and_conversions_of_what_stands_for_a_sum():
     assert float(copy.deepcopy(summed(defer, x, w, targets).detach())) == pytest.approx(float(loss), rel=1e-6)
 
 
-def test_a_window_without_a_token_leaves_the_weights_alone():
+def test_a_window_without_a_token_has_zero_gradients():
     x, w, targets = leaves()
     (summed(defer, x, w, torch.full_like(targets, -100)) / torch.tensor(0)).backward()
     assert torch.equal(w.grad, torch.zeros_like(w))

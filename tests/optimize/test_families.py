@@ -83,7 +83,7 @@ def test_what_is_replaced():
     assert "norm" not in {part for part, _ in replaced["cohere"]}
 
 
-def test_what_is_left_alone_has_its_reason():
+def test_every_module_without_an_op_has_a_reason():
     left = {(e.part, e.reason) for f in ("cohere", "mixtral") for e in optimize(tiny(f)).left}
     assert ("norm", "its output is not RMSNorm's on a probe") in left
     assert ("experts", "its experts are one stacked parameter: no op for those") in left
@@ -104,7 +104,7 @@ def test_restore_gives_back_the_original():
     assert "already optimized" not in str(optimize(model))
 
 
-def test_twice_says_so():
+def test_a_second_optimize_is_reported():
     model = tiny("llama")
     optimize(model)
     assert {e.reason for e in optimize(model).left} == {"already optimized"}

@@ -85,7 +85,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("preset", "adapter"), CASES, ids=lambda v: v if isinstance(v, str) else "-".join(v) if v else str(v))
-def test_training_goes_on_bit_for_bit(preset, adapter, tmp_path):
+def test_training_continues_bit_for_bit_after_generation(preset, adapter, tmp_path):
     model = made(preset, adapter)
     twin = copy.deepcopy(model)
     expected, _ = trained(twin, tmp_path, generates=False)

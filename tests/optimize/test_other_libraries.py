@@ -38,7 +38,7 @@ def liger(monkeypatch):
     return patch
 
 
-def test_an_instance_patched_by_liger_is_left_alone(liger):
+def test_an_instance_patched_by_liger_is_not_replaced(liger):
     model = tiny("llama")
     liger.apply_liger_kernel_to_llama(model=model, rope=False)
     before = {n: dict(m.__dict__) for n, m in model.named_modules()}
@@ -50,7 +50,7 @@ def test_an_instance_patched_by_liger_is_left_alone(liger):
     assert {n: dict(m.__dict__) for n, m in model.named_modules()} == before
 
 
-def test_a_model_built_of_ligers_classes_is_left_alone(liger):
+def test_modules_of_ligers_classes_are_not_replaced(liger):
     liger.apply_liger_kernel_to_llama()
     manifest = optimize(tiny("llama"))
     assert reasons(manifest, "foreign") == {"it is liger_kernel's LigerRMSNorm", "it is liger_kernel's LigerSwiGLUMLP"}
@@ -109,7 +109,7 @@ def test_a_forward_wrapped_by_an_unknown_library_is_named():
     assert foreign(module) == "its forward was already replaced by accelerate"
 
 
-def test_a_rotation_is_known_by_its_form_whatever_its_name(monkeypatch):
+def test_a_rotation_is_recognised_by_its_signature(monkeypatch):
     from transformers.models.llama import modeling_llama
 
     source = types.ModuleType("tests.renamed")

@@ -79,7 +79,7 @@ def test_a_users_wrappers_stay_and_call_the_models_own_code(kind):
     assert all(foreign(module) for module in model.modules() if "forward" in vars(module))
 
 
-def test_a_users_generate_stays():
+def test_a_users_generate_is_preserved():
     model = tiny("llama")
     optimize(model)
     inner, calls = model.generate, []
@@ -97,7 +97,7 @@ def test_a_users_generate_stays():
 
 @pytest.mark.parametrize("kind", ["plain", "lora"])
 @pytest.mark.parametrize("order", ["offload after", "offload before"])
-def test_accelerates_offloading_stays(kind, order):
+def test_accelerates_offloading_is_preserved(kind, order):
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
 

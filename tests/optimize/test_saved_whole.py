@@ -75,7 +75,7 @@ def test_what_is_read_back_is_optimised_and_independent(family, kind, way):
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_declared_precision_goes_along(way):
+def test_a_declared_precision_is_saved_with_the_model(way):
     model = tiny("qwen2")
     optimize(model, "bf16-lora")
     apply_precision(model, PRESETS["bf16-lora"], device_type="cpu")

@@ -14,7 +14,7 @@ from isotype.optimize import optimize
 from tests.models import tiny
 
 
-def test_row_ops_are_left_to_the_model_and_the_reason_is_said(monkeypatch):
+def test_row_ops_are_not_placed_without_kernels_and_the_reason_is_noted(monkeypatch):
     monkeypatch.setattr(build, "cpu_compiler", lambda: None)
     monkeypatch.setattr(compiled, "_fallbacks", {})
     for op in (silu, gelu, norm, rope, attention):

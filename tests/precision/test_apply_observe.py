@@ -37,7 +37,7 @@ def prepared(preset: str):
 
 
 @pytest.mark.parametrize("preset", CPU_PRESETS)
-def test_a_step_keeps_the_declaration(preset):
+def test_a_step_uses_the_declared_dtypes(preset):
     model, precision = prepared(preset), PRESETS[preset]
     observer = Observer(model, precision)
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)

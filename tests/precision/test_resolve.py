@@ -14,7 +14,7 @@ def test_every_preset_resolves_without_a_finding(name, h100):
     assert set(resolved.reasons.values()) == {f"preset {name}"}
 
 
-def test_auto_says_what_it_became_and_why(h100, t4, old_cpu):
+def test_auto_reports_its_choice_and_the_reason(h100, t4, old_cpu):
     assert resolve(device=h100).preset == "bf16-lora"
     assert resolve(device=h100, adapter="none").preset == "bf16-mixed"
     assert "native bf16" in resolve(device=h100).reasons["compute"]
@@ -25,7 +25,7 @@ def test_auto_says_what_it_became_and_why(h100, t4, old_cpu):
     assert resolve(device=old_cpu).preset == "fp32"
 
 
-def test_an_override_keeps_its_line(h100):
+def test_an_override_records_its_line(h100):
     resolved = resolve(
         {"preset": "bf16-pure", "rounding": "nearest"}, device=h100, adapter="none", sources={"precision.rounding": "run.yaml:9"}
     )

@@ -195,7 +195,7 @@ def test_pointing_at_the_loss_shows_its_value(browser: Browser, pages: dict[str,
     assert "training loss" in said
 
 
-def test_what_a_screen_reader_is_told(browser: Browser, pages: dict[str, Path]) -> None:
+def test_the_page_has_texts_for_screen_readers(browser: Browser, pages: dict[str, Path]) -> None:
     browser.show(pages["finished"], width=1280)
     browser.ask("Accessibility.enable")
     nodes = browser.ask("Accessibility.getFullAXTree")["nodes"]

@@ -53,7 +53,7 @@ def test_status_and_progress_of_runs_that_are_not_at_their_end(tmp_path: Path) -
     assert progress(record(tmp_path / "run", result={"status": "done"})) is None
 
 
-def test_a_reason_that_most_roles_share_is_said_once(tmp_path: Path) -> None:
+def test_a_reason_shared_by_most_roles_is_printed_once(tmp_path: Path) -> None:
     declared = {role: {"value": "bf16", "reason": "auto: this device"} for role in ("base", "compute", "generate")}
     declared["grads"] = {"value": "fp32", "reason": "run.yaml:9"}
     table = precision(record(tmp_path / "run", precision={"declared": declared}))
@@ -118,7 +118,7 @@ def test_places_that_cannot_be_observed_are_listed(tmp_path: Path) -> None:
     assert [p["place"] for p in precision(made)["places"]] == ["operator mine::op in layers.0"]
 
 
-def test_what_was_not_observed_says_why(tmp_path: Path) -> None:
+def test_unobserved_roles_have_a_reason(tmp_path: Path) -> None:
     declared = {"reduce": {"value": "fp32"}, "loss": {"value": "fp32"}}
     made = record(tmp_path, precision={"declared": declared, "observed": {"loss": {"fp32": 1}}, "unobserved": {"reduce": "one process"}})
     rows = {row["role"]: row for row in page(made)["precision"]["rows"]}

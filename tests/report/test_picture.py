@@ -9,6 +9,7 @@ import pytest
 
 from isotype.report.picture import picture
 from isotype.report.record import read_run
+from isotype.report.sampled_pictures import spread
 
 from .runs import run_folder, step
 
@@ -52,3 +53,29 @@ def test_long_words_end_where_their_card_does(tmp_path: Path, letter: str) -> No
     image = drawn(folder)
     beside = image.crop((image.width - 52, 0, image.width, image.height))  # the margin, less a rounded corner
     assert beside.getcolors() == [(52 * image.height, (0xF5, 0xF5, 0xF2))]
+
+
+def test_pictures_of_a_diffusion_run_are_a_grid_over_time(tmp_path: Path) -> None:
+    colours = {(0, 10): (255, 0, 0), (0, 20): (0, 255, 0), (1, 10): (0, 0, 255), (1, 20): (255, 255, 0)}
+    moments = []
+    for step_ in (10, 20):
+        files = []
+        for i in (0, 1):
+            file = tmp_path / f"a/samples/step_{step_}_{i}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (32, 32), colours[i, step_]).save(file)
+            files.append({"prompt": f"prompt {i}", "answer": "a picture", "file": f"samples/step_{step_}_{i}.png"})
+        moments.append({"step": step_, "samples": files})
+    image = drawn(run_folder(tmp_path / "a", resolved="model:\n  name: x\n", samples=moments))
+    places = {}
+    for key, colour in colours.items():
+        seen = [(x, y) for x in range(0, image.width, 4) for y in range(0, image.height, 4) if image.getpixel((x, y)) == colour]
+        assert len(seen) > 100, f"{key}: the picture is large enough to see"
+        places[key] = seen[0]
+    assert places[0, 10][1] == places[0, 20][1] < places[1, 10][1] == places[1, 20][1], "a row a prompt"
+    assert places[0, 10][0] == places[1, 10][0] < places[0, 20][0] == places[1, 20][0], "a column a step"
+
+
+def test_of_many_steps_the_first_and_the_last_are_shown() -> None:
+    assert spread(list(range(0, 100, 5)), 4) == [0, 30, 65, 95]
+    assert spread([1, 2], 4) == [1, 2]

@@ -43,7 +43,7 @@ def test_pointing_at_a_chart_shows_its_values_without_a_script() -> None:
     assert all(x + width == pytest.approx(after, abs=0.15) for (x, width), (after, _) in pairwise(edges)), "columns without gaps"
 
 
-def test_a_chart_says_in_words_what_it_shows() -> None:
+def test_a_chart_has_a_text_description() -> None:
     words = plot(
         Series("loss", [(1.0, 5.0), (2.0, 3.0), (3.0, 4.0)]), guides=[Guide(1.0, "clip 1")], trouble="1 value is not finite."
     ).described()

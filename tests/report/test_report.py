@@ -102,7 +102,7 @@ def test_it_needs_no_network_and_allows_no_script(whole_run: Path) -> None:
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def test_nothing_a_run_wrote_becomes_markup(tmp_path: Path) -> None:
+def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
     bad = HOSTILE
     folder = run_folder(
         tmp_path / "run",

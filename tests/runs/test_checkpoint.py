@@ -78,7 +78,7 @@ def damage_seal(path: Path):
 
 
 @pytest.mark.parametrize("damage", [damage_truncate, damage_flip_a_bit, damage_unseal, damage_seal])
-def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path, damage):
+def test_a_damaged_checkpoint_is_skipped_with_a_message(tmp_path, damage):
     store = CheckpointStore(tmp_path)
     store.save(checkpoint(1))
     store.save(checkpoint(2))
@@ -91,7 +91,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path, damage):
         store.load(2)
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+def test_a_full_disk_preserves_earlier_checkpoints(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     store.save(checkpoint(1))
 
@@ -128,7 +128,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
         assert store.load(step).tensors["model.w"][0] == step
 
 
-def test_replacing_keeps_one_whole_folder(tmp_path):
+def test_replacing_always_leaves_one_complete_folder(tmp_path):
     for text in ("old", "new"):
         write_folder(tmp_path / "adapter", lambda f, text=text: (f / "a.txt").write_text(text))
     assert (tmp_path / "adapter" / "a.txt").read_text() == "new"

@@ -245,7 +245,7 @@ def unknown_libdevice(x):
     tl.store(x, libdevice.tgamma(tl.load(x)))
 
 
-def test_an_unknown_libdevice_function_says_so():
+def test_an_unknown_libdevice_function_is_refused_by_name():
     with interpreted(), pytest.raises(Exception, match=r"libdevice.tgamma has no CPU version"):
         unknown_libdevice[(1,)](torch.ones(1))
 

@@ -53,7 +53,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(configured: Any, workshop: An
     assert "PF018" in record["checks"]
 
 
-def test_the_plan_knows_packed_rows(configured: Any, tmp_path: Path) -> None:
+def test_the_plan_covers_packed_rows(configured: Any, tmp_path: Path) -> None:
     made = plan(configured(data={"packing": True, "max_length": 128}, train={"steps": None}))
     assert made.data["packed_from"] > made.data["train_rows"]
     assert made.schedule["steps"] == -(-made.data["train_rows"] // 4)

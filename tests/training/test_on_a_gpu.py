@@ -64,7 +64,7 @@ def test_an_interrupted_run_ends_bit_identical(configured, tmp_path, monkeypatch
 
 @on_a_gpu
 @pytest.mark.parametrize("checkpointing", ["layers", "layers+offload"])
-def test_recomputing_changes_nothing_that_is_learned(configured, tmp_path, checkpointing):
+def test_recomputing_changes_no_result(configured, tmp_path, checkpointing):
     if DEVICE == "cpu" and "offload" in checkpointing:
         pytest.skip("refused on a CPU, whose memory is host memory")
     for name, way in (("plain", "none"), ("other", checkpointing)):
@@ -76,7 +76,7 @@ def test_recomputing_changes_nothing_that_is_learned(configured, tmp_path, check
 
 @on_a_gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="copies beside the device's work")
-def test_inputs_come_back_from_host_memory_as_they_left():
+def test_inputs_return_unchanged_from_host_memory():
     from isotype.training.memory.offload import HostMemory
 
     layers, x = made(12), torch.randn(4096, 128)

@@ -23,7 +23,7 @@ def stories(shared):
     return str(folder)
 
 
-def test_a_plan_says_what_a_run_would_do(stories, tmp_path, monkeypatch):
+def test_a_plan_shows_what_a_run_would_do(stories, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = plan(load(None, SETTINGS, {"model.name": stories, "data.train": "stdlib"}, preset="fp32"))
     content = json.loads(json.dumps(made.as_json()))

@@ -95,7 +95,7 @@ def test_a_folder_that_vanishes_in_mid_run(configured, tmp_path, monkeypatch):
         train(configured())
 
 
-def test_what_is_refused_elsewhere_is_a_usage_error_and_what_is_no_refusal_stays(tmp_path):
+def test_disk_errors_elsewhere_are_usage_errors_and_other_errors_are_unchanged(tmp_path):
     elsewhere = refused_by_disk(OSError(errno.ENAMETOOLONG, "File name too long", "/data/" + "x" * 999), RunFolder(tmp_path))
     assert isinstance(elsewhere, UsageError)
     assert len(str(elsewhere)) < 300

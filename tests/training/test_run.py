@@ -63,7 +63,7 @@ def same_result(a: Path, b: Path) -> None:
     assert losses(a) == losses(b)
 
 
-def test_a_run_leaves_what_the_design_says(configured, tmp_path, workshop):
+def test_a_run_writes_all_files_of_the_design(configured, tmp_path, workshop):
     assert train(configured()) == 0
     run = tmp_path / "run"
     left = {p.relative_to(run).as_posix() for p in run.rglob("*") if p.is_file()}
@@ -149,7 +149,7 @@ def test_ctrl_c_saves_and_prints_the_resume_command(configured, tmp_path, capsys
 
 
 @pytest.mark.parametrize("stage", ["prepare", "preflight"])
-def test_ctrl_c_before_step_1_stops_at_once_and_leaves_nothing_begun(configured, tmp_path, capsys, monkeypatch, stage):
+def test_ctrl_c_before_step_1_stops_at_once_and_removes_the_folder(configured, tmp_path, capsys, monkeypatch, stage):
     with monkeypatch.context() as patched:
         ctrl_c_before(patched, run_module, stage)
         assert train(configured()) == 130
@@ -188,7 +188,7 @@ def test_a_damaged_checkpoint_is_passed_over_written_again_and_never_in_the_way_
     assert CheckpointStore(run / "checkpoints").newest_whole() == (8, [])
 
 
-def test_resuming_with_another_precision_is_refused_and_a_longer_run_is_said(configured, tmp_path, capsys):
+def test_resuming_with_another_precision_is_refused_and_a_longer_run_is_reported(configured, tmp_path, capsys):
     assert train(configured(train={"schedule": "constant"})) == 0
     with pytest.raises(UsageError, match=r"precision\.preset"):
         train(configured(train={"schedule": "constant"}, precision={"preset": "bf16-lora"}), resume=tmp_path / "run")

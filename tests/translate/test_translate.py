@@ -78,7 +78,7 @@ def test_methods_that_are_not_offered_are_refused(name, tmp_path):
     assert case.refused in str(done.exception)
 
 
-def test_unknown_key_is_told_with_a_suggestion(tmp_path):
+def test_unknown_key_is_reported_with_a_suggestion(tmp_path):
     (tmp_path / "a.yml").write_text(AXOLOTL + "leaning_rate: 1\nno_such_thing: 3\n")
     told = {outcome.given.name: outcome for outcome in translate(tmp_path / "a.yml").outcomes}
     assert told["leaning_rate"].fate is Fate.NOT_OFFERED
@@ -86,13 +86,13 @@ def test_unknown_key_is_told_with_a_suggestion(tmp_path):
     assert "does not know this key" in told["no_such_thing"].note
 
 
-def test_value_that_fits_no_setting_is_told(tmp_path):
+def test_value_that_fits_no_setting_is_reported(tmp_path):
     (tmp_path / "a.yml").write_text(AXOLOTL.replace("num_epochs: 1", "num_epochs: several"))
     told = {outcome.given.name: outcome for outcome in translate(tmp_path / "a.yml").outcomes}
     assert "several is not a value" in told["num_epochs"].note
 
 
-def test_contradiction_of_the_source_is_told(tmp_path):
+def test_contradiction_in_the_source_is_reported(tmp_path):
     file = tmp_path / "both.yml"
     file.write_text((AXOLOTL + AXOLOTL_LORA).replace("bf16: auto", "bf16: true") + "fp16: true\n")
     assert [finding.code for finding in translate(file).findings if finding.severity is Severity.ERROR]
@@ -118,8 +118,8 @@ def test_dataset_info_names_the_file(tmp_path):
         ("a.txt", "x", None, "reads YAML, JSON, TOML, Python"),
         ("a.yml", AXOLOTL, "axolot", "did you mean axolotl?"),
         ("a.yml", AXOLOTL, "llamafactory", "the keys are those of axolotl"),
-        ("a.json", '{"--model_family": "flux", "--model_type": "lora", "--gradient_precision": "fp32"}', None, "image models"),
-        ("a.json", '{"--model_family": "flux", "--model_type": "lora"}', "simpletuner", "image models"),
+        ("a.toml", 'network_module = "networks.lora"\nnetwork_dim = 8\nno_half_vae = true\nunet_lr = 1e-4\n', None, "kohya"),
+        ("a.toml", 'network_module = "networks.lora"\nnetwork_dim = 8\n', "kohya", "kohya"),
     ],
 )
 def test_files_that_cannot_be_translated_are_one_line(tmp_path, name, text, tool, told):

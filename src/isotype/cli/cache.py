@@ -1,4 +1,4 @@
-"""`isotype cache`: what is kept of tokenised data and of compiled kernels, and how to let it go."""
+"""`isotype cache`: shows the stored tokenised data and compiled kernels, and removes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cache(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Show what is kept of tokenised data and of compiled C++ kernels, or clear it. Runs make again what they miss.
+    """Show the stored tokenised data and compiled C++ kernels, or remove them. Runs make again what they miss.
 
     Tokenised data takes at most ISOTYPE_CACHE_GB (20) gigabytes: those entries go first that were not used for longest.
 

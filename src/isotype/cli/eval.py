@@ -30,9 +30,13 @@ def evaluate(
 ) -> None:
     """Token-weighted loss and perplexity of a run on a file, under the run's own precision.
 
+    Of a diffusion run: the loss on the pictures of a folder or file, at fixed noise levels.
+
     Examples:
 
         isotype eval runs/qwen held_out.jsonl
+
+        isotype eval runs/flux held_out_pictures
     """
     from ..errors import UsageError
 
@@ -41,12 +45,16 @@ def evaluate(
     data = file or data
     if data is None:
         raise UsageError("eval: which file?", fix=f"isotype eval {run} FILE")
+    from ..config.kind import DIFFUSION
     from ..config.sources import SourceSpec
     from ..data.sources import refuse_absent
-    from ..runs.folder import require_run, without_run
+    from ..runs.folder import kind_of_run, require_run, without_run
 
     if without_run(run) is None:
         require_run(run)  # before the seconds that loading takes
+    if kind_of_run(run) == DIFFUSION:
+        _pictures(run, data, batch_size=batch_size, json_output=json_output)
+        return
     refuse_absent(SourceSpec(name=data))
     from ..training.quiet import quiet_libraries
 
@@ -72,3 +80,17 @@ def evaluate(
         print(
             f"{run} ({loaded.taken}) on {data}: loss {found.loss:.4f}, perplexity {perplexity:.2f}, {len(rows)} rows, {found.weight} tokens"
         )
+
+
+def _pictures(run: Path, data: str, *, batch_size: int | None, json_output: bool) -> None:
+    from ..tasks.diffusion.loaded import evaluate_with
+    from ..training.quiet import quiet_libraries
+
+    quiet_libraries()
+    taken, found = evaluate_with(run, data, batch_size=batch_size)
+    answer = {"run": str(run), "taken": taken, "data": data, "rows": found.weight, "loss": found.loss, "parts": dict(found.parts)}
+    if json_output:
+        print(json.dumps(answer))
+        return
+    parts = ", ".join(f"{name} {loss:.4f}" for name, loss in found.parts.items())
+    print(f"{run} ({taken}) on {data}: loss {found.loss:.4f} of {found.weight} pictures ({parts})")

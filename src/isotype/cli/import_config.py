@@ -17,20 +17,22 @@ if TYPE_CHECKING:
 
 HELP = """Make an Isotype configuration of another tool's, and say what became of each of its keys.
 
-Reads axolotl, LLaMA-Factory, TRL, Hugging Face TrainingArguments, torchtune and Unsloth notebooks:
-YAML, JSON, TOML, Python, notebooks and shell scripts.
+Reads axolotl, LLaMA-Factory, TRL, Hugging Face TrainingArguments, torchtune, SimpleTuner and Unsloth notebooks:
+YAML, JSON, TOML, Python, notebooks, shell scripts and config.env.
 
 Examples:
 
     isotype import axolotl/qlora.yml --out run.yaml
 
     isotype import train.py --from trl > run.yaml
+
+    isotype import config/config.env --from simpletuner --out run.yaml
 """
 
 
 def import_config(
     file: Annotated[Path, typer.Argument(help="The other tool's configuration, script or notebook.", show_default=False)],
-    tool: Annotated[str | None, typer.Option("--from", help="axolotl, llamafactory, trl, hf, torchtune, unsloth.")] = None,
+    tool: Annotated[str | None, typer.Option("--from", help="axolotl, llamafactory, trl, hf, torchtune, unsloth, simpletuner.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write; without it the configuration is printed.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -79,7 +81,7 @@ def _tell(result: Translation, to: TextIO) -> None:
     for note in result.notes:
         print(f"note  {note}", file=to)
     for finding in result.findings:
-        print(f"\n{finding}", file=to)
+        print(f"\n{finding.render()}", file=to)
 
 
 def register(app: typer.Typer) -> None:

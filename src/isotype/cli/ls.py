@@ -85,5 +85,5 @@ def _row(folder: Path) -> dict[str, Any]:
         "eval_loss": record.best("eval_loss"),
         "precision": str(record.precision.get("precision", "")),
         "model": Path(str(record.setting("model", "name") or "built")).name,
-        "data": short_names(record.setting("data", "train")),
+        "data": short_names(record.setting("data", "train") or record.setting("images", "train")),
     }

@@ -1,4 +1,4 @@
-"""`isotype quickstart`: from nothing to a tuned model and its report, offline."""
+"""`isotype quickstart`: from nothing to a tuned model and its report, offline; with `--diffusion` one that draws."""
 
 from __future__ import annotations
 
@@ -15,19 +15,27 @@ def register(app: typer.Typer) -> None:
 
 
 def quickstart(
-    folder: Annotated[Path, typer.Option("--folder", help="Where everything goes.")] = Path("quickstart"),
+    folder: Annotated[Path | None, typer.Option("--folder", help="Where everything goes: quickstart, or quickstart-diffusion.")] = None,
+    diffusion: Annotated[bool, typer.Option("--diffusion", help="Pictures: a small Flux, then a LoRA for a new shape.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Progress on stderr, one JSON object on stdout.")] = False,
 ) -> None:
     """Train a small model on Python's own documentation, then a LoRA adapter on questions about it: offline, minutes on a CPU.
 
-    Leaves the text, both configuration files, both runs and their reports in the folder. Given again, it goes on where it was.
+    Leaves the text (or pictures), both configuration files, both runs and their reports in the folder. Given again, it goes on where it
+    was.
 
     Examples:
 
         isotype quickstart
 
         isotype quickstart --folder /tmp/try
+
+        isotype quickstart --diffusion
     """
+    if diffusion:
+        from ..quickstart_pictures import quickstart_pictures
+
+        raise typer.Exit(quickstart_pictures(folder or Path("quickstart-diffusion"), json_output=json_output))
     from ..quickstart import quickstart as start
 
-    raise typer.Exit(start(folder, json_output=json_output))
+    raise typer.Exit(start(folder or Path("quickstart"), json_output=json_output))

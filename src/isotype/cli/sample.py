@@ -89,10 +89,9 @@ def sample(
 
 def _draw(run: Path, texts: list[str], *, context: typer.Context, seed: int, json_output: bool) -> None:
     """Pictures as files in RUN/drawn, numbered on from those that are there."""
-    from click.core import ParameterSource
-
     for option in ("tokens", "temperature", "top_p"):
-        if context.get_parameter_source(option) is not ParameterSource.DEFAULT:
+        source = context.get_parameter_source(option)
+        if source is not None and source.name != "DEFAULT":  # by name: typer brings its own copy of click's enum
             raise UsageError(f"--{option.replace('_', '-')} has no effect: {run} is a diffusion run")
     from ..tasks.diffusion.loaded import draw_with
     from ..training.quiet import quiet_libraries

@@ -128,7 +128,7 @@ def plan(
     steps: Steps = None,
     no_cache: NoCache = False,
     device: Annotated[
-        str | None, typer.Option("--device", help="Plan for this device (h200, a100, cpu), whatever is here.", show_default=False)
+        str | None, typer.Option("--device", help="Plan for this device (h200, a100, cpu) instead of the present one.", show_default=False)
     ] = None,
     ledger: Annotated[
         bool, typer.Option("--ledger", help="List the launches of one step on a GPU, beside Unsloth's; times are computed, not measured.")
@@ -145,9 +145,9 @@ def plan(
 
 @contextmanager
 def _said_once() -> Iterator[None]:
-    """For mistakes in the command, which every process of a launcher finds: the others let the first one say it.
+    """For mistakes in the command, which every process of a launcher finds: only the first process prints them at once.
 
-    The launcher ends them as soon as the first one ends; a mistake of one machine only is said after a moment.
+    The launcher ends the others as soon as the first one ends. A mistake on one machine only is printed after five seconds.
     """
     try:
         yield
@@ -194,9 +194,7 @@ def _loaded(
     no_cache: bool = False,
     device: str | None = None,
 ) -> LoadedConfig:
-    from ..config.load import load
-    from ..entry.complete import refuse_incomplete
-    from ..runs.folder import require_run
+    from ..entry.settings import load_settings
 
     arguments = list(settings or [])
     file = Path(arguments.pop(0)) if arguments and "=" not in arguments[0] else None
@@ -210,15 +208,11 @@ def _loaded(
     }
     if consent and resume is None:
         raise UsageError("--yes has no effect without --resume")
-    if resume is not None:
-        if file is not None:
-            raise UsageError(f"{file}: --resume takes the run's own configuration", fix="give changes as section.key=value")
-        if out is not None:
-            raise UsageError("--out: a resumed run stays in its folder", fix="leave --out away, or start a new run")
-        file = require_run(resume) / "resolved.yaml"
-    loaded = load(file, arguments, flags, preset=preset, consent=consent, resolved=resume is not None)
-    refuse_incomplete(loaded)
-    return loaded
+    if resume is not None and out is not None:
+        raise UsageError("--out: a resumed run stays in its folder", fix="leave --out away, or start a new run")
+    return load_settings(
+        file, arguments, flags, preset=preset, resume=resume, how_to_change="give changes as section.key=value", consent=consent
+    )
 
 
 def _print_plan(

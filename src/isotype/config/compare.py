@@ -50,7 +50,7 @@ MAY_CHANGE = {
 
 @dataclass(frozen=True)
 class Change:
-    """One key that differs. `allowed`: a resumed run may have it; `why` says in what sense."""
+    """One key that differs. `allowed`: whether a resumed run may change it; `why`: the reason."""
 
     key: str
     old: Any

@@ -25,7 +25,7 @@ ONLY: Mapping[str, tuple[str, ...]] = {
 INSTEAD = {
     "data.train": "images.train", "data.eval": "images.eval", "data.eval_split": "images.eval_split", "data.limit": "images.limit",
     "data.shuffle": "images.shuffle", "data.cache": "images.cache", "run.sample_tokens": "run.sample_steps",
-    "data.max_length": "diffusion.max_text_length",
+    "data.max_length": "diffusion.max_text_length", "data.columns": "images.columns", "data.on_bad_row": "images.on_bad_row",
 }  # fmt: skip
 
 

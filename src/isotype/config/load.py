@@ -78,7 +78,7 @@ def load(
     flags      `section.key` -> value from the command line's own options; None means not given
     preset     a recipe or precision by name (`config.recipes`)
     consent    see LoadedConfig
-    source     where the flags come from, as told in errors and in resolved.yaml
+    source     where the flags come from, as named in errors and in resolved.yaml
     resolved   the file is a run's resolved.yaml: the sources are those in its comments, so that they outlive a resume
     Raises     UsageError, a line for each mistake
     """
@@ -112,7 +112,7 @@ def load(
 
 
 def _source_in_comment(source: str, text: str, name: str) -> str:
-    """The comment behind the key that `source` (`NAME:LINE`) points at, as `config.write.resolved_yaml` wrote it."""
+    """The comment after the key at `source` (`NAME:LINE`), as `config.write.resolved_yaml` wrote it."""
     line = source.removeprefix(f"{name}:")
     return text.splitlines()[int(line) - 1].rpartition("  # ")[2] if line.isdecimal() else source
 

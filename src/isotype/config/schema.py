@@ -88,15 +88,29 @@ class DataSection(Section):
 
 
 class ImagesSection(Section):
-    train: str | list[str] | None = None
-    """Training pictures of a diffusion run: a folder (each picture with its caption in a .txt of the same name), a JSONL file (`image`,
-    `text`), or a list of these."""
-    eval: str | list[str] | None = None
+    train: str | list[str | dict[str, Any]] | None = None
+    """Training pictures of a diffusion run: a folder (each picture with its captions in a .txt of the same name, a caption a line), a file
+    of rows that name pictures (JSONL, CSV, Parquet), or a list of these, each perhaps a mapping with `name`, `caption` (of all
+    its pictures), `columns`, `repeats`."""
+    eval: str | list[str | dict[str, Any]] | None = None
     """Evaluation pictures, named as in `train`; without it `eval_split` of the training pictures are held out."""
     eval_split: Fraction = 0.05
     """Share of the training pictures held out when `eval` is not given; 0 for none."""
+    regularisation: str | list[str | dict[str, Any]] | None = None
+    """Pictures of what the model shall still draw as before (prior preservation), named as in `train`. They are trained on with the
+    others, their loss times `weight`, a key of a mapping, 1 by default."""
+    masks: str | None = None
+    """Folder of grey pictures, named as those of `train`: the loss counts where the mask is white. A row may name its own (`mask`)."""
+    columns: dict[str, str] | None = None
+    """The data's own names for `image`, `text`, `mask`: `{image: file, text: prompt}`. By default common names are tried."""
     resolution: PositiveInt = 512
-    """Side in pixels: a picture is scaled to cover a square of it, and its middle is taken."""
+    """Side in pixels: a picture is scaled to cover a square of it, and `crop` is taken."""
+    max_aspect: Annotated[float, Field(ge=1.0, le=8.0)] = 1.0
+    """Above 1: pictures keep their shape, up to so many times longer than wide or wider than long. They are put into aspect buckets of
+    about `resolution` x `resolution` pixels, and the pictures of a step come from one bucket where there are enough."""
+    crop: Literal["center"] | PositiveInt = "center"
+    """What is cut off where a picture does not fit: `center` keeps the middle; a number keeps so many windows, placed at random, of which
+    one is drawn each time a picture is seen."""
     flip: bool = False
     """Mirror half of the pictures, drawn anew each time one is seen."""
     caption_dropout: Fraction = 0.0
@@ -105,6 +119,9 @@ class ImagesSection(Section):
     """Use only the first pictures: for a trial."""
     shuffle: bool = True
     """Shuffle the pictures of every epoch, from `train.seed`."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A picture that cannot be used (cut, no picture, without caption): `error` names all of them before training, `skip` leaves them out
+    and lists them in bad_rows.jsonl; more than 5% are refused all the same."""
     cache: str = "auto"
     """Where latents and text embeddings are kept for the next run: a folder, `none` (memory only), or `auto`, the user's cache folder."""
 
@@ -122,7 +139,7 @@ class DiffusionSection(Section):
     snr_gamma: PositiveFloat = 5.0
     """`min_snr`: the signal-to-noise ratio above which a level is weighed down."""
     guidance: Annotated[float, Field(ge=0.0)] = 1.0
-    """Guidance that a guidance-distilled model (Flux.1-dev) is told in training."""
+    """The guidance given to a guidance-distilled model (Flux.1-dev) in training."""
     eval_draws: PositiveInt = 4
     """Noise levels at which each evaluation picture is denoised, spread evenly; the same in every evaluation."""
     max_text_length: PositiveInt | None = None

@@ -73,7 +73,7 @@ def near_model(name: str) -> str:
     try:
         path = Path(name).expanduser()
         models = [p.name for p in path.parent.iterdir() if (p / "config.json").is_file()]
-    except (OSError, ValueError, RuntimeError):  # ValueError: a NUL in the name; RuntimeError: ~ of nobody
+    except (OSError, ValueError, RuntimeError):  # ValueError: a NUL in the name; RuntimeError: ~ of an unknown user
         return ""
     near = get_close_matches(path.name, models, n=1)
     return f", did you mean {path.parent / near[0]}?" if near else ""
@@ -129,7 +129,7 @@ def _spec(entry: Any, where: str, data: DataSection) -> SourceSpec:
 
 
 def names(given: Any) -> list[str]:
-    """The sources of `data.train` or `data.eval` by name, in whatever form they were given, also in a damaged file."""
+    """The names of the sources of `data.train` or `data.eval`, for all forms in which they can be given, also from a damaged file."""
     entries = given if isinstance(given, list) else [] if given is None else [given]
     return [str(entry.get("name", "?") if isinstance(entry, dict) else entry) for entry in entries]
 

@@ -87,7 +87,7 @@ def evict(folder: Path, *, keep: Path, most: int) -> list[Entry]:
 
 
 def remove(entry: Entry) -> bool:
-    """Whether the entry is gone: a system may hold on to a file that is mapped."""
+    """Whether the entry was removed: some systems refuse to remove a memory-mapped file."""
     try:
         entry.path.unlink(missing_ok=True)
     except OSError:

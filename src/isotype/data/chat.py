@@ -19,6 +19,7 @@ import jinja2
 
 from ..errors import UsageError
 from .bounded import bounded, refuse_no_text
+from .conversations import is_learnt
 from .formats import Example, Message
 from .named_templates import NAMED, named_template
 from .read import existing_file, read_text
@@ -58,6 +59,10 @@ class ChatTemplate:
     text: str
     source: str  # "tokenizer", "default", or the file
 
+    def reads(self, key: str) -> bool:
+        """Whether the template's text has this key of a turn."""
+        return re.search(rf"\b{re.escape(key)}\b", self.text) is not None
+
     @property
     def has_generation_block(self) -> bool:
         return _GENERATION.search(self.text) is not None
@@ -85,7 +90,7 @@ class ChatTemplate:
         messages = list(example.messages or ())
         found = []
         for i, message in enumerate(messages):
-            if message["role"] == "assistant" and i >= example.learn_from:
+            if message["role"] == "assistant" and i >= example.learn_from and is_learnt(message):
                 found.append(self._span(messages, i, example, rendered))
         return found
 

@@ -9,6 +9,8 @@ from typing import Any
 from .bad_rows import EmptyAnswer, RowError
 
 Message = dict[str, Any]
+# keys of a turn that say whether it is learnt: OpenAI's, and two that axolotl's data have
+LEARN_KEYS = ("weight", "train", "training")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "ai": "assistant", "chatbot": "assistant"}
 # ShareGPT's `from`, as its data sets write it
@@ -56,6 +58,11 @@ def tool_list(value: Any, place: str) -> list[Any] | None:
     return tools
 
 
+def is_learnt(message: Message) -> bool:
+    """Whether the row lets a run learn this turn: not where the turn says `weight: 0`, `train: false` or `training: false`."""
+    return all(message.get(key) is None or bool(message[key]) for key in LEARN_KEYS)
+
+
 def parsed_json(value: Any) -> Any:
     """A list or object that a table's cell holds as JSON; anything else as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
@@ -89,6 +96,7 @@ def _message(message: Any, where: str, place: str) -> Message:
     if role not in ROLES:
         meant = _OTHER_NAMES.get(str(role).lower()) or next(iter(difflib.get_close_matches(str(role).lower(), ROLES, n=1)), None)
         raise RowError(f"{at}.role: unknown role {role!r}" + (f", did you mean {meant}?" if meant else f": use {', '.join(ROLES)}"))
+    _check_learn_keys(message, at)
     calls = parsed_json(message.get("tool_calls"))
     if calls:
         if role != "assistant":
@@ -98,9 +106,19 @@ def _message(message: Any, where: str, place: str) -> Message:
         return {**message, "content": "" if content is None else _content(content, at, may_be_empty=True), "tool_calls": calls}
     if "content" not in message:
         raise RowError(f"{at} has no content{_suggestion('content', message)}")
-    content = _content(message["content"], at, may_be_empty=role != "assistant")
+    content = _content(message["content"], at, may_be_empty=role != "assistant" or not is_learnt(message))
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**plain, "content": content}
+
+
+def _check_learn_keys(turn: Message, at: str) -> None:
+    """Raises  RowError for a weight between 0 and 1: a turn is learnt, or it is not."""
+    for key in LEARN_KEYS:
+        value = turn.get(key)
+        if not (value is None or isinstance(value, bool) or (isinstance(value, int | float) and value in (0, 1))):
+            raise RowError(
+                f"{at}.{key} must be 0 or 1, true or false, got {json.dumps(value, default=str)[:40]}: a turn is learnt, or it is not"
+            )
 
 
 def _content(content: Any, at: str, *, may_be_empty: bool) -> str:
@@ -145,15 +163,17 @@ def _sharegpt_turn(turn: Any, where: str, place: str) -> Message:
     role = _SHAREGPT.get(str(turn["from"]).lower())
     if role is None:
         raise RowError(f"{at}.from: unknown role {turn['from']!r}: use human, gpt, system, function_call or observation")
+    _check_learn_keys(turn, at)
     value = turn["value"]
+    beside = {key: said for key, said in turn.items() if key not in ("from", "value", "role", "content", "tool_calls")}
     if role == "function_call":
         call = parsed_json(value)
-        return {"role": "assistant", "content": "", "tool_calls": _calls(call if isinstance(call, list) else [call], at)}
-    if role == "assistant" and (value is None or (isinstance(value, str) and not value.strip())):
+        return {**beside, "role": "assistant", "content": "", "tool_calls": _calls(call if isinstance(call, list) else [call], at)}
+    if role == "assistant" and is_learnt(turn) and (value is None or (isinstance(value, str) and not value.strip())):
         raise EmptyAnswer(f"{at}.value is empty: the row has no target")
     if not isinstance(value, str):
         raise RowError(f"{at}.value must be text, got {kind(value)}")
-    return {"role": role, "content": value}
+    return {**beside, "role": role, "content": value}
 
 
 def _suggestion(key: str, row: Message) -> str:

@@ -17,12 +17,15 @@ from typing import Any
 from ..errors import UsageError
 from .bad_rows import EMPTY, BadRow, BadRows
 from .chat import ChatTemplate, Span
+from .conversations import LEARN_KEYS
 from .formats import Example, Message
 from .rows import IGNORED, Row
 
 BATCH = 256  # texts handed to the tokenizer at once
 _CHARACTERS_A_TOKEN = 16  # a text with more than so many for each token of a row is cut before it is tokenised
 _MARGIN = 64  # tokens beyond max_length that are kept then: the last ones before a cut are not those of the whole text
+# keys of a turn whose absence from the text is counted elsewhere, or which only link a result to its call
+_OWN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
 Offsets = Sequence[tuple[int, int]]  # of each token, in characters
 
 
@@ -41,6 +44,8 @@ class Tally:
     """Rows with tool calls, or with tools, whose names are nowhere in the text that the template made."""
     reasoning_unseen: int = 0
     """Rows with a `reasoning_content` (or `thinking`) that the template left out."""
+    unread_keys: Counter[str] = field(default_factory=Counter)
+    """Rows by a key of their turns that neither the run nor the chat template reads."""
     bad: BadRows = field(default_factory=BadRows)
 
     def drop(self, reason: str, place: str) -> None:
@@ -51,7 +56,8 @@ class Tally:
         return {
             "dropped": dict(self.dropped), "first_dropped": self.first_dropped, "end_of_turn": dict(self.end_of_turn),
             "borders": self.borders, "special_in_content": self.special_in_content, "calls_unseen": self.calls_unseen,
-            "tools_unseen": self.tools_unseen, "reasoning_unseen": self.reasoning_unseen, "bad": self.bad.as_json(),
+            "tools_unseen": self.tools_unseen, "reasoning_unseen": self.reasoning_unseen, "unread_keys": dict(self.unread_keys),
+            "bad": self.bad.as_json(),
         }  # fmt: skip
 
     @classmethod
@@ -67,6 +73,7 @@ class Tally:
             total.calls_unseen += one["calls_unseen"]
             total.tools_unseen += one["tools_unseen"]
             total.reasoning_unseen += one["reasoning_unseen"]
+            total.unread_keys.update(one["unread_keys"])
             total.bad.update(one["bad"])
         return total
 
@@ -107,6 +114,7 @@ class Encoder:
         self.tokenizer, self.max_length, self.loss_on, self.template = tokenizer, max_length, loss_on, template
         bare = tokenizer("a", add_special_tokens=False).input_ids
         whole = tokenizer("a").input_ids
+        self._read_keys: dict[str, bool] = {}
         self.before: list[int] = next((whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), [])
         self.after: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
@@ -154,6 +162,7 @@ class Encoder:
                 tally.calls_unseen += unwritten((call for m in messages for call in m.get("tool_calls") or ()), text)
                 tally.tools_unseen += unwritten(example.tools or (), text)
                 tally.reasoning_unseen += any(unread_reasoning(m, text) for m in messages)
+                tally.unread_keys.update({key for m in messages for key in m if m[key] is not None and not self._reads(key)})
             spans = [Span(0, len(text), closed=True)] if self.loss_on == "all" else self.template.spans(chat, text)
             return Rendered(example.place, text, spans, literal=False)
         if example.text is not None:
@@ -162,8 +171,16 @@ class Encoder:
         start = 0 if self.loss_on == "all" else len(example.prompt)
         return Rendered(example.place, text, [Span(start, len(text), closed=True)], literal=True)
 
+    def _reads(self, key: str) -> bool:
+        """Whether a key of a turn is read: by the run, or by its chat template. With `loss_on: all` the run does not choose turns."""
+        if key not in self._read_keys:
+            assert self.template is not None
+            chosen = key in LEARN_KEYS and self.loss_on != "all"
+            self._read_keys[key] = chosen or key in _OWN_KEYS or self.template.reads(key)
+        return self._read_keys[key]
+
     def _shortened(self, r: Rendered) -> Rendered:
-        """A text much longer than max_length tokens, cut to a beginning that still has more: the rest costs time and is not kept."""
+        """A text much longer than max_length tokens is cut to a beginning that still has more tokens than that, to save time."""
         characters = _CHARACTERS_A_TOKEN * (self.max_length + _MARGIN)
         while len(r.text) > characters:
             text = r.text[:characters]
@@ -183,7 +200,7 @@ class Encoder:
         for piece in pieces:
             held += self.ids(piece)
             start = 0
-            # a full row waits for the token behind it: the last one takes the end-of-text token
+            # a full row is closed only when another token follows: the last row takes the end-of-text token
             while len(held) - start > body:
                 yield self._window(held[start : start + body])
                 start += body
@@ -242,6 +259,9 @@ class Encoder:
         cut = len(ids) > self.max_length
         ids, learnt = ids[: self.max_length], learnt[: self.max_length]
         cut = cut or r.shortened
+        if not r.spans:
+            tally.drop("all of its answers are marked as not learnt", r.place)
+            return None
         if not any(learnt[1:]):
             tally.drop(f"no answer left within data.max_length {self.max_length}" if cut else "no token to learn", r.place)
             return None

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .bounded import bounded
+from .conversations import LEARN_KEYS, is_learnt
 from .encode import Encoder, Tally, as_messages
 from .formats import Example
 from .rows import IGNORED
@@ -75,7 +76,7 @@ def token_facts(encoder: Encoder, sides: Sequence[TokenRows], tallies: Sequence[
 
 
 def template_facts(encoder: Encoder) -> dict[str, Any] | None:
-    """The chat template: whose, and whether it says itself what is learnt."""
+    """The chat template: where it comes from, and whether it marks what is learnt."""
     template = encoder.template
     if template is None:
         return None
@@ -93,7 +94,7 @@ def compare_with_own_mask(encoder: Encoder, examples: Sequence[Example]) -> dict
     for example in examples:
         messages = as_messages(example)
         _, row, _ = next(encoder.rows([example], Tally()), (None, None, False))
-        if messages is None or row is None or example.learn_from:
+        if messages is None or row is None or example.learn_from or not all(is_learnt(m) for m in messages):
             continue
         with bounded(example.place):
             own = encoder.tokenizer.apply_chat_template(
@@ -200,6 +201,10 @@ def notes(facts: dict[str, Any], encoder: Encoder, tallies: Sequence[Tally]) -> 
     ):
         if count:
             said.append(f"{count} rows have {what}")
+    unread: Counter[str] = sum((t.unread_keys for t in tallies), Counter())
+    for key, count in unread.most_common():
+        why = "data.loss_on: all learns every turn" if key in LEARN_KEYS else "the chat template does not write it"
+        said.append(f"{count} rows have the key {key!r} in a turn, which is not read: {why}")
     special = sum(t.special_in_content for t in tallies)
     if special:
         said.append(f"{special} rows have the text of a special token inside a message; the tokenizer reads it as that token")

@@ -103,7 +103,7 @@ class _Window:
                 return ""
 
     def value(self) -> tuple[Any, str]:
-        """The value that begins here and its source; parsing then stands behind it. A window that is too small is doubled."""
+        """The value that begins here and its source; parsing continues after it. A window that is too small is doubled."""
         while True:
             try:
                 value, end = _DECODER.raw_decode(self.text, self.at)

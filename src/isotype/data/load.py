@@ -109,7 +109,7 @@ def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source]) ->
 def _tokenised(sources: Sequence[Source], encoder: Encoder, data: DataSection) -> TokenRows:
     """The rows of sources, from the cache where it has them."""
     folder = cache_folder(data.cache)
-    bound()  # a mistyped one is said before hours of tokenising
+    bound()  # a mistyped name is reported before hours of tokenising
     fingerprint = ""
     blocks = []
     for one in sources:
@@ -162,7 +162,7 @@ def _fresh(one: Source, encoder: Encoder) -> TokenBlock:
 
 
 def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[str, Any]:
-    """Reads a source to its end and writes its rows; returns what was counted on the way."""
+    """Reads a source to its end and writes its rows; returns the counts."""
     tally = Tally()
     compared: list[Example] = []
     waiting: deque[Example | BadRow] = deque()  # what was read; the encoder drops some and keeps the order

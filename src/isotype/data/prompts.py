@@ -32,7 +32,7 @@ def prompts_from(texts: Iterable[str], tokenizer: Any, *, chat_template: str | N
 
 
 def prompts_of_run(run: RunSection, data: LoadedData, tokenizer: Any) -> list[SamplePrompt]:
-    """What a run samples from: its own prompts, else those of the data. Raises UsageError for prompts that no sample would answer."""
+    """The prompts for samples: the configured ones, else prompts of the data. Raises UsageError for prompts that are never used."""
     if not run.samples:
         return list(data.prompts)
     if run.sample_every == 0:
@@ -60,7 +60,7 @@ def prompts_of(examples: Sequence[Example], encoder: Encoder) -> list[SampleProm
 
 
 def prompt_of_text(ids: Sequence[int], encoder: Encoder) -> SamplePrompt:
-    """The beginning of a text as a prompt, the rest as its reference."""
+    """The beginning of a text as a prompt, the remainder as its reference."""
     cut = min(len(encoder.before) + _TEXT_PROMPT, max(1, len(ids) // 2))
     following = ids[cut : cut + 2 * _TEXT_PROMPT]
     if encoder.after and encoder.after[0] in following:  # the next text is another matter

@@ -157,10 +157,10 @@ def text_blocks(path: Path, name: str, meter: Meter | None = None) -> Iterator[s
 
 
 def _unfinished(raw: bytes) -> int:
-    """How many bytes at the end begin a character that goes on in the next block."""
+    """The number of bytes at the end that belong to a character which continues in the next block."""
     for back in range(1, min(4, len(raw) + 1)):
         byte = raw[-back]
-        if byte & 0b1100_0000 != 0b1000_0000:  # the first byte of a character says how many it has
+        if byte & 0b1100_0000 != 0b1000_0000:  # the first byte of a character tells how many bytes it has
             length = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
             return back if length > back else 0
     return 0

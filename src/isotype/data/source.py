@@ -47,7 +47,7 @@ class Source:
         return 0
 
     def identity(self) -> dict[str, Any]:
-        """What the content is, for the cache's key and for data.json: `sha256`, or whatever else names it."""
+        """Identifies the content, for the cache's key and for data.json: its `sha256`, or another name."""
         raise NotImplementedError
 
     def examples(self, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Example | BadRow]:
@@ -59,7 +59,7 @@ class Source:
         return iter(())
 
     def facts(self) -> dict[str, Any]:
-        """What data.json says of a source before it is read."""
+        """The entry of a source in data.json before it is read."""
         forms = sorted(self.formats)
         return {
             "path": self.name,
@@ -87,6 +87,6 @@ class Source:
             try:
                 self.forms.append(detect(record, self.spec.format, self.spec.columns))  # type: ignore[arg-type]  # config.sources checked it
                 return
-            except RowError as error:  # another row may be sound; if none is, the first says why
+            except RowError as error:  # another row may be valid; if none is, the error of the first row is raised
                 first_error = first_error or error
         raise first_error or UsageError(f"{name}: {NO_ROWS}")

@@ -146,7 +146,7 @@ class StdlibSource(Source):
 
 
 def refuse_absent(spec: SourceSpec) -> None:
-    """What can be said of a file, folder or glob before a row is read. Raises UsageError."""
+    """Checks a file, folder or glob before a row is read. Raises UsageError."""
     if spec.name != STDLIB and not spec.name.startswith(HUB) and not _is_saved(spec.name):
         _files(spec.name)
 

@@ -45,7 +45,7 @@ class Cursors:
         return [list(pair) for pair in self.read]
 
     def examples(self, count: int) -> Iterator[Example | BadRow]:
-        """The next rows, each from the source that is furthest behind its weight."""
+        """The next rows, each from the source whose share so far is furthest below its weight."""
         weights = [one.spec.weight or 1.0 for one in self.sources]
         self.taken = [0] * len(self.sources)
         for _ in range(count):
@@ -122,7 +122,7 @@ class StreamedRows:
 
     @property
     def epochs(self) -> float:
-        """Whole passes over the source that was gone through least."""
+        """Complete passes over the source with the fewest passes."""
         return float(min(passes for _, passes in self.cursors.read))
 
     def state(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ COLUMNS: Mapping[str, str] = {
 
 
 class TokenBlock:
-    """The rows of one source, with what was counted on the way (`facts`)."""
+    """The rows of one source, with the counts made while reading (`facts`)."""
 
     def __init__(self, columns: Mapping[str, np.ndarray], facts: dict[str, Any]) -> None:
         self.ids, self.learnt, self.ends = columns["ids"], columns["learnt"], columns["ends"]

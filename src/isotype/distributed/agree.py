@@ -67,7 +67,7 @@ def refuse_folder_of_another_machine(world: World, folder: Path) -> None:
 
 
 def refuse_other_precision(precision: Precision, environ: Mapping[str, str] = os.environ) -> None:
-    """`accelerate launch --mixed_precision X` against the contract; `no` is its default and says nothing. Raises UsageError."""
+    """Compares `accelerate launch --mixed_precision X` with the contract; `no` is its default and is ignored. Raises UsageError."""
     asked = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if asked not in ("no", "", precision.compute):
         raise UsageError(

@@ -1,6 +1,6 @@
 """`isotype train --processes N`: starts the processes of a run on this machine, and ends as they end. Imports no torch.
 
-The first process has the terminal. What the others say is kept aside and shown only when one of them ends without having told the first
+The first process has the terminal. The output of the others is stored, and shown only when one of them ends without having told the first
 why. Signals are handed on once; when the launcher itself is killed, a pipe that it held open closes and the processes end.
 """
 
@@ -22,7 +22,7 @@ from .seat import LAUNCHED_BY
 
 LIFELINE, LISTENS_AT = "ISOTYPE_LIFELINE", "ISOTYPE_LISTENS_AT"
 FAREWELL = 20.0  # seconds that the others have to end by themselves after one has failed: longer than the search for a lost one
-_SHOWN = 15  # lines of what a process said that ended without a word to the others
+_SHOWN = 15  # number of last lines shown of a process that ended without an error report to the others
 
 
 def launch(command: Sequence[str], processes: int) -> int:
@@ -77,7 +77,7 @@ def _start(command: Sequence[str], rank: int, size: int, listening: socket.socke
     environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))
     kept = (alive, listening.fileno()) if rank == 0 else (alive,)
     streams: dict[str, Any] = {} if rank == 0 else {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
-    # a session of its own: Ctrl-C reaches it once, from here
+    # a separate session: Ctrl-C reaches it once, from this process
     started: subprocess.Popen[bytes] = subprocess.Popen(list(command), env=environ, pass_fds=kept, start_new_session=True, **streams)
     return started
 

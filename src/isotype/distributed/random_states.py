@@ -1,4 +1,6 @@
-"""The random state of every process in a checkpoint: the same number of processes goes on bit for bit, another one with other draws.
+"""The random state of every process in a checkpoint.
+
+With the same number of processes a resumed run is bit-identical. With another number it draws other random numbers.
 
 The first process's state is where a run of one process has its own, so that either can go on with the other's checkpoint.
 """

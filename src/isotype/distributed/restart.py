@@ -1,4 +1,4 @@
-"""`torchrun --max-restarts N` starts the same command again after a process died: the run goes on instead of meeting its own folder."""
+"""`torchrun --max-restarts N` repeats the command after a process died: the run is resumed, and its existing folder is no error."""
 
 from __future__ import annotations
 

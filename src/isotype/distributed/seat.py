@@ -67,7 +67,7 @@ def _refuse_tasks_without_launcher(environ: Mapping[str, str]) -> None:
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks.isdigit() and int(tasks) > 1:
         raise UsageError(
-            f"SLURM started {tasks} tasks, and each would be a run of its own",
+            f"SLURM started {tasks} tasks, and each would be a separate run",
             fix="one task a node, and in it: torchrun --nnodes $SLURM_NNODES --nproc-per-node GPUS --rdzv-backend c10d "
             "--rdzv-endpoint FIRST_NODE:29500 -m isotype train ...",
         )

@@ -46,7 +46,7 @@ class Sign:
 
 
 class Watch(threading.Thread):
-    """Gives the signs of life of this process until `stop`. The store must be a connection of its own: a wait would block it."""
+    """Sends the heartbeats of this process until `stop`. It needs its own connection to the store, which a wait would block."""
 
     def __init__(self, store: Store, rank: int) -> None:
         super().__init__(name="signs of life", daemon=True)
@@ -58,7 +58,7 @@ class Watch(threading.Thread):
             self.sign.beats += 1
             try:
                 self.tell()
-            except Exception:  # the store is gone with the process that had it: whoever waits next will see it
+            except Exception:  # the store ended with its process: the next wait reports that
                 return
 
     def tell(self) -> None:
@@ -77,7 +77,7 @@ def read_sign(store: Store, rank: int) -> Sign | None:
 
 
 def read_failure(store: Store, ranks: Iterable[int]) -> tuple[int, dict[str, Any]] | None:
-    """The first of these processes that told why it failed, and what it told."""
+    """The first of these processes that reported why it failed, and its report."""
     for rank in ranks:
         if store.check([f"failed/{rank}"]):
             return rank, json.loads(store.get(f"failed/{rank}"))

@@ -37,7 +37,7 @@ LOOK = 0.5  # seconds between two looks for failures while waiting
 MOST_PAUSE = 0.05  # seconds between two looks for what is waited for
 SUSPECT = 2.0  # seconds without a sign of life after which a process is looked at more closely
 _RUNS = itertools.count()  # runs one after the other in the same processes have keys of their own
-LEAVING = 10.0  # seconds that the first process waits for the others to leave: the store goes with it
+LEAVING = 10.0  # seconds that the first process waits for the others to end, because the store ends with it
 
 
 class World:
@@ -223,7 +223,7 @@ class JoinedWorld(World):
         if self._failed or error is self._lost:
             return  # it is another one's failure
         self._failed = True
-        with suppress(Exception):  # the store may be gone, and the error itself matters more
+        with suppress(Exception):  # the store may have ended, and the original error matters more
             self._store.set(f"failed/{self.rank}", json.dumps(told.as_json(error)))
 
     def close(self) -> None:
@@ -288,7 +288,7 @@ class JoinedWorld(World):
         return any(one.dead and one.sign.rank == rank for one in find_lost(self._store, self._watch.sign, self.size))
 
     def _what_happened(self, error: BaseException) -> BaseException:
-        """What the others told or show, in place of an error that names nobody."""
+        """The error with what other processes reported, in place of one that names no process."""
         self._watch.sign.doing = "ending"
         try:
             self._watch.tell()
@@ -372,7 +372,7 @@ _SLOW = "see why they did not start; a higher parallel.timeout if they are only 
 
 
 def _not_all_came(seat: Seat, store: Any, timeout: float, error: Exception) -> RunError:
-    """The processes could not meet: who is missing, as far as it is known. `store`: None where it was not even made."""
+    """The processes could not connect: names the missing ones, if known. `store`: None where it was not created."""
     if store is None and seat.rank == 0:  # it is made once all processes have come
         came = "the other process did not come" if seat.size == 2 else f"not all of {seat.size - 1} other processes came"
         return RunError(f"{came} within {timeout:g} s (parallel.timeout)", code="MP002", fix=_SLOW)
@@ -389,7 +389,7 @@ def _not_all_came(seat: Seat, store: Any, timeout: float, error: Exception) -> R
 
 
 def _store(seat: Seat, wait: timedelta) -> Any:
-    """Where the processes meet. `isotype train --processes` hands the first one a socket that listens already: nobody can take its port."""
+    """The store of the processes. `isotype train --processes` passes the first one a listening socket, so that its port stays free."""
     import torch.distributed as dist
 
     handle = os.environ.get(LISTENS_AT)

@@ -1,4 +1,4 @@
-"""`isotype doctor PATH`: every part of the doctor that applies to what lies there, and one summary.
+"""`isotype doctor PATH`: runs every part of the doctor that applies to the files there, and prints one summary.
 
 check   configurations                  lint    Python files
 explain logs (*.log, *.err, *.out)      kernels files that define Triton kernels

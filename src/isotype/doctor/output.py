@@ -10,11 +10,11 @@ from typing import Any
 from ..finding import Finding, Severity, exit_code, worst_first
 from ..version import __version__
 
-SCREEN = 12  # findings printed in full before the rest becomes one line each
+SCREEN = 12  # this many findings are printed in full, further ones in one line each
 
 
 def as_json(findings: Sequence[Finding], **extra: Any) -> str:
-    """`{"findings": [...], "version": ...}` and whatever the command adds."""
+    """`{"findings": [...], "version": ...}` and the fields that the command adds."""
     return json.dumps({"findings": [f.as_json() for f in worst_first(findings)], **extra, "version": __version__}, indent=1)
 
 

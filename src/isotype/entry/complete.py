@@ -11,6 +11,7 @@ from ..errors import UsageError
 def refuse_incomplete(loaded: LoadedConfig) -> None:
     """Raises  UsageError with a line for each thing that is missing."""
     from ..config.kind import DIFFUSION, kind_of, refuse_inapplicable
+    from ..config.picture_sources import picture_sources
     from ..config.sources import check_data, is_folder_name, near_model, source_specs
     from ..data.sources import refuse_absent
     from ..training.trackers.available import missing as missing_trackers
@@ -32,6 +33,8 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
     if missing:
         raise UsageError("\n".join(missing))
     if diffusion:
+        for side in ("train", "eval", "regularisation"):
+            picture_sources(config.images, side)
         return
     check_data(config, loaded.sources)
     for side in ("train", "eval"):

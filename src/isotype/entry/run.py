@@ -34,7 +34,7 @@ class Run:
 
     @property
     def record(self) -> RunRecord:
-        """Everything the folder says, as the report reads it."""
+        """Everything in the run folder, as the report reads it."""
         return read_run(self.folder)
 
     @property
@@ -81,7 +81,7 @@ class Run:
         return self._loaded
 
     def chat(self, text: str, *, max_new_tokens: int = 256, temperature: float = 0.0, top_p: float = 1.0) -> str:
-        """The answer; what was said before is remembered until `forget`. Settings are those of the first call."""
+        """Returns the answer. Earlier turns are part of the conversation until `forget`. The settings of the first call apply."""
         if self._conversation is None:
             from ..inference.conversation import Conversation
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ..config.load import LoadedConfig, load
 from ..config.schema import RunConfig, Section
 from ..errors import UsageError
 from .run import Run
+from .settings import load_settings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Given: TypeAlias = str | Path | Mapping[str, Any] | Section | None
 SOURCE = "isotype.train()"
+HOW_TO_CHANGE = "give changes as sections: train={'steps': 200}"
 # what a plain name or path means for each section
 NAMED = {
     "model": "model.name",
@@ -87,28 +88,17 @@ def train(
     for name, value in given.items():
         flags |= _flags(name, value)
     file = None if config is None or isinstance(config, RunConfig) else Path(config)
-    loaded = _loaded(file, flags, preset, None if resume is None else Path(resume))
+    before = None if resume is None else Path(resume)
+    if before is not None and preset is not None:
+        raise UsageError("preset: a resumed run has its own", fix=HOW_TO_CHANGE)
+    loaded = load_settings(file, flags=flags, preset=preset, resume=before, how_to_change=HOW_TO_CHANGE, source=SOURCE)
     from ..runs.folder import RunFolder
     from ..tasks.choose import train as run_task
     from ..training.run import run_folder
 
-    folder: RunFolder = run_folder(loaded, None if resume is None else Path(resume))
-    run_task(loaded, resume=None if resume is None else Path(resume), skips=skip or {}, callbacks=callbacks, objective=objective)
+    folder: RunFolder = run_folder(loaded, before)
+    run_task(loaded, resume=before, skips=skip or {}, callbacks=callbacks, objective=objective)
     return Run(folder.path)
-
-
-def _loaded(file: Path | None, flags: Mapping[str, Any], preset: str | None, resume: Path | None) -> LoadedConfig:
-    if resume is not None:
-        from ..runs.folder import require_run
-
-        if file is not None or preset is not None:
-            raise UsageError("resume: takes the run's own configuration", fix="give changes as sections: train={'steps': 200}")
-        file = require_run(resume) / "resolved.yaml"
-    loaded = load(file, (), flags, preset=preset, resolved=resume is not None, source=SOURCE)
-    from .complete import refuse_incomplete
-
-    refuse_incomplete(loaded)
-    return loaded
 
 
 def _flags(name: str, value: Any) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Hardware:
     bf16 fp16 fp8 tf32   native, emulated or none
     memory          bytes, 0 where unknown
     cores           CPU threads torch may use, or multiprocessors / compute units; 0 where unknown
-    peak_tflops     format -> dense TFLOP/s as published; empty where nobody publishes it
+    peak_tflops     format -> dense TFLOP/s as published; empty where none is published
     bandwidth_gbs   GB/s as published, or None
     """
 

@@ -171,8 +171,8 @@ def _variables(environment: Mapping[str, Any]) -> Iterator[Finding]:
     given = environment["variables"]
     effects = {
         "ACCELERATE_MIXED_PRECISION": "overrides mixed_precision in scripts that use accelerate or HF Trainer, without a word",
-        "NVIDIA_TF32_OVERRIDE": "0 forbids and 1 forces TF32 in cuBLAS and cuDNN, whatever the program asks for",
-        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "turns TF32 on for fp32 matrix products, whatever the program asks for",
+        "NVIDIA_TF32_OVERRIDE": "0 forbids and 1 forces TF32 in cuBLAS and cuDNN, over the program's own setting",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "turns TF32 on for fp32 matrix products, over the program's own setting",
         "XLA_USE_BF16": "makes every fp32 tensor bf16 under torch_xla",
         "XLA_DOWNCAST_BF16": "makes every fp32 tensor bf16 under torch_xla",
     }

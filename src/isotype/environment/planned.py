@@ -31,7 +31,7 @@ _PRODUCTS = {
 
 
 def is_planned(device: torch.device) -> bool:
-    """Whether tensors of this device stand for another one's now."""
+    """Whether tensors of this device currently represent those of another device."""
     return device.type == "meta" and _State.device_type is not None
 
 

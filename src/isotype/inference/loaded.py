@@ -110,7 +110,7 @@ def _load_newest(store: CheckpointStore, folder: Path) -> Checkpoint:
 
 
 def load_adapter(folder: Path) -> LoadedRun:
-    """An adapter on the base that its own file names, under the precision that lies beside it, else in the dtype of the base's file."""
+    """Loads an adapter on the base that its file names, under the precision file next to it, else in the dtype of the base's file."""
     settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     name = settings.get("base_model_name_or_path")
     if not name:

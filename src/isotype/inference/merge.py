@@ -98,7 +98,7 @@ def merged_dtype(precision: Precision) -> tuple[str, str]:
 
 @torch.no_grad()
 def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], float, int]:
-    """The plain model's state dict, the merge noise, and how many weights were merged. Sums in fp32 whatever the base is kept in."""
+    """The plain model's state dict, the merge noise, and how many weights were merged. Sums in fp32 for a base of any dtype."""
     inner = model.get_base_model()
     _refuse_unmergeable(inner)
     state: dict[str, Tensor] = {}
@@ -197,7 +197,7 @@ def _loss(model: nn.Module, run: LoadedRun, rows: list) -> float:
 
 
 def _load_merged(out: Path, run: LoadedRun, dtype: str) -> nn.Module:
-    # fp32 products of half-precision weights do not exist: the merged model computes in what it is kept in
+    # fp32 products of half-precision weights do not exist, so the merged model computes in the dtype of its weights
     compute = dtype if run.precision.compute == "fp32" else run.precision.compute
     precision = run.precision.but(base=dtype, trainable=dtype, compute=compute, generate=compute, save=dtype)
     source = Source(str(out), trust_remote_code=run.source.trust_remote_code)

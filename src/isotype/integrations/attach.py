@@ -17,8 +17,11 @@ from ..precision.apply import apply_precision, remove_precision
 from .accelerate_autocast import Autocast
 from .attachment import Attachment
 from .evaluation import Evaluation
-from .guards import Guards, overridden
+from .guards import Guards
+from .logits import Logits
+from .methods import overridden
 from .owners import claims, resolve_for
+from .pure import PureWeights
 from .record import Record
 from .refusals import ATTACHED, check_skips, check_trainer
 from .weights import Weights
@@ -106,14 +109,18 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
         attached.notes.append(
             f"{weights.kept_bytes / 2**20:.0f} MiB of weights as they were are kept for detach(); attach(..., reversible=False) keeps none"
         )
-    guards = Guards(trainer, precision.compute)
-    for part in (guards, Evaluation(trainer)):
+    if precision.trainable != "fp32":
+        attached.pure = PureWeights(trainer, precision)
+        attached.undo.append(attached.pure.remove)
+        attached.pure.install()
+    guards = Guards(trainer, precision.compute, attached.gradient)
+    for part in (guards, Evaluation(trainer), Logits(trainer)):
         attached.undo.append(part.remove)
         part.install()
     _one_graph_for_every_rank(attached)
     for method in ("training_step", "compute_loss"):
         if own := overridden(trainer, method):
-            attached.notes.append(f"{own} runs as it is; logits that it reads are computed, counted and named with their line")
+            attached.notes.append(f"{own} runs as it is; logits that it reads as a whole are computed, counted and named with their line")
     return guards
 
 

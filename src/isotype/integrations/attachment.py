@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor, nn
+
 from ..optimize import Manifest
 from ..precision.precision import Precision
 from ..precision.resolve import Resolved
 from .owners import Claim
+from .pure import PureWeights
 
 
 @dataclass
@@ -19,6 +22,7 @@ class Attachment:
     manifests  model ("model", "ref_model", ...) -> what `optimize` replaced there
     notes      what else is worth a line
     undo       in reverse order, what takes it away again
+    pure       where low-precision weights are trained: what holds their gradients
     """
 
     trainer: Any
@@ -27,10 +31,15 @@ class Attachment:
     manifests: dict[str, Manifest] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     undo: list[Any] = field(default_factory=list)
+    pure: PureWeights | None = None
 
     @property
     def precision(self) -> Precision:
         return self.resolved.precision
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """A parameter's summed gradient, wherever it is."""
+        return parameter.grad if self.pure is None else self.pure.accumulator.gradient(parameter)
 
     @property
     def manifest(self) -> Manifest:

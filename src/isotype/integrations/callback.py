@@ -57,7 +57,7 @@ class IsotypeCallback(TrainerCallback):
 
 
 def _constructed_now(args: Any) -> Trainer:
-    """The trainer whose constructor calls: transformers hands callbacks everything but the trainer."""
+    """The trainer whose constructor is running: transformers passes callbacks everything except the trainer."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")

@@ -1,7 +1,8 @@
 """Evaluation under the precision: the loss is a mean over tokens, and `bf16_full_eval` casts no weight.
 
 Trainer averages the batches' means, so that its evaluation loss depends on the batch size; here each batch counts with its tokens. Only
-where batches have `labels` of tokens: a preference trainer's loss is per row already.
+where batches have `labels` of tokens (a preference trainer's loss is per row already), and not for a `compute_loss` of the user's own: what
+that is a mean of is not known.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .methods import Methods
+from .methods import Methods, overridden
 
 
 class Evaluation:
@@ -21,6 +22,7 @@ class Evaluation:
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.methods = trainer, Methods(trainer)
         self.sums: Tensor | None = None  # fp64[2]: loss x tokens, tokens
+        self.own_loss = overridden(trainer, "compute_loss") is not None
         # labels of an encoder-decoder are not shifted
         self.shift = 0 if getattr(getattr(trainer.model, "config", None), "is_encoder_decoder", False) else 1
 
@@ -48,7 +50,7 @@ class Evaluation:
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = self.trainer.args
         flags = {name: getattr(arguments, name) for name in ("bf16_full_eval", "fp16_full_eval")}
-        self.sums = torch.zeros(2, dtype=torch.float64)
+        self.sums = None if self.own_loss else torch.zeros(2, dtype=torch.float64)
         try:
             for name in flags:
                 setattr(arguments, name, False)

@@ -13,7 +13,8 @@ from torch import nn
 
 from ..lora.plain import lora_layers, why_not_fused
 from ..optimize import fused_head
-from ..optimize.deferred import answered, materialised
+from ..optimize.deferred import materialised
+from ..optimize.deferred_values import answered
 from ..precision.observe import Observation, Observer
 from ..precision.observe.record import as_written, noted
 from .attachment import Attachment
@@ -43,7 +44,7 @@ class FirstSteps:
         elif self.steps == 2:
             # accelerate's optimizer is around the one whose step is watched
             optimizer = getattr(self.attached.trainer.optimizer, "optimizer", self.attached.trainer.optimizer)
-            self.seen = self._stack.enter_context(self.observer.watch(step, optimizer=optimizer, gradient=lambda p: p.grad))
+            self.seen = self._stack.enter_context(self.observer.watch(step, optimizer=optimizer, gradient=self.attached.gradient))
 
     def _begin_counting(self) -> None:
         for entry in self.attached.manifest.entries:

@@ -5,7 +5,6 @@ The loss is looked at after each micro-batch, before any weight moves; Trainer's
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from ..precision.observe import share_changed
 from ..training.finite import non_finite_error
 from ..training.step import sampled_elements
 from .methods import Methods
+from .pure import PureWeights
 from .trainer_words import in_trainers_words
 
 
@@ -37,11 +37,12 @@ class LastCall:
 class Guards(TrainerCallback):
     """One trainer's guards. `install` puts them on, `remove` takes them off.
 
-    extra  metrics for the trainer's next training log
+    gradient  where a parameter's summed gradient is
+    extra     metrics for the trainer's next training log
     """
 
-    def __init__(self, trainer: Any, compute: str) -> None:
-        self.trainer, self.compute, self.methods = trainer, compute, Methods(trainer)
+    def __init__(self, trainer: Any, compute: str, gradient: Callable[[nn.Parameter], Tensor | None]) -> None:
+        self.trainer, self.compute, self.gradient, self.methods = trainer, compute, gradient, Methods(trainer)
         self.extra: dict[str, float] = {}
         self._sampled: list[tuple[nn.Parameter, Tensor]] = []
         self._before: list[Tensor] = []
@@ -77,6 +78,10 @@ class Guards(TrainerCallback):
         trainer = self.trainer
         if self._scaled or type(trainer)._clip_grad_norm is not Trainer._clip_grad_norm:
             return original(model)
+        if self._buffered:
+            norm = original(model)
+            self._check(norm)
+            return norm
         norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         self._check(norm)
         clip_grads_with_norm_(model.parameters(), trainer.args.max_grad_norm, norm)
@@ -86,6 +91,11 @@ class Guards(TrainerCallback):
         norm = original(*args, **kwargs)
         self._check(norm)
         return norm
+
+    @property
+    def _buffered(self) -> bool:
+        """Gradients are not in `.grad`: what holds them clips them."""
+        return any(isinstance(callback, PureWeights) for callback in self.trainer.callback_handler.callbacks)
 
     @property
     def _scaled(self) -> bool:
@@ -121,20 +131,7 @@ class Guards(TrainerCallback):
         passes = [lambda: model(*called[0], **called[1])] if called is not None else []
         args = self.trainer.args
         error = non_finite_error(
-            self.trainer.model, passes, step=self.trainer.state.global_step + 1, what=what, gradient=lambda p: p.grad,
+            self.trainer.model, passes, step=self.trainer.state.global_step + 1, what=what, gradient=self.gradient,
             learning_rate=args.learning_rate, clip=args.max_grad_norm or None, compute=self.compute,
         )  # fmt: skip
         return RunError(error.message, code="NF001", fix=in_trainers_words(error.fix or ""))
-
-
-def overridden(trainer: Any, method: str) -> str | None:
-    """`Class.method at file:line` where a user's own class, not transformers' or TRL's, defines this method."""
-    for cls in type(trainer).__mro__:
-        if method in cls.__dict__:
-            if cls.__module__.partition(".")[0] in ("transformers", "trl"):
-                return None
-            function = inspect.unwrap(cls.__dict__[method])
-            code = getattr(function, "__code__", None)
-            at = f" at {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" if code else ""
-            return f"{cls.__name__}.{method}{at}"
-    return None

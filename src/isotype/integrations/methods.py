@@ -1,8 +1,9 @@
-"""Replacing a method on one trainer, and putting it back. No class is touched."""
+"""Replacing a method on one trainer, and putting it back (no class is touched); and which methods are a user's own."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -41,3 +42,16 @@ class Methods:
             else:
                 setattr(self.trainer, name, before)
         self.before.clear()
+
+
+def overridden(trainer: Any, method: str) -> str | None:
+    """`Class.method at file:line` where a user's own class, not transformers' or TRL's, defines this method."""
+    for cls in type(trainer).__mro__:
+        if method in cls.__dict__:
+            if cls.__module__.partition(".")[0] in ("transformers", "trl"):
+                return None
+            function = inspect.unwrap(cls.__dict__[method])
+            code = getattr(function, "__code__", None)
+            at = f" at {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" if code else ""
+            return f"{cls.__name__}.{method}{at}"
+    return None

@@ -22,13 +22,14 @@ from ..precision.presets import PRESETS
 from ..precision.quantised_base import check_base, of_model
 from ..precision.resolve import Resolved, resolve
 from ..training.preflight.updates import TYPICAL, stuck_share
+from .pure import check_pure
 
 _WORDS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}  # accelerate's names
 
 
 @dataclass(frozen=True)
 class Claim:
-    """owner: who; value: what it says; now: what becomes of it under the attached precision."""
+    """owner: which part of the trainer; value: its setting; now: what it becomes under the attached precision."""
 
     owner: str
     value: str
@@ -124,11 +125,7 @@ def _check(trainer: Any, precision: Precision, preset: str) -> None:
             f"precision {preset} scales the loss, and this trainer was built without a gradient scaler", fix="fp16=True in the arguments"
         )
     if precision.trainable != "fp32" or precision.grads != "fp32":
-        raise UsageError(
-            f"precision {preset}: trainable {precision.trainable}, grads {precision.grads}: "
-            "trainers keep gradients in the weights' own dtype, and bf16 ones are not summed in fp32 there",
-            fix="precision='bf16-mixed' (fp32 weights), or isotype train with bf16-pure",
-        )
+        check_pure(trainer, precision, preset)
 
 
 def claims(trainer: Any, precision: Precision) -> list[Claim]:
@@ -150,14 +147,21 @@ def claims(trainer: Any, precision: Precision) -> list[Claim]:
     adapters = [p for n, p in trained if is_adapter(n)]
     rest = [p for n, p in trained if not is_adapter(n)]
     if rest:
-        found.append(Claim("checkpoint, trained", dtypes_of(rest), f"trainable {precision.trainable}" + _vanishing(trainer, rest)))
+        kept = " rounded stochastically" if precision.rounding == "stochastic" else ""
+        found.append(Claim("checkpoint, trained", dtypes_of(rest), f"trainable {precision.trainable}{kept}" + _vanishing(trainer, rest)))
     if adapters:
         by = "TRL's cast" if _cast_by_trl(trainer, adapters) else "PEFT"
         found.append(Claim(f"{by}, adapters", dtypes_of(adapters), f"{precision.trainable} masters" + _vanishing(trainer, adapters)))
         if any(getattr(m, "cast_input_dtype_enabled", False) for m in model.modules()):
             found.append(Claim("PEFT's casts", "activations widened to the adapter's dtype", "off: A and B are cast down instead"))
+    if precision.trainable != "fp32":
+        found.append(
+            Claim("training arguments", f"optim={getattr(args.optim, 'value', args.optim)}", "Isotype's AdamW, which rounds stochastically")
+        )
     if getattr(args, "cast_lm_head_to_fp32", False):
         found.append(Claim("TRL's cast", "cast_lm_head_to_fp32=True", "kept: the head's product is fp32"))
+    if getattr(trainer, "precompute_ref_logps", False) and precision.compute != "fp32":
+        found.append(Claim("TRL's reference", "precompute_ref_log_probs=True", "computed before attach(), in the trainer's own precision"))
     for flag in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, flag, False):
             found.append(Claim("training arguments", f"{flag}=True", "evaluation computes in the precision, weights stay"))
@@ -171,7 +175,7 @@ def _cast_by_trl(trainer: Any, adapters: list[nn.Parameter]) -> bool:
 
 
 def _vanishing(trainer: Any, parameters: list[nn.Parameter]) -> str:
-    """What bf16 weights trained as they are would lose: named, because the trainer itself says nothing."""
+    """The updates that training bf16 weights directly would lose. They are reported because the trainer does not report them."""
     low = [p for p in parameters if dtype_name(p.dtype) in ("bf16", "fp16")]
     update = trainer.args.learning_rate * TYPICAL
     total = sum(p.numel() for p in low)

@@ -1,4 +1,4 @@
-"""`output_dir/isotype/`: what an attached run leaves behind, in the files of a run of Isotype's own, so that its report shows them.
+"""`output_dir/isotype/`: the files that an attached run writes, in the form of an Isotype run's files, so that the same report shows them.
 
 manifest.json   owners, ops, notes, and what ran in the first step      precision.json   declared and observed dtypes
 preflight.json  the checks before step 1                                env.json         versions and devices
@@ -60,9 +60,11 @@ class Record(TrainerCallback):
         if state.is_world_process_zero:
             self.folder.path.mkdir(parents=True, exist_ok=True)
             self._compare(resuming)
-            if not resuming:
-                self.folder.metrics.unlink(missing_ok=True)
             self.metrics = Metrics(self.folder.metrics)
+            if resuming:
+                self.metrics.cut_after(state.global_step)
+            else:
+                self.folder.metrics.unlink(missing_ok=True)
             self.folder.write_json("env.json", environment())
             self.folder.write_json("plan.json", {"total": state.max_steps})
             self._write_manifest()

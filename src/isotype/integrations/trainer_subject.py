@@ -53,8 +53,9 @@ class TrainerStepper:
         self.optimizer = self.trainer.optimizer
         self.loss_scale = None
         dtype = attached.precision.trainable
-        self.accumulator = GradientAccumulator(self.model.parameters(), dtype=dtype)
-        assert all(p.dtype == to_torch(dtype) for p in self.accumulator.parameters), "gradients stay in .grad"
+        # of weights in their gradients' dtype: those stay in .grad
+        self.accumulator = attached.pure.accumulator if attached.pure else GradientAccumulator(self.model.parameters(), dtype=dtype)
+        assert all(p.dtype == to_torch(dtype) for p in self.accumulator.parameters), "weights are in their declared dtype"
 
     def accumulate(self, batches: Sequence[TrainerBatch]) -> Tensor:
         total = torch.zeros(())

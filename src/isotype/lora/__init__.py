@@ -1,15 +1,15 @@
 """Fused LoRA over PEFT's own layers: `fuse_lora(model)` attaches it, `unfuse_lora(model)` takes it off.
 
-plain      which layers are such that fused code computes what PEFT's does
+plain      which layers the fused code computes exactly as PEFT does
 attach     the fused forward on each instance, the manifest
-call       what one call computes with, looked up then
-dtypes     what a call computes in, decided once
+call       the tensors, scale and dtypes of one call, looked up at that call
+dtypes     the dtypes of a call, decided once
 linear     the op: base product, adapter branch, and every gradient
-quantised  4-bit weights: widened once a use, and a linear layer over them
+quantised  4-bit weights: dequantised once per use, and a linear layer over them
 group      several projections of one input in one product
-siblings   how the first of them hands the others their outputs
+siblings   how the first of them passes the others their outputs
 mlp        a gated MLP in one function
-gated      whether an MLP's layers can be that
+gated      whether an MLP's layers can run as that function
 products   fp32 sums of narrow operands
 """
 

@@ -1,8 +1,7 @@
 """Puts the fused op on PEFT's own layers, by instance, and takes it off again. No class is patched.
 
-A fused layer asks at every call whether it is still plain, looks its weights up then, and otherwise runs PEFT's code: merging,
-disabling, switching, hooking or swapping an adapter later needs no word to anyone. Its forward is a bound method, which a
-deepcopy binds anew.
+At every call a fused layer checks whether it is still plain and looks its weights up. If it is not plain, it runs PEFT's code. So an
+adapter may be merged, disabled, switched, hooked or replaced at any time. The forward is a bound method; deepcopy binds it to the copy.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
 
     branch_fp32  computes the adapters' own products in fp32 beside narrow base products
 
-    A layer that PEFT's own code runs for now (adapter disabled, merged, several active) is attached too and fuses when that ends.
+    A layer that must run PEFT's code for now (adapter disabled, merged, several active) is attached too, and fuses when that ends.
     """
     placements = []
     for path, layer in lora_layers(model):
@@ -51,7 +50,7 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
 
 
 def unfuse_lora(model: nn.Module) -> int:
-    """Undoes `fuse_lora` and gives the number of layers; those it did not touch, and what others have put around it, stay as they are."""
+    """Undoes `fuse_lora` and returns the number of layers. Other layers, and wrappers that other libraries added since, are unchanged."""
     fused = [layer for _, layer in lora_layers(model) if _FUSED in vars(layer)]
     for layer in fused:
         vars(layer).pop(_FUSED).take_back()
@@ -61,7 +60,7 @@ def unfuse_lora(model: nn.Module) -> int:
 
 
 def is_fused(layer: nn.Module) -> bool:
-    """Whether the forward that `fuse_lora` has attached to this layer is the one that is called, with nothing around it."""
+    """Whether calling this layer calls the forward that `fuse_lora` attached, with no wrapper around it."""
     return vars(layer).get(_FUSED, layer) is vars(layer).get("forward")
 
 
@@ -83,7 +82,7 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _together(layer: Any, x: Tensor, call: Call) -> Tensor | None:
-    """This layer's output, with its siblings' left for their own calls; None where they do not belong to one product now."""
+    """Computes this layer and its siblings in one product, and stores their outputs for their calls. None where they cannot share one."""
     rest = siblings.followers(layer)
     if not rest:
         return None
@@ -102,7 +101,7 @@ def _together(layer: Any, x: Tensor, call: Call) -> Tensor | None:
 
 
 def belong_together(x: Tensor, calls: list[Call]) -> bool:
-    """Whether the layers of these calls can share x's products: one decision of dtypes, none with a branch of its own in fp32."""
+    """Whether these calls can share the products of x: they use the same dtypes, and none computes its adapter branch in fp32."""
     dtypes = calls[0].decide(x)
     return not dtypes.wide and all(c.decide(x) == dtypes for c in calls[1:]) and all(c.features == x.shape[-1] for c in calls)
 
@@ -113,7 +112,7 @@ def projections(x: Tensor, calls: list[Call]) -> list[Projection]:
 
 
 def _peft_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """PEFT's code. bitsandbytes must not repack the weight in place on the way: it never unpacks it, and later gradients are wrong."""
+    """Runs PEFT's code. bitsandbytes must not repack the weight in place: it never undoes that, and later gradients would be wrong."""
     base = layer.base_layer
     own: Callable[..., Tensor] = type(layer).forward
     repacks = getattr(base, "support_avx512bf16_for_cpu", False)

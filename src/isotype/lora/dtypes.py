@@ -36,11 +36,12 @@ def decide(
 
     weight_dtype   a dense weight's own dtype; for a quantised weight the layer's compute dtype
     adapter_dtype  None without an adapter
-    x_dtype        decides for an input of this dtype where x stands for one not yet computed
+    x_dtype        decides as if x had this dtype, for an input that is not computed yet
     branch_fp32    asks for the adapter branch in fp32 wherever `compute` is narrower
 
     A dense product follows autocast; a quantised one computes in its layer's dtype and answers in its input's, as bitsandbytes does.
-    PEFT's adapter branch runs in autocast's dtype, or else in the adapter's. Where that is not `compute`, only fp32 loses nothing.
+    PEFT's adapter branch runs in autocast's dtype, or else in the adapter's. Where that is not `compute`, the branch is computed in fp32,
+    which loses nothing.
 
     Raises  DtypeError DT001 where autocast is off and a dense weight and its input differ: plain `nn.Linear` refuses those too
     """

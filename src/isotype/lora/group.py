@@ -37,7 +37,7 @@ class Projection(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What autograd is told of, TENSORS of them; the first four are what a result depends on."""
+        """The tensors that are given to autograd, TENSORS of them. The result depends on the first four."""
         return self.weight, self.bias, self.a, self.b, self.keep
 
 

@@ -1,7 +1,7 @@
 """`lora_mlp`: down(activation(gate(x)) * up(x)) with LoRA on any of the three, in one autograd function.
 
-Saved for backward: x, gate's and up's outputs, and tokens x rank; neither the activation nor the product, which one pass makes again
-together with their gradients. Gate and up may be one layer of twice the width.
+Saved for backward: x, gate's and up's outputs, and tokens x rank; not the activation and not the product, which one pass in backward
+computes again together with their gradients. Gate and up may be one layer of twice the width.
 
 In a layer that is recomputed, backward owns gate's and up's outputs: on a GPU their gradients are written over them, and the product and
 its gradient exist for one tile of tokens at a time, so that two tensors of tokens x inner features are alive instead of six. The recompute
@@ -165,7 +165,7 @@ def _backward_can_start_at_x(flat: Sequence[Tensor | None], needs: Sequence[bool
 
 
 def _nothing_but_adapters(x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]) -> tuple[Multiplied, Branches, Tensor]:
-    """What a recompute saves for a backward that starts at x: A and B as cast down; everything of tokens is left to it."""
+    """What a recompute saves for a backward that starts at x: only A and B as cast down. Backward computes every tensor of token size."""
     tokens, dtype = x_TK.shape[0], x_TK.dtype
     widths = [_out_features(w, s) for w, s in zip(flat[0::TENSORS], states) if w is not None]
     a_RK, inner_bs = cast_down(flat[:-TENSORS], dtype, x_TK.shape[1])
@@ -237,7 +237,7 @@ class LoraMlp(torch.autograd.Function):
         ctx.owns = is_recomputed()
         with autocast_off(x):
             x_TK = x_TK.to(dtypes.compute)
-            # what this run saves is dropped where the layer runs again: then a tile's gate, up and product are all there is of them
+            # the layer will run again, so that what is saved now is dropped: gate, up and product exist for one tile at a time
             tiled = fused_runs(x_TK) and x_TK.shape[0] > TILE and all(keep is None for keep in flat[4::TENSORS])
             if tiled and output_is_unused() and _backward_can_start_at_x(flat, needs):
                 inner, outer, y_TO = _nothing_but_adapters(x_TK, flat, states)

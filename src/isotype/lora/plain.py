@@ -1,4 +1,4 @@
-"""Whether a layer is one that the fused ops compute as PEFT would: asked when fusing for the manifest, and again at every call."""
+"""Decides whether the fused ops compute a layer exactly as PEFT does: once for the manifest, and again at every call."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def why_not_fused(layer: Any) -> str | None:
 
 def has_hooks(module: nn.Module) -> bool:
     every = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    # the observer's own change nothing: an observed step runs what every step runs
+    # hooks of the observer change no result: an observed step runs the same code as every other step
     return any(not getattr(hook, "observes", False) for hooks in every for hook in hooks.values())
 
 

@@ -63,7 +63,7 @@ def attach_adapter(
         raise UsageError(f"adapter.targets: {section.targets}: {str(error).splitlines()[0]}", fix=fix) from error
 
 
-# a Mamba mixer hands the weights of these to its kernel and never calls the layers: adapters on them would get no gradient
+# a Mamba mixer passes the weights of these to its kernel and never calls the layers: adapters on them would get no gradient
 # (PEFT refuses the first two)
 _NEVER_CALLED = ("out_proj", "conv1d", "x_proj", "dt_proj")
 _MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")

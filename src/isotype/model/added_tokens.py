@@ -59,7 +59,7 @@ def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 
 
 def token_modules(model: PreTrainedModel) -> tuple[list[str], bool]:
-    """Names of the embedding and, where it has weights of its own, of the head; and whether the head shares the embedding's."""
+    """Names of the embedding and, if it has its own weights, of the head; and whether the head shares the embedding's weights."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and weight_of(head) is weight_of(embedding)
     wanted = [embedding] if tied or head is None else [embedding, head]

@@ -116,7 +116,7 @@ def load_base(source: Source, precision: Precision, *, attention: str, device: t
     """The base model on `device`; every weight in `trainable`'s dtype when all are trained, else in the base's, quantised for nf4."""
     options = attention_choice.attention_options(attention, device)
     dtype = precision.trainable if trainable else precision.unquantised
-    # transformers would load it as it came, whatever is asked for
+    # transformers would load it unchanged, and ignore the requested dtype
     quantised_before = bool(base_notes(source, precision))
     options["dtype"] = to_torch(dtype)
     if precision.base == "nf4" and not trainable:
@@ -226,7 +226,7 @@ def _reach(name: str, revision: str | None) -> None:
             say(f"{name} is fetched from the hub, once; a large model takes minutes. It is kept in {constants.HF_HUB_CACHE}")
     except LocalEntryNotFoundError:
         raise
-    except (HfHubHTTPError, ValueError):  # the hub answered, or the name is none of its: transformers says what is wrong
+    except (HfHubHTTPError, ValueError):  # the hub answered, or the name is not a hub id: the error of transformers names the cause
         return
 
 

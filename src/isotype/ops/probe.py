@@ -15,14 +15,14 @@ def why_no_kernels(device: torch.device) -> str:
         return "Triton is not installed"
     try:
         launch(device)
-    except Exception as error:  # a compiler's exit code, a driver's error, a missing header: all mean the same here
+    except Exception as error:  # whatever fails (the compiler, the driver, a missing header), the kernels do not run
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         return f"Triton cannot run a kernel: {type(error).__name__}: {first}"[:200]
     return ""
 
 
 def launch(device: torch.device) -> None:
-    """Adds one to a value on `device` and looks at it. Raises whatever compiling or launching raises."""
+    """Adds one to a value on `device` and checks the result. Raises the errors of compiling and launching."""
     from .probe_kernel import add_one
 
     x = torch.ones(1, device=device)

@@ -1,6 +1,6 @@
-"""What a recomputed layer leaves out: results that backward does not need, or that were kept.
+"""What a recomputed layer need not compute: results that backward does not read, and results that were stored.
 
-A layer under checkpointing runs twice: for its output, and again inside backward for what its gradients need. Ops ask here which it is.
+Under gradient checkpointing a layer runs twice: for its output, and again in backward for its gradients. Ops ask here which run it is.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def count_mlp() -> None:
 
 
 def output_is_unused() -> bool:
-    """Whether this is a recompute in which nobody will look at the output of the layer's last MLP."""
+    """Whether this is a recompute in which nothing reads the output of the layer's last MLP."""
     return bool(_running) and _running[-1].recomputing and _running[-1].last_unused
 
 
@@ -73,7 +73,7 @@ def attention_results(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor
     layer = _running[-1]
     if not layer.recomputing:
         made = compute()
-        # aliases: autograd writes the graph onto the very tensors that a function returns
+        # aliases, because autograd attaches the graph to the tensor objects that a function returns
         layer.results.append(tuple(layer.put(t.detach()) for t in made))
         return made
     # a recompute calls what the forward called, in its order
@@ -97,5 +97,5 @@ def _ends_in_an_mlp(output: Any) -> bool:
 
 
 def unwritten(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of this shape whose values nobody reads, in the memory of one element: its metadata is what checkpointing compares."""
+    """A tensor of this shape whose values are never read, in the memory of one element: checkpointing compares only its metadata."""
     return like.new_zeros((), dtype=dtype).expand(shape)

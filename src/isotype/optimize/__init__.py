@@ -4,7 +4,7 @@ manifest   the list of replaced modules, and the reasons why others were not rep
 norms, gated, rotary, head   one kind of module each: recognise it by structure, probe it, replace it on the instance
 deferred   logits not yet computed
 generation `model.generate` in the middle of training
-base       what the manifest says of the weights that were there
+base       the manifest's notes on the weights of the base
 place      the walk over a model
 """
 

@@ -108,7 +108,7 @@ class Functions:
 def by_the_op(original: Callable[..., tuple[Tensor, None]], *, eager: bool) -> Callable[..., Any]:
     """transformers' attention function (module, query, key, value, mask) -> ([B S N D], None), by `attention` where it serves.
 
-    eager  the original is the model's own, which is asked for by name where nobody wants anything else, or because it alone knows softcaps
+    eager  the original is the model's own function, which is used by default or because only it computes softcaps
     """
 
     def forward(

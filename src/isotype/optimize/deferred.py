@@ -1,9 +1,10 @@
 """Deferred logits: a tensor that stands for `post * tanh(pre * (hidden @ weight.T + bias))`, or for `pre * (...)`, not yet computed.
 
-The cross-entropy of it is `linear_cross_entropy` (a sum waits for its divisor: `deferred_loss`); scaling, softcapping, casts, reshapes and
-row slices of it are deferred logits again; anything else turns it into the real tensor, once, with its place in forward's graph intact.
-Being a wrapper tensor, it has the shape, dtype and device of what it stands for, and no memory. It can be read until an optimizer has
-stepped on the head's weight: a copy to keep is `logits.detach().clone()`.
+Its cross-entropy is computed by `linear_cross_entropy` (a sum is deferred until its divisor is known: `deferred_loss`); a logit, a
+logsumexp or a log-probability of each row is computed without the others (`deferred_values`, `deferred_log_probs`). Scale, softcap, casts,
+reshapes and row selections give deferred logits again. Any other operation computes the real tensor, once, as part of forward's graph.
+A wrapper tensor, it has the shape, dtype and device of the logits, and no memory. It can be read until an optimizer changes the head's
+weight. To keep the values, use `logits.detach().clone()`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from ..environment import planned
 from ..errors import IsotypeError
 from ..ops import cross_entropy, linear_cross_entropy
 from ..ops.autocast import autocast_dtype, autocast_off, product_dtype
+from .deferred_log_probs import log_softmax
 from .deferred_loss import DeferredLoss
+from .deferred_values import answered, argmax, gather, logsumexp, mean
 from .deferred_views import VIEWS, Views, again, needs_the_memory
 from .weight_changes import change_count
 
 # Where a training step turned deferred logits into real ones: place -> times
 materialised: Counter[str] = Counter()
-# What answered for deferred logits: op -> times
-answered: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ def _give_memory(name: str, arguments: tuple[Any, ...]) -> None:
 def _caller() -> str:
     """The innermost line outside this package and torch."""
     for frame in reversed(traceback.extract_stack()):
-        if "/torch/" not in frame.filename and not frame.filename.endswith("optimize/deferred.py"):
+        if "/torch/" not in frame.filename and "/isotype/optimize/deferred" not in frame.filename:
             return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
     return "an unknown line"
 
@@ -267,17 +268,43 @@ def _view(x: DeferredLogits, *shape: Any, **rest: Any) -> DeferredLogits | None:
 
 
 def _rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
+    if isinstance(index, Tensor):
+        return _selected(x, index)
     parts = index if isinstance(index, tuple) else (index,)
-    if not all(p is Ellipsis or isinstance(p, slice) for p in parts):
+    if not all(p is Ellipsis or isinstance(p, slice) or _is_whole(p) for p in parts):
         return None
     dims = x.recipe.hidden.dim()
-    # Python's own rule for an ellipsis, so that the last part can be told to be the vocabulary's
+    # Python's rule for an ellipsis, so that the part for the vocabulary is known
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
         parts = (*parts[:at], *[slice(None)] * (dims - len(parts) + 1), *parts[at + 1 :])
-    if len(parts) > dims or (len(parts) == dims and parts[-1] != slice(None)):
+    if len(parts) > dims or (len(parts) == dims and parts[-1] != slice(None)) or sum(map(_is_whole, parts)) > dims - 2:
         return None
     return _with(x, hidden=x.recipe.hidden[parts])
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _selected(x: DeferredLogits, index: Tensor) -> DeferredLogits | None:
+    """Rows chosen by a mask of the leading dimensions, or by numbers along the first one."""
+    leading = x.recipe.hidden.dim() - 1
+    plain = type(index) is Tensor and (index.dim() <= leading if index.dtype == torch.bool else index.dtype == torch.int64 and index.dim())
+    return _with(x, hidden=x.recipe.hidden[index]) if plain and leading else None
+
+
+def _unbind(x: DeferredLogits, dim: int = 0, **rest: Any) -> tuple[Tensor, ...] | None:
+    """Also what iterating asks for."""
+    if rest or dim != 0 or x.dim() < 3 or x.computed is not None:
+        return None
+    return tuple(x[i] for i in range(len(x)))
+
+
+def _flatten(x: DeferredLogits, start_dim: int = 0, end_dim: int = -1, **rest: Any) -> DeferredLogits | None:
+    dims = x.dim()
+    start, end = (d + dims if d < 0 else d for d in (start_dim, end_dim))
+    return None if rest or not 0 <= start <= end < dims - 1 else _with(x, hidden=x.recipe.hidden.flatten(start, end))
 
 
 def _index_select(x: DeferredLogits, dim: Any = None, index: Any = None, **rest: Any) -> DeferredLogits | None:
@@ -289,7 +316,9 @@ def _cross_entropy(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
     reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor | None:  # fmt: skip
-    plain = weight is None and size_average is None and reduce is None and isinstance(target, Tensor)
+    plain = size_average is None and reduce is None and isinstance(target, Tensor)
+    if weight is not None:  # no op has weights with smoothing and a softcap, and none a gradient of the weights
+        plain &= not weight.requires_grad and not (label_smoothing and input.recipe.post is not None)
     if not plain or input.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64 or input.computed is not None:
         return None
     recipe = input.recipe
@@ -297,7 +326,7 @@ def _cross_entropy(
     narrow = input.dtype in (torch.bfloat16, torch.float16)
     dtype = torch.float32 if narrow and autocast_dtype(recipe.hidden) is not None else input.dtype
     input.views.in_a_loss = True
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "class_weights": weight}
     if reduction == "sum" and torch.is_grad_enabled() and _requires_grad(input):
         # not yet: what divides it next goes into the op
         return DeferredLoss(
@@ -355,6 +384,13 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.detach, torch.detach), _detach),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _view),
     Tensor.__getitem__: _rows,
+    **dict.fromkeys((Tensor.unbind, torch.unbind), _unbind),
+    **dict.fromkeys((Tensor.flatten, torch.flatten), _flatten),
+    **dict.fromkeys((Tensor.gather, torch.gather), gather),
+    **dict.fromkeys((Tensor.logsumexp, torch.logsumexp), logsumexp),
+    **dict.fromkeys((Tensor.mean, torch.mean), mean),
+    **dict.fromkeys((Tensor.argmax, torch.argmax), argmax),
+    **dict.fromkeys((Tensor.log_softmax, torch.log_softmax, F.log_softmax), log_softmax),
     Tensor.register_hook: _register_hook,
     **dict.fromkeys((Tensor.index_select, torch.index_select), _index_select),
     Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]  # a property to Python, an attribute to its annotation

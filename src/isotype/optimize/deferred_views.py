@@ -18,7 +18,8 @@ _IN_PLACE = {"__setitem__", *(f"__i{op}__" for op in ("add", "sub", "mul", "true
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 
 VIEWS = {
-    *(Tensor.detach, torch.detach, Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.__getitem__)
+    *(Tensor.detach, torch.detach, Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.__getitem__),
+    *(Tensor.flatten, torch.flatten),
 }  # what may share its argument's memory
 
 

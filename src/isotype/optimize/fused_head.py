@@ -1,7 +1,7 @@
 """TRL's fused head, answered by `linear_log_probs`: `model(..., labels=..., fused_lm_head=True)` gives the same fields.
 
 SFT, DPO, KTO, GRPO, RLOO and their like put a forward on the model (`add_fused_lm_head`) that runs the backbone, projects the labelled
-positions and returns per-token values. What it was told (temperature, softcap, scale, which fields) is in its closure and is kept; without
+positions and returns per-token values. Its settings (temperature, softcap, scale, fields) are read from its closure; without
 the flag TRL's forward runs, which calls the model's own.
 """
 

@@ -30,7 +30,7 @@ _STREAM = "_isotype_generation"
 
 
 class Stream:
-    """The generators' states for sampling in callbacks: one stream that goes on from callback to callback, and is never rewound.
+    """The generator states for sampling in callbacks: one random stream that continues from callback to callback and never repeats.
 
     left      the states that a generation gave back to training
     went_on   where that generation's own draws ended

@@ -1,4 +1,4 @@
-"""The head: returns deferred logits when the forward of its causal LM was given labels, and plain logits otherwise."""
+"""The head: returns deferred logits when the forward of its causal LM was given labels or `deferring` says so, else plain logits."""
 
 from __future__ import annotations
 
@@ -28,19 +28,15 @@ BYPASSED = "TRL's fused head computes the loss from the head's weight, and never
 
 @dataclass
 class HeadSettings:
-    """manifest  told when another library's loss passes the head by"""
+    """manifest  gets a note when another library's loss does not call the head"""
 
     manifest: Manifest
 
 
 def head_forward(self: nn.Linear, hidden: Tensor) -> Tensor:
     # a graph holds real tensors, and torch.func's differ from step to step; a backward hook is given the gradient of real logits
-    if (
-        not getattr(_forwards, "depth", 0)
-        or torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or has_backward_hooks(self)
-    ):
+    asked = getattr(_forwards, "depth", 0) or (getattr(_forwards, "with_gradients", 0) and torch.is_grad_enabled())
+    if not asked or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or has_backward_hooks(self):
         own: Tensor = type(self).forward(self, hidden)
         return own
     return defer(hidden, self.weight, self.bias)
@@ -80,13 +76,17 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 @contextmanager
-def deferring() -> Iterator[None]:
-    """Within this block optimized heads return deferred logits without labels: for a loop that computes its own loss."""
-    _forwards.depth = getattr(_forwards, "depth", 0) + 1
+def deferring(*, with_gradients: bool = False) -> Iterator[None]:
+    """Within this block optimized heads return deferred logits without labels: for a loop that computes its own loss.
+
+    with_gradients  only where gradients are on: rollouts and reference models of a training step read real logits
+    """
+    name = "with_gradients" if with_gradients else "depth"
+    setattr(_forwards, name, getattr(_forwards, name, 0) + 1)
     try:
         yield
     finally:
-        _forwards.depth -= 1
+        setattr(_forwards, name, getattr(_forwards, name) - 1)
 
 
 def place(path: str, model: nn.Module, manifest: Manifest) -> Placement:

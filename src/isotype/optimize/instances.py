@@ -56,7 +56,7 @@ def placement(part: str, path: str, module: nn.Module, op: str | None, reason: s
 def put(module: nn.Module, forward: Callable[..., Any], settings: Any, places: int = 1) -> None:
     """`forward(self, ...)` becomes the instance's forward; `settings` is what it reads back with `settings_of`.
 
-    places  how many entries of the manifest it stands for
+    places  the number of entries of the manifest that it belongs to
     """
     put_method(module, InstanceMethod(forward, module), settings, places)
 
@@ -85,7 +85,7 @@ def take_back(module: nn.Module) -> int:
 def stand_in(module: nn.Module, modules: dict[str, nn.Module], parameters: dict[str, nn.Parameter]) -> nn.Module:
     """A shallow copy of the module with tiny children and parameters in fp64, whose class's own forward is the truth of a probe.
 
-    The module itself is never called: a forward in evaluation mode repacks 4-bit layers for good on some CPUs.
+    The module itself is never called: on some CPUs a forward in evaluation mode permanently repacks 4-bit layers.
     """
     twin = copy.copy(module)
     twin._modules = {**module._modules, **modules}

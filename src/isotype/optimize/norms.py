@@ -30,7 +30,7 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def epsilons(module: nn.Module) -> list[float]:
-    """Small positive numbers that the instance keeps, whatever their names."""
+    """The small positive numbers among the instance's attributes, under any name."""
     found = [v for v in vars(module).values() if isinstance(v, float) and 0 < v < 1e-2]
     return found or [1e-6]
 

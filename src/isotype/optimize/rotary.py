@@ -128,7 +128,7 @@ def tables_of(model: nn.Module) -> Tables:
 
 def replacement(original: Callable[..., Any], interleaved: bool, repeated: bool) -> Callable[..., Any]:
     def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # other arguments (unsqueeze_dim, position ids of older models) mean something else: the original knows
+        # other arguments (unsqueeze_dim, position ids of older models) change the computation: the original is called
         if args or kwargs or cos.dim() != 3 or q.dim() != 4:
             return original(q, k, cos, sin, *args, **kwargs)
         return rope(q, k, narrow(cos, repeated), narrow(sin, repeated), interleaved=interleaved)

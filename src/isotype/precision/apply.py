@@ -127,7 +127,7 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str,
         if hasattr(module, "cast_input_dtype_enabled"):
             state.change(module, "cast_input_dtype_enabled", False)
         if hasattr(module, "compute_type_is_set"):
-            # a 4-bit layer has a dtype of its own for products: the library's default, the file's, or the first input's
+            # a 4-bit layer has its own dtype for products: the library's default, the file's, or that of the first input
             state.change(module, "compute_dtype", to_torch(precision.compute))
             state.change(module, "compute_type_is_set", True)
         if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -24,7 +24,7 @@ def own_part(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
-        part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+        part: Tensor = tensor.to_local()  # type: ignore[attr-defined]  # a DTensor has it
     return part
 
 
@@ -32,7 +32,7 @@ def gathered(tensor: Tensor) -> Tensor:
     """The whole tensor, on every process: all of them call it. An ordinary tensor is returned as it is."""
     if not is_sharded(tensor):
         return tensor
-    whole: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
+    whole: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor has it
     return whole
 
 

@@ -48,7 +48,7 @@ class Precision:
 
     vae           weights and arithmetic of the VAE
     text_encoder  weights of the text encoders, and their embeddings
-    timesteps     the noise level as the model is told, and its sinusoidal embedding
+    timesteps     the noise level as the model gets it, and its sinusoidal embedding
     latents       latents, noise, noise level and target, before the model
     ema           the moving average of trained weights
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from textwrap import wrap
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.ticker import FuncFormatter
 from matplotlib.transforms import Bbox
@@ -20,6 +22,7 @@ from matplotlib.transforms import Bbox
 from .page import Tile, samples, status, subtitle, tiles
 from .plots import Plot, length_bars, loss_plot, plots
 from .record import RunRecord, dict_of
+from .sampled_pictures import pictures_over_time
 from .verdicts import precision, preflight, verdict
 from .words import count
 
@@ -28,6 +31,7 @@ PAGE, CARD, INK, SOFT, FAINT, LINE = "#f5f5f2", "#ffffff", "#171714", "#54534d",
 COLOURS = {1: "#2563c4", 2: "#b8500f"}
 MOODS = {"good": ("#17693e", "#e2f3e9"), "warn": ("#7a4f00", "#fbf0d8"), "bad": ("#a5211a", "#fce8e6"), "busy": ("#1e55ab", "#e4edfb")}
 COLUMNS, MOST_SMALL, MOST_SAMPLES, MOST_TEXT = 3, 6, 3, 300  # characters, of which a line shows what fits
+MOST_DRAWN, MOST_TIMES = 6, 7  # prompts and steps in the grid of a diffusion run
 
 
 def picture(record: RunRecord) -> bytes:
@@ -261,7 +265,11 @@ def _facts(sheet: _Sheet, record: RunRecord) -> None:
 
 
 def _samples(sheet: _Sheet, record: RunRecord) -> None:
-    """Prompts with their first and last answer side by side, and the answer in the data."""
+    """Prompts with their first and last answer side by side, and the answer in the data; pictures as a grid over time."""
+    steps, drawn = pictures_over_time(record, rows=MOST_DRAWN, columns=MOST_TIMES)
+    if drawn:
+        _grid(sheet, steps, drawn)
+        return
     shown = [sample for sample in samples(record) if sample["answers"]][:MOST_SAMPLES]
     if not shown:
         return
@@ -289,6 +297,30 @@ def _samples(sheet: _Sheet, record: RunRecord) -> None:
             sheet.line(MARGIN + 1.0, y, _short(str(sample["reference"])), size=9, colour=MOODS["good"][0])
             y += 0.225
         y += 0.1
+    sheet.down(height)
+
+
+def _grid(sheet: _Sheet, steps: Sequence[int], drawn: Mapping[str, Mapping[int, bytes]]) -> None:
+    """A row a prompt, a column a step."""
+    gap, words = 0.08, 2.2
+    side = min(1.5, (WIDTH - 2 * MARGIN - 0.36 - words - gap * (len(steps) - 1)) / len(steps))
+    height = 0.72 + (side + gap) * len(drawn)
+    sheet.card(MARGIN, WIDTH - 2 * MARGIN, height)
+    sheet.text(MARGIN + 0.18, 0.16, "Samples over time", size=10.5, weight="bold")
+    lefts = [MARGIN + 0.18 + words + j * (side + gap) for j in range(len(steps))]
+    for left, step in zip(lefts, steps):
+        sheet.text(left, 0.42, f"step {step}", size=8, colour=FAINT)
+    for i, (prompt, by_step) in enumerate(drawn.items()):
+        top = 0.62 + i * (side + gap)
+        for k, line in enumerate(wrap(_short(prompt), 24)[:5]):
+            sheet.text(MARGIN + 0.18, top + 0.2 * k, line, size=9, weight="bold")
+        for left, step in zip(lefts, steps):
+            if step not in by_step:
+                continue
+            axes = sheet.figure.add_axes((left / WIDTH, 1 - (sheet.used + top + side) / sheet.height, side / WIDTH, side / sheet.height))
+            axes.axis("off")
+            with contextlib.suppress(OSError, SyntaxError, ValueError):  # a damaged file leaves its place empty
+                axes.imshow(imread(io.BytesIO(by_step[step]), format="png"))
     sheet.down(height)
 
 

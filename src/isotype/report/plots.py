@@ -15,7 +15,7 @@ LOSSES = (
     "Training loss: mean of -ln p over the learnt tokens of a step's rows, before its update. "
     "Evaluation loss: the same mean over all learnt tokens of the evaluation rows, without dropout."
 )
-MANY = 30  # points from which on a noisy curve is smoothed, the raw one faint behind it
+MANY = 30  # number of points above which a noisy curve is smoothed, with the raw curve drawn faintly behind it
 MOST_POINTS = 600  # of one line: more than a page has pixels for
 FITTED = 0.5  # an axis is fitted to values whose least is above this share of their greatest
 _NOISY = ("grad_norm", "tokens_per_second", "mfu", "share_changed")

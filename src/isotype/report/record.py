@@ -58,7 +58,7 @@ class RunRecord:
 
     @property
     def resumed_at(self) -> list[int]:
-        """Steps that the run went on from after it was stopped, in order."""
+        """The steps from which the run was resumed, in order."""
         return sorted({step for step in list_of(self.resumes.get("steps")) if type(step) is int and step >= 0})
 
     def setting(self, section: str, key: str) -> Any:

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from .record import RunRecord
+
 _NAME = re.compile(r"samples/step_\d+_\d+\.png")  # what a run writes; a folder from elsewhere may name anything
 _LARGEST = 8 << 20  # bytes
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -25,6 +27,25 @@ def picture_of(folder: Path, sample: dict[str, Any]) -> bytes | None:
     except OSError:
         return None
     return content if content.startswith(_PNG) else None
+
+
+def pictures_over_time(record: RunRecord, *, rows: int, columns: int) -> tuple[list[int], dict[str, dict[int, bytes]]]:
+    """At most `columns` steps, evenly spread, the first and the last among them; and the pictures of the first prompts by step."""
+    by_prompt: dict[str, dict[int, bytes]] = {}
+    for moment in record.samples:
+        for sample in moment["samples"]:
+            content = picture_of(record.folder, sample) if isinstance(sample, dict) else None
+            if content is not None:
+                by_prompt.setdefault(str(sample.get("prompt", "")), {})[moment["step"]] = content
+    shown = dict(list(by_prompt.items())[:rows])
+    return spread(sorted({step for drawn in shown.values() for step in drawn}), columns), shown
+
+
+def spread(steps: list[int], most: int) -> list[int]:
+    """At most so many, evenly spread."""
+    if len(steps) <= most:
+        return steps
+    return [steps[round(k * (len(steps) - 1) / (most - 1))] for k in range(most)]
 
 
 def as_data(content: bytes | None) -> str:

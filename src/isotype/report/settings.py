@@ -17,7 +17,7 @@ _ALWAYS = {"model.name", "model.config", "model.tokenizer", "data.train", "data.
 
 @dataclass(frozen=True)
 class Difference:
-    """One key; `usual` is what the preset, or where it says nothing the default, has."""
+    """One key; `usual` is the value of the preset, or the default where the preset has none."""
 
     key: str
     value: str

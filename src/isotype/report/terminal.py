@@ -18,7 +18,7 @@ def terminal_chart(points: Sequence[tuple[float, float]], *, width: int = 60, he
         return "  (no finite value)"
     means = _columns(finite, min(width, len(finite)))
     high, low = max(means), min(means)
-    # the lowest column keeps a little height, and the axis says where it stands
+    # the lowest column keeps a little height; the axis shows its value
     floor = low - 0.05 * (high - low or abs(low) or 1.0)
     eighths = [max(1, round((y - floor) / (high - floor or 1.0) * height * 8)) for y in means]
     blocks = _EIGHTHS if _has_blocks(encoding) else " ########"

@@ -17,7 +17,7 @@ REPORT, PICTURE = "report.html", "report.png"
 
 @dataclass(frozen=True)
 class Written:
-    """Where the page and the picture are; `why_no_picture` says what it would need."""
+    """The paths of the page and the picture; `why_no_picture` names what is missing for the picture."""
 
     page: Path
     picture: Path | None
@@ -32,7 +32,7 @@ def write_report(run_folder: Path, out: Path | None = None) -> Written:
     record = read_run(run_folder)
     target = out or run_folder / REPORT
     _write(target, render(record).encode("utf-8", "backslashreplace"))  # a file's name may be no UTF-8
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # of a home that cannot be written it says much when imported
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it prints many lines when imported with a home folder that cannot be written
     try:
         from .picture import picture
     except ModuleNotFoundError as error:

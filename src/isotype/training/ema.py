@@ -38,7 +38,7 @@ class Ema:
         torch._foreach_lerp_(averages, weights, 1 - kept)
 
     def observed(self) -> list[tuple[str, str, str]]:
-        """(role, tensor, dtype), as a task tells its own."""
+        """(role, tensor, dtype), in which a task reports the dtypes of its own roles."""
         return [("ema", name, dtype_name(average.dtype)) for name, average in self.averages.items()]
 
     @contextmanager

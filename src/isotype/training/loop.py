@@ -105,7 +105,7 @@ class Loop:
     stop_asked: bool = False
     """A callback asked to end the run."""
     progress: Progress = field(default_factory=Progress)
-    observed: dict[str, Any] = field(default_factory=dict)  # what precision.json says was seen, of each role the last time
+    observed: dict[str, Any] = field(default_factory=dict)  # the last observed state of each role in precision.json
     saved_step: int | None = None
 
     def __post_init__(self) -> None:
@@ -194,7 +194,7 @@ class Loop:
         self._tell("step", row)
 
     def _own_rows(self) -> Iterator[Sequence[Any]]:
-        """The rows of each pass of this process; those of other processes are gone over."""
+        """The rows of each pass of this process; rows of other processes are skipped."""
         for number in range(self.passes.total):
             rows = self.stream.take(self.passes.rows)
             if number in self.passes.own:
@@ -339,7 +339,7 @@ class Loop:
         self._tell("samples", {"samples": made})
 
     def _sample_file(self, step: int, position: int, sample: Sample) -> dict[str, str]:
-        """Writes the file that a sample has, if it has one, and says where: relative to the run's folder."""
+        """Writes the sample's file, if it has one, and returns its path relative to the run's folder."""
         if sample.file is None:
             return {}
         suffix, content = sample.file

@@ -22,7 +22,7 @@ Gradient = Callable[[nn.Parameter], Tensor | None]
 
 
 class MixedAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019) with fp32 arithmetic, whatever dtypes weights, gradients and states have.
+    """AdamW (Loshchilov and Hutter 2019) with fp32 arithmetic, for weights, gradients and states of any dtype.
 
     gradient   where a parameter's accumulated gradient is
     state      dtype of the moments

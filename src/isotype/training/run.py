@@ -165,7 +165,7 @@ def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:
     errors unchanged."""
     gone = RunError(f"{folder.path}: the run's folder is gone", code="CK001", fix="start the run again")
     if isinstance(error, IsotypeError):
-        # a file of the run that could not be written, because its folder is gone
+        # a file of the run could not be written, because its folder was removed
         return gone if error.code == "CK001" and not folder.path.is_dir() else error
     reason = refused(error)
     if reason is None:
@@ -263,7 +263,7 @@ def _to_the_end(
 
         try:
             result["report"] = str(write_report(folder.path).page)
-        except Exception as error:  # whatever it is, the run is done and checked: a report can be made again at any time
+        except Exception as error:  # any error here is only printed: the run is done and verified, and a report can be made again
             console.say(f"warning   no report: {error}; isotype report {folder.path} makes it")
     _say_result(result, console)
     return 0, result

@@ -24,7 +24,7 @@ from .finite import non_finite_error
 from .loss_scale import LossScale
 from .task import Batch
 
-SAMPLED_PARAMETERS, SAMPLED_ELEMENTS = 32, 256  # what `share changed` looks at: enough for 1%, a few kilobytes
+SAMPLED_PARAMETERS, SAMPLED_ELEMENTS = 32, 256  # the sample for `share changed`: precise to 1%, a few kilobytes
 
 
 @dataclass(frozen=True)

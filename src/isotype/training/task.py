@@ -182,7 +182,7 @@ class Task(Protocol):
     def step_outline(self, precision: Precision) -> StepOutline: ...
 
     def most_bytes(self, model: nn.Module, precision: Precision) -> int:
-        """A cheap bound: more bytes than a step can take, whatever is recomputed."""
+        """A cheap bound: more bytes than a step can take with any recomputation."""
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         """Checks of the preflight that only this kind of run has, by phase."""

@@ -18,7 +18,7 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True)
 class Given:
-    """A key as the other tool has it; `name` is what the tables know it by, `written` what the file says."""
+    """A key of the other tool; `name` is its name in the tables, `written` the name in the file."""
 
     name: str
     value: Any
@@ -72,7 +72,7 @@ class Draft:
     notes: list[str] = field(default_factory=list)
 
     def default(self, target: str, value: Any) -> None:
-        """The other tool's default where it is not Isotype's, unless the file says something."""
+        """The other tool's default where it differs from Isotype's and the file does not set the key."""
         if target not in self.settings:
             self.settings[target] = value
             self.defaults.add(target)
@@ -91,7 +91,7 @@ class Draft:
         self.outcomes.append(Outcome(given, fate, f"{target}: {_shown(value)}", note))
 
     def changed(self, given: Given, note: str) -> None:
-        """Something else happens here, by no setting of its own."""
+        """Isotype does something else here, for which it has no setting."""
         self.outcomes.append(Outcome(given, Fate.CHANGED, note=note))
 
     def no_effect(self, given: Given, why: str) -> None:
@@ -101,7 +101,7 @@ class Draft:
         self.outcomes.append(Outcome(given, Fate.NOT_OFFERED, note=use))
 
     def precision(self, given: Given) -> None:
-        """Keys that decide the precision together are told of when all of them are known."""
+        """Keys that decide the precision together are reported when all of them are known."""
         self.about_precision.append(given)
 
 

@@ -29,7 +29,7 @@ def decide(draft: Draft, record: Record | None) -> None:
 
 def _of(name: str, note: str) -> str:
     own = {
-        "tf32": "fp32 products take TF32 where PyTorch is told to; Isotype leaves PyTorch's setting",
+        "tf32": "fp32 products use TF32 if PyTorch's setting allows it; Isotype does not change that setting",
         "load_in_8bit": "an 8-bit base is not offered: the base is bf16, or `precision.preset: nf4-lora`",
         "bnb_4bit_use_double_quant": "nf4 with double quantisation",
         "fp8": "fp8 is not offered: products are bf16",

@@ -10,12 +10,15 @@ from pathlib import Path
 from ..doctor.check.identify import identify
 from ..doctor.check.readers import json_lines, notebook, python_calls, shell, toml_lines, yaml_lines
 from ..doctor.check.readers.tree import Tree
+from ..doctor.check.simpletuner_env import is_config_env
 from ..errors import UsageError
 from .account import Given
 from .python_program import from_calls
+from .secrets import Secrets
+from .simpletuner_file import keys_of_datasets, keys_of_env, keys_of_tree
 
 LARGEST = 4 << 20  # bytes
-_TOOL_OF = {"model": "hf", "peft": "hf"}  # what `identify` says of a flat file with a model's or an adapter's arguments
+_TOOL_OF = {"model": "hf", "peft": "hf"}  # the answer of `identify` for a flat file with a model's or an adapter's arguments
 _COMMANDS = ("trl", "llamafactory-cli", "axolotl", "tune")
 
 
@@ -28,6 +31,7 @@ class Source:
     keys: list[Given] = field(default_factory=list)
     calls: frozenset[str] = frozenset()
     method: str = ""
+    secrets: Secrets = field(default_factory=Secrets)
 
     def get(self, name: str) -> object:
         return next((given.value for given in self.keys if given.name == name), None)
@@ -37,8 +41,11 @@ class Source:
         return next((g for g in self.keys if any(g.name == p or g.name.startswith(p + ".") for p in prefixes)), None)
 
 
-def read(path: Path) -> Source:
-    """Raises UsageError with file and line for what cannot be read."""
+def read(path: Path, asked: str | None = None) -> Source:
+    """Raises UsageError with file and line for what cannot be read.
+
+    asked  the tool that the user named
+    """
     try:
         if path.is_dir():
             raise UsageError(f"{path}: is a folder; give the configuration file")
@@ -56,6 +63,8 @@ def read(path: Path) -> Source:
         if suffix == ".ipynb":
             code, line_of = notebook.read(text)
             return _program(code, path, line_of)
+        if suffix == ".env" and is_config_env(set(shell.read(text).variables)):
+            return _simpletuner(path, keys_of_env(text, secrets := Secrets()), secrets)
         if suffix in (".sh", ".bash", ".slurm", ".sbatch", ".env"):
             return _commands(text, path)
         if suffix not in (".yaml", ".yml", ".json", ".toml"):
@@ -64,13 +73,22 @@ def read(path: Path) -> Source:
     except (json_lines.BadJson, yaml_lines.BadYaml, toml_lines.BadToml, python_calls.BadPython) as error:
         raise UsageError(f"{path}:{error.line}: {error}") from None
     tool = identify(tree.data, path.name)
+    if "simpletuner" in (asked, tool):
+        return _simpletuner(path, keys_of_tree(tree, secrets := Secrets()), secrets)
     keys = _keys(tree, whole=tool != "torchtune")
     names = {given.name.partition(".")[0] for given in keys}
     if "base_model" in names and names & {"micro_batch_size", "sequence_len", "sample_packing"}:
-        tool = "axolotl"  # also where most of its keys are Hugging Face's
+        tool = "axolotl"  # also for files in which most keys are Hugging Face's
     if names & {"dist_config", "sample_backend", "init_config"} or {"model_class", "model"} <= names:
         tool = "llamafactory"
     return Source(str(path), _TOOL_OF.get(tool or "", tool), keys)
+
+
+def _simpletuner(path: Path, keys: list[Given], secrets: Secrets) -> Source:
+    """The keys of the configuration and of its dataset file."""
+    named = next((given.value for given in keys if given.name == "data_backend_config"), None)
+    _, datasets = keys_of_datasets(path, named, secrets)
+    return Source(str(path), "simpletuner", [*keys, *datasets], secrets=secrets)
 
 
 def _keys(tree: Tree, *, whole: bool) -> list[Given]:

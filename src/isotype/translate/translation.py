@@ -18,7 +18,7 @@ from ..doctor.check import check
 from ..doctor.check.record import Record
 from ..errors import UsageError
 from ..finding import Finding, Severity, worst_first
-from . import axolotl, hugging_face, llamafactory, torchtune
+from . import axolotl, hugging_face, llamafactory, simpletuner, torchtune
 from .account import DEFAULT_WORDS, Computed, Draft, Fate, Given, Handler, Outcome
 from .precision import decide
 from .source import Source, read
@@ -39,13 +39,17 @@ TOOLS: dict[str, Any] = {
     "hf": hugging_face,
     "torchtune": torchtune,
     "unsloth": hugging_face,
+    "simpletuner": simpletuner,
 }
 _SAME = {("trl", "hf"), ("hf", "trl"), ("unsloth", "hf"), ("trl", "unsloth"), ("hf", "unsloth"), ("unsloth", "trl")}
-_NAMES = {"trl": "TRL", "hf": "Hugging Face TrainingArguments", "llamafactory": "LLaMA-Factory", "unsloth": "an Unsloth notebook"}
-NOT_YET = {
-    "simpletuner": "image models are not trained yet",
-    "kohya": "image models are not trained yet",
-}  # known to `check`, not translated
+_NAMES = {
+    "trl": "TRL",
+    "hf": "Hugging Face TrainingArguments",
+    "llamafactory": "LLaMA-Factory",
+    "unsloth": "an Unsloth notebook",
+    "simpletuner": "SimpleTuner",
+}
+NOT_YET = {"kohya": "kohya's scripts are not translated yet"}  # known to `check`, not translated
 
 
 @dataclass
@@ -74,7 +78,7 @@ class Translation:
 def translate(path: Path | str, tool: str | None = None) -> Translation:
     """Raises UsageError where the file cannot be read, belongs to no known tool, or its method is not offered."""
     path = Path(path)
-    source = read(path)
+    source = read(path, tool)
     if source.tool is None and source.calls and (reason := hugging_face.refusal(source)):
         raise UsageError(f"{path}: {reason}")
     name = _tool(source, tool)
@@ -86,8 +90,10 @@ def translate(path: Path | str, tool: str | None = None) -> Translation:
         _account(draft, Given(given.name, draft.keys[given.name], given.line, given.written), module.KEYS, name)
     module.finish(draft, source)
     findings, record = _checked(path, module is torchtune, source)
+    if module is simpletuner:
+        _stop_at_contradictions(path, findings)
     decide(draft, record)
-    _complete(draft)
+    _complete(draft, "images.train" if module is simpletuner else "data.train")
     order = {(given.name, given.line): index for index, given in enumerate(source.keys)}
     outcomes = sorted(draft.outcomes, key=lambda outcome: order.get((outcome.given.name, outcome.given.line), len(order)))
     text = _text(draft, source, _NAMES.get(name, name))
@@ -160,23 +166,34 @@ def _handler(name: str, table: Mapping[str, Handler]) -> Handler | None:
 
 
 def _checked(path: Path, torchtune_file: bool, source: Source) -> tuple[list[Finding], Record | None]:
-    """What `isotype check` says of the file, without notes, and its record of the precision."""
+    """The findings of `isotype check` for the file, without notes, and its record of the precision."""
     checked = check([str(path)])
     findings = [finding for finding in checked.findings if finding.severity > Severity.NOTE]
     record = checked.records[0] if checked.records else None
     if record is not None and torchtune_file and "qlora" in str(source.get("model._component_")):
         record.set("storage", "nf4", "qlora_ components quantise the base")
-    return worst_first(findings), record
+    return worst_first(source.secrets.without_in(findings)), record
 
 
-def _complete(draft: Draft) -> None:
+def _stop_at_contradictions(path: Path, findings: list[Finding]) -> None:
+    """Raises UsageError for what `isotype check` calls an error: such a file means two things, and a translation would choose one."""
+    wrong = [f for f in findings if f.severity == Severity.ERROR and simpletuner.stops(f.code)]
+    if wrong:
+        raise UsageError(
+            "\n".join(f"{f.place.file or path}:{f.place.line or 1}: {f.code} {f.message}; {f.fix}" for f in wrong),
+            fix=f"mend these, then import again; isotype check {path} explains them",
+        )
+
+
+def _complete(draft: Draft, data: str) -> None:
     """Settings that Isotype needs beside each other."""
     if "model.name" not in draft.settings:
         draft.settings["model.name"] = "path/to/model"
         draft.notes.append("model.name: the file names no model; put its folder or hub id there")
-    if "data.train" not in draft.settings:
-        draft.settings["data.train"] = "path/to/data.jsonl"
-        draft.notes.append("data.train: the file names no data; put a file, a folder or hf:NAME there")
+    if data not in draft.settings:
+        draft.settings[data] = "path/to/data.jsonl" if data == "data.train" else "path/to/pictures"
+        hub = " or hf:NAME" if data == "data.train" else ""
+        draft.notes.append(f"{data}: the file names no data; put a file, a folder{hub} there")
     if draft.settings.get("data.stream") and "train.steps" not in draft.settings:
         draft.settings["train.steps"] = 1000
         draft.notes.append("train.steps: a stream has no end; 1000 stands there for the number that you mean")
@@ -210,7 +227,7 @@ def _text(draft: Draft, source: Source, tool: str) -> str:
 
 
 def _validate(text: str, path: Path) -> None:
-    """The result is read as `isotype train` would read it. What it refuses is told as a mistake in the source."""
+    """The result is read as `isotype train` reads it. What that refuses is reported as a mistake in the source."""
     handle, name = tempfile.mkstemp(suffix=".yaml")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -61,7 +61,7 @@ def schedule(draft: Draft, given: Given) -> None:
         draft.not_offered(given, "train.schedule is cosine, linear, constant or wsd; cosine is used")
         return
     draft.set(given, "train.schedule", _SCHEDULES[word], "its end is train.min_learning_rate" if "min_lr" in word else "")
-    if word == "constant":  # there without a warm-up, whatever warmup_ratio says
+    if word == "constant":  # that schedule has no warm-up, and ignores warmup_ratio
         draft.settings["train.warmup"] = 0
 
 

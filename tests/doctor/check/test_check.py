@@ -103,7 +103,7 @@ def test_accelerate_makes_trained_weights_fp32_under_fsdp_and_mixed_precision(tm
     assert ("CF004" in {f.code for f in checked.findings}) == (trained == "bf16")
 
 
-def test_accelerate_that_is_installed_upcasts_as_the_record_says():
+def test_installed_accelerate_upcasts_as_recorded():
     """A newer accelerate that does otherwise makes the record stale."""
     accelerate = pytest.importorskip("accelerate")
     folder = Path(accelerate.__file__).parent
@@ -123,7 +123,7 @@ def test_accelerate_that_is_installed_upcasts_as_the_record_says():
         ("a.toml", 'dit = "model.safetensors"\nfp8_base = true\nmixed_precision = "bf16"\n', "musubi-tuner"),
     ],
 )
-def test_files_of_tools_that_are_not_known_are_told_so(tmp_path: Path, name: str, text: str, tool: str):
+def test_files_of_unknown_tools_are_reported(tmp_path: Path, name: str, text: str, tool: str):
     (tmp_path / name).write_text(text)
     (finding,) = check([str(tmp_path)]).findings
     assert (finding.code, finding.severity) == ("CF099", Severity.NOTE)

@@ -29,7 +29,7 @@ def test_no_false_alarm(folder: Path):
         )
 
 
-def test_an_unreadable_file_counts_only_where_it_speaks_of_training(tmp_path: Path):
+def test_an_unreadable_file_counts_only_if_it_is_about_training(tmp_path: Path):
     (tmp_path / "chart.yaml").write_text("a: {{ .Values.x }\n")
     (tmp_path / "ds.json").write_text('{"bf16": {"enabled": true}\n')
     assert [(f.code, f.place.line) for f in check([str(tmp_path)]).findings] == [("CF099", 2)]

@@ -53,6 +53,6 @@ def test_a_reported_error_is_known(code: str, first_look: str, source: str, text
         "RuntimeError: Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment.",
     ],
 )
-def test_what_only_looks_like_one_is_left_alone(text: str):
+def test_texts_that_resemble_dtype_errors_are_not_explained(text: str):
     (finding,) = explain(text.splitlines())
     assert finding.code == "EX000", finding.message

@@ -14,7 +14,7 @@ FP16 = "ValueError: Attempting to unscale FP16 gradients."
 MAT = "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16"
 
 
-def test_interleaved_ranks_are_told_apart_and_counted():
+def test_interleaved_ranks_are_separated_and_counted():
     lines = []
     for text in [*ONE, MAT]:
         lines += [f"[rank0]: {text}", f"[rank1]: {text}"]
@@ -108,7 +108,7 @@ def test_a_traceback_inside_a_json_string():
     assert [(f.file, f.line, f.function, f.code) for f in incident.frames] == [("/srv/app.py", 9, "go", "y = f(x)")]
 
 
-def test_what_stands_before_a_traceback_stands_before_its_other_lines_too():
+def test_a_line_prefix_of_a_traceback_is_removed_from_every_line():
     lines = [f"ERROR 07-18 03:16:{i:02d} [core.py:588] {text}" for i, text in enumerate([*ONE, MAT])]
     (finding,) = explain(lines)
     assert (finding.place.line, finding.message) == (3, "matrix product of fp32 and bf16")

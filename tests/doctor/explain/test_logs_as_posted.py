@@ -62,7 +62,7 @@ def test_a_posted_log_is_explained(name: str, code: str, line: int, cause: str, 
 
 
 @pytest.mark.parametrize("log", sorted(LOGS.glob("none_*.txt")), ids=lambda path: path.stem)
-def test_a_fault_that_is_none_of_dtypes_is_left_alone(log: Path):
+def test_errors_unrelated_to_dtypes_are_not_explained(log: Path):
     (finding,) = explain(log.read_text(encoding="utf-8").splitlines())
     assert finding.code == "EX000", finding.message
 

@@ -268,7 +268,7 @@ def test_a_dtype_in_any_spelling(word: str, canonical: str):
 
 
 @pytest.mark.parametrize(("operator", "form"), FORMS)
-def test_no_form_is_kept_from_its_texts(operator: str, form: str):
+def test_every_form_matches_its_texts(operator: str, form: str):
     """The quick check before the forms lets every text of every form through."""
     texts = st.from_regex(re.compile(re.sub(r"(?<!\?P)<(\w+)>", "BFloat16", form), re.ASCII), fullmatch=True)
 

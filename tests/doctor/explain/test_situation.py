@@ -39,7 +39,7 @@ def test_the_first_cause_follows_the_traceback(frames: list[tuple[str, int, str,
     assert (finding.place.file, finding.place.line) == (user[0], user[1])
 
 
-def test_without_evidence_it_says_so():
+def test_without_evidence_the_cause_is_marked_as_unsure():
     (finding,) = explain([MIXED])
     details = dict(finding.details)
     assert details["sure"].startswith(("a guess: nothing in the text decides", "open between", "likely: "))

@@ -131,7 +131,7 @@ def test_architectures(tmp_path: Path) -> None:
             targets.parse_target(wrong)
 
 
-def test_another_triton_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_triton_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "version", lambda name: "3.2.0")
     with pytest.raises(UsageError, match=r"Triton 3\.2\.0 is installed; isotype kernels reads Triton 3\.4 to 3\.9"):
         check(fault_kernels.ternary)

@@ -35,7 +35,7 @@ def test_a_fault_in_backward_is_an_assertion_that_names_it() -> None:
     assert "sm_80, gfx942" in str(caught.value)
 
 
-def test_a_function_that_launches_nothing_is_said() -> None:
+def test_a_function_without_a_launch_is_reported() -> None:
     with pytest.raises(AssertionError, match="launched no Triton kernel"):
         compile_matrix(wrapped.on_the_cpu, (torch.randn(4),))
 
@@ -46,14 +46,14 @@ def test_a_kernel_itself_is_checked_with_inferred_signatures() -> None:
         compile_matrix(fault_kernels.branch_else, targets=["sm_90"])
 
 
-def test_mixed_inputs_that_the_wrapper_lets_through_are_a_warning() -> None:
+def test_mixed_inputs_that_the_wrapper_accepts_are_a_warning() -> None:
     a = torch.randn(32, 32)
     with pytest.raises(AssertionError, match=r"tl.dot got"):
         compile_matrix(wrapped.mixed_dot, (a, a.clone()), targets=["sm_90"])
     compile_matrix(wrapped.mixed_dot, (a, a.clone()), targets=["sm_90"], fail_on="error")
 
 
-def test_a_wrapper_that_refuses_mixed_inputs_itself_is_right() -> None:
+def test_a_wrapper_that_refuses_mixed_inputs_gets_no_finding() -> None:
     calls = call_trapped(wrapped.good_mul, pair(), SM90)
     assert any("gate and up differ" in why for why in calls.refused.values())
     assert {c.label for r in calls.reached.values() for c in r.combinations} == {
@@ -87,7 +87,7 @@ def test_an_integer_one_is_specialised_away_as_by_tritons_launcher() -> None:
     assert not odd.attributes.get((2,))
 
 
-def test_nothing_of_the_pretence_stays() -> None:
+def test_the_simulated_gpu_is_removed_afterwards() -> None:
     before = torch.cuda.is_available()
     with pretend_gpu(SM90):
         x = torch.ones(3, device="cuda")

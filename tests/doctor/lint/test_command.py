@@ -96,14 +96,23 @@ def test_pyproject_is_found_and_obeyed(project):
     (project / "src").mkdir()
     (project / "src" / "bad.py").write_text(BAD.format(comment=""))
     config = project / "pyproject.toml"
-    config.write_text('[tool.isotype.lint]\nexclude = ["src"]\n')
+    config.write_text('[tool.isotype.lint]\nextend-select = ["LT006"]\nexclude = ["src"]\n')
     assert codes(".") == ["LT006"]
-    config.write_text('[tool.isotype.lint.per-file-ignores]\n"src/*" = ["LT006"]\n')
+    config.write_text('[tool.isotype.lint]\nextend-select = ["LT006"]\n[tool.isotype.lint.per-file-ignores]\n"src/*" = ["LT006"]\n')
     assert codes("src") == []
     assert codes("bad.py") == ["LT006"]
     config.write_text('[tool.isotype.lint]\nselect = ["LT00"]\nignore = ["LT006"]\n')
     assert codes("bad.py") == []
     assert codes("bad.py", select=["LT"]) == []
+
+
+def test_a_rule_below_its_mark_reports_on_a_file_that_is_named(project):
+    """Whoever names one file asks about it; in a folder such a rule has to be selected or proved."""
+    (project / "pyproject.toml").touch()
+    assert codes("bad.py") == ["LT006"]
+    assert codes(".") == []
+    assert codes(".", select=["LT006"]) == ["LT006"]
+    assert codes("bad.py", select=["LT"]) == [], "what is on by default and nothing else"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +139,7 @@ def test_usage_errors(project):
     assert isinstance(run("bad.py", "--json", "--sarif").exception, UsageError)
 
 
-def test_what_cannot_be_parsed_is_told(project):
+def test_a_file_that_cannot_be_parsed_is_a_finding(project):
     (project / "broken.py").write_text("import torch\ndef f(:\n")
     (project / "latin.py").write_bytes(b"x = '\xc2('\n")
     (project / "null.py").write_bytes(b"torch = 1\x00\n")
@@ -149,7 +158,7 @@ def test_a_file_for_a_newer_python_is_no_error(project, monkeypatch):
     assert "note LT000 not looked at: its syntax is newer than Python 3.11" in result.stdout
 
 
-def test_a_pipe_is_not_waited_for_and_a_link_to_nowhere_is_told(project):
+def test_a_pipe_is_skipped_and_a_broken_link_is_reported(project):
     os.mkfifo(project / "pipe.py")
     (project / "gone.py").symlink_to("nowhere.py")
     found = lint_command([project])

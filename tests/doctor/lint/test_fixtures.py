@@ -11,7 +11,7 @@ from isotype.doctor.lint.rule import SECTIONS, FixSafety, all_rules
 from isotype.doctor.lint.run import Found, lint_text
 
 FIXTURES = Path(__file__).parent / "fixtures"
-ON = LintConfig().active()
+ON = LintConfig().active(by_name=True)
 
 
 def lint(file: Path, active: list[str]) -> list[Found]:

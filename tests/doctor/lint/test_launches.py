@@ -79,7 +79,11 @@ def told(tmp_path):
         (tmp_path / "pyproject.toml").touch()
         for name, text in files.items():
             (tmp_path / f"{name}.py").write_text(HEAD + text)
-        return [f.code for f in lint_command([tmp_path], possible=possible).findings if f.code.startswith("LT02")]
+        return [
+            f.code
+            for f in lint_command([tmp_path], select=["LT020", "LT021", "LT022", "LT023", "LT024"], possible=possible).findings
+            if f.code.startswith("LT02")
+        ]
 
     return lint
 

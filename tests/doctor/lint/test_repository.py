@@ -7,9 +7,11 @@ from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
 from isotype.doctor.lint.command import lint_command
+from isotype.doctor.lint.rule import all_rules
 from isotype.errors import UsageError
 from isotype.finding import Severity
 
+SPEAKING = [code for code, rule in all_rules().items() if rule.on or rule.by_name]
 UNDER_AUTOCAST = """import torch
 
 
@@ -23,6 +25,15 @@ class Project(torch.autograd.Function):
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         return dy @ w, dy.t() @ x
+"""
+DECORATED = """import torch
+
+
+class Other(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")
+    def forward(ctx, x):
+        return x
 """
 IN_BF16 = """import torch
 from torch import nn
@@ -107,7 +118,7 @@ def told(tmp_path):
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return [(f.code, f.severity, dict(f.details)["evidence"]) for f in lint_command([tmp_path], **options).findings]
+        return [(f.code, f.severity, dict(f.details)["evidence"]) for f in lint_command([tmp_path], select=SPEAKING, **options).findings]
 
     return lint
 
@@ -117,7 +128,9 @@ def codes(found):
 
 
 def test_a_library_is_used_by_others(told):
-    assert codes(told({"function.py": UNDER_AUTOCAST, "attention.py": IN_BF16, "low.py": LOW})) == ["LT007", "LT002"]
+    files = {"function.py": UNDER_AUTOCAST, "attention.py": IN_BF16, "low.py": LOW}
+    assert codes(told(files)) == ["LT007"], "nothing shows that its users open autocast regions"
+    assert codes(told(files | {"other.py": DECORATED})) == ["LT007", "LT002"]
 
 
 def test_a_trainer_without_autocast(told):
@@ -140,13 +153,16 @@ def test_a_trainer_that_casts_no_model(told):
 
 
 def test_examples_are_no_trainers_and_show_what_users_do(told):
-    assert codes(told({"function.py": UNDER_AUTOCAST, "examples/loop.py": LOOP, "low.py": LOW})) == ["LT002"]
+    files = {"function.py": UNDER_AUTOCAST, "other.py": DECORATED, "examples/loop.py": LOOP}
+    assert codes(told(files | {"low.py": LOW})) == ["LT002"]
     assert codes(told({"attention.py": IN_BF16, "low.py": "", "examples/loop.py": LOOP + LOW})) == ["LT007", "LT002"]
 
 
 def test_a_demonstration_in_a_module_is_no_trainer(told):
     demonstration = "import torch\n\nif __name__ == '__main__':\n" + "".join(f"    {line}\n" for line in LOOP.splitlines())
-    assert codes(told({"function.py": UNDER_AUTOCAST, "demonstration.py": demonstration, "low.py": LOW})) == ["LT002"]
+    assert codes(told({"function.py": UNDER_AUTOCAST, "other.py": DECORATED, "demonstration.py": demonstration, "low.py": LOW})) == [
+        "LT002"
+    ]
 
 
 def test_an_engine_has_copied_the_line_that_switches_autocast_off(told):
@@ -155,7 +171,7 @@ def test_an_engine_has_copied_the_line_that_switches_autocast_off(told):
     assert codes(told({"function.py": UNDER_AUTOCAST, **engine, "off.py": REGION})) == ["LT002"]
 
 
-def test_an_engine_runs_each_model_in_a_way_of_its_own(told):
+def test_an_inference_engine_is_no_evidence_for_autocast(told):
     engine = {f"model{i}.py": INFER for i in range(10)} | {"other/run.py": REGION}
     assert codes(told({"one/function.py": UNDER_AUTOCAST, **engine})) == []
     assert codes(told({"one/function.py": UNDER_AUTOCAST, **engine, "one/run.py": REGION})) == ["LT002"]
@@ -163,13 +179,15 @@ def test_an_engine_runs_each_model_in_a_way_of_its_own(told):
 
 def test_nothing_is_low(told):
     assert codes(told({"attention.py": IN_BF16})) == []
-    assert codes(told({"function.py": UNDER_AUTOCAST})) == ["LT002"], "a library's module may be put under autocast all the same"
+    assert codes(told({"function.py": UNDER_AUTOCAST, "other.py": DECORATED})) == ["LT002"], (
+        "a library's module may be put under autocast all the same"
+    )
 
 
 def test_a_benchmark_chooses_its_dtypes(told):
     program = UNDER_AUTOCAST + "\n\nif __name__ == '__main__':\n    Project.apply(1, 2)\n"
     assert codes(told({"benchmarks/function.py": program, "low.py": LOW})) == []
-    assert codes(told({"benchmarks/function.py": program + "    # under autocast\n", "low.py": LOW})) == ["LT002"]
+    assert codes(told({"benchmarks/function.py": program + "    # under autocast\n", "low.py": LOW, "other.py": DECORATED})) == ["LT002"]
     assert codes(told({"benchmarks/function.py": UNDER_AUTOCAST, "low.py": LOW})) == ["LT002"]
 
 
@@ -195,12 +213,13 @@ def test_a_lone_file_is_judged_by_itself(tmp_path):
 def test_the_folder_named_is_the_repository_of_a_package_without_a_project(tmp_path):
     package = tmp_path / "package"
     package.mkdir()
-    files = {"__init__.py": "from .function import Project\n", "function.py": UNDER_AUTOCAST, **{f"a{i}.py": "" for i in range(5)}}
+    files = {"__init__.py": "from .function import Project\n", "function.py": UNDER_AUTOCAST, "other.py": DECORATED}
+    files |= {f"a{i}.py": "" for i in range(5)}
     for name, text in files.items():
         (package / name).write_text(text)
     (tmp_path / "train.py").write_text(LOOP + LOW)
-    assert [f.code for f in lint_command([package]).findings] == ["LT002"]
-    assert [f.code for f in lint_command([tmp_path]).findings] == []
+    assert [f.code for f in lint_command([package], select=SPEAKING).findings] == ["LT002"]
+    assert [f.code for f in lint_command([tmp_path], select=SPEAKING).findings] == []
 
 
 @pytest.mark.parametrize("name", ["test_attention.py", "attention_test.py", "conftest.py"])
@@ -209,7 +228,7 @@ def test_tests_fix_their_own_dtypes(told, name):
     assert codes(told({name: "", "reference.py": "import pytest\n" + IN_BF16, "low.py": LOW})) == []
 
 
-def test_a_suppression_of_what_is_not_told_anyway_is_used(told):
+def test_a_suppression_of_an_unprinted_finding_counts_as_used(told):
     text = IN_BF16.replace(".triu(1)", ".triu(1)  # isotype: ignore[LT007] fp32 only")
     assert codes(told({"attention.py": text})) == []
 
@@ -219,11 +238,11 @@ def test_the_option_and_the_setting(tmp_path):
         (tmp_path / f"plain{i}.py").touch()
     (tmp_path / "attention.py").write_text(IN_BF16)
     (tmp_path / "pyproject.toml").write_text("[tool.isotype.lint]\npossible = true\n")
-    result = CliRunner().invoke(build_app(), ["lint", str(tmp_path), "--json"])
+    result = CliRunner().invoke(build_app(), ["lint", str(tmp_path), "--select", "LT007", "--json"])
     assert [f["severity"] for f in json.loads(result.stdout)["findings"]] == ["note"]
     assert result.exit_code == 0
     (tmp_path / "pyproject.toml").write_text("[tool.isotype.lint]\n")
-    assert "note LT007" in CliRunner().invoke(build_app(), ["lint", str(tmp_path), "--possible"]).stdout
+    assert "note LT007" in CliRunner().invoke(build_app(), ["lint", str(tmp_path), "--select", "LT007", "--possible"]).stdout
     (tmp_path / "pyproject.toml").write_text("[tool.isotype.lint]\npossible = 1\n")
     with pytest.raises(UsageError, match=r"lint\.possible: expected true or false, got 1"):
         lint_command([tmp_path])
@@ -262,7 +281,7 @@ def test_norms_of_a_trainer_that_keeps_no_weights_in_fp32(told):
     assert codes(told({**files, **wide}, extend_select=["LT009"])) == ["LT009"]
 
 
-def test_a_docstring_brings_nothing_about(told):
+def test_a_docstring_is_no_evidence(told):
     """ "Never model.half()" is no cast of a model."""
     promise = 'import torch\n\nx = torch.bfloat16\n"""Parameters stay in fp32\nin every mode: never model.half().\n"""\n'
     assert codes(told({"attention.py": IN_BF16, "policy.py": promise})) == []
@@ -315,7 +334,7 @@ def test_angles_that_leave_under_autocast(told):
 
 
 @pytest.mark.parametrize(("used", "expected"), [("self.table", []), ("table(8, self.inv_freq)", ["LT008"])])
-def test_a_table_that_constructors_build_meets_no_autocast(told, used, expected):
+def test_a_table_built_in_a_constructor_is_outside_autocast(told, used, expected):
     assert codes(told({"rotary.py": TABLE.format(used=used), "run.py": REGION})) == expected
 
 
@@ -370,7 +389,7 @@ def test_callers_of_another_file_cast_what_they_hand_over(tmp_path, cast, expect
     (tmp_path / "pyproject.toml").touch()
     for name, text in (("__init__", ""), ("attention", ATTEND.format(comment="")), ("model", CALLER.format(cast=cast))):
         (folder / f"{name}.py").write_text(text)
-    assert {f.code for f in lint_command([tmp_path]).findings} == expected
+    assert {f.code for f in lint_command([tmp_path], select=SPEAKING).findings} == expected
 
 
 @pytest.mark.parametrize(
@@ -379,3 +398,35 @@ def test_callers_of_another_file_cast_what_they_hand_over(tmp_path, cast, expect
 def test_a_comment_that_states_the_intent(tmp_path, comment, expected):
     (tmp_path / "attention.py").write_text(ATTEND.format(comment=comment))
     assert {f.code for f in lint_command([tmp_path / "attention.py"]).findings} == expected
+
+
+TABLE_OF_A_DTYPE = """import torch
+
+
+def table(n, dim, device, dtype):
+    frequencies = 1.0 / 10000.0 ** (torch.arange(0, dim, 2, device=device, dtype=dtype) / dim)
+    angles = torch.outer(torch.arange(n, device=device, dtype=dtype), frequencies)
+    return angles.cos(), angles.sin()
+"""
+BUILDER = """import torch
+from . import rope
+
+
+class Attention(torch.nn.Module):
+    def forward(self, x):
+        return rope.table(x.shape[1], 64, x.device, {dtype})
+
+
+def load(model):
+    return model.to(torch.bfloat16)
+"""
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("x.dtype", {"LT008"}), ("torch.float32", set())])
+def test_who_is_handed_a_dtype_is_asked_of_the_callers(tmp_path, dtype, expected):
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (tmp_path / "pyproject.toml").touch()
+    for name, text in (("__init__", ""), ("rope", TABLE_OF_A_DTYPE), ("model", BUILDER.format(dtype=dtype))):
+        (folder / f"{name}.py").write_text(text)
+    assert {f.code for f in lint_command([tmp_path], select=SPEAKING).findings} == expected

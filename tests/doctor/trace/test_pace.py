@@ -55,7 +55,7 @@ def hooks_of(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-def test_what_repeats_itself_is_not_watched():
+def test_repeated_forwards_are_not_watched():
     counts = []
     with trace() as seen:
         train(Net(), 65, each=lambda step: counts.append(seen._tracer.ops))
@@ -70,7 +70,7 @@ def test_same_numbers():
         assert train(Net(), 40) == expected
 
 
-def test_an_error_in_a_forward_that_rests_is_explained():
+def test_an_error_in_an_unwatched_forward_is_explained():
     model = Net(breaks=30)
     with pytest.raises(RuntimeError) as caught, trace(model) as seen:
         train(model, 40)
@@ -83,7 +83,7 @@ def test_an_error_in_a_forward_that_rests_is_explained():
     assert hooks_of(model) == 0
 
 
-def test_an_error_that_the_program_catches_leaves_nothing_behind():
+def test_a_caught_error_leaves_the_tracer_unchanged():
     model = Net(unrelated=30)
     before = len(modules._global_forward_hooks), len(modules._global_forward_pre_hooks)
 
@@ -177,7 +177,7 @@ def test_other_sizes_and_states_are_watched_again():
         assert ops(4, grad=True) >= many - 1
 
 
-def test_a_mode_of_the_program_stays_where_it_is():
+def test_a_dispatch_mode_of_the_program_keeps_its_position():
     class Counting(TorchDispatchMode):
         ops = 0
 

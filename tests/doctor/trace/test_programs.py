@@ -103,7 +103,7 @@ def findings_of(name: str, *, broken: bool) -> list:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_found_and_told(name):
+def test_fault_is_reported_with_place_cause_and_fix(name):
     code, words, fixes = FAULTS[name]
     found = findings_of(name, broken=True)
     assert [f.code for f in found] == [code], "\n".join(f.render() for f in found)

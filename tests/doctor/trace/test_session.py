@@ -87,7 +87,7 @@ def test_clean_training_has_no_findings():
     assert seen.findings == []
 
 
-def test_nothing_is_left_patched_or_hooked():
+def test_exit_removes_all_patches_and_hooks():
     from torch.nn.modules import module as modules
 
     before = (
@@ -110,7 +110,7 @@ def test_nothing_is_left_patched_or_hooked():
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_what_is_saved_holds_nothing_of_the_trace():
+def test_saved_tensors_contain_no_data_of_the_trace():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 
@@ -157,7 +157,7 @@ def test_memory_does_not_grow_with_steps():
     assert grown < 8192  # KiB
 
 
-def test_caught_errors_are_notes_and_pin_nothing():
+def test_caught_errors_are_notes_and_keep_no_tensor_alive():
     model = net()
     model[3].to(bf16)
     with trace(model) as seen:
@@ -206,7 +206,7 @@ def test_an_error_in_backward_names_the_forward_place():
     assert seen.failure.place.symbol == "1"
 
 
-def test_compiled_regions_are_seen_through_and_said():
+def test_compiled_regions_run_eagerly_with_a_note():
     model = net()
     model[3].to(bf16)
     with pytest.raises(RuntimeError), trace() as seen:

@@ -200,7 +200,7 @@ def test_chunks_depend_on_shapes_alone():
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_chunk_size_changes_nothing_but_rounding(chunk):
+def test_chunk_size_changes_only_rounding(chunk):
     x, w, b, targets = make()
     got = [t.clone().requires_grad_() for t in (x, w, b)]
     want = [t.clone().requires_grad_() for t in (x, w, b)]
@@ -228,7 +228,7 @@ def test_statistics(options):
 
 
 @pytest.mark.parametrize("items", [None, torch.tensor(0), 0], ids=str)
-def test_a_mean_of_nothing_is_nan_as_torchs_and_leaves_the_weights_alone(items):
+def test_a_mean_over_no_tokens_is_nan_with_zero_gradients(items):
     """0 / 0 has a gradient of nan, which the head would hand on to every weight; PyTorch's is 0 there."""
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
     loss = linear_cross_entropy(x, w, torch.full((3,), -100), num_items=items)

@@ -190,7 +190,7 @@ def test_logits_never_exist_at_once():
     from isotype.ops.linear_log_probs.rows import Wanted
 
     with Sizes():
-        chunked.forward(x, w, None, targets, LossRule(), 64, Wanted(True, True, True, True), True)
+        chunked.forward(x, w, None, targets, LossRule(), 64, Wanted(True, True, True, True), "log_probs")
     assert max(seen) <= 64 * 2000
 
 

@@ -13,8 +13,8 @@ from isotype.config.load import load
 from isotype.entry.complete import refuse_incomplete
 from isotype.errors import UsageError
 from isotype.tasks.choose import task_of
-from isotype.tasks.diffusion.pictures import find_pictures
 from isotype.tasks.diffusion.pixels import BadPicture, pixels
+from isotype.tasks.diffusion.windows import Size, Window
 from isotype.training.setup import settle
 from tests.tasks.diffusion.models import draw
 
@@ -85,33 +85,6 @@ def test_a_pipeline_without_a_vae(drawn, studio, tmp_path):
     assert "WanPipeline is not supported" in refused(drawn(model=folder))
 
 
-def test_pictures_and_captions_that_do_not_pair_are_all_named(tmp_path):
-    draw("circle", "red").save(tmp_path / "alone.png")
-    draw("circle", "red").save(tmp_path / "twice.png")
-    draw("circle", "red").save(tmp_path / "twice.jpg")
-    (tmp_path / "twice.txt").write_text("a red circle")
-    (tmp_path / "words.txt").write_text("a caption")
-    with pytest.raises(UsageError) as caught:
-        find_pictures(str(tmp_path), "images.train", limit=None)
-    said = caught.value.message
-    assert "alone.png: no caption: alone.txt is missing" in said
-    assert "words.txt: a caption without a picture" in said
-    assert "has the same caption file" in said
-
-
-def test_a_jsonl_names_its_broken_lines(tmp_path):
-    draw("circle", "red").save(tmp_path / "a.png")
-    rows = [{"image": "a.png", "text": "a red circle"}, {"image": "b.png", "text": "gone"}, {"picture": "a.png"}]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows[:1]))
-    (found,) = find_pictures(str(file), "images.train", limit=None)
-    assert (found.caption, found.where) == ("a red circle", f"{file}:1")
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
-    with pytest.raises(UsageError) as caught:
-        find_pictures(str(file), "images.train", limit=None)
-    assert all(f"{file}:{line}" in caught.value.message for line in (2, 3, 4))
-
-
 def test_every_cut_picture_is_named_and_the_others_are_kept(drawn, tmp_path):
     folder = tmp_path / "pictures"
     folder.mkdir()
@@ -136,6 +109,10 @@ def test_every_cut_picture_is_named_and_the_others_are_kept(drawn, tmp_path):
     assert again.encoder.kept == 3
 
 
+def square(side: int) -> Window:
+    return Window(Size(side, side))
+
+
 def saved(image, tmp_path, suffix=".png", **settings) -> bytes:
     file = tmp_path / f"picture{suffix}"
     image.save(file, **settings)
@@ -143,22 +120,22 @@ def saved(image, tmp_path, suffix=".png", **settings) -> bytes:
 
 
 def test_pictures_come_out_as_a_viewer_shows_them(tmp_path):
-    plain = pixels(saved(Image.new("RGB", (8, 8), (255, 0, 0)), tmp_path), resolution=8)
+    plain = pixels(saved(Image.new("RGB", (8, 8), (255, 0, 0)), tmp_path), square(8))
     assert plain[:, 0, 0].tolist() == [1.0, -1.0, -1.0]
-    clear = pixels(saved(Image.new("RGBA", (8, 8), (255, 0, 0, 0)), tmp_path), resolution=8)
+    clear = pixels(saved(Image.new("RGBA", (8, 8), (255, 0, 0, 0)), tmp_path), square(8))
     assert clear.min() == 1.0
-    deep = pixels(saved(Image.fromarray(np.full((8, 8), 32768, dtype=np.uint16)), tmp_path), resolution=8)
+    deep = pixels(saved(Image.fromarray(np.full((8, 8), 32768, dtype=np.uint16)), tmp_path), square(8))
     assert abs(float(deep.mean())) < 0.01
     halves = Image.new("RGB", (8, 4), "white")
     halves.paste((0, 0, 0), (0, 0, 4, 4))
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees clockwise: the left half is shown on top
-    turned = pixels(saved(halves, tmp_path, ".png", exif=exif), resolution=4)
+    turned = pixels(saved(halves, tmp_path, ".png", exif=exif), square(4))
     assert turned[:, 0].mean() < -0.9 < 0.9 < turned[:, -1].mean()
-    cmyk = pixels(saved(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), tmp_path, ".jpg"), resolution=8)
+    cmyk = pixels(saved(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), tmp_path, ".jpg"), square(8))
     assert cmyk[0].mean() > 0.8 > -0.8 > cmyk[1].mean()
     with pytest.raises(BadPicture, match="not a whole picture"):
-        pixels(b"", resolution=8)
+        pixels(b"", square(8))
 
 
 def test_a_folder_of_language_takes_no_pictures(configured, studio, tmp_path):

@@ -130,7 +130,7 @@ def test_latents_are_the_vaes_shifted_and_scaled(drawn):
     settle(task, loaded.sources)
     task.encode(torch.device("cpu"))
     batch = task._fixed([(0, task.train_rows[0], 0.5)])
-    entry = task.encoder.store.get(task.train_rows[0].latents)
+    entry = task.encoder.store.get(task.train_rows[0].latents[0])
     torch.testing.assert_close(batch.latents[0], (entry["mean"] - 0.1) * 1.5)
 
 

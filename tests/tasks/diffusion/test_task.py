@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ FAMILIES_AND_PRESETS = [
 
 @pytest.mark.parametrize(("family", "preset"), FAMILIES_AND_PRESETS)
 def test_a_lora_trains_from_a_folder(drawn, studio, tmp_path, family, preset):
-    run = {"samples": ["a red circle on white"]} if preset == "bf16-lora" else {}
+    run = {"samples": ["a red circle on white"], "sample_every": 4} if preset == "bf16-lora" else {}
     loaded = drawn(model=getattr(studio, family), precision={"preset": preset}, run=run)
     assert train(loaded) == 0
     result = json.loads((tmp_path / "run/result.json").read_text())
@@ -62,15 +63,50 @@ def adapter(run):
     return load_file(run / "adapter/adapter_model.safetensors")
 
 
-def test_rows_are_drawn_by_position_whatever_the_batch(drawn, tmp_path):
-    """1 x 4, 2 x 2 and a run that is stopped and resumed train the same adapter."""
-    settings = {"steps": 3, "eval_every": 3}
-    images = {"caption_dropout": 0.5, "flip": True}
-    assert train(drawn("whole", images=images, train={**settings, "batch_size": 4})) == 0
-    assert train(drawn("parts", images=images, train={**settings, "batch_size": 2, "accumulate": 2})) == 0
+def shaped(studio, folder):
+    """Pictures of three shapes, with two captions and a mask each, and two for regularisation."""
+    for i, file in enumerate(sorted(studio.pictures.glob("*.png"))):
+        wide = Image.open(file).resize([(32, 32), (48, 24), (24, 48)][i % 3])
+        for name in ("mine", "masks"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            wide.save(folder / name / file.name)
+        (folder / "mine" / file.with_suffix(".txt").name).write_text(file.with_suffix(".txt").read_text() + "a picture\n")
+    return {
+        "train": [{"name": str(folder / "mine"), "repeats": 2}], "masks": str(folder / "masks"), "max_aspect": 2.0, "crop": 3,
+        "regularisation": [{"name": str(studio.pictures), "weight": 0.5}], "caption_dropout": 0.5, "flip": True,
+    }  # fmt: skip
+
+
+def test_rows_are_drawn_by_position_whatever_the_batch(drawn, studio, tmp_path):
+    """1 x 8 and 4 x 2 train the same adapter, with all that is drawn for a row: noise, time, caption, window, mirror image."""
+    images, settings = shaped(studio, tmp_path / "pictures"), {"steps": 3, "eval_every": 3}
+    assert train(drawn("whole", images=images, train={**settings, "batch_size": 8})) == 0
+    assert train(drawn("parts", images=images, train={**settings, "batch_size": 2, "accumulate": 4})) == 0
     whole, parts = adapter(tmp_path / "whole"), adapter(tmp_path / "parts")
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, rtol=1e-4, atol=1e-6)
+    data = json.loads((tmp_path / "whole/data.json").read_text())
+    assert (data["regularisation_pictures"], data["masked_pictures"], data["train_pictures"]) == (12, 10, 32)
+    assert data["buckets"] > 1
+
+
+def test_a_loss_counts_where_the_mask_is_and_times_its_weight(drawn, studio, tmp_path):
+    loaded = drawn(images=shaped(studio, tmp_path / "pictures"))
+    task = task_of(loaded.config)
+    settle(task, loaded.sources)
+    model, _ = task.build_model(task.precision, torch.device("cpu"), studio.sd3)
+    (batch,) = {len(b.latents): b for b in [task.collate(task.largest(2))]}.values()
+    plain = replace(batch, mask=None, weights=None)
+    shown = torch.zeros_like(batch.latents[:, :1])
+    shown[..., :2] = 1
+    with torch.no_grad():
+        whole = task.losses(model, plain, dtype="fp32")
+        halves = [task.losses(model, replace(plain, mask=mask), dtype="fp32") for mask in (shown, 1 - shown)]
+        weighted = task.losses(model, replace(plain, weights=torch.tensor([1.0, 0.25])), dtype="fp32")
+    share = float(shown.mean())
+    torch.testing.assert_close(whole, share * halves[0] + (1 - share) * halves[1])
+    torch.testing.assert_close(weighted, whole * torch.tensor([1.0, 0.25]))
+    assert not torch.equal(halves[0], halves[1])
 
 
 def test_a_stopped_run_resumes_bit_for_bit_and_samples_change_nothing(drawn, tmp_path):

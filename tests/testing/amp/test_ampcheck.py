@@ -29,7 +29,7 @@ def test_silent_on_right_functions(name):
 
 
 @pytest.mark.parametrize("seed", [3, 6, 19])
-def test_the_few_rows_of_a_last_state_tell_nothing_of_weights(seed):
+def test_few_rows_of_a_last_state_are_no_evidence_about_weights(seed):
     torch.manual_seed(seed)
     layer = torch.nn.GRU(8, 8)
     assert ampcheck(layer, (torch.randn(4, 2, 8),), raises=False).codes() == []
@@ -85,7 +85,7 @@ def test_what_cannot_be_called_is_a_usage_error():
         ampcheck(3, drawn(2))
 
 
-def test_a_wrong_second_derivative_is_a_note_and_a_refused_one_nothing():
+def test_a_wrong_second_derivative_is_a_note_and_a_refused_one_is_accepted():
     inputs = (drawn(4, 8), drawn(8))
     (finding,) = ampcheck(rms_norm, inputs).findings
     assert (finding.code, finding.severity) == ("AC020", Severity.NOTE)
@@ -162,7 +162,7 @@ def test_a_table_that_does_not_ask_gets_no_gradient_without_a_word():
     assert ampcheck(Scale, (x, table), raises=False).codes() == ["AC023"]
 
 
-def test_reference_says_which_combinations_must_run():
+def test_reference_decides_which_combinations_must_run():
     def picky(x, w):
         same = x.dtype == w.dtype or torch.is_autocast_enabled("cpu")
         return F.linear(x, w) if same else torch.mm(x.double(), w)
@@ -280,12 +280,12 @@ def test_statistics_of_rows_are_no_weights(module):
     assert ampcheck(module, (drawn(8, 16),), raises=False).codes() == []
 
 
-def test_a_function_that_compiles_itself_meets_no_recompilation_limit():
+def test_a_function_that_compiles_itself_stays_below_the_recompilation_limit():
     compiled = torch.compile(lambda x, w: torch.tanh(x) * w, backend="eager", fullgraph=True)
     assert ampcheck(lambda x, w: compiled(x, w), (drawn(4, 8), drawn(8)), raises=False).codes() == []
 
 
-def test_a_reference_that_holds_the_modules_own_weights_is_left_out_and_said():
+def test_a_reference_with_the_modules_own_weights_is_skipped_with_a_note():
     layer = RMSNorm(8) if isinstance(RMSNorm, type) and issubclass(RMSNorm, torch.nn.Module) else torch.nn.Linear(8, 4)
     report = ampcheck(layer, (drawn(3, 5, 8),), reference=lambda x: layer(x) + 0.0, raises=False)
     assert report.codes() == [], report.render()
@@ -330,7 +330,7 @@ class _Pool(torch.nn.Module):
         return (total / x.shape[1]).to(x.dtype)
 
 
-def test_a_running_sum_is_told_where_it_is_low_and_not_where_it_is_fp32():
+def test_a_running_sum_is_reported_in_low_precision_and_not_in_fp32():
     torch.manual_seed(0)
     x = torch.rand(2, 2048, 8)
     assert ampcheck(_Pool(True), (x,), reference=lambda x: x.mean(1), raises=False).codes() == []
@@ -339,7 +339,7 @@ def test_a_running_sum_is_told_where_it_is_low_and_not_where_it_is_fp32():
     assert "kept in bf16" in finding.cause
 
 
-def test_a_formula_that_is_unstable_in_fp32_too_is_not_told_to_be_widened():
+def test_a_formula_unstable_in_fp32_gets_no_advice_to_widen():
     def focal(logits):
         return (1 - torch.sigmoid(logits)).pow(2).mul(torch.log(torch.sigmoid(logits) + 1e-8)).mean()
 

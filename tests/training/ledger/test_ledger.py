@@ -135,7 +135,7 @@ def test_memory_of_tiles_and_of_host_memory_shows():
     assert offloaded.peak < offloaded.their_peak
 
 
-def test_every_row_of_the_peer_has_its_place_and_says_it_was_not_measured():
+def test_every_row_of_the_peer_names_its_source_and_is_marked_as_not_measured():
     ledger = planned("none", 512)
     assert all(row.source and (":" in row.source or "torch.optim" in row.source) for row in ledger.theirs)
     made = ledger.as_json()
@@ -154,8 +154,8 @@ def test_chunks_of_the_peers_loss_follow_its_source():
     assert unsloth.loss_chunks(replace(shapes, length=16384)) == 4
 
 
-def test_a_device_nobody_publishes_is_refused_and_full_fine_tuning_has_no_peer():
-    with pytest.raises(UsageError, match="nobody publishes"):
+def test_a_device_without_published_figures_is_refused_and_full_fine_tuning_has_no_peer():
+    with pytest.raises(UsageError, match="no published"):
         rates_of(by_name("sm_90"))
     config = load(None, ["precision.preset=bf16-mixed", "adapter.kind=none", "train.batch_size=1", "train.accumulate=2"]).config
     precision, architecture = Precision.preset("bf16-mixed"), AutoConfig.for_model(**{**LLAMA, "vocab_size": 1000})

@@ -44,7 +44,7 @@ def test_memory_of_the_process_counts_in_the_choice():
 
 
 @pytest.mark.parametrize(("has", "plan"), [(0, NOTHING), (MiB, replace(NOTHING, peak=9 * MiB, not_simulated="routed experts"))])
-def test_without_a_plan_nothing_is_recomputed_and_the_reason_said(has, plan):
+def test_without_a_plan_nothing_is_recomputed_and_the_reason_is_printed(has, plan):
     found, _ = auto_checkpointing(lambda _: plan, layers=LAYERS, has=has, besides=0, device_type="cpu")
     assert found.kind == "none"
     assert "unknown" in found.reason or "no plan" in found.reason
@@ -66,7 +66,7 @@ def little_memory(monkeypatch):
     monkeypatch.setattr(setup, "detect", some)
 
 
-def test_a_run_takes_it_says_so_and_writes_it_down(configured, tmp_path, little_memory, capsys):
+def test_a_run_uses_the_choice_prints_it_and_records_it(configured, tmp_path, little_memory, capsys):
     loaded = configured(train={"batch_size": 16})
     planned = CliRunner().invoke(build_app(), ["plan", str(tmp_path / "run.yaml"), "--json"])
     assert json.loads(planned.stdout)["checkpointing"]["train.gradient_checkpointing"] == "layers"

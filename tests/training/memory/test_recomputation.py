@@ -61,7 +61,7 @@ def test_settings_without_effect_are_refused(settings, message):
         check_settings(train_section(*settings), device_type="cpu")
 
 
-def test_it_says_what_it_does_and_can_be_configured_again():
+def test_recomputation_describes_itself_and_can_be_reconfigured():
     for what, text in (
         (Checkpointing("none", reason="auto: fits"), "none (auto: fits)"),
         (Checkpointing("layers", (0, 1, 2), 3, "a"), "layers: all of 3 (a)"),

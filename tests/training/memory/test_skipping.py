@@ -161,7 +161,7 @@ def test_tiles_over_tokens_written_in_place_give_the_same_gradients(monkeypatch,
         torch.testing.assert_close(got[name], g, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_a_copy_of_host_memory_keeps_what_it_keeps():
+def test_a_copy_of_host_memory_has_the_same_content():
     def call(function, *args, **away):
         return function(*args)
 

@@ -36,7 +36,7 @@ def test_a_gpu_that_torch_does_not_use(subject, smi, monkeypatch):
     assert "CUDA_VISIBLE_DEVICES" in str(finding.cause)
 
 
-def test_a_cpu_that_is_meant_or_all_there_is(subject, smi, monkeypatch):
+def test_a_cpu_that_was_chosen_or_is_the_only_device_is_accepted(subject, smi, monkeypatch):
     smi("GPU 0: NVIDIA H200 (UUID: GPU-1)")
     assert list(unexpected_device(subject(model={"device": "cpu"}))) == []
     monkeypatch.setattr(device, "installed_gpu", lambda: None)

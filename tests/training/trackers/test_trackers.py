@@ -133,14 +133,14 @@ def test_wandb_works_without_a_network_or_a_key(configured, tmp_path, offline, c
     assert (run / "wandb_id").read_text().strip()
 
 
-def test_a_missing_package_is_told_before_anything_is_loaded(configured, tmp_path, monkeypatch) -> None:
+def test_a_missing_package_is_reported_before_loading(configured, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(available, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"run.trackers: wandb is not installed: pip install 'isotype\[wandb\]'"):
         train(configured(run={"trackers": ["wandb", "tensorboard"]}))
     assert not (tmp_path / "run").exists()
 
 
-def test_one_that_fails_is_named_once_and_the_run_goes_on() -> None:
+def test_a_failing_tracker_is_named_once_and_the_run_continues() -> None:
     class Broken:
         name, place, told = "broken", "", 0
 
@@ -162,4 +162,4 @@ def test_one_that_fails_is_named_once_and_the_run_goes_on() -> None:
     trackers.samples(2, [])
     trackers.close(0)
     assert broken.told == 1
-    assert said == ["tracker   broken failed and is told nothing more: disk full"]
+    assert said == ["tracker   broken failed and is switched off: disk full"]

@@ -237,7 +237,7 @@ _TRAINS = re.compile(r"learning_rate|^lr$|optim|epochs|max_(?:steps|update|iters
 
 
 def _both_halves_within(data: Any) -> bool:
-    """Whether some mapping of a training configuration of whatever tool has both fp16 and bf16 on."""
+    """Whether a mapping in a training configuration of any tool switches both fp16 and bf16 on."""
 
     def keys(node: Any) -> Iterator[str]:
         for key, value in node.items() if isinstance(node, dict) else ():

@@ -1,4 +1,4 @@
-"""Which tool a tree of settings belongs to, by the keys it has; a file's name decides nothing but ties.
+"""Recognises the tool of a tree of settings by its keys. The name of the file only decides between tools that fit equally well.
 
 A tool's distinctive keys weigh three, its ordinary ones one.
 """

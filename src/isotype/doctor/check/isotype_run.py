@@ -19,7 +19,7 @@ from .settings import Document, Facts
 
 
 class _Named:
-    """A device as `resolve` wants it; without `--device`, one that has bf16."""
+    """The device in the form that `resolve` takes; without `--device`, one that has bf16."""
 
     def __init__(self, device: Device | None) -> None:
         self.kind = device.kind if device else "cuda"

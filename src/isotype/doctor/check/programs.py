@@ -211,7 +211,7 @@ def _instruction(line: str) -> str:
     return " ".join(re.findall(r'"((?:[^"\\]|\\.)*)"', rest)) if rest.startswith("[") else rest
 
 
-_ASKED_GPU = re.compile(  # what a Slurm script asks for; a word that names no GPU known here says nothing
+_ASKED_GPU = re.compile(  # what a Slurm script requests; names of unknown GPUs are ignored
     r"^#SBATCH\s+(?:--gres=gpu:([A-Za-z]\w*)|--gpus(?:-per-node|-per-task)?[= ]([A-Za-z]\w*):?|"
     r"(?:-C|--constraint)[= ]\"?([A-Za-z]\w*)\"?\s*$)",
     re.MULTILINE,

@@ -37,7 +37,7 @@ class Decision:
 
 @dataclass
 class Record:
-    """adapter, quantised: None where nothing says so; `autocast`: None when off; scaler: a GradScaler will run."""
+    """adapter, quantised: None where no setting gives them; autocast: None when off; scaler: whether a GradScaler will run."""
 
     tool: str
     facts: Facts

@@ -17,7 +17,7 @@ def _first_line(document: Document) -> int:
 
 
 def runs(found: Collection, device: str | None) -> list[Facts]:
-    """One Facts for each main document (a trainer's arguments), with what stands beside it; what belongs to none forms runs of its own."""
+    """One Facts for each main document (a trainer's arguments) with the documents next to it; further documents are separate runs."""
     made: list[Facts] = []
     used: set[int] = set()
     mains = [(folder, d) for folder, d in found.documents if d.tool in MAIN]

@@ -1,4 +1,4 @@
-"""Trainers whose files are recognised and not judged: that is said, since silence would read as health."""
+"""Trainers whose files are recognised but not checked. A note says so, because no output would look like a clean result."""
 
 from __future__ import annotations
 

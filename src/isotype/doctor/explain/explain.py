@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain, islice
 
 from ...finding import Finding, Place, Severity
 from . import families  # noqa: F401  they register themselves
@@ -12,8 +13,9 @@ from .certainty import sureness, without_autocast, would_tell
 from .family import FAMILIES, Explained, Seen
 from .log import Incident, incidents
 from .recognise import half_words, recognise
-from .situation import read
+from .situation import read, said_in
 
+REPORT = 400  # lines: a text as long as this at most is one report, and what it says in words belongs to its error
 MOST_DISTINCT = 200  # different errors kept of one log
 MOST_PLAIN = 5000  # passages without an error that are remembered
 _COMPLAINS = re.compile(
@@ -29,16 +31,19 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
     """
     found: dict[tuple[str, str, str], tuple[Finding, int]] = {}
     last_incident: Incident | None = None
-    plain: set[str] = set()  # loose passages that were nothing, but for their numbers: a log says the same ten thousand times
+    plain: set[str] = set()  # passages that are no error, without their numbers: a log repeats the same line ten thousand times
     raised = ""
-    for incident in incidents(lines):
+    lines = iter(lines)
+    head = list(islice(lines, REPORT + 1))
+    said = said_in("".join(line if line.endswith("\n") else line + "\n" for line in head)) if len(head) <= REPORT else frozenset()
+    for incident in incidents(chain(head, lines)):
         before, raised = raised, incident.text.partition("\n")[0] if incident.exception else raised
         if incident.chained and raised == before:
-            continue  # raised again where it was waited for: its root was told
+            continue  # raised again where it was awaited: its first traceback was explained already
         loose = _NUMBER.sub("#", incident.text) if incident.exception is None and not incident.frames else ""
         if loose in plain:
             continue
-        seen = recognise(_said(incident), read(incident.frames))
+        seen = recognise(_said(incident), read(incident.frames, said))
         if (
             seen is not None
             and seen.operator == "unknown wording"
@@ -77,7 +82,7 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
 
 
 def _said(incident: Incident) -> str:
-    """The exception's text; an assertion without a message says what its own line asserts."""
+    """The exception's text; for an assertion without a message, the asserted expression."""
     code = incident.frames[-1].code if incident.frames else ""
     return f"{incident.text}: {code}" if incident.text == "AssertionError" and code.startswith("assert ") else incident.text
 

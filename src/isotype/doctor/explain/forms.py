@@ -94,7 +94,7 @@ FORMS: tuple[tuple[str, str], ...] = (
         ),
     ),
     ("attention mask", r"(?:invalid|unsupported) (?:dtype for bias|attn_?bias dtype)[\s\S]{0,60}?should be <query>[\s\S]{0,60}?<mask>"),
-    ("flash attention", r"Flash ?Attention only supports? (?:fp16|bf16|float16)(?:,)? (?:and|or) (?:bf16|fp16|bfloat16)"),
+    ("flash attention", r"Flash ?Attention only supports? (?:(?:fp16|bf16|float16|bfloat16|fp8\w*),? ?(?:and |or )?){2,}"),
     (
         "flash attention",
         (
@@ -142,6 +142,7 @@ FORMS: tuple[tuple[str, str], ...] = (
         ),
     ),
     # gradients and optimizers
+    ("step counter", r"same dtype except `step` tensors"),
     ("optimizer update", r"[Ee]xpected dtype <state> for `?(?P<_which>end|weight)`?,? but got (?:dtype )?<gradient>"),
     ("fused optimizer", r"params, grads, exp_avgs,? and exp_avg_sqs must have same dtype"),
     ("assigned gradient", r"assign(?:ing|ed)? a gradient with dtype '?<gradient>'? to a tensor with (?:grad_)?dtype '?<parameter>'?"),
@@ -400,6 +401,11 @@ FORMS: tuple[tuple[str, str], ...] = (
     ("Triton assertion", r"CompileTimeAssertionFailure[\s\S]*\b(?P<_name>\w+)\.dtype == tl\.(?P<_only>\w+)\)\s+\^"),
     ("Triton operands", r"invalid operands of type (?P<_pointer>pointer<[^>]*>) and (?:triton\.language\.)?(?P<_other>\w+)"),
     ("Triton operands", r"invalid operands of type (?:triton\.language\.)?(?P<_other>[\w.]+) and (?P<_pointer>pointer<[^>]*>)"),
+    (
+        "parametrization",
+        r"Registering a parametrization may not change the dtype[\s\S]*?unparametrized dtype: <left>\s+parametrized dtype: <right>",
+    ),
+    ("arguments of one dtype", r"(?P<_left>\w+)\.(?:scalar_type|dtype)\(\) == (?P<_right>\w+)\.(?:scalar_type|dtype)\(\)"),
     # forms cut short, as people quote them
     ("attention", r"Expected query,? key,? and value to have the same dtype"),
     ("attention mask", r"attn_mask dtype to be bool (?:or float )?or to match query dtype|invalid dtype for bias - should match query"),

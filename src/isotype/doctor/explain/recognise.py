@@ -70,7 +70,7 @@ _VERBS = (
     "same", "match", "expected", "must", "should", "found", "sup", "both", "not ", "n't", "_not_", "only", "cannot", "invalid", "!=",
     " vs ", "require", "attempt", "redefine", "assign", "cast", "convert", "at most", "uniform", "mixed dtype", "doesn",
     "inconsistent", "differ", "no attribute", "assert", "equal", "incompatible", "unknown", "nan", "inf", "but got", "combination",
-    "scal", "model is", "can be", "arg", "error", "region", "no operator", "purely", "out_dtype",
+    "scal", "model is", " == ", "can be", "arg", "error", "region", "no operator", "purely", "out_dtype",
 )  # fmt: skip
 
 

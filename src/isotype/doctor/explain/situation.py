@@ -29,14 +29,18 @@ def package(file: str) -> str | None:
 
 @dataclass(frozen=True)
 class Situation:
-    """Facts of one traceback; each flag's evidence is a frame, kept under the flag's name in `proof`."""
+    """Facts of one traceback; each flag's evidence is a frame, kept under the flag's name in `proof`.
+
+    said  what the lines around the traceback say: autocast, resumed, sharded, fp32 head, muon, grouped product
+    """
 
     frames: Sequence[Frame] = ()
     proof: dict[str, Frame] = field(default_factory=dict)
     packages: frozenset[str] = frozenset()
+    said: frozenset[str] = frozenset()
 
     def __contains__(self, flag: str) -> bool:
-        return flag in self.proof
+        return flag in self.proof or flag in self.said
 
     @property
     def innermost(self) -> Frame | None:
@@ -53,8 +57,8 @@ class Situation:
         return next((f for f in reversed(self.frames) if package(f.file) != "torch" and "/" in f.file.replace("\\", "/")), None)
 
     def where(self, flag: str) -> str:
-        frame = self.proof[flag]
-        return f"{frame.function or 'code'} at {frame.file}:{frame.line}"
+        frame = self.proof.get(flag)
+        return "the text around it" if frame is None else f"{frame.function or 'code'} at {frame.file}:{frame.line}"
 
     def mentions(self, pattern: str) -> Frame | None:
         """The innermost frame whose code, function or file matches."""
@@ -107,9 +111,24 @@ def _flags(frame: Frame) -> set[str]:
     return found
 
 
-def read(frames: Sequence[Frame]) -> Situation:
+_SAID = {
+    "autocast": r"\b(?:under|in|with) (?:torch\.|CUDA |bf16 |the )*(?:amp\.|cuda\.amp\.)?autocast\b",
+    "resumed": r"\bresum(?:e|es|ed|ing)\b|from_checkpoint|load_state_dict",
+    "sharded": r"\bFSDP2?\b|fully_shard|ZeRO-?[123]",
+    "fp32 head": r"cast_lm_head_to_fp32|lm_head_(?:in_)?fp32|upcast_lm_head",
+    "muon": r"muon|newtonschulz|zeropower|v_mean|second_momentum",
+    "grouped product": r"\b_?grouped_mm\b|grouped_linear",
+}
+
+
+def said_in(text: str) -> frozenset[str]:
+    """The facts that a report states in words."""
+    return frozenset(flag for flag, pattern in _SAID.items() if re.search(pattern, text, re.IGNORECASE))
+
+
+def read(frames: Sequence[Frame], said: frozenset[str] = frozenset()) -> Situation:
     proof: dict[str, Frame] = {}
     for frame in frames:
         for flag in _flags(frame):
             proof[flag] = frame
-    return Situation(frames, proof, frozenset(p for f in frames if (p := package(f.file))))
+    return Situation(frames, proof, frozenset(p for f in frames if (p := package(f.file))), said)

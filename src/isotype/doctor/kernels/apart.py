@@ -1,7 +1,7 @@
 """Files with Triton kernels, imported and compiled in a process of their own.
 
-What a file does when it is imported (wait for input, leave, crash, never end) ends there, and what it prints stays there; the time it takes
-has a bound, and so has the time of all.
+A file may wait for input, exit, crash or never end when it is imported. That ends only this process, and its output is not shown. Each
+file has a time limit, and so have all files together.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Apart:
 
 
 def compile_apart(files: Sequence[Path], *, seconds: float, tell: Callable[[str], None] = lambda line: None) -> Apart:
-    """tell  is told what is being compiled, a line at a time."""
+    """tell  is called with a line for each file that is compiled."""
     apart, waiting, until = Apart(), list(files), time.monotonic() + seconds
     context = multiprocessing.get_context("spawn")
     while waiting and time.monotonic() < until:
@@ -52,7 +52,7 @@ def compile_apart(files: Sequence[Path], *, seconds: float, tell: Callable[[str]
 
 
 def _listen(ours: Connection, waiting: list[Path], apart: Apart, count: int, until: float, tell: Callable[[str], None]) -> None:
-    """Takes what the process says until it has done all, is silent for too long, ends, or the time is over."""
+    """Reads the output of the process until it has finished, prints nothing for too long, ends, or exceeds the time."""
     doing = "importing it"
     while waiting:
         left = until - time.monotonic()

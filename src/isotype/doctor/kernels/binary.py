@@ -22,7 +22,7 @@ MANY_SPILLS = 64  # 4-byte values a thread; fewer cost nothing one can measure
 
 @dataclass(frozen=True)
 class Usage:
-    """What one compiled program takes. None: the tool that knows is not there."""
+    """The resources of one compiled program. None where the tool that reports them is not installed."""
 
     registers: int | None
     spills: int | None

@@ -80,7 +80,7 @@ def _cast(value: Any, words: Sequence[str]) -> Any:
 
 
 def input_variants(inputs: Any) -> Iterator[tuple[str, Reach, list[str]]]:
-    """All float tensors alike in each dtype, as given, then each tensor alone different from bf16."""
+    """First all float tensors in one dtype, then the dtypes as given, then each tensor alone in another dtype than bf16."""
     from ...dtypes import name
 
     floats = [t for t in _leaves(inputs) if t.is_floating_point()]

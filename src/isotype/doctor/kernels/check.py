@@ -173,7 +173,7 @@ def _faults(function: Any, observation: Observation) -> Iterable[Fault]:
 
 
 def _is_ours(one: Seen, observations: Sequence[Observation]) -> bool:
-    """Whether a failure speaks about our own guess rather than about the kernel: not a dtype's fault, in a combination nobody gave."""
+    """Whether a failure is due to guessed arguments and not to the kernel: no dtype error, in a combination that no caller gave."""
     return one.fault.severity is None and not one.fault.is_dtype and one.reach <= Reach.INFERRED and _some_compile(observations)
 
 
@@ -187,7 +187,7 @@ def _severity(one: Seen, observations: Sequence[Observation]) -> Severity:
         guessed = one.reach == Reach.INFERRED and one.fault.statistic
         return one.fault.severity if one.reach > Reach.LATENT and not guessed else Severity.NOTE
     if one.reach == Reach.INFERRED and one.fault.code != "KN005":
-        # a guess under which nothing compiles is a wrong guess more likely than a kernel that nobody ever ran
+        # if no guess compiles, the guesses are probably wrong: a kernel that was never run is less likely
         inferred = [o for o in observations if o.combination.reach == Reach.INFERRED]
         if not one.fault.is_dtype or all(o.failed for o in inferred):
             return Severity.NOTE

@@ -193,7 +193,7 @@ def _recording(observation: Observation) -> Iterator[None]:
 
 
 def _statement(frame: Frame, node: ast.AST | None) -> ast.AST | None:
-    """The assignment being visited: `set_value` itself is told a name only."""
+    """The assignment that is visited: `set_value` itself is given only a name."""
     return frame.statements[-1] if frame.statements else node
 
 

@@ -1,4 +1,4 @@
-"""A machine that says it has a GPU: code that asks `x.is_cuda`, for device properties or for `.cuda()` runs on the CPU.
+"""Pretends that the machine has a GPU, so that code that asks for `x.is_cuda`, device properties or `.cuda()` runs on the CPU.
 
 Inside `pretend_gpu(target)` tensors live on the CPU and say `cuda:0`; a request for a CUDA device makes a CPU tensor; fresh memory is
 zeroed, so that what a kernel would have written is a plausible value; Triton's active driver answers for `target`. Nothing runs on any
@@ -201,7 +201,7 @@ def _cuda_answers(target: Any) -> dict[str, Any]:
 
 
 def _nothing(name: str) -> Any:
-    """A function of its own for each name: torch.compile keeps a table of functions, in which each may stand once."""
+    """Makes a separate function for each name, because torch.compile's table of functions may hold each one only once."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -221,7 +221,7 @@ def pretend_gpu(target: Any) -> Iterator[None]:
         said = {"is_cuda": property(lambda self: True), "device": property(lambda self: _CUDA), "get_device": lambda self: 0}
         for name, value in said.items():
             stack.enter_context(_attribute(torch.Tensor, name, value))
-        # torch.compile's import reaches for it once CUDA says it is available
+        # importing torch.compile reads it when CUDA reports that it is available
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _nothing("_cuda_getCurrentRawStream"), create=True))
         for name in _MAKERS:
             stack.enter_context(mock.patch.object(torch, name, _patched(getattr(torch, name))))

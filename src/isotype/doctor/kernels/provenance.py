@@ -80,7 +80,7 @@ def call_name(node: ast.AST) -> str:
 
 
 def origin(frame: Frame, node: ast.AST, *, before: int | None = None, _depth: int = 0) -> Origin | None:
-    """The step in this function that made `node` the dtype it has; None where it cannot be told.
+    """The step in this function that gave `node` its dtype; None where it cannot be determined.
 
     before  only bindings on earlier lines of the function count (a name may be bound again below)
     """

@@ -90,7 +90,7 @@ def distinct(combinations: Iterator[Combination] | list[Combination]) -> list[Co
 
 
 def float_pointer_matrix(base: Combination, *, reach_alike: Reach, free: list[str] | None = None) -> Iterator[Combination]:
-    """Every float pointer alike, then each alone different: 3 + 2n compilations instead of 3 to the n.
+    """First all float pointers in one dtype, then each one alone in another: 3 + 2n compilations instead of 3 to the power n.
 
     free   the pointers whose dtype a caller decides; the others keep the base's
     """

@@ -1,4 +1,4 @@
-"""Faults that compile: sums kept in low precision, fp64 arithmetic nobody asked for, offsets that overflow int32.
+"""Faults that compile: sums in low precision, unintended fp64 arithmetic, offsets that overflow int32.
 
 They read the typed syntax tree of a combination that compiled, so `acc` is known to be bf16 rather than guessed to be.
 """
@@ -116,7 +116,7 @@ def _returns_a_sum(tree: ast.AST) -> bool:
 
 
 def _low_precision_atomics(kernel: str, frame: Frame) -> Iterator[Fault]:
-    """`tl.atomic_add` to a bf16 or fp16 buffer: whatever is computed in fp32 before, the running sum is not."""
+    """`tl.atomic_add` to a bf16 or fp16 buffer: the running sum is low precision, even if each addend was computed in fp32."""
     for call in [n for n in frame.nodes() if isinstance(n, ast.Call) and call_name(n) == "atomic_add"]:
         pointer = call.args[0] if call.args else None
         held = frame.dtypes.get(pointer, "").lstrip("*") if pointer is not None else ""

@@ -97,7 +97,7 @@ def load(place: str) -> list[ModuleType]:
             except (IsotypeError, ModuleNotFoundError, SyntaxError):
                 raise
             except Exception:
-                # code that picks a driver or a device when imported: once more, on a machine that says it has a GPU
+                # code that selects a driver or a device when it is imported: once more, with a simulated GPU
                 with pretend_gpu(parse_target(DEFAULT)):
                     return _imported(place)
     except IsotypeError:
@@ -248,7 +248,7 @@ def _required(function: Callable[..., Any]) -> list[str]:
 
 
 def _call_once(name: str, function: Callable[..., Any], targets: Sequence[str]) -> tuple[Any, Any]:
-    """The function called as it is, with whatever it launches recorded."""
+    """Calls the function itself and records its launches."""
     from .calls import Calls, Recording
 
     calls = Calls()

@@ -40,7 +40,7 @@ class Unwrapped:
 
 
 def is_kernel(value: Any) -> bool:
-    """Whether it is a `@triton.jit` function, in whatever decorators."""
+    """Whether it is a `@triton.jit` function, also inside other decorators."""
     from triton.runtime.jit import JITFunction, KernelInterface
 
     while isinstance(value, KernelInterface) and not isinstance(value, JITFunction):

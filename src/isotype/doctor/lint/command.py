@@ -17,7 +17,6 @@ from .grade import Grade
 from .prove.command import SECONDS, proved
 from .rule import Edit, FixSafety, all_rules
 from .run import Found, lint_files
-from .suppress import PAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +65,20 @@ def lint_command(
     config = settings(
         paths[0], config_file=config_file, select=select, extend_select=extend_select, ignore=ignore, exclude=exclude, possible=possible
     )
-    config = replace(config, named=tuple(path.resolve() for path in paths if path.is_dir()))
+    named = tuple(path.resolve() for path in paths if path.is_dir())
+    config = replace(config, named=named, files=frozenset(path.resolve() for path in paths if path.is_file()))
     files = list(python_files(paths, config.exclude, config.root))
-    active = config.active()
+    active = config.active(by_name=bool(config.files))
     found = lint_files(files, config, prove=prove)
     fixed = 0
     if fix:
-        shown = [f for f in found if f.evidence.grade is not Grade.POSSIBLE and f.finding.code in active]
+        shown = [f for f in found if f.evidence.grade is not Grade.POSSIBLE and f.asked]
         fixed = _mend(shown, unsafe=fix == "unsafe")
         found = lint_files(files, config, prove=prove) if fixed else found
     runs = ""
     if prove:
         found, runs = proved(found, seconds=seconds)
-        found = [f for f in found if f.evidence.grade is Grade.PROVED or f.finding.code in (*active, *PAGES)]
+        found = [f for f in found if f.evidence.grade is Grade.PROVED or f.asked]
     shown = found if config.possible else [f for f in found if f.evidence.grade is not Grade.POSSIBLE]
     return LintRun([f.finding for f in shown], len(files), fixed, active, len(found) - len(shown), runs)
 

@@ -30,7 +30,7 @@ _KEYS = (*_LISTS, "possible", "per-file-ignores")
 
 @dataclass(frozen=True, kw_only=True)
 class LintConfig:
-    """root: the folder of the pyproject.toml, to which its patterns are relative; named: the folders to be linted."""
+    """root: the folder of the pyproject.toml, to which its patterns are relative; named: the folders to be linted; files: those named."""
 
     select: tuple[str, ...] = ()
     extend_select: tuple[str, ...] = ()
@@ -40,11 +40,13 @@ class LintConfig:
     per_file_ignores: tuple[tuple[str, tuple[str, ...]], ...] = ()
     root: Path = field(default_factory=Path.cwd)
     named: tuple[Path, ...] = ()
+    files: frozenset[Path] = frozenset()
 
-    def active(self, *, prove: bool = False) -> list[str]:
-        """The codes of the rules to run, after select, extend-select and ignore; with `prove` those that are off as well.
+    def active(self, *, prove: bool = False, by_name: bool = False) -> list[str]:
+        """The codes of the rules to run, after select, extend-select and ignore.
 
-        What a rule that is off says is only told where a run proves it.
+        prove    those that are off as well: findings of such a rule are printed only where a run proves them
+        by_name  for a file that is named itself, and not by its folder
         """
         chosen = []
         for code, rule in all_rules().items():
@@ -52,7 +54,7 @@ class LintConfig:
             if self.select:
                 wanted = any(p in (code, "ALL") or (code.startswith(p) and rule.on) for p in self.select)
             else:
-                wanted = rule.on or prove
+                wanted = rule.on or prove or (by_name and rule.by_name)
             wanted = wanted or any(p in (code, "ALL") for p in self.extend_select)
             if wanted and not code.startswith(tuple(self.ignore)):
                 chosen.append(code)

@@ -41,7 +41,7 @@ def _under(folder: Path, patterns: tuple[str, ...], root: Path) -> Iterator[Path
 
 
 def regular(file: Path) -> bool:
-    """Not a pipe or device, whose reading never ends. A link to nowhere is told where it is read."""
+    """No pipes or devices, whose reading never ends. A broken link is reported where it is read."""
     return file.is_file() or not file.exists()
 
 

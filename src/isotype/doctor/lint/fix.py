@@ -1,7 +1,7 @@
 """Applies edits to source with libcst, so that comments and layout stay as they were. Imported only when `--fix` has something to mend.
 
 Edits name what they change by the position that `ast` gave; libcst counts columns in characters and `ast` in bytes, so positions are
-converted line by line. An edit whose place is no longer found is left out and told, never guessed.
+converted line by line. An edit whose place is no longer found is skipped and reported.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""How sure a finding is: proved by execution, reached by somebody, or possible."""
+"""The grade of a finding: proved by execution, reached by a caller, or possible."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -93,16 +94,29 @@ def _cast_by_callers(file: SourceFile, hit: Hit, repository: Repository) -> str:
     if scenario is None or scenario.inputs not in _LOW or not isinstance(top, Function) or _named(file, top.name, outside=top):
         return ""
     found = ""
-    for other in repository.files_with(f"{top.name}(".encode(), but=Path(file.path)):
-        if top.name not in other.imports:
-            continue
-        for call in (c for c in other.nodes(ast.Call) if last_name(c.func) == top.name):
-            caller = other.function_of(call)
-            handed = entered_with(other, caller, top, scenario) if caller is not None else set()
-            if not handed or any(dtype in _LOW for dtypes in handed for dtype in dtypes):
-                return ""
-            found = f"{Path(other.path).name}:{call.lineno} hands it fp32, and nothing else calls it"
+    for other, call in _calls_elsewhere(top.name, file, repository):
+        caller = other.function_of(call)
+        handed = entered_with(other, caller, top, scenario) if caller is not None else set()
+        if not _asks_for_fp32(other, call) and (not handed or any(dtype in _LOW for dtypes in handed for dtype in dtypes)):
+            return ""
+        found = f"{Path(other.path).name}:{call.lineno} hands it fp32, or asks for it, and nothing else calls it"
     return found
+
+
+def _calls_elsewhere(name: str, file: SourceFile, repository: Repository) -> Iterator[tuple[SourceFile, ast.Call]]:
+    """The calls of a function in other files that import it, or its module."""
+    module = Path(file.path).stem
+    for other in repository.files_with(f"{name}(".encode(), but=Path(file.path)):
+        for call in (c for c in other.nodes(ast.Call) if last_name(c.func) == name):
+            owner = last_name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+            if name in other.imports or other.imports.get(owner, owner).rpartition(".")[2] == module:
+                yield other, call
+
+
+def _asks_for_fp32(file: SourceFile, call: ast.Call) -> bool:
+    """Whether it passes torch.float32 or torch.float64 as it is."""
+    given = [*call.args, *(k.value for k in call.keywords)]
+    return any(file.dotted(g) in ("torch.float32", "torch.float", "torch.float64", "torch.double") for g in given)
 
 
 # -- who calls it --------------------------------------------------------------------------------------------------------
@@ -169,8 +183,8 @@ def _brought_about(hit: Hit, file: SourceFile, path: Path, repository: Repositor
         base = _base(path, _TRAINER_BASES)
         if base:
             return f"a trainer runs a {base} under autocast when it is asked for bf16"
-        if _in_an_autograd_function(file, hit.node) and not (repository.trains or repository.serves):
-            return "torch.amp calls an autograd.Function inside the region of whoever uses this library"
+        if _in_an_autograd_function(file, hit.node) and repository.decorates and not (repository.trains or repository.serves):
+            return f"users of this library open autocast regions: {repository.decorates} decorates another function for them"
         return ""
     base = _base(path, _ADAPTER_BASES)
     if base:
@@ -178,7 +192,7 @@ def _brought_about(hit: Hit, file: SourceFile, path: Path, repository: Repositor
             return f"peft's prepare_model_for_kbit_training leaves the norms of a {base} in fp32"
         return f"from_pretrained loads a {base} in the dtype that it is asked for"
     if not scenario.mixed_weights and _takes_a_dtype(file, hit.node):
-        return "its argument dtype is its callers' to choose"
+        return _asks_for_another_dtype(file, hit.node, repository)
     return ""
 
 
@@ -227,3 +241,16 @@ def _takes_a_dtype(file: SourceFile, node: ast.AST) -> bool:
             return True
         function = file.function_of(function)
     return False
+
+
+def _asks_for_another_dtype(file: SourceFile, node: ast.AST, repository: Repository) -> str:
+    """A call of the function around a node that passes a dtype, and not fp32 as it is written; or ""."""
+    top, _ = _owners(file, node)
+    if top is None:
+        return ""
+    own = [(file, c) for c in file.nodes(ast.Call) if last_name(c.func) == top.name]
+    for other, call in (*own, *_calls_elsewhere(top.name, file, repository)):
+        given = [*call.args, *(k.value for k in call.keywords)]
+        if any("dtype" in ast.unparse(g) for g in given) and not _asks_for_fp32(other, call):
+            return f"{Path(other.path).name}:{call.lineno} passes it a dtype"
+    return ""

@@ -1,7 +1,7 @@
-"""What the repository around a file says of precision: read as text, and only when a finding asks.
+"""Evidence about precision in the repository around a file. It is read as text, and only when a finding needs it.
 
 A finding supposes a scenario: bf16 inputs, an autocast region. In a repository that runs its models itself and never brings the scenario
-about, nobody meets it. A library alone decides nothing: its users do.
+about, nobody meets it. A library alone is no evidence, because its users choose the precision.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ _MODEL_CAST = re.compile(
     rb"(?:from_pretrained|from_config|from_single_file)\([^)]*?\bdtype\s*=|\bMixedPrecision(?:Policy)?\(|param_dtype\s*=\s*torch\.|"
     rb"set_default_dtype\([^)\n]*(?:bfloat16|float16|half|dtype\))|[\"']bf16[\"']\s*:\s*\{"
 )
+_DECORATED = re.compile(rb"^\s*@[\w.]*(?:custom_[fb]wd|autocast_custom)\w*", re.MULTILINE)
 _STEP = re.compile(rb"(?:optimi[sz]er|optim|opt|scaler)\w*(?:\[\w+\])?\.step\(")
 _TESTS = re.compile(r"(^|[_/])(tests?|testing|bench\w*)([_/.]|$)")
 _BENCHMARKS = re.compile(r"(^|[_/])bench\w*([_/.]|$)")
@@ -108,7 +109,7 @@ class Repository:
 
     @cached_property
     def trains(self) -> bool:
-        """It has a loop of its own."""
+        """It has its own loop."""
         return any(_STEP.search(text) for text in _having(self.own, b".step(")) and bool(_having(self.own, b".backward("))
 
     @cached_property
@@ -143,7 +144,7 @@ class Repository:
 
     @cached_property
     def autocast(self) -> bool:
-        """A region is opened, or may be by the trainer's option; a trainer that only switches it off somewhere reckons with it, too.
+        """An autocast region is opened, or can be by an option of the trainer. Code that only switches autocast off also counts.
 
         An engine has copied such a line with the model, and has no trainer.
         """
@@ -152,6 +153,11 @@ class Repository:
             return True
         words = (b"precision", b"GradScaler", b"OptimWrapper", b"amp.", b"auto_fp16", b"TrainingArg", b"Lightning", b"Accelerator(")
         return any(map(_REGION.search, mentioned)) or any(map(_TRAINER.search, _having(self.texts.values(), *words)))
+
+    @cached_property
+    def decorates(self) -> Spot | None:
+        """Where an autograd.Function is decorated for autocast: its author reckons with users that open a region."""
+        return self._spot(_DECORATED, {p: t for p, t in self.texts.items() if b"autocast" in t or b"custom_fwd" in t}, self.root)
 
     def place_of(self, scenario: Scenario, path: Path) -> Spot | None:
         """The place, nearest to this file, where the repository brings the scenario about."""
@@ -187,7 +193,7 @@ class Repository:
         return None
 
     def _in_a_text(self, file: Path, line: int) -> bool:
-        """Whether the line stands inside a string of several lines: a docstring says what is done, and does not do it."""
+        """Whether the line is inside a string of several lines, such as a docstring: text there is not executed."""
         if file not in self._long_texts:
             lines: set[int] = set()
             with suppress(SyntaxError, ValueError):
@@ -224,7 +230,7 @@ class Repository:
         return found
 
     def against(self, scenario: Scenario, path: Path, text: str) -> str:
-        """Why nobody meets the scenario in this file, or "" where nothing says so."""
+        """Why the scenario does not occur in this file, or ""."""
         here = path.resolve().relative_to(self.root).as_posix()
         bare = scenario.autocast is not None and "autocast" not in text
         if bare and "__main__" in text and _BENCHMARKS.search(here):
@@ -249,7 +255,7 @@ class Repository:
         if scenario.autocast and not self.autocast:
             return "this repository runs its models itself, and opens no autocast region"
         if scenario.autocast and self.serves and not self.trains and not self.region_near(path.resolve()):
-            return "this repository runs each model in a way of its own, and opens no autocast region beside this one"
+            return "this repository runs each model in its own way, and opens no other autocast region"
         if not scenario.autocast and self.trains and not self.casts:
             return "this repository trains its models itself, and casts none to a low precision"
         return ""

@@ -84,7 +84,9 @@ class Rule:
 
     words  the rule is asked only about files whose text has one of them (a cheap first look)
     in_tests  False for a rule that supposes dtypes: a function called test_... fixes its own
-    on     False for a rule that errs too often, or is a matter of taste: it has to be selected by its code, or to be proved
+    on     False for a rule of which fewer than 8 in 10 findings were true at first look, or that is not measured, or a matter of taste:
+           in a folder it has to be selected by its code, or to be proved
+    by_name  whether a rule that is off reports all the same on a file that is named itself: whoever names a file asks about it
     first_look  how many of its findings were true, of how many read, in packages that were linted for the first time
     """
 
@@ -93,6 +95,7 @@ class Rule:
     severity: ClassVar[Severity] = Severity.WARNING
     fix_safety: ClassVar[FixSafety] = FixSafety.NONE
     on: ClassVar[bool] = True
+    by_name: ClassVar[bool] = False
     first_look: ClassVar[tuple[int, int] | None] = None
     words: ClassVar[tuple[str, ...]] = ("torch",)
     in_tests: ClassVar[bool] = True
@@ -104,7 +107,8 @@ class Rule:
     def page(cls) -> str:
         """The docstring as Markdown: a title, the facts, the sections."""
         title, _, body = _dedented(cls.__doc__ or "").partition("\n")
-        facts = f"severity {cls.severity}, {'on' if cls.on else 'off'} by default, automatic fix: {cls.fix_safety}"
+        named = ", but for a file that is named itself" if cls.by_name and not cls.on else ""
+        facts = f"severity {cls.severity}, {'on' if cls.on else 'off'} by default{named}, automatic fix: {cls.fix_safety}"
         if cls.first_look:
             facts += (
                 f"; at first look on code not seen before, possible findings included, {cls.first_look[0]} of {cls.first_look[1]} were true"

@@ -21,7 +21,7 @@ from .grade import Evidence, Grade, evidence_for
 from .repository import look_again, repository_of
 from .rule import Edit, Hit, Rule, all_rules
 from .source import SourceFile
-from .suppress import Suppression, suppressions
+from .suppress import PAGES, Suppression, suppressions
 
 EVIDENCE = "evidence"  # the label under which a finding states its grade
 READ = ((EVIDENCE, "proved: by reading the file"),)
@@ -32,12 +32,16 @@ PARALLEL_FROM = 200  # files: below this, starting a second process costs more t
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A finding with its evidence, the scenario that it supposes and, where its rule has one, the edit that mends it."""
+    """A finding with its evidence, the scenario that it supposes and, where its rule has one, the edit that mends it.
+
+    asked  False for a rule that is off: it is told only if it is proved
+    """
 
     finding: Finding
     edit: Edit | None = None
     evidence: Evidence = field(default_factory=lambda: Evidence(Grade.PROVED, "by reading the file"))
     scenario: Scenario | None = None
+    asked: bool = True
 
     def graded(self, evidence: Evidence) -> Found:
         """The same finding on other evidence."""
@@ -50,7 +54,7 @@ class Found:
 def lint_files(paths: Sequence[Path], config: LintConfig, *, prove: bool = False) -> list[Found]:
     """Every finding in these files, of every grade, file by file in the order given; with `prove` also of rules that are off."""
     look_again()
-    some = partial(_lint_some, active=tuple(config.active(prove=prove)), config=config)
+    some = partial(_lint_some, prove=prove, config=config)
     processes = min(os.cpu_count() or 1, 8)
     if len(paths) < PARALLEL_FROM or processes < 2:
         return some(paths)
@@ -59,14 +63,14 @@ def lint_files(paths: Sequence[Path], config: LintConfig, *, prove: bool = False
         return list(chain.from_iterable(pool.map(some, parts)))
 
 
-def _lint_some(paths: Sequence[Path], *, active: tuple[str, ...], config: LintConfig) -> list[Found]:
+def _lint_some(paths: Sequence[Path], *, prove: bool, config: LintConfig) -> list[Found]:
     """File by file, without the cycle collector: looking through each new tree for cycles took 37% of the time, and there are few."""
     found: list[Found] = []
     running = gc.isenabled()
     gc.disable()
     try:
         for path in paths:
-            found += _lint_guarded(path, active=active, config=config)
+            found += _lint_guarded(path, prove=prove, config=config)
             if gc.get_count()[0] > GARBAGE:
                 gc.collect()
     finally:
@@ -75,18 +79,21 @@ def _lint_some(paths: Sequence[Path], *, active: tuple[str, ...], config: LintCo
     return found
 
 
-def _lint_guarded(path: Path, *, active: tuple[str, ...], config: LintConfig) -> list[Found]:
-    """`lint_text`, with trouble about one file told as a finding of that file instead of ending the run."""
+def _lint_guarded(path: Path, *, prove: bool, config: LintConfig) -> list[Found]:
+    """As `lint_text`, but an internal error in one file becomes a finding of that file and does not end the run."""
     try:
         text = read(path)
-        return lint_text(text, path, active=active, config=config)
+        by_name = path.resolve() in config.files
+        asked = {*config.active(by_name=by_name), *PAGES}
+        found = lint_text(text, path, active=config.active(prove=prove, by_name=by_name), config=config)
+        return [f if f.finding.code in asked else replace(f, asked=False) for f in found]
     except SyntaxError as error:
         if _is_newer_python(path, error):
             return [_too_new(path, error)]
         return [_unread(path, f"could not be parsed: {error.msg}", error.lineno)]
     except (UnicodeDecodeError, OSError, RecursionError) as error:
         return [_unread(path, f"could not be parsed: {error}" if str(error) else type(error).__name__, None)]
-    except Exception as error:  # a fault of ours in one file is told, and does not cost the findings in the others
+    except Exception as error:  # an error of the linter in one file is reported; the findings in other files are kept
         where = traceback.extract_tb(error.__traceback__)[-1]
         return [_unread(path, f"a rule failed: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})", None)]
 

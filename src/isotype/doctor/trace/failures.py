@@ -53,7 +53,7 @@ class Failures:
         self._explain(error, name, list(floating(named)))
 
     def again(self, error: Exception, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        """A forward failed that nobody watched: the same forward once more says with what operands."""
+        """Runs a failed forward that was not watched once more, to find the operands."""
         if hasattr(error, _MARK) or not MENTIONS_DTYPE.search(f"{type(error).__name__}: {error}"):
             return
         context = self._context

@@ -22,7 +22,7 @@ LOW = frozenset({torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float
 
 
 class Op:
-    """One overload: what kind it is, and who wants to see it run.
+    """One overload of an operator: its kind, and what is called before and after it.
 
     product a matrix product or attention: where a promotion costs
     multiplies a product or the backward of one

@@ -1,4 +1,4 @@
-"""Origin: what made a tensor its dtype. Ops that keep a dtype hand the origin on, so a chain of origins leads upstream to the decision."""
+"""Origin: what made a tensor its dtype. Ops that keep a dtype pass the origin on, so that a chain of origins leads back to the decision."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What of a run is watched op by op: the first forwards of a kind, some of the later ones, and whatever stands between forwards.
+"""Decides what is watched op by op: the first forwards of each kind, a sample of the later ones, and all code between forwards.
 
 PyTorch's modes cost a Python call for every op, which is most of what a trace costs. A forward like eight before it has nothing
 new to tell: its ops run without the modes and hooks, and so do its backward and the optimizer's step. What the program does
 elsewhere (losses, metrics, averages, assignments, casts) is always watched, and so is a forward while something it sums in low
-precision grows. A dtype error in a forward that rests is explained by running that forward once more, watched.
+precision grows. A dtype error in an unwatched forward is explained by running that forward again, watched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NESTED, _LONG = 3, 16  # of containers among the inputs: how deep, and how many
 
 
 class Pace:
-    """Counts forwards and steps by kind, and puts the tracer to rest for those that repeat."""
+    """Counts forwards and steps by kind, and switches the tracer off for those that repeat."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -51,7 +51,7 @@ class Pace:
 
     # ---- forwards
     def begins(self, module: torch.nn.Module, args: tuple) -> bool:
-        """Called at the start of a root module's forward: whether it rests."""
+        """Called at the start of a root module's forward. Returns whether this forward is not watched."""
         while self._over:
             self._over.pop().remove()
         kwargs = sys._getframe(2).f_locals.get("kwargs", {})  # of Module.__call__; a global hook before forward is not given them
@@ -110,7 +110,7 @@ class Pace:
 
     # ---- backwards, and steps of an optimizer
     def backward_rests(self) -> bool:
-        """Called as a backward begins: what a forward that rested left behind has no origins to go by."""
+        """Called as a backward begins. Returns whether it is not watched: tensors of an unwatched forward have no origins."""
         rests, self._rested = self._rested, False
         return rests
 

@@ -105,7 +105,7 @@ def run(target: Target, arguments: Sequence[str] = (), *, map: Path | None = Non
 
 
 def plain_traceback(error: BaseException) -> str:
-    """The traceback as it would be without the trace: no frames of ours, and no note, since the finding says it."""
+    """The traceback as it would be without the trace: without Isotype's frames, and without a note, as the finding replaces it."""
     shown = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = shown
     while link is not None:

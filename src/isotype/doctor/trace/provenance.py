@@ -1,6 +1,6 @@
 """The origin of every tensor, kept on it and, for the copies that autograd unpacks, on its storage; and how an op makes one.
 
-What torch.save and pickle write of a tensor holds none of it: they would write whatever hangs on it.
+torch.save and pickle write none of it. Without this they would write everything that a tensor refers to.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MARK = "_isotype_origin"
 
 
 class Provenance:
-    """Looks origins up and hands them on. They live and die with their tensors: nothing is kept here, memory does not grow."""
+    """Looks origins up and passes them on. Each is stored on its tensor and freed with it, so that memory does not grow."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -42,7 +42,7 @@ class Provenance:
 
     @staticmethod
     def forget() -> None:
-        """Takes the marks off whatever is left, once nothing is to be explained any more."""
+        """Removes all remaining marks at the end."""
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor):
                 thing.__dict__.pop(MARK, None)
@@ -54,7 +54,7 @@ class Provenance:
             tensor.untyped_storage().__dict__[MARK] = origin
 
     def get(self, tensor: torch.Tensor) -> Origin:
-        """The tensor's origin; for one that nothing recorded, what can be said of it."""
+        """The tensor's origin; where none was recorded, an origin that states what is known."""
         mark: tuple[Origin, Any] | None = tensor.__dict__.get(MARK)
         if mark is not None and mark[0].dtype == tensor.dtype:
             return mark[0]

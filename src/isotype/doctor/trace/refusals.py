@@ -172,7 +172,7 @@ def _uniform(context: Context, error: BaseException, evidence: Evidence) -> Find
 
 
 def _gradient(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
-    """Autograd or DDP met a gradient in another dtype than its parameter's bucket or buffer has."""
+    """A gradient has another dtype than the bucket or buffer of its parameter, which autograd or DDP rejects."""
     wrong = []
     for kind, name, tensor in context.names.tensors():
         if kind == "parameter" and tensor.requires_grad:

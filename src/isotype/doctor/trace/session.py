@@ -59,7 +59,7 @@ class trace:
 
     @property
     def findings(self) -> list[Finding]:
-        """Worst first; a silent fault that the failure already explains is not said twice."""
+        """Worst first. A fault that the explanation of the failure contains is not repeated."""
         found = list(self._others)
         if self._failure is not None:
             found = [f for f in found if f.code != self._failure.code and f.cause != self._failure.cause]

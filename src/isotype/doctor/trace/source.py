@@ -52,7 +52,7 @@ def place_of(site: Site | None, symbol: str | None = None) -> Place:
 
 
 def short(file: str) -> str:
-    """A path without the part that says nothing: after site-packages, or relative to the current folder."""
+    """A shortened path: the part after site-packages, or relative to the current folder."""
     for mark in _LIBRARIES:
         if mark in file:
             return file.rpartition(mark)[2]

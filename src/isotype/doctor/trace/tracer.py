@@ -1,7 +1,7 @@
 """The tracer: one dispatch mode (what every op really got), with the function mode of `calls` above it, and module hooks (where it was).
 
-The modes only watch: each op runs once, unchanged, and its result is returned as it is. While the program repeats itself they
-rest (`pace`). Long because it is one class: its state is what the watchers share, and a call less an op is time.
+The modes only observe: each op runs once, unchanged, and its result is returned unchanged. While the program repeats itself they are
+switched off (`pace`). The tracer calls the watchers (`watcher`), which share its state as their `Context`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -22,33 +22,28 @@ from .calls import Calls
 from .context import Recompute
 from .failures import Failures
 from .naming import Names
-from .ops import FLOATS, LOW, Op, dtype_of_tensors
+from .ops import FLOATS, Op, dtype_of_tensors
 from .origin import Origin
 from .pace import UNWATCHED, Pace
 from .precision_map import PrecisionMap
 from .provenance import MARK, Provenance
 from .source import Locator, Site, statement
+from .watcher import Subscriptions, Watcher
+from .watchers import every
 from .watchers.autocast import Autocast
-from .watchers.autocast_dtype import AutocastDtype
 from .watchers.broken_steps import BrokenSteps
-from .watchers.cancellation import Cancellation
-from .watchers.compiled import Compiled
 from .watchers.defaults import DefaultDtype
-from .watchers.gradients import Casts
 from .watchers.guards import Guards
-from .watchers.orphans import Orphans
 from .watchers.overflow import Overflows
 from .watchers.parameters import Parameters
-from .watchers.positions import WATCHED, Positions
 from .watchers.promotions import Promotions
-from .watchers.running_statistics import NORMS, RunningStatistics
 from .watchers.scaling import Scaling
 from .watchers.sums import Sums
-from .watchers.updates import UPDATES, Updates
+from .watchers.updates import Updates
 
 _CASTING = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy", "tensor", "as_tensor", "cpu", "cuda"})
 
-
+W = TypeVar("W", bound=Watcher)
 _KEPT_SITES = 20_000  # autograd nodes whose forward place is remembered; a step makes a few thousand
 
 
@@ -63,23 +58,13 @@ class Tracer(TorchDispatchMode):
         self.locator = Locator()
         self.provenance = Provenance(self)
         self.failures = Failures(self)
-        self.autocast = Autocast(self)
-        self.defaults = DefaultDtype()
-        self.autocast_dtype = AutocastDtype(self)
-        self.updates = Updates(self)
-        self.sums = Sums(self)
-        self.statistics = RunningStatistics(self)
-        self.parameters = Parameters(self)
-        self.promotions = Promotions(self)
-        self.casts = Casts(self)
-        self.positions = Positions(self)
-        self.compiled = Compiled(self)
-        self.overflows = Overflows(self)
-        self.guards = Guards(self)
-        self.cancellation = Cancellation(self)
-        self.orphans = Orphans(self)
-        self.broken_steps = BrokenSteps(self)
-        self.scaling = Scaling(self)
+        self._watchers = {kind: kind(self) for kind in every()}
+        self._events = Subscriptions(list(self._watchers.values()))
+        # those that other watchers ask, and those that get more than the events
+        self.autocast, self.defaults, self.parameters = self._one(Autocast), self._one(DefaultDtype), self._one(Parameters)
+        self.updates, self.sums, self.guards = self._one(Updates), self._one(Sums), self._one(Guards)
+        self.promotions, self.overflows = self._one(Promotions), self._one(Overflows)
+        self.broken_steps, self.scaling = self._one(BrokenSteps), self._one(Scaling)
         self.pace = Pace(self)
         self.picture = PrecisionMap(self)
         self._mapped = mapped
@@ -99,17 +84,19 @@ class Tracer(TorchDispatchMode):
         if model is not None:
             self.learn(model)
 
+    def _one(self, kind: type[W]) -> W:
+        found = self._watchers[kind]
+        assert isinstance(found, kind)
+        return found
+
     # ---- lifetime
     def __enter__(self) -> Tracer:
         self._hook_modules()
         self._hooks.append(register_optimizer_step_pre_hook(self._stepping))
         self._hooks.append(register_optimizer_step_post_hook(self._stepped))
         self.provenance.start()
-        self.defaults.start()
-        self.autocast_dtype.start()
-        self.parameters.start()
-        self.compiled.start()
-        self.scaling.start()
+        for watcher in self._watchers.values():
+            watcher.start()
         self._calls.__enter__()
         super().__enter__()
         return self
@@ -119,11 +106,8 @@ class Tracer(TorchDispatchMode):
         self.pace.stop()
         super().__exit__(kind, error, traceback)
         self._calls.__exit__(kind, error, traceback)
-        self.scaling.stop()
-        self.compiled.stop()
-        self.parameters.stop()
-        self.autocast_dtype.stop()
-        self.defaults.stop()
+        for watcher in reversed(self._watchers.values()):
+            watcher.stop()
         self.provenance.stop()
         for hook in (*self._hooks, *self._module_hooks):
             hook.remove()
@@ -178,15 +162,15 @@ class Tracer(TorchDispatchMode):
     def _stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.wake()  # should an exception have ended what rested
         self.rest(hooks=False)  # what the watchers do is no part of the program
-        for watcher in (self.updates, self.orphans, self.broken_steps, self.scaling):
-            watcher.stepping(optimizer)
+        for stepping in self._events.stepping:
+            stepping(optimizer)
         if not self.pace.step_rests(optimizer, args, kwargs):
             self.wake()
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.rest(hooks=False)
-        for watcher in (self.broken_steps, self.updates, self.parameters):
-            watcher.stepped(optimizer)
+        for stepped in self._events.stepped:
+            stepped(optimizer)
         self.wake()
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
@@ -196,31 +180,24 @@ class Tracer(TorchDispatchMode):
         if not self.stack:
             self.wake()
             self.forwards += 1
-            self.autocast_dtype.forward(module)
+            for root_called in self._events.root_called:
+                root_called(module)
             if self.pace.begins(module, args):
                 return
-            self.updates.prune()
-            self.sums.prune()
-            self.defaults.look()
-            self.autocast.prune()
-            self.compiled.look()
+            for forward_begins in self._events.forward_begins:
+                forward_begins()
             self._census = None
-        elif not type(module).__name__.endswith("Loss"):
-            for arg in args:
-                self.promotions.reached(arg, f"the input of {self.names.of(module)}")
         self.stack.append(module)
-        self.autocast.entered(module)
-        self.parameters.called(module)
+        for entered in self._events.entered:
+            entered(module, args)
 
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         while self.stack and self.stack.pop() is not module:
             pass
-        self.overflows.left(module, args, output)
+        for left in self._events.left:
+            left(module, args, output)
         if self._mapped:
             self.picture.left(module, args, output, root=not self.stack)
-        if not self.stack and output is not None:
-            for item in output if isinstance(output, (tuple, list)) else output.values() if isinstance(output, dict) else (output,):
-                self.promotions.reached(item, f"the output of {type(module).__name__}")
 
     # ---- the mode
     @classmethod
@@ -284,47 +261,8 @@ class Tracer(TorchDispatchMode):
 
     def _learn_op(self, func: Any) -> Op:
         op = Op(func)
-        if op.name in WATCHED:
-            op.before = self.positions.before
-        if op.name == "mul":
-            op.before = self._multiplying
-        if op.name == "div":
-            op.before = self._dividing
-        if op.name == "add":
-            op.before = self._adding
-        if op.name == "clamp":
-            op.before = self.guards.clamped
-        if op.name == "sub":
-            op.before = self.cancellation.subtracting
-        if op.name in UPDATES:
-            op.before, op.after = self.updates.before, self.updates.after
-        if op.name in NORMS:
-            op.before, op.after = self.statistics.before, self.statistics.after
+        op.before, op.after = self._events.of_op(op.name)
         return op
-
-    def _adding(self, op: Op, args: tuple, kwargs: dict | None) -> None:
-        if not isinstance(args[0], torch.Tensor) or args[0].dtype not in LOW:
-            return
-        if type(args[1]) is float:
-            self.guards.added(op, args, kwargs)
-        else:
-            self.sums.summed(op, args, kwargs)
-
-    def _multiplying(self, op: Op, args: tuple, kwargs: dict | None) -> None:
-        self.sums.multiplied(op, args, kwargs)
-        self._scaling_by(args[0], args[1], 1.0)
-
-    def _dividing(self, op: Op, args: tuple, kwargs: dict | None) -> None:
-        self._scaling_by(args[0], args[1], -1.0)
-
-    def _scaling_by(self, tensor: Any, factor: Any, power: float) -> None:
-        """A gradient times or over a number, outside a forward."""
-        if self.stack or torch._C._current_autograd_node() is not None or not isinstance(tensor, torch.Tensor):
-            return
-        if self.scaling.scaled:
-            self.scaling.multiplied(tensor, factor, power)
-        if tensor.dtype is torch.float16:
-            self.overflows.scaled(tensor, factor, power)
 
     # ---- what the others ask
     def here(self) -> tuple[Site | None, str, str]:
@@ -335,6 +273,10 @@ class Tracer(TorchDispatchMode):
             module, forward = self._forward_sites.get(node._sequence_nr(), (None, None))
             return forward or site, self.names.of(module) if module is not None else "", node.name()
         return site, self.names.of(self.stack[-1]) if self.stack else "", ""
+
+    def between_passes(self) -> bool:
+        """Whether neither a forward of the model nor a backward runs now."""
+        return not self.stack and torch._C._current_autograd_node() is None
 
     def calling_name(self) -> str:
         return getattr(self.calling, "__name__", "").strip("_") if self.calling is not None else ""
@@ -397,52 +339,25 @@ class Tracer(TorchDispatchMode):
 
     def findings(self) -> list[Finding]:
         """What failed silently, as far as seen until now."""
-        found = [
-            *self.defaults.findings(),
-            *self.autocast_dtype.findings(),
-            *self.autocast.findings(),
-            *self.parameters.findings(),
-            *self.updates.findings(),
-            *self.sums.findings(),
-            *self.statistics.findings(),
-        ]
-        return [
-            *found,
-            *self.promotions.findings(self.failures.told),
-            *self.casts.findings(),
-            *self.positions.findings(),
-            # what broken weights do to values is not the values' fault
-            *(self.broken_steps.findings() or self.overflows.findings(skipping=self.scaling.stuck)),
-            *self.guards.findings(),
-            *self.cancellation.findings(),
-            *self.orphans.findings(),
-            *self.scaling.findings(),
-            *self.compiled.findings(),
-        ]
+        return [finding for watcher in self._watchers.values() for finding in watcher.findings()]
 
     # ---- events
     def promoted(self, op: Op, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None:
-        self.promotions.happened(op, origin, wide, narrow, out)
+        for promoted in self._events.promoted:
+            promoted(op, origin, wide, narrow, out)
         if self._mapped:
             self.picture.changed(origin, narrow.dtype, out)
 
     def cast(self, op: Op, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
-        self.casts.happened(origin, source, out)
-        if out.dtype == torch.float16 and origin.backward:
-            self.overflows.flushed(source, out)
-        elif origin.kind == "cast" and out.dtype in LOW and not origin.backward:
-            self.parameters.narrowed(source, out)
+        for cast in self._events.cast:
+            cast(origin, source, out)
         if self._mapped:
             self.picture.changed(origin, source.dtype, out)
-        if origin.kind == "autocast":
-            if isinstance(source, torch.nn.Parameter):
-                self.autocast.copied(source, out, origin)
-            else:
-                self.promotions.reached(source, f"autocast, which casts it down for {origin.what} in {origin.module}")
 
     def attribute_set(self, func: Any, tensor: torch.Tensor, value: Any) -> None:
         if func.__self__.__name__ == "data":
-            self.parameters.data_set(tensor, value)
+            for data_set in self._events.data_set:
+                data_set(tensor, value)
 
     def dtypes_changed(self) -> None:
         self._census = None

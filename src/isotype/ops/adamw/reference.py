@@ -1,4 +1,4 @@
-"""AdamW's update of one tensor in plain PyTorch: fp32 arithmetic, whatever dtypes weight, gradient and moments have."""
+"""AdamW's update of one tensor in plain PyTorch: fp32 arithmetic, for weight, gradient and moments of any dtype."""
 
 from __future__ import annotations
 

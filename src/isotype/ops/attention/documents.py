@@ -23,7 +23,7 @@ class Documents(NamedTuple):
 
     @classmethod
     def rows(cls, batch: int, positions: int, device: torch.device) -> Documents:
-        """Every row a document of its own."""
+        """Every row is a separate document."""
         bounds = torch.arange(0, (batch + 1) * positions, max(positions, 1), dtype=torch.int32, device=device)
         return cls(bounds, positions, True)
 

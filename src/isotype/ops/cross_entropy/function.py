@@ -19,6 +19,8 @@ from .arguments import check_reduction, check_targets
 from .contract import CROSS_ENTROPY
 from .reference import loss_by_rule, row_losses
 from .rule import RULE, LossRule, Reduction, RuleArguments, reduce
+from .weighted import weighted_losses
+from .weights import check_weights, reduced
 
 
 class Paths(Protocol):
@@ -119,11 +121,15 @@ def cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
     num_items: int | float | Tensor | None = None,
+    class_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy of any vocabulary, computed in fp32 without an fp32 copy of the logits.
 
     logits   F[*n V]   any float dtype; never written to
     targets  int[*n]   classes 0..V-1, or ignore_index
+    class_weights  float[V]   as PyTorch's `weight`: a mean divides by their sum over the targets
+    token_weights  float[*n]  times each token's loss; a mean divides by their sum; may have a gradient
     ->       fp32[]    fp32[*n] with reduction="none"; fp64 for fp64 logits; the same under autocast
     inside   fp32      on softcap * tanh(logit_scale * logits / softcap); z_loss adds z_loss * logsumexp^2
     grads    logits: F
@@ -134,11 +140,16 @@ def cross_entropy(
         # a tensor that stands for logits (deferred ones) may know a way of its own
         return handle_torch_function(
             cross_entropy, (logits,), logits, targets, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-            logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items,
+            logit_scale=logit_scale, softcap=softcap, z_loss=z_loss, num_items=num_items, class_weights=class_weights,
+            token_weights=token_weights,
         )  # fmt: skip
     check_reduction(reduction, num_items)
     rule = LossRule.of(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
     check_targets(targets, tuple(logits.shape[:-1]), logits.shape[-1], rule)
+    if class_weights is not None or token_weights is not None:
+        check_weights(class_weights, token_weights, targets, logits.shape[-1], rule)
+        losses = _weighted(logits, targets, rule, class_weights, token_weights)
+        return reduced(losses, targets, reduction, num_items, class_weights, token_weights, ignore_index)
     if reference_runs():
         return loss_by_rule(logits, targets, rule, reduction, num_items)
     targets_T = targets.reshape(-1)
@@ -146,3 +157,13 @@ def cross_entropy(
         loss_T = CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), targets_T, rule.arguments)
         loss = reduce(loss_T, targets_T, reduction, num_items, ignore_index)
     return loss.reshape(targets.shape) if reduction == "none" else loss
+
+
+def _weighted(logits: Tensor, targets: Tensor, rule: LossRule, class_weights: Tensor | None, token_weights: Tensor | None) -> Tensor:
+    nll = cross_entropy(
+        logits, targets, ignore_index=rule.ignore_index, reduction="none", logit_scale=rule.logit_scale, softcap=rule.softcap or None
+    )
+    tokens = None if token_weights is None else token_weights.reshape(-1)
+    with autocast_off(logits):
+        losses = weighted_losses(logits.reshape(-1, logits.shape[-1]), nll.reshape(-1), targets.reshape(-1), rule, class_weights, tokens)
+    return losses.reshape(targets.shape)

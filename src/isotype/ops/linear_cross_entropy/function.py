@@ -14,6 +14,7 @@ from ..backend import differentiated_again, reference_runs
 from ..cross_entropy.arguments import check_reduction, check_targets
 from ..cross_entropy.reference import loss_by_rule
 from ..cross_entropy.rule import RULE, LossRule, Reduction, RuleArguments
+from ..cross_entropy.weights import check_weights, reduced
 from ..debug import checked_in_debug
 from ..library import library_op
 from . import chunked
@@ -21,7 +22,7 @@ from .chunks import extent
 from .contract import LINEAR_CROSS_ENTROPY
 from .products import operand_dtype, result_dtype
 from .reference import reference_logits
-from .weighted import check_weights, weighted_losses, weights_of_tokens
+from .weighted import weighted_losses
 
 
 class TokenStatistics(NamedTuple):
@@ -241,10 +242,7 @@ def linear_cross_entropy(
         if statistics:
             raise UsageError("statistics=True has no effect with weights", fix="linear_log_probs gives every per-token value")
         losses = weighted_losses(hidden, weight, bias, targets, rule, class_weights, token_weights, chunk)
-        if reduction == "none":
-            return losses
-        counted = weights_of_tokens(targets, class_weights, token_weights, ignore_index).sum() if num_items is None else num_items
-        return losses.sum() if reduction == "sum" else losses.sum() / counted
+        return reduced(losses, targets, reduction, num_items, class_weights, token_weights, ignore_index)
     if reference_runs():
         if statistics:
             raise UsageError("statistics=True is not available under torch.func or forward-mode AD", fix="call without it there")

@@ -1,8 +1,4 @@
-"""Losses with a weight a class or a token, from `linear_log_probs`: logits in chunks, no kernels. T tokens, H hidden, V vocabulary.
-
-With class weights w and smoothing s, a token's loss is (1 - s) w_y nll_y + s / V sum_v w_v nll_v + z_loss logsumexp^2, as PyTorch's
-`cross_entropy(weight=, label_smoothing=)`; times the token's weight.
-"""
+"""Losses with a weight a class or a token, from `linear_log_probs`: logits in chunks, no kernels. T tokens, H hidden, V vocabulary."""
 
 from __future__ import annotations
 
@@ -11,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError, UsageError
-from ..autocast import autocast_off, wide
+from ..autocast import autocast_off
 from ..cross_entropy.rule import LossRule
+from ..cross_entropy.weights import weighed_losses
 from ..linear_log_probs import linear_log_probs
 
 _BLOCK = 2**22  # elements of the head that are wide at once
@@ -38,28 +34,6 @@ class HeadOfClasses(torch.autograd.Function):
         return torch.outer(classes_V, dtotal_H).to(ctx.dtype), None
 
 
-def check_weights(class_weights: Tensor | None, token_weights: Tensor | None, targets: Tensor, classes: int, rule: LossRule) -> None:
-    """Raises  ShapeError SH001; UsageError for a combination that has no op"""
-    if class_weights is not None and tuple(class_weights.shape) != (classes,):
-        raise ShapeError(f"class_weights {list(class_weights.shape)}: expected [{classes}]", code="SH001")
-    if token_weights is not None and token_weights.shape != targets.shape:
-        raise ShapeError(f"token_weights {list(token_weights.shape)}: expected {list(targets.shape)}, as the targets", code="SH001")
-    if class_weights is not None and class_weights.requires_grad:
-        raise UsageError("class_weights requires a gradient, and gets none", fix="class_weights.detach()")
-    if rule.label_smoothing and rule.softcap:
-        raise UsageError("weights with label_smoothing and softcap are not available", fix="leave out one of the three")
-
-
-def weights_of_tokens(targets: Tensor, class_weights: Tensor | None, token_weights: Tensor | None, ignore_index: int) -> Tensor:
-    """What each token's loss counts for in a mean: float[*n], 0 where ignored."""
-    ignored = targets == ignore_index
-    dtype = torch.float32 if token_weights is None else wide(token_weights.dtype)
-    counted = torch.ones(targets.shape, dtype=dtype, device=targets.device) if token_weights is None else token_weights.to(dtype)
-    if class_weights is not None:
-        counted = counted * class_weights.to(dtype)[targets.masked_fill(ignored, 0).long()]
-    return counted.masked_fill(ignored, 0.0)
-
-
 def weighted_losses(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rule: LossRule, class_weights: Tensor | None,
     token_weights: Tensor | None, chunk: int | None,
@@ -71,20 +45,10 @@ def weighted_losses(
         ignore_index=rule.ignore_index, logit_scale=scale, softcap=softcap, chunk=chunk,
     )  # fmt: skip
     assert values.log_probs is not None
-    nll, lse = -values.log_probs, values.logsumexp
-    ignored = targets == rule.ignore_index
-    own = torch.ones_like(nll) if class_weights is None else class_weights.to(nll.dtype)[targets.masked_fill(ignored, 0).long()]
-    loss = (1 - rule.label_smoothing) * own * nll
-    if rule.label_smoothing:
-        classes = torch.ones(weight.shape[0], dtype=nll.dtype, device=nll.device) if class_weights is None else class_weights.to(nll.dtype)
-        assert lse is not None
+
+    def sum_of_logits(w_V: Tensor) -> Tensor:
         with autocast_off(hidden):
-            logits = hidden.to(nll.dtype) @ HeadOfClasses.apply(weight, classes)
-            if bias is not None:
-                logits = logits + bias.to(nll.dtype) @ classes
-            loss = loss + rule.label_smoothing / weight.shape[0] * (classes.sum() * lse - scale * logits)
-    if rule.z_loss:
-        assert lse is not None
-        loss = loss + rule.z_loss * lse**2
-    loss = loss.masked_fill(ignored, 0.0)
-    return loss if token_weights is None else loss * token_weights.to(loss.dtype)
+            logits: Tensor = hidden.to(w_V.dtype) @ HeadOfClasses.apply(weight, w_V)
+            return (logits if bias is None else logits + bias.to(w_V.dtype) @ w_V) * scale
+
+    return weighed_losses(-values.log_probs, values.logsumexp, sum_of_logits, targets, weight.shape[0], rule, class_weights, token_weights)

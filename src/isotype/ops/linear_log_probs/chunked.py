@@ -1,7 +1,8 @@
 """Per-token values in chunks of rows, and the gradients of hidden, head and bias. T tokens, N tokens not ignored, H hidden, V vocabulary.
 
-A frozen head: the gradient of the log-probability by the hidden row is made in forward while the logits exist, for an upstream gradient of
-1; two products in all. A trainable head, or a gradient through entropy or logsumexp, waits for backward, which computes logits again.
+A frozen head: the gradient of the log-probability by the hidden row (or of logsumexp, where log-probabilities are not asked for) is made in
+forward while the logits exist, for an upstream gradient of 1; two products in all. A trainable head, or a gradient through more than one
+output, waits for backward, which computes logits again.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from .rows import RowValues, Upstream, Wanted, room
 
 
 class Forward(NamedTuple):
-    """`dlog_probs_TH` is the gradient of each log-probability by its hidden row; empty where it was not asked for."""
+    """`dhidden_TH` is the gradient of one value of each row by its hidden row; empty where it was not asked for."""
 
     values: RowValues
-    dlog_probs_TH: Tensor
+    dhidden_TH: Tensor
 
 
-def like(hidden_TH: Tensor, wanted: Wanted, want_dhidden: bool) -> Forward:
+def like(hidden_TH: Tensor, wanted: Wanted, gradient_of: str) -> Forward:
     """Outputs of the right shapes and dtypes; ignored rows stay 0."""
     kept = kept_dtype(hidden_TH.dtype, hidden_TH.device)
     return Forward(
         room(hidden_TH.shape[0], wide(hidden_TH.dtype), hidden_TH.device, wanted),
-        torch.zeros(hidden_TH.shape if want_dhidden else (0,), dtype=kept, device=hidden_TH.device),
+        torch.zeros(hidden_TH.shape if gradient_of else (0,), dtype=kept, device=hidden_TH.device),
     )
 
 
@@ -50,10 +51,13 @@ def forward(
     rule: LossRule,
     chunk: int,
     wanted: Wanted,
-    want_dhidden: bool,
+    gradient_of: str,
 ) -> Forward:
-    """The values of every row that is not ignored; ignored rows are not computed."""
-    out = like(hidden_TH, wanted, want_dhidden)
+    """The values of every row that is not ignored; ignored rows are not computed.
+
+    gradient_of  log_probs or logsumexp: its gradient by the hidden row is made too; "" makes none
+    """
+    out = like(hidden_TH, wanted, gradient_of)
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
     kept_N = rows_to_compute(targets_T, rule)
     count = targets_T.numel() if kept_N is None else kept_N.numel()
@@ -62,7 +66,7 @@ def forward(
     bias_V = None if bias_V is None else bias_V.to(result)
     most, classes = min(chunk, count), weight_VH.shape[0]
     logits = rows_of_logits(most, classes, result, device)
-    dlogits = logits if result == operand else rows_of_logits(most if want_dhidden else 0, classes, operand, device)
+    dlogits = logits if result == operand else rows_of_logits(most if gradient_of else 0, classes, operand, device)
     one = hidden_TH.new_ones((), dtype=wide(hidden_TH.dtype))
     into, back = gradient_factors(operand, one)
     compute = paths(logits)
@@ -77,13 +81,14 @@ def forward(
         for whole, part in zip(out.values, values):
             if whole.numel():
                 whole[rows] = part.masked_fill(ignored, -1 if whole is out.values.top1 else 0)
-        if not want_dhidden:
+        if not gradient_of:
             continue
         g_NV = dlogits[: x_NH.shape[0]]
-        upstream = Upstream(into.expand(x_NH.shape[0]).masked_fill(ignored, 0), None, None, None)
+        one_N = into.expand(x_NH.shape[0]).masked_fill(ignored, 0)
+        upstream = Upstream(one_N, None, None, None) if gradient_of == "log_probs" else Upstream(None, one_N, None, None)
         compute.backward(z_NV, targets_N, values.logsumexp.masked_fill(ignored, torch.inf), upstream, rule, g_NV)
         dx_NH = product_over_classes(g_NV, weight_VH, torch.empty_like(x_NH, dtype=result))
-        out.dlog_probs_TH[rows] = (dx_NH if back is None else dx_NH * back).to(out.dlog_probs_TH.dtype)
+        out.dhidden_TH[rows] = (dx_NH if back is None else dx_NH * back).to(out.dhidden_TH.dtype)
     return out
 
 

@@ -54,15 +54,15 @@ def _fake_forward(
     ignore_index: int,
     factors: Sequence[float],
     chunk: int,
-    *want: bool,
+    *want: Any,
 ) -> tuple[Tensor, ...]:
     made = chunked.like(hidden_TH, Wanted(*want[:4]), want[4])
-    return (*made.values, made.dlog_probs_TH)
+    return (*made.values, made.dhidden_TH)
 
 
 @library_op(
     f"linear_log_probs_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, {RULE}, int chunk, bool want_entropy, "
-    "bool want_log_sum_sq_probs, bool want_mean_logits, bool want_top1, bool want_dhidden) -> "
+    "bool want_log_sum_sq_probs, bool want_mean_logits, bool want_top1, str gradient_of) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_forward,
 )
@@ -74,11 +74,16 @@ def _forward(
     ignore_index: int,
     factors: Sequence[float],
     chunk: int,
-    *want: bool,
+    want_entropy: bool,
+    want_log_sum_sq_probs: bool,
+    want_mean_logits: bool,
+    want_top1: bool,
+    gradient_of: str,
 ) -> tuple[Tensor, ...]:
     rule = LossRule.from_arguments(ignore_index, factors)
-    made = chunked.forward(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, Wanted(*want[:4]), want[4])
-    return (*made.values, made.dlog_probs_TH)
+    wanted = Wanted(want_entropy, want_log_sum_sq_probs, want_mean_logits, want_top1)
+    made = chunked.forward(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, wanted, gradient_of)
+    return (*made.values, made.dhidden_TH)
 
 
 def _fake_backward(
@@ -119,7 +124,7 @@ def _backward(
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """Decides the product's dtype once and switches autocast off; a gradient that never arrives is not computed."""
+    """Decides the dtype of the product once and switches autocast off. Outputs without an upstream gradient cost nothing in backward."""
 
     @staticmethod
     def forward(
@@ -132,12 +137,14 @@ class LinearLogProbs(torch.autograd.Function):
         dtype: torch.dtype,
         chunk: int,
         wanted: Wanted,
+        first: str,
         want: tuple[bool, bool, bool],
     ) -> tuple[Tensor, ...]:
+        """first: the output whose gradient is made at once where the head is frozen"""
         ctx.set_materialize_grads(False)
-        now = want[0] and not (want[1] or want[2])
+        now = first if want[0] and not (want[1] or want[2]) else ""
         with autocast_off(hidden_TH):
-            *values, dlog_probs_TH = _forward(
+            *values, dhidden_TH = _forward(
                 hidden_TH.to(dtype),
                 weight_VH.to(dtype),
                 None if bias_V is None else bias_V.to(dtype),
@@ -147,11 +154,11 @@ class LinearLogProbs(torch.autograd.Function):
                 *wanted,
                 now,
             )
-        ctx.rule, ctx.dtype, ctx.want = rule, dtype, want
+        ctx.rule, ctx.dtype, ctx.want, ctx.now = rule, dtype, want, now
         ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         _, lse_T, entropy_T, *without_gradient = values
         ctx.save_for_backward(
-            hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T if wanted.entropy else None, dlog_probs_TH if now else None
+            hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T if wanted.entropy else None, dhidden_TH if now else None
         )
         ctx.mark_non_differentiable(*without_gradient)
         return tuple(values)
@@ -166,18 +173,19 @@ class LinearLogProbs(torch.autograd.Function):
         hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T, made_TH = ctx.saved_tensors
         grads: list[Tensor | None] = [None, None, None]
         if dlog_probs_T is None and dlse_T is None and dentropy_T is None:
-            return (*grads, None, None, None, None, None, None)
+            return (*grads, None, None, None, None, None, None, None)
         with autocast_off(hidden_TH):
-            if made_TH is not None and dlse_T is None and dentropy_T is None:
-                assert dlog_probs_T is not None
-                grads[0] = scaled(made_TH, dlog_probs_T.unsqueeze(-1), ctx.dtypes[0])
+            own, other = (dlog_probs_T, dlse_T) if ctx.now == "log_probs" else (dlse_T, dlog_probs_T)
+            if made_TH is not None and other is None and dentropy_T is None:
+                assert own is not None
+                grads[0] = scaled(made_TH, own.unsqueeze(-1), ctx.dtypes[0])
             else:
                 bias = None if bias_V is None else bias_V.to(ctx.dtype)
                 dlog, dlse, dentropy = (None if u is None else u.contiguous() for u in (dlog_probs_T, dlse_T, dentropy_T))
                 given = hidden_TH.to(ctx.dtype), weight_VH.to(ctx.dtype), bias, targets_T, lse_T, entropy_T
                 made = _backward(*given, dlog, dlse, dentropy, *ctx.rule, *ctx.want[:2])
                 grads = [grad.to(dtype) if wanted else None for grad, dtype, wanted in zip(made, ctx.dtypes, ctx.want)]
-        return (*grads, None, None, None, None, None, None)
+        return (*grads, None, None, None, None, None, None, None)
 
 
 @checked_in_debug(LINEAR_LOG_PROBS)
@@ -235,7 +243,8 @@ def linear_log_probs(
     rule = replace(rule, logit_scale=rule.logit_scale / temperature, softcap=rule.softcap / temperature)
     wanted = Wanted(*(name in outputs for name in ("entropy", "log_sum_sq_probs", "mean_logits", "top1")))
     log_probs, lse, entropy, squares, mean, top1 = LinearLogProbs.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), rule.arguments, dtype, chunk, wanted, want
-    )
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), rule.arguments, dtype, chunk, wanted,
+        next((name for name in ("log_probs", "logsumexp") if name in outputs), ""), want,
+    )  # fmt: skip
     every = (log_probs, entropy, lse, squares, mean, top1)
     return TokenLogProbs(*(x.reshape(targets.shape) if name in outputs else None for name, x in zip(OUTPUTS, every)))

@@ -16,7 +16,7 @@ from ..cross_entropy.rule import LossRule
 
 
 class Wanted(NamedTuple):
-    """Which of the outputs that cost something are asked for; log-probability and logsumexp always are made."""
+    """Which optional outputs are computed. Log-probability and logsumexp always are."""
 
     entropy: bool
     log_sum_sq_probs: bool

@@ -1,4 +1,4 @@
-"""The declared dtype rule of `rms_norm`: the output is x's dtype whatever the weight's, unless the caller names another."""
+"""The declared dtype rule of `rms_norm`: the output has x's dtype, for a weight of any dtype, unless the caller names another."""
 
 from __future__ import annotations
 

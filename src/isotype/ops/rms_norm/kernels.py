@@ -52,7 +52,7 @@ def rms_norm_backward_kernel(
         x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
         d_fp32 = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
         scale_fp32 = tl.load(scale + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]  # [ROWS, 1]
-        # again for every tile: it is in the cache, and held it would take a register a value (at 16,384 columns 48 values spilled)
+        # loaded again for every tile: it is in the cache. Held, it would take one register per value (at 16,384 columns 48 values spilled)
         w_fp32 = tl.load(weight + h, mask=h < hidden, other=0.0).to(tl.float32)  # [BLOCK]
         if OFFSET:
             w_fp32 += 1.0

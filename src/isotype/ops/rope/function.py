@@ -29,7 +29,7 @@ def _rotate_pair(q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tenso
 
 
 class Rotate(torch.autograd.Function):
-    """Saves the tables alone: the backward of a rotation is the rotation back, and so on to any order."""
+    """Saves only the tables: the gradient of a rotation is the inverse rotation, for derivatives of any order."""
 
     @staticmethod
     def forward(
@@ -55,7 +55,7 @@ def rotated(q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, in
 
 def _one(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> Tensor:
     if fused_runs(x_BNSD):
-        # q and k of two dtypes: each in a launch of its own, beside no heads at all
+        # q and k have different dtypes: one launch for each, with no heads of the other
         return _rotate_pair(x_BNSD, x_BNSD[:, :0], cos_BSR, sin_BSR, interleaved, back)[0]
     rotate = cpp.rotate if cpp_runs(cpp.KERNELS, x_BNSD) else eager.rotate
     return rotate(x_BNSD, cos_BSR, sin_BSR, interleaved=interleaved, back=back)

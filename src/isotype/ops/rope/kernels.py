@@ -83,7 +83,7 @@ def rotate_kernel(
 def rotate_pair(
     q_BNSD: Tensor, k_BMSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, interleaved: bool, back: bool
 ) -> tuple[Tensor, Tensor]:
-    """Both rotated in one launch; the tables are read where they lie, in whatever strides."""
+    """Rotates both in one launch; the tables are read in place, with any strides."""
     q_out, k_out = like(q_BNSD), like(k_BMSD)
     q_BNSD, k_BMSD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BNSD, k_BMSD))
     batch, q_heads, positions, size = q_BNSD.shape

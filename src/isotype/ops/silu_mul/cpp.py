@@ -38,7 +38,7 @@ def silu_mul_backward(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Ten
     fake=lambda gate, up, dy: (_like(gate), _like(up), _like(gate)),
 )
 def silu_mul_gradients(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward, and the product again from the same sigmoid."""
+    """The gradients, and the product computed again from the same sigmoid."""
     dgate, dup, y = _like(gate), _like(up), _like(gate)
     g, u, d = as_rows(gate, up, dy)
     KERNELS("backward", dgate.dtype, g, u, d, dgate, dup, y, *g.shape, g.stride(0), u.stride(0), d.stride(0))

@@ -21,5 +21,5 @@ def silu_mul_backward(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Ten
 
 
 def silu_mul_gradients(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward, and the product again."""
+    """The gradients, and the product computed again."""
     return *silu_mul_backward(gate, up, dy), silu_mul_forward(gate, up)

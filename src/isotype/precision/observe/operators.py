@@ -120,7 +120,7 @@ _SUMS = [
     "cosine_similarity",
     "dist",
 ]
-# their own kernels compute in fp32 whatever they are given
+# their own kernels compute in fp32 for every input dtype
 WIDE_INSIDE = frozenset(["native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm", "rms_norm", "layer_norm"])
 LOSSES = frozenset(
     [

@@ -161,7 +161,7 @@ def write_text(target: Path, text: str) -> None:
     """Replaces a small file atomically: a reader sees either the old text or the new text."""
     aside = target.with_name(f".{target.name}.partial")
     try:
-        # a new file: what lies there from a kill, or a link that a stranger put there, is not written through
+        # creates a new file, so that a leftover of a killed run or a link in its place is never written through
         aside.unlink(missing_ok=True)
         with aside.open("x", encoding="utf-8") as file:
             file.write(text)

@@ -9,20 +9,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...training.feed import RowStream
+from ...training.feed import RowStream, epoch_order
+from .windows import Size
 
 
 @dataclass(frozen=True)
 class Row:
-    """Keys of the store. `mirrored`: of the mirrored picture's latents; None where pictures are not mirrored."""
+    """Keys of the store, of which one is drawn each time: `latents` of each window, `mirrored` of its mirror image (empty where pictures
+    are not mirrored), `text` of each caption. `weight`: of its loss."""
 
-    latents: str
-    mirrored: str | None
-    text: str
+    latents: tuple[str, ...]
+    mirrored: tuple[str, ...]
+    text: tuple[str, ...]
+    size: Size
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,16 @@ class Batch:
     """latents, noise  F[N C H W]   `precision.latents`
     sigma           F[N]         the same
     text            tensors of the family, [N ...] each
+    mask            F[N 1 H W]   where the loss of a picture counts; None: everywhere
+    weights         F[N]         of each picture's loss; None: 1
     """
 
     latents: Tensor
     noise: Tensor
     sigma: Tensor
     text: dict[str, Tensor]
+    mask: Tensor | None = None
+    weights: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -63,11 +72,64 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         move = {name: tensor.to(device, non_blocking=True) for name, tensor in self.text.items()}
         latents, noise, sigma = (t.to(device, non_blocking=True) for t in (self.latents, self.noise, self.sigma))
-        return Batch(latents, noise, sigma, move)
+        mask, weights = (None if t is None else t.to(device, non_blocking=True) for t in (self.mask, self.weights))
+        return Batch(latents, noise, sigma, move, mask, weights)
+
+
+@dataclass(frozen=True)
+class MixedBatch:
+    """Rows of several sizes: a batch of each, in the order of their first rows."""
+
+    parts: tuple[Batch, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def weight(self) -> int:
+        return self.rows
+
+    @property
+    def units(self) -> int:
+        return self.rows
+
+    def __str__(self) -> str:
+        return " + ".join(map(str, self.parts))
+
+    def to(self, device: torch.device) -> MixedBatch:
+        return MixedBatch(tuple(part.to(device) for part in self.parts))
+
+
+def parts_of(batch: Batch | MixedBatch) -> tuple[Batch, ...]:
+    """Batches of one size each."""
+    return batch.parts if isinstance(batch, MixedBatch) else (batch,)
 
 
 class PictureStream(RowStream[Row]):
-    """Rows with their positions; the position is the whole state, as in any stream of rows."""
+    """Rows with their positions; the position is the whole state, as in any stream of rows.
+
+    together  rows of a step: so many in turn have one size, as long as there are enough; those left over come last
+    """
+
+    def __init__(self, rows: Sequence[Row], *, seed: int, shuffle: bool, together: int = 1) -> None:
+        super().__init__(rows, seed=seed, shuffle=shuffle)
+        self.together = together
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = super()._order_of(epoch)
+        by_size: dict[Size, list[int]] = {}
+        for index in order:
+            by_size.setdefault(self.rows[index].size, []).append(index)
+        if len(by_size) == 1:
+            return order
+        groups, rest = [], list[int]()
+        for some in by_size.values():
+            whole = len(some) // self.together * self.together
+            groups += [some[i : i + self.together] for i in range(0, whole, self.together)]
+            rest += some[whole:]
+        turns = epoch_order(len(groups), seed=self.seed + 1, epoch=epoch, shuffle=self.shuffle)
+        return [*(index for turn in turns for index in groups[turn]), *rest]
 
     def take(self, count: int) -> list[Placed]:  # type: ignore[override]  # rows with their place
         first = self.position
@@ -80,10 +142,33 @@ def generator_of(purpose: str, seed: int, position: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def stacked(latents: Sequence[Tensor], noise: Sequence[Tensor], sigma: Sequence[float], text: Sequence[dict[str, Tensor]],
-            *, dtype: torch.dtype) -> Batch:  # fmt: skip
+class DrawnRow(NamedTuple):
+    """A row with what was drawn for it. latents, noise: fp32[C H W]; mask: fp32[1 H W] or None."""
+
+    latents: Tensor
+    noise: Tensor
+    sigma: float
+    text: dict[str, Tensor]
+    mask: Tensor | None = None
+    weight: float = 1.0
+
+
+def stacked(rows: Sequence[DrawnRow], *, dtype: torch.dtype) -> Batch | MixedBatch:
     """Rows as a batch."""
+    by_shape: dict[torch.Size, list[DrawnRow]] = {}
+    for row in rows:
+        by_shape.setdefault(row.latents.shape, []).append(row)
+    parts = tuple(_stacked(some, dtype) for some in by_shape.values())
+    return parts[0] if len(parts) == 1 else MixedBatch(parts)
+
+
+def _stacked(rows: Sequence[DrawnRow], dtype: torch.dtype) -> Batch:
+    masked, weighted = any(row.mask is not None for row in rows), any(row.weight != 1.0 for row in rows)
+    masks = [torch.ones_like(row.latents[:1]) if row.mask is None else row.mask for row in rows]
     return Batch(
-        torch.stack(list(latents)).to(dtype), torch.stack(list(noise)).to(dtype), torch.tensor(list(sigma), dtype=torch.float64).to(dtype),
-        {name: torch.stack([one[name] for one in text]) for name in text[0]},
+        torch.stack([row.latents for row in rows]).to(dtype), torch.stack([row.noise for row in rows]).to(dtype),
+        torch.tensor([row.sigma for row in rows], dtype=torch.float64).to(dtype),
+        {name: torch.stack([row.text[name] for row in rows]) for name in rows[0].text},
+        torch.stack(masks).to(dtype) if masked else None,
+        torch.tensor([row.weight for row in rows], dtype=dtype) if weighted else None,
     )  # fmt: skip

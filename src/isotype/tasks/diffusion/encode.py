@@ -1,26 +1,45 @@
-"""Captions and pictures through the pipeline's own encoders, once, into the store. Both are gone before the denoiser is loaded."""
+"""Encodes captions and pictures once with the pipeline's encoders, into the store. The encoders are freed before the denoiser is loaded."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import astuple, dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
+from ...data.bad_rows import BadRow
 from ...data.progress import Meter, watched
 from ...dtypes import name, to_torch
-from ...errors import UsageError
 from ...precision.precision import Precision
+from .bad_pictures import BadPictures
 from .batches import Row
-from .pictures import SHOWN, Picture
+from .picture import Picture
 from .pipeline_folder import PipelineFolder
-from .pixels import BadPicture, pixels
+from .pixels import BadPicture, mask_pixels, pixels, shown_size
 from .store import Store, fingerprint, key_of, libraries
+from .windows import Size, Window, bucket_of, windows
 
 AT_ONCE = 8  # captions in one pass of the text encoders
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """How pictures are cut. `sizes`: the aspect buckets, one where all are squares."""
+
+    sizes: Sequence[Size]
+    crop: Literal["center"] | int = "center"
+    flip: bool = False
+    seed: int = 0
+
+
+class _Todo(NamedTuple):
+    picture: Picture
+    window: Window
+    mirrored: bool
 
 
 @dataclass
@@ -36,7 +55,6 @@ class Encoder:
     device: torch.device
     store: Store
     text_length: int
-    resolution: int
     observed: dict[tuple[str, str], str] = field(default_factory=dict)
     made: int = 0
     kept: int = 0
@@ -76,46 +94,71 @@ class Encoder:
         del pipe, encoder
         release(self.device)
 
-    def pictures(self, pictures: Sequence[Picture], text: Mapping[str, str], *, flip: bool) -> list[Row]:
-        """The rows of pictures. Raises UsageError naming every one that cannot be read; the others are kept for the next run."""
+    def pictures(self, pictures: Sequence[Picture], text: Mapping[str, str], shapes: Shapes, bad: BadPictures) -> list[list[Row]]:
+        """The rows of each picture, one for each repeat; none for a bad one, which is added to `bad`."""
         shaped = {
-            "what": "latents", "resolution": self.resolution, "dtype": self.precision.vae, "device": self.device.type,
-            "vae": fingerprint(self.folder.files("vae")), **libraries(),
+            "what": "latents", "dtype": self.precision.vae, "device": self.device.type, "vae": fingerprint(self.folder.files("vae")),
+            **libraries(),
         }  # fmt: skip
-        content = {picture.path: fingerprint([picture.path]) for picture in pictures}
-        rows, todo = [], dict[str, tuple[Picture, bool]]()
-        for picture in pictures:
-            keys = [key_of([shaped, content[picture.path], mirrored]) for mirrored in ((False, True) if flip else (False,))]
-            todo |= {key: (picture, mirrored) for mirrored, key in zip((False, True), keys)}
-            rows.append(Row(keys[0], keys[1] if flip else None, text[picture.caption]))
+        rows: list[list[Row]] = []
+        todo = dict[str, _Todo]()
+        meter = Meter(total=len(pictures))
+        for picture in watched(pictures, "reading pictures", meter):
+            meter.done += 1
+            try:
+                kept = self._windows(picture, shaped, shapes)
+            except (BadPicture, OSError) as error:
+                bad.add([BadRow(picture.where, _reason(error))])
+                rows.append([])
+                continue
+            plain, mirrored = ([key for key, one in kept.items() if one.mirrored is side] for side in (False, True))
+            todo |= kept
+            row = Row(
+                tuple(plain), tuple(mirrored), tuple(text[caption] for caption in picture.captions),
+                next(iter(kept.values())).window.size, picture.weight,
+            )  # fmt: skip
+            rows.append([row] * picture.repeats)
         missing = self._missing({key: key for key in todo})
-        if missing:
-            self._encode_pictures({key: todo[key] for key in missing})
-        return rows
+        refused = self._encode_pictures({key: todo[key] for key in missing}, bad) if missing else set()
+        return [[row for row in some if refused.isdisjoint(row.latents + row.mirrored)] for some in rows]
 
-    def _encode_pictures(self, todo: Mapping[str, tuple[Picture, bool]]) -> None:
+    def _windows(self, picture: Picture, shaped: Mapping[str, Any], shapes: Shapes) -> dict[str, _Todo]:
+        """Key -> what is kept under it: every window of a picture, and its mirror image. Raises BadPicture, OSError."""
+        content = picture.content.fingerprint()
+        mask = picture.mask.fingerprint() if picture.mask is not None else None
+        size = shapes.sizes[0] if len(shapes.sizes) == 1 else bucket_of(*shown_size(picture.content.read()), shapes.sizes)
+        return {
+            key_of([shaped, content, mask, astuple(window), mirrored]): _Todo(picture, window, mirrored)
+            for mirrored in ((False, True) if shapes.flip else (False,))
+            for window in windows(size, shapes.crop, seed=shapes.seed, content=content)
+        }
+
+    def _encode_pictures(self, todo: Mapping[str, _Todo], bad: BadPictures) -> set[str]:
+        """Returns the keys of those that cannot be used."""
         vae = self.folder.vae(to_torch(self.precision.vae)).to(self.device).eval().requires_grad_(False)
         self._note("vae", "weights", next(vae.parameters()).dtype)
-        bad: dict[str, str] = {}
+        refused = set()
         meter = Meter(total=len(todo))
         with torch.no_grad():
-            for key, (picture, mirrored) in watched(todo.items(), "encoding pictures", meter):
+            for key, (picture, window, mirrored) in watched(todo.items(), "encoding pictures", meter):
                 meter.done += 1
                 try:
-                    x_1CHW = pixels(picture.path.read_bytes(), resolution=self.resolution)[None].to(self.device, vae.dtype)
+                    x_1CHW = pixels(picture.content.read(), window)[None].to(self.device, vae.dtype)
+                    mask_1HW = mask_pixels(picture.mask.read(), window) if picture.mask is not None else None
                 except (BadPicture, OSError) as error:
-                    bad[picture.where] = f"images: {picture.where}: {error}"
+                    bad.add([BadRow(picture.where, _reason(error))])
+                    refused.add(key)
                     continue
                 found: Any = vae.encode(x_1CHW.flip(-1) if mirrored else x_1CHW).latent_dist
                 self._note("vae", "posterior", found.mean.dtype)
-                self.store.put(key, {"mean": found.mean[0], "std": found.std[0]})
+                entry = {"mean": found.mean[0], "std": found.std[0]}
+                if mask_1HW is not None:
+                    small_1HW = adaptive_avg_pool2d(mask_1HW, found.mean.shape[-2:])
+                    entry["mask"] = small_1HW.flip(-1) if mirrored else small_1HW
+                self.store.put(key, entry)
         del vae
         release(self.device)
-        if bad:
-            more = [f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []
-            raise UsageError(
-                "\n".join([*list(bad.values())[:SHOWN], *more]), fix="replace or remove these files; the others are encoded already"
-            )
+        return refused
 
     def _missing(self, keys: Mapping[str, str]) -> list[str]:
         missing = [what for what, key in keys.items() if not self.store.has(key)]
@@ -126,8 +169,14 @@ class Encoder:
         self.observed[role, tensor] = name(dtype)
 
 
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"cannot be read: {error.strerror or error}"
+    return str(error)
+
+
 def release(device: torch.device) -> None:
-    """Gives the memory of what was let go back before the denoiser takes its own."""
+    """Returns freed memory to the system before the denoiser is loaded."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

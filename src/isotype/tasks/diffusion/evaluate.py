@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...training.task import Evaluation
 from ...training.undisturbed import evaluation_mode
-from .batches import Batch, Row
+from .batches import Batch, MixedBatch, Row
 from .noise_levels import fixed_levels, part_name
 
 Drawn = tuple[int, Row, float]
@@ -23,15 +23,16 @@ def evaluate(
     draws: int,
     batch_size: int,
     device: torch.device,
-    batch_of: Callable[[Sequence[Drawn]], Batch],
-    losses: Callable[[nn.Module, Batch], Tensor],
+    batch_of: Callable[[Sequence[Drawn]], Batch | MixedBatch],
+    losses: Callable[[nn.Module, Batch | MixedBatch], Tensor],
 ) -> Evaluation:
     """Mean loss over `draws` noise levels of each row, and by part of [0, 1000]; sums are kept in fp64.
 
     batch_of  makes a batch of (number of the draw, row, noise level)
-    losses    float[N] of a batch
+    losses    float[N] of a batch, in its rows' order
     """
     drawn = [(i * draws + k, row, level) for i, row in enumerate(rows) for k, level in enumerate(fixed_levels(draws))]
+    drawn.sort(key=lambda one: one[1].size)  # a pass has rows of few sizes
     sums: dict[str, float] = defaultdict(float)
     with evaluation_mode(model):
         for start in range(0, len(drawn), batch_size):

@@ -1,118 +1,141 @@
-"""The pictures and captions of `images.train` and `images.eval`: found, paired and checked before anything is computed."""
+"""The pictures and captions of a run: found, paired and checked before anything is computed."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ...config.picture_sources import PictureSource, picture_sources
 from ...config.schema import ImagesSection
+from ...data.bad_rows import BadRow
+from ...data.read import ending
 from ...errors import UsageError
-
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
-SHOWN = 8  # complaints told at once
-
-
-@dataclass(frozen=True)
-class Picture:
-    """One row of the data. `where`: its file, or the line of a JSONL file that names it."""
-
-    path: Path
-    caption: str
-    where: str
+from .bad_pictures import BadPictures
+from .contents import InFile
+from .folder_pictures import SUFFIXES, Complain, files_of, masks_in, metadata_of, pictures_among, pictures_beside_captions
+from .picture import Picture
+from .row_pictures import ROW_ENDINGS, pictures_of_rows
 
 
-def find_pictures(given: str | list[str], key: str, *, limit: int | None) -> list[Picture]:
-    """Every picture of `images.train` or `images.eval`, in the order of the file names or lines.
+@dataclass
+class Gathered:
+    """The pictures of a run. Those of regularisation are at the end of `train`, `regularisation` of them."""
 
-    key     `images.train` or `images.eval`, for messages
-    Raises  UsageError naming each picture without a caption, each caption without a picture, each line that is not a row
-    """
-    found: list[Picture] = []
-    complaints: list[str] = []
-    for name in [given] if isinstance(given, str) else given:
-        path = Path(name).expanduser()
-        if not path.exists():
-            raise UsageError(f"{key}: {name}: no such file or folder")
-        before = len(found)
-        if path.is_dir():
-            found += _of_folder(path, complaints)
-        elif path.suffix == ".jsonl":
-            found += _of_jsonl(path, complaints)
-        else:
-            raise UsageError(f"{key}: {name}: expected a folder of pictures or a .jsonl file")
-        if len(found) == before and not complaints:
-            raise UsageError(f"{key}: {name}: no pictures there ({' '.join(SUFFIXES)})")
-    if complaints:
-        more = [f"and {len(complaints) - SHOWN} more"] if len(complaints) > SHOWN else []
-        raise UsageError("\n".join([*(f"{key}: {line}" for line in complaints[:SHOWN]), *more]))
-    return found[:limit]
+    train: list[Picture]
+    eval: list[Picture]
+    bad: BadPictures
+    regularisation: int = 0
+    _captions_of: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+
+    @property
+    def all(self) -> list[Picture]:
+        return [*self.train, *self.eval]
 
 
-def split(images: ImagesSection, *, seed: int) -> tuple[list[Picture], list[Picture]]:
-    """Training and evaluation pictures. Raises UsageError."""
+def gather(images: ImagesSection, *, seed: int) -> Gathered:
+    """Training and evaluation pictures. Raises UsageError naming every one that cannot be paired."""
     from ...training.feed import epoch_order
 
-    assert images.train is not None, "a run without pictures is refused before"
-    train = find_pictures(images.train, "images.train", limit=images.limit)
-    if images.eval is not None:
-        return train, find_pictures(images.eval, "images.eval", limit=None)
-    held = min(len(train) - 1, round(images.eval_split * len(train)) or (1 if images.eval_split else 0))
-    chosen = set(epoch_order(len(train), seed=seed, epoch=0, shuffle=True)[:held])
-    return [p for i, p in enumerate(train) if i not in chosen], [p for i, p in enumerate(train) if i in chosen]
+    made = Gathered([], [], BadPictures(skip=images.on_bad_row == "skip"))
+    train = _masked(_found(images, "train", made)[: images.limit], images, made)
+    regularisation = _found(images, "regularisation", made)
+    given = _found(images, "eval", made) if images.eval is not None else None
+    made.bad.settle(len(train) + len(regularisation) + len(given or ()))
+    if given is None:
+        held = min(len(train) - 1, round(images.eval_split * len(train)) or (1 if images.eval_split else 0))
+        chosen = set(epoch_order(len(train), seed=seed, epoch=0, shuffle=True)[:held])
+        train, given = [p for i, p in enumerate(train) if i not in chosen], [p for i, p in enumerate(train) if i in chosen]
+    evaluated = [replace(picture, repeats=1) for picture in given]
+    made.train, made.eval, made.regularisation = [*train, *regularisation], evaluated, len(regularisation)
+    return made
 
 
-def _of_folder(folder: Path, complaints: list[str]) -> Iterator[Picture]:
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
-    pictures = [p for p in files if p.suffix.lower() in SUFFIXES]
-    stems: dict[Path, Path] = {}
-    for path in pictures:
-        other = stems.setdefault(path.with_suffix(""), path)
-        if other is not path:
-            complaints.append(f"{path}: {other.name} has the same caption file: rename one")
-            continue
-        text = path.with_suffix(".txt")
-        if not text.is_file():
-            complaints.append(f"{path}: no caption: {text.name} is missing")
-            continue
-        caption = _caption(text.read_bytes())
-        if caption is None:
-            complaints.append(f"{text}: not text (UTF-8)")
-            continue
-        yield Picture(path, caption, str(path))
-    for path in files:
-        if path.suffix == ".txt" and path.with_suffix("") not in stems:
-            complaints.append(f"{path}: a caption without a picture")
+def _found(images: ImagesSection, side: str, made: Gathered) -> list[Picture]:
+    found: list[Picture] = []
+    for source in picture_sources(images, side):
+        wrong: list[BadRow] = []
+        here = list(_of_source(source, lambda place, reason: wrong.append(BadRow(place, reason))))  # noqa: B023  # consumed here
+        if not here and not wrong:
+            raise UsageError(f"{source.key}: {source.name}: no pictures there ({' '.join(SUFFIXES)})")
+        made.bad.add(wrong)
+        made.bad.add(_disagreeing(here, made))
+        found += [replace(picture, repeats=source.repeats, weight=source.weight) for picture in here]
+    return found
 
 
-def _of_jsonl(file: Path, complaints: list[str]) -> Iterator[Picture]:
-    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        where = f"{file}:{number}"
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            complaints.append(f"{where}: not JSON: {error}")
-            continue
-        if not isinstance(row, dict) or not isinstance(row.get("image"), str) or not isinstance(row.get("text"), str):
-            complaints.append(f'{where}: expected {{"image": FILE, "text": CAPTION}}')
-            continue
-        path = file.parent / row["image"]
-        if not path.is_file():
-            complaints.append(f"{where}: {row['image']}: no such picture")
-            continue
-        yield Picture(path, row["text"].strip(), where)
+def _of_source(source: PictureSource, complain: Complain) -> Iterable[Picture]:
+    path = Path(source.name).expanduser()
+    if not path.exists():
+        raise UsageError(f"{source.key}: {source.name}: no such file or folder")
+    if path.is_file():
+        if source.caption is not None:
+            raise UsageError(f"{source.key}.caption: has no effect: {source.name} has captions of its own; only a folder takes one")
+        if ending(path) not in ROW_ENDINGS:
+            raise UsageError(f"{source.key}: {source.name}: expected a folder of pictures, or a file that ends in {' '.join(ROW_ENDINGS)}")
+        return pictures_of_rows(path, source.columns, source.key, complain)
+    if source.caption is not None:
+        return [Picture(InFile(file), (source.caption,), str(file)) for file in pictures_among(files_of(path))]
+    if (file := metadata_of(path)) is not None:
+        return _by_metadata(path, file, source, complain)
+    return pictures_beside_captions(path, complain)
 
 
-def _caption(content: bytes) -> str | None:
-    try:
-        return " ".join(content.decode("utf-8-sig").split())
-    except UnicodeDecodeError:
-        return None
+def _by_metadata(folder: Path, file: Path, source: PictureSource, complain: Complain) -> Iterable[Picture]:
+    """The pictures that the folder's metadata file names. One that it does not name has no caption, unless a text file beside it has."""
+    named = {str(p.content.path): p for p in pictures_of_rows(file, source.columns, source.key, complain) if isinstance(p.content, InFile)}
+    for path in pictures_among(files_of(folder)):
+        beside = path.with_suffix(".txt")
+        picture = named.get(str(path))
+        if picture is None:
+            complain(str(path), f"no caption: {file.name} does not name it")
+        elif beside.is_file() and beside.read_bytes().decode("utf-8", "replace").split() != " ".join(picture.captions).split():
+            complain(str(path), f"{file.name} and {beside.name} disagree: remove one")
+        else:
+            yield picture
+
+
+def _disagreeing(pictures: Iterable[Picture], made: Gathered) -> Iterable[BadRow]:
+    """Pictures that another source gives other captions."""
+    for picture in pictures:
+        if not isinstance(picture.content, InFile):
+            continue
+        where, captions = made._captions_of.setdefault(str(picture.content.path.resolve()), (picture.where, picture.captions))
+        if captions != picture.captions:
+            yield BadRow(picture.where, f"{where} gives {picture.content.path.name} another caption ({captions[0]!r:.60})")
+
+
+def _masked(pictures: list[Picture], images: ImagesSection, made: Gathered) -> list[Picture]:
+    """Pictures with the masks of `images.masks`."""
+    if images.masks is None:
+        return pictures
+    folder = Path(images.masks).expanduser()
+    if not folder.is_dir():
+        raise UsageError(f"images.masks: {images.masks}: no such folder")
+    masks = masks_in(folder)
+    roots = [Path(source.name).expanduser() for source in picture_sources(images, "train")]
+    taken, out = set(), []
+    for picture in pictures:
+        name = _name_of(picture, roots)
+        taken.add(name)
+        out.append(replace(picture, mask=InFile(masks[name])) if name in masks and picture.mask is None else picture)
+    if not images.limit:
+        made.bad.add(BadRow(str(path), "a mask without a picture") for name, path in masks.items() if name not in taken)
+    return out
+
+
+def _name_of(picture: Picture, roots: Sequence[Path]) -> str:
+    """The picture's path without suffix, relative to its source's folder."""
+    if not isinstance(picture.content, InFile):
+        return ""
+    path = picture.content.path
+    for root in roots:
+        folder = root if root.is_dir() else root.parent
+        if path.is_relative_to(folder):
+            return path.relative_to(folder).with_suffix("").as_posix()
+    return path.stem
 
 
 def captions_of(pictures: Sequence[Picture]) -> list[str]:
     """Each caption once, in order."""
-    return list(dict.fromkeys(p.caption for p in pictures))
+    return list(dict.fromkeys(caption for picture in pictures for caption in picture.captions))

@@ -9,11 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .windows import Window
+
 WHITE = (255, 255, 255)
+_ORIENTATION = 0x0112  # EXIF; from 5 on width and height are exchanged
 
 
 class BadPicture(ValueError):
-    """A file that is no whole picture; says why in one line."""
+    """A file that is not a complete picture, with the reason in one line."""
+
+
+def _why(error: Exception) -> str:
+    return f"not a whole picture: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
 
 
 def opened(content: bytes) -> Any:
@@ -25,7 +32,7 @@ def opened(content: bytes) -> Any:
         image.load()
         image = ImageOps.exif_transpose(image)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise BadPicture(f"not a whole picture: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
+        raise BadPicture(_why(error)) from None
     if image.mode.startswith("I;16") or image.mode in ("I", "F"):
         grey = np.asarray(image, dtype=np.float64)
         top = 65535.0 if image.mode.startswith("I") else max(1.0, float(grey.max()))
@@ -39,12 +46,37 @@ def opened(content: bytes) -> Any:
     return image.convert("RGB")
 
 
-def pixels(content: bytes, *, resolution: int) -> Tensor:
-    """fp32[3 resolution resolution] in [-1, 1]: scaled to cover the square, its middle taken. Raises BadPicture."""
+def shown_size(content: bytes) -> tuple[int, int]:
+    """Width and height as a viewer shows the picture, from its header. Raises BadPicture."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            turned = image.getexif().get(_ORIENTATION, 1) >= 5
+            return (image.height, image.width) if turned else (image.width, image.height)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise BadPicture(_why(error)) from None
+
+
+def pixels(content: bytes, window: Window) -> Tensor:
+    """fp32[3 H W] in [-1, 1]: scaled to cover the window's size, what is over is cut off. Raises BadPicture."""
+    levels_HWC = np.array(_fitted(opened(content), window))
+    return torch.from_numpy(levels_HWC).permute(2, 0, 1).to(torch.float32) / 127.5 - 1.0
+
+
+def mask_pixels(content: bytes, window: Window) -> Tensor:
+    """fp32[1 H W] in [0, 1], of a grey picture: 1 where it is white. Raises BadPicture, also where nothing is white."""
+    mask = np.array(_fitted(opened(content).convert("L"), window), dtype=np.float32) / 255.0
+    if not mask.any():
+        raise BadPicture("the mask is black all over: nothing would be learnt")
+    return torch.from_numpy(mask)[None]
+
+
+def _fitted(image: Any, window: Window) -> Any:
     from PIL import Image, ImageOps
 
-    image = ImageOps.fit(opened(content), (resolution, resolution), method=Image.Resampling.LANCZOS)
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).to(torch.float32) / 127.5 - 1.0
+    size = (window.size.width, window.size.height)
+    return ImageOps.fit(image, size, method=Image.Resampling.LANCZOS, centering=(window.left, window.top))
 
 
 def as_png(picture_CHW: Tensor) -> bytes:

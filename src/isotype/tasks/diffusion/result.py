@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...config.schema import RunConfig
 from ...dtypes import to_torch
-from ...errors import RunError
+from ...errors import RunError, UsageError
 from ...model.adapter import load_adapter, save_adapter
 from ...precision.precision import Precision
 from .build import put_under
@@ -52,7 +52,7 @@ def load_result(folder: Path, pipeline: PipelineFolder, config: RunConfig, preci
     """The saved adapter on a freshly loaded denoiser by `load_lora_weights` (by PEFT where the pipeline has none), or the saved denoiser,
     under the run's precision.
 
-    Raises  RunError SV001 when a tensor of the file is missing in the model, or differs
+    Raises  RunError SV001 when a tensor of the file is missing in the model, or differs; UsageError for the adapter of another model
     """
     model: nn.Module
     if (folder / "adapter_config.json").is_file():
@@ -94,6 +94,7 @@ def put_adapter(denoiser: Any, folder: Path, pipeline: PipelineFolder) -> None:
 
     diffusers narrows the adapter to the denoiser's dtype; afterwards each tensor is the file's own.
     """
+    _refuse_of_another_model(denoiser, folder, pipeline)
     pipe = pipeline.pipeline_for_sampling(denoiser, None)
     pipe.load_lora_weights(folder, weight_name=LORA_FILE, adapter_name="default")
     saved = {name.removeprefix(f"{pipeline.denoiser_part}."): tensor for name, tensor in load_file(folder / LORA_FILE).items()}
@@ -103,6 +104,28 @@ def put_adapter(denoiser: Any, folder: Path, pipeline: PipelineFolder) -> None:
     _compare(saved, peft, f"{folder}: the PEFT file")
     for name, parameter in loaded.items():
         parameter.data = saved[name].to(parameter.device)
+
+
+def _refuse_of_another_model(denoiser: nn.Module, folder: Path, pipeline: PipelineFolder) -> None:
+    """Raises UsageError where a matrix of the adapter belongs to no module of this denoiser, or to one of another size."""
+    modules = dict(denoiser.named_modules())
+    for name, tensor in load_file(folder / LORA_FILE).items():
+        path, _, side = name.removesuffix(".weight").rpartition(".")
+        module = modules.get(path.removeprefix(f"{pipeline.denoiser_part}."))
+        if side not in ("lora_A", "lora_B") or (module is not None and not isinstance(module, nn.Linear)):
+            continue
+        if module is None:
+            what = "no such module"
+        elif side == "lora_A" and module.in_features != tensor.shape[1]:
+            what = f"{module.in_features} inputs, the adapter takes {tensor.shape[1]}"
+        elif side == "lora_B" and module.out_features != tensor.shape[0]:
+            what = f"{module.out_features} outputs, the adapter gives {tensor.shape[0]}"
+        else:
+            what = ""
+        if what:
+            raise UsageError(
+                f"{folder}: an adapter of another model than {pipeline.path}: {path}: {what}", fix="take the base it was trained on"
+            )
 
 
 def _compare(saved: dict[str, Tensor], loaded: dict[str, Tensor], what: str) -> None:

@@ -1,4 +1,4 @@
-"""Pictures in the middle of training: through the model's own pipeline, under the run's precision; training goes on as without them."""
+"""Makes pictures during training, with the model's own pipeline, under the run's precision. They do not change training."""
 
 from __future__ import annotations
 

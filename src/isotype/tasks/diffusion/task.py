@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config.schema import RunConfig
+from ...data.bad_rows import FILE, BadRowFile
 from ...distributed.world import ALONE, World
 from ...dtypes import name as dtype_name
 from ...dtypes import to_torch
@@ -25,21 +26,22 @@ from ...training.memory.bound import held_bytes
 from ...training.memory.quantised_outline import quantise_outline
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, micro_batch
 from ...training.undisturbed import evaluation_mode
-from .batches import Batch, PictureStream, Placed, Row, generator_of, stacked
+from .batches import Batch, DrawnRow, MixedBatch, PictureStream, Placed, Row, generator_of, parts_of, stacked
 from .build import built
-from .encode import Encoder, latent
+from .encode import Encoder, Shapes, latent
 from .evaluate import Drawn, evaluate
 from .exact_time import embeddings_of_time
 from .families import Asked
 from .forward_cost import ForwardCost
 from .loss import picture_losses
 from .objective import Objective, objective_of
-from .pictures import Picture, captions_of, split
+from .pictures import Gathered, captions_of, gather
 from .pipeline_folder import PipelineFolder
 from .quantise import frozen_denoiser, quantised_layers
 from .result import load_result, save_denoiser, save_lora
 from .sample import Drawing, Sample, sample
 from .store import Store
+from .windows import Size, buckets
 
 EMPTY = ""
 REHEARSED_STEPS = 2  # of a shortened sample
@@ -54,10 +56,9 @@ class DiffusionTask:
     folder: PipelineFolder
     precision: Precision
     objective: Objective
-    train: list[Picture]
-    eval: list[Picture]
+    gathered: Gathered
     encoder: Encoder
-    train_rows: list[Row]
+    train_rows: list[Row] | None = None
     evaluated: list[Row]
     text: dict[str, str]
 
@@ -97,6 +98,11 @@ class DiffusionTask:
         most = self.folder.config(self.folder.denoiser_part).get("pos_embed_max_size")
         if most is not None and side // multiple > int(most):
             raise UsageError(f"images.resolution: {side} is more than this model has positions for", fix=f"at most {int(most) * multiple}")
+        if most is not None and (longest := max(max(s.height, s.width) for s in self.sizes)) // multiple > int(most):
+            raise UsageError(
+                f"images.max_aspect: {config.images.max_aspect:g}: a side of {longest} is more than this model has positions for",
+                fix=f"sides of at most {int(most) * multiple}: a smaller max_aspect or resolution",
+            )
 
     @property
     def downscale(self) -> int:
@@ -112,22 +118,30 @@ class DiffusionTask:
     def text_length(self) -> int:
         return self.config.diffusion.max_text_length or self.folder.family.max_text_length or 0
 
+    @property
+    def sizes(self) -> list[Size]:
+        """The shapes of training pictures, the square first: it has the most tokens."""
+        images = self.config.images
+        return buckets(images.resolution, max_aspect=images.max_aspect, multiple=self.downscale * self.folder.family.downscale)
+
     def load_data(self) -> None:
-        self.train, self.eval = split(self.config.images, seed=self.config.train.seed)
+        self.gathered = gather(self.config.images, seed=self.config.train.seed)
 
     def encode(self, device: torch.device) -> None:
-        """Latents and text embeddings of the run into its store; the encoders are gone afterwards. Raises UsageError."""
-        images = self.config.images
+        """Writes latents and text embeddings of the run into its store and frees the encoders. Raises UsageError."""
+        images, gathered = self.config.images, self.gathered
         self.encoder = encoder = self.new_encoder(device)
-        self.text = encoder.captions(list(dict.fromkeys([EMPTY, *captions_of([*self.train, *self.eval]), *self.config.run.samples])))
-        rows = encoder.pictures([*self.train, *self.eval], self.text, flip=images.flip)
+        self.text = encoder.captions(list(dict.fromkeys([EMPTY, *captions_of(gathered.all), *self.config.run.samples])))
+        shapes = Shapes(self.sizes, images.crop, images.flip, self.config.train.seed)
+        rows = encoder.pictures(gathered.all, self.text, shapes, gathered.bad)
+        gathered.bad.settle(sum(map(bool, rows)), fix="replace or remove these files; the others are encoded already")
         encoder.store.hold_to_bound()
-        self.train_rows, self.evaluated = rows[: len(self.train)], rows[len(self.train) :]
+        split = len(gathered.train)
+        self.train_rows, self.evaluated = ([row for some in part for row in some] for part in (rows[:split], rows[split:]))
         self._observed |= encoder.observed
 
     def new_encoder(self, device: torch.device) -> Encoder:
-        images = self.config.images
-        return Encoder(self.folder, self.precision, device, Store.of(images.cache), self.text_length, images.resolution)
+        return Encoder(self.folder, self.precision, device, Store.of(self.config.images.cache), self.text_length)
 
     def build_model(self, precision: Precision, device: torch.device, folder: Path) -> tuple[nn.Module, Manifest]:
         self.encode(device)
@@ -159,17 +173,29 @@ class DiffusionTask:
 
     @property
     def rows(self) -> int:
-        return len(self.train)
+        """Of an epoch; before the pictures are encoded those are counted too that will turn out to be bad."""
+        if self.train_rows is not None:
+            return len(self.train_rows)
+        return sum(picture.repeats for picture in self.gathered.train)
 
     @property
     def eval_rows(self) -> int:
-        return len(self.eval)
+        return len(self.gathered.eval) if self.train_rows is None else len(self.evaluated)
 
     def feed(self) -> PictureStream:
-        return PictureStream(self.train_rows, seed=self.config.train.seed, shuffle=self.config.images.shuffle)
+        train = self.config.train
+        return PictureStream(
+            self._encoded(), seed=train.seed, shuffle=self.config.images.shuffle, together=train.batch_size * train.accumulate
+        )
+
+    def _encoded(self) -> list[Row]:
+        assert self.train_rows is not None, "pictures are encoded when the model is built"
+        return self.train_rows
 
     def largest(self, count: int) -> list[Placed]:
-        return [Placed(row, i) for i, row in enumerate((self.train_rows * count)[:count])]
+        most = max(self._encoded(), key=lambda row: row.size.area).size
+        rows = [row for row in self._encoded() if row.size == most]
+        return [Placed(row, i) for i, row in enumerate((rows * count)[:count])]
 
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
         denoiser = self.folder.denoiser_outline()
@@ -184,7 +210,7 @@ class DiffusionTask:
 
     def step_outline(self, precision: Precision) -> StepOutline:
         rows = self.config.train.batch_size
-        draws = min(micro_batch(self.config.train), len(self.eval) * self.config.diffusion.eval_draws)
+        draws = min(micro_batch(self.config.train), len(self.gathered.eval) * self.config.diffusion.eval_draws)
 
         def evaluation(model: nn.Module, device: torch.device) -> None:
             with evaluation_mode(model):
@@ -217,33 +243,38 @@ class DiffusionTask:
 
     # training
 
-    def collate(self, rows: Sequence[Placed]) -> Batch:
+    def collate(self, rows: Sequence[Placed]) -> Batch | MixedBatch:
         config, drawn = self.config, []
         for placed in rows:
             generator = generator_of("train", config.train.seed, placed.position)
             sigma = self.objective.draw(generator)
-            dropped, mirrored = torch.rand(2, generator=generator).tolist()
+            dropped, mirrored, window, caption = torch.rand(4, generator=generator).tolist()
             row = placed.row
-            key = row.mirrored if row.mirrored is not None and mirrored < 0.5 else row.latents
-            entry = self.encoder.store.get(key)
+            keys = row.mirrored if row.mirrored and mirrored < 0.5 else row.latents
+            entry = self.encoder.store.get(keys[int(window * len(keys))])
             eps, noise = (torch.randn(entry["mean"].shape, generator=generator) for _ in range(2))
-            text = self.text[EMPTY] if dropped < config.images.caption_dropout else row.text
-            drawn.append((latent(entry, self.vae_config, eps=eps), noise, sigma, self.encoder.store.get(text)))
+            text = self.text[EMPTY] if dropped < config.images.caption_dropout else row.text[int(caption * len(row.text))]
+            drawn.append(self._drawn(row, entry, noise, sigma, text, eps=eps))
         return self._stacked(drawn)
 
-    def _stacked(self, drawn: Sequence[tuple[Tensor, Tensor, float, dict[str, Tensor]]]) -> Batch:
-        batch = stacked(*zip(*drawn), dtype=to_torch(self.precision.latents))
-        for what in ("latents", "noise", "sigma"):
-            self._observed["latents", what] = dtype_name(getattr(batch, what).dtype)
+    def _drawn(self, row: Row, entry: dict[str, Tensor], noise: Tensor, sigma: float, text: str, *, eps: Tensor | None) -> DrawnRow:
+        x_CHW = latent(entry, self.vae_config, eps=eps)
+        return DrawnRow(x_CHW, noise, sigma, self.encoder.store.get(text), entry.get("mask"), row.weight)
+
+    def _stacked(self, drawn: Sequence[DrawnRow]) -> Batch | MixedBatch:
+        batch = stacked(drawn, dtype=to_torch(self.precision.latents))
+        for part in parts_of(batch):
+            for what in ("latents", "noise", "sigma"):
+                self._observed["latents", what] = dtype_name(getattr(part, what).dtype)
         return batch
 
     @property
     def vae_config(self) -> dict[str, Any]:
         return self.folder.config("vae")
 
-    def losses(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
-        asked = Asked(self.config.diffusion.guidance, self.downscale)
-        return picture_losses(model, self.folder.family, self.objective, batch, asked, dtype=dtype)
+    def losses(self, model: nn.Module, batch: Batch | MixedBatch, *, dtype: str) -> Tensor:
+        asked, family = Asked(self.config.diffusion.guidance, self.downscale), self.folder.family
+        return torch.cat([picture_losses(model, family, self.objective, part, asked, dtype=dtype) for part in parts_of(batch)])
 
     def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
         return self.losses(model, batch, dtype=dtype).sum()
@@ -265,7 +296,7 @@ class DiffusionTask:
         raise UsageError("a run on images uses one process: several are not offered yet", fix="leave --processes, --gpus or torchrun away")
 
     def evaluate(self, model: nn.Module, device: torch.device, *, dtype: str, most: int | None = None, world: World = ALONE) -> Evaluation:
-        return self._evaluate(model, (self.evaluated or self.train_rows)[:most], device, dtype)
+        return self._evaluate(model, (self.evaluated or self._encoded())[:most], device, dtype)
 
     def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None:
         return self._evaluate(model, self.evaluated[: micro_batch(self.config.train)], device, dtype) if self.evaluated else None
@@ -276,13 +307,13 @@ class DiffusionTask:
             batch_of=self._fixed, losses=lambda model, batch: self.losses(model, batch, dtype=dtype),
         )  # fmt: skip
 
-    def _fixed(self, some: Sequence[Drawn]) -> Batch:
-        """The batch of fixed draws: the posterior's mean, noise by the draw's number, the row's own caption."""
+    def _fixed(self, some: Sequence[Drawn]) -> Batch | MixedBatch:
+        """The batch of fixed draws: the posterior's mean of the first window, noise by the draw's number, the row's first caption."""
         drawn = []
         for number, row, level in some:
-            entry = self.encoder.store.get(row.latents)
+            entry = self.encoder.store.get(row.latents[0])
             noise = torch.randn(entry["mean"].shape, generator=generator_of("evaluation", self.config.train.seed, number))
-            drawn.append((latent(entry, self.vae_config, eps=None), noise, level, self.encoder.store.get(row.text)))
+            drawn.append(self._drawn(row, entry, noise, level, row.text[0], eps=None))
         return self._stacked(drawn)
 
     @property
@@ -325,7 +356,9 @@ class DiffusionTask:
     def header(self) -> list[tuple[str, str]]:
         made, kept = self.encoder.made, self.encoder.kept
         where = f" in {self.encoder.store.folder}" if self.encoder.store.folder else " in memory"
-        return [("data", self.plan_lines()[0]), ("", f"{made} latents and embeddings made, {kept} found{where}"), ("", self.levels_line())]
+        first, _, *more = self.plan_lines()
+        cached = f"{made} latents and embeddings made, {kept} found{where}"
+        return [("data", first), *(("", line) for line in (*more, cached, self.levels_line()))]
 
     def levels_line(self) -> str:
         draws = self.config.diffusion.eval_draws
@@ -335,16 +368,21 @@ class DiffusionTask:
         return {"data.json": {**self.plan_facts(), "made": self.encoder.made, "found": self.encoder.kept}}
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
-        """Nothing lasts through the run: pictures that cannot be read refuse it."""
+        BadRowFile(folder / FILE, resuming=resuming).write(self.gathered.bad.rows.values())
 
     def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
         return type(inner_model(made.model)).__name__, []
 
     def plan_facts(self) -> dict[str, Any]:
+        gathered = self.gathered
         return {
-            "train_pictures": len(self.train),
-            "eval_pictures": len(self.eval),
-            "captions": len(captions_of([*self.train, *self.eval])),
+            "train_pictures": self.rows,
+            "eval_pictures": self.eval_rows,
+            "regularisation_pictures": gathered.regularisation,
+            "masked_pictures": sum(picture.mask is not None for picture in gathered.train),
+            "bad_pictures": len(gathered.bad.rows),
+            "captions": len(captions_of(gathered.all)),
+            "buckets": len(self.sizes),
             "resolution": self.config.images.resolution,
             "latent_tokens": self.tokens,
             "objective": self.objective.kind,
@@ -354,8 +392,16 @@ class DiffusionTask:
 
     def plan_lines(self) -> list[str]:
         facts = self.plan_facts()
-        return [
-            f"{facts['train_pictures']:,} training pictures, {facts['eval_pictures']:,} evaluation pictures, "
+        kinds = [f"{facts[f'{kind}_pictures']:,} {kind}" for kind in ("regularisation", "masked") if facts[f"{kind}_pictures"]]
+        of_these = f" ({', '.join(kinds)})" if kinds else ""
+        lines = [
+            f"{facts['train_pictures']:,} training pictures{of_these}, "
+            f"{facts['eval_pictures']:,} evaluation pictures, "
             f"{facts['resolution']} x {facts['resolution']} pixels, {facts['latent_tokens']:,} latent tokens each",
             self.levels_line(),
         ]
+        if facts["buckets"] > 1:
+            lines.append(f"aspect buckets: {', '.join(map(str, sorted(self.sizes)))}")
+        if facts["bad_pictures"]:
+            lines.append(f"{facts['bad_pictures']} bad pictures are left out (images.on_bad_row)")
+        return lines

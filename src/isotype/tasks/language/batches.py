@@ -80,7 +80,7 @@ class Batch:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What a causal model's forward takes. No cache: with one, transformers would not look at the positions."""
+        """The arguments of a causal model's forward. Without a cache: with one, transformers would ignore the positions."""
         apart = {"attention_mask": self.attention_mask} if self.position_ids is None else {"position_ids": self.position_ids}
         return {"input_ids": self.input_ids, **apart, "use_cache": False}
 
@@ -113,7 +113,7 @@ def collate(rows: Sequence[Row], *, pad_id: int, device_type: str = "cpu") -> Ba
             parts = [*(row.documents or (n,)), longest - n]
             lengths += parts
             positions[i] = torch.cat([torch.arange(part) for part in parts])
-    # the first label of a row predicts nothing: the loss looks at labels[1:]
+    # the first label of a row is not predicted: the loss uses labels[1:]
     counted = (F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten() != IGNORED).nonzero().squeeze(-1)
     documents = Documents.of(lengths) if packed else None
     return Batch(input_ids, None if packed else mask, labels, int(mask.sum()), counted.numel(), positions, counted, documents)

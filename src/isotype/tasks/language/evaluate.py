@@ -1,4 +1,4 @@
-"""Token-weighted evaluation: the loss of all supervised tokens over their number, whatever the batch size."""
+"""Token-weighted evaluation: the loss of all supervised tokens divided by their number, independent of the batch size."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class LanguageTask:
         return {"data.json": self.data.facts, "examples.json": {"examples": examples(self.data.train, self.tokenizer)}}
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
-        """Lists the rows that are left out; a stream meets more of them while it is read."""
+        """Lists the rows that are left out; a stream finds more of them while it is read."""
         listed = BadRowFile(folder / BAD_ROWS, resuming=resuming)
         listed.write(self.data.bad_rows)
         if self.data.stream is not None:

@@ -39,7 +39,7 @@ def _overwritten_inputs(subject: Subject, baseline: Outcome) -> list[Fault]:
         if given_back:
             continue  # an operator that is in place by intention returns what it wrote to
         if not baseline.calls and tensor._version:
-            severity = Severity.NOTE  # plain in-place code: autograd knows, and raises where it matters
+            severity = Severity.NOTE  # plain in-place code: autograd raises an error where it matters
         else:
             severity = Severity.ERROR
         place = method_at_fault(subject, baseline, "forward" if name in baseline.changed_by_forward else "backward")

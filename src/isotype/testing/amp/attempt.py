@@ -118,7 +118,7 @@ def attempt(
                 within = _surroundings(sample.device)
                 result = _call(call, args, kwargs, setting.wrap)
                 outcome.states += _changed(within, _surroundings(sample.device), FORWARD)
-        except Exception as error:  # whatever the function raises is what is being looked at
+        except Exception as error:  # the exceptions of the function are what is examined
             _restore(before, sample.device)
             outcome.stage, outcome.error = FORWARD, error
             return outcome
@@ -157,7 +157,7 @@ def _seed(seed: int) -> None:
 
 
 def floating(result: Any) -> list[Tensor]:
-    """The floating tensors in whatever a function returns (tuples, dicts and dataclasses such as ModelOutput too)."""
+    """The floating tensors in the return value of a function, also inside tuples, dicts and dataclasses such as ModelOutput."""
     flat, _ = pytree.tree_flatten(result)
     return [t for t in flat if isinstance(t, Tensor) and t.is_floating_point()]
 

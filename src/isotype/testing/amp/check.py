@@ -46,7 +46,7 @@ def ampcheck(
     raises: bool = True,
     fail_on: Severity = Severity.WARNING,
 ) -> Report:
-    """Gradcheck for mixed precision: runs `fn` under the dtype combinations a trainer produces and says what breaks, where and why.
+    """Gradcheck for mixed precision: runs `fn` under the dtype combinations that trainers produce, and reports what breaks, where and why.
 
     fn         an autograd.Function, an nn.Module, or any callable; on the device its inputs are on
     inputs     one call: a tensor, a tuple of arguments or a dict of keyword arguments; or a list of calls.
@@ -150,7 +150,7 @@ class _Check:
         unwritten = unwritten_memory(self.numerics, base, ran[base])
         self._note(unwritten, base)
         if unwritten:
-            return  # whatever else differs, differs because of it
+            return  # further differences follow from this one
         if not self._stable(base):
             self.skipped.append("numerics: two runs with different seeds differ, so results of different dtypes cannot be compared")
         else:
@@ -244,7 +244,7 @@ class _Check:
 
 
 def _needs_own_copy(outcome: Outcome) -> bool:
-    """An operator that is in place by intention cannot work on a leaf that wants a gradient."""
+    """An operator that is in place by intention cannot work on a leaf that requires a gradient."""
     return outcome.error is not None and "leaf Variable that requires grad" in str(outcome.error)
 
 
@@ -262,6 +262,6 @@ def _why(outcome: Outcome) -> str:
 
 
 def _without_echoes(findings: list[Finding]) -> list[Finding]:
-    """A note that repeats, for a guessed combination, what an error of the same code already says of the same function."""
+    """A note for a guessed combination that repeats an error with the same code and function."""
     worse = {(f.code, f.place.symbol) for f in findings if f.severity > Severity.NOTE}
     return [f for f in findings if f.severity > Severity.NOTE or (f.code, f.place.symbol) not in worse]

@@ -85,7 +85,7 @@ def output_faults(outcome: Outcome, setting: Setting, sample: Sample, subject: S
                 continue
             wider = torch.finfo(dtype).bits > torch.finfo(wanted).bits
             if wider and tensor.dim() < max((sample.tensor(s).dim() for s in sample.slots), default=0):
-                continue  # a loss in fp32 is what every fused loss returns, and harms nothing
+                continue  # every fused loss returns fp32, which is no fault
             severity, against = Severity.WARNING if wider else Severity.ERROR, "the reference returns"
         elif (
             classes and not subject.captured_dtypes() and dtype not in inputs and torch.finfo(dtype).bits < 32 and dtype != setting.autocast

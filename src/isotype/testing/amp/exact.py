@@ -1,4 +1,4 @@
-"""The truth: the same function with every floating tensor in fp64, whatever casts and buffer dtypes its code writes down."""
+"""The truth: the same function with every floating tensor in fp64, even where its code names another dtype for a cast or a buffer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AC024: a module that keeps what it made in the dtype of its first call (a rotary table, a mask) and hands it to the next one.
+"""AC024: a module that stores a tensor in the dtype of its first call (a rotary table, a mask) and uses it again in the next call.
 
 The same module is called in low precision and then in fp32, and again with both calls in fp32 on the same values. State that depends
 on values (a cache, an average, a counter) is the same in both; what differs was kept in the first dtype.

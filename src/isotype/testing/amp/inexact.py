@@ -1,4 +1,4 @@
-"""AC006, AC007 as findings: what `numerics` measured, said with the line that lost the precision.
+"""The findings AC006 and AC007: the errors that `numerics` measured, with the line that lost the precision.
 
 A sum is long over the rows (a weight's gradient) or over the columns of a row (a norm's mean of squares, a softmax's total): both grow.
 """
@@ -66,7 +66,7 @@ def inexact(outcome: Outcome, setting: Setting, numerics: Numerics, *, severity:
         return []
     worst = max(excesses, key=lambda e: e.error / max(e.excused, 1e-30))
     if worst.error < ORDER and setting.lowest(numerics.sample) == torch.float32:
-        return []  # one order of addition or another: a sum that is kept in fp32 is what is asked for
+        return []  # the order of addition does not matter here, only that the sum is fp32
     key, finding = _finding("AC006", worst, outcome, setting, numerics.subject, numerics.sample)
     return [(key, replace(finding, severity=severity))]
 

@@ -109,7 +109,7 @@ def _users_line() -> Place | None:
         if innermost is None and is_users(file):
             innermost = frame
         if file.startswith(ours) and not file.endswith(("locate.py", "watch.py", "exact.py")):
-            break  # attempt() itself: what lies beyond is whoever asked for the check
+            break  # attempt() itself: the frames beyond it belong to the caller of the check
         frame = frame.f_back
     if innermost is None or frame is None:
         return None

@@ -52,7 +52,7 @@ class Failure:
 
 
 def failure_of(error: BaseException) -> Failure | None:
-    """None when no line of the user's own is on the way."""
+    """None when no frame between them is the user's."""
     frames = list(_frames(error.__traceback__))
     while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:  # a Triton kernel: its own line is in the cause
         error = error.__cause__

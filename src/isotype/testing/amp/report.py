@@ -1,4 +1,4 @@
-"""What a check says: findings, how much was tried, and the error that makes a bare `ampcheck(...)` an assertion."""
+"""The result of a check: findings, the number of trials, and the error that a plain `ampcheck(...)` raises."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from .samples import PARAM, Sample, lengthened
 from .settings import LOW, Setting
 
 ROWS = 1024
-PARAMETERS = 16  # of a module: in a deeper one the roundings of activations no longer average out, whatever the weights do
+PARAMETERS = 16  # of a module: in deeper modules the rounding errors of activations no longer average out, for any weights
 COLUMNS = 8  # fewer tell little
 SHARE = 0.12  # of the dtype's step: one rounding of values between 1 and 2 has a deviation of 0.29 steps
 ALIKE = 0.7  # correlation of the columns' slopes between two sets of rows

@@ -24,7 +24,7 @@ TRAINED = tuple(to_torch(word) for word in TRAINING_FLOATS)
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor of a sample: its name, its group (tensors of a group share a dtype), and whether it wants a gradient.
+    """One tensor of a sample: its name, its group (tensors of a group share a dtype), and whether it requires a gradient.
 
     group  `input`, `param`, a contract's free letter, or `fixed` (never changes dtype)
     """
@@ -83,7 +83,7 @@ class Sample:
         """Copies of the leaves with each group in its dtype (None: as built), and the tensors by name.
 
         exact   afterwards widened to this dtype, so that values are those of the narrow dtype
-        frozen  the slot that wants no gradient this time
+        frozen  the slot that requires no gradient in this trial
         """
         leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         named = {}

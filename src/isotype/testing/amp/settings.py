@@ -83,7 +83,7 @@ def settings(sample: Sample, groups: tuple[str, ...], *, every: bool) -> Iterato
 def _ordered(sample: Sample, groups: tuple[str, ...], every: bool) -> Iterator[Setting]:
     low_as_built = set(LOW) & sample.met(None)
     for autocast in (None, *LOW):
-        # nobody runs a model in one low dtype under autocast to the other, and torch's own cat and stack refuse it
+        # not a realistic combination: a model in one low dtype under autocast to the other, which torch's own cat and stack refuse
         if autocast is None or not low_as_built - {autocast}:
             yield Setting(None, autocast)
     for autocast in (None, *LOW):

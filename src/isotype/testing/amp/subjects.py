@@ -47,7 +47,7 @@ class Subject:
 
     @property
     def place(self) -> Place:
-        """Where the target is defined, as far as Python knows."""
+        """Where the target is defined, as far as `inspect` can find it."""
         target = self.function_class or (type(self.module) if self.module is not None else self.target)
         try:
             file = inspect.getsourcefile(target)

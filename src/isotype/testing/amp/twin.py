@@ -1,6 +1,6 @@
 """The plain twin of a hand-written Function: its own forward, run as ordinary differentiable PyTorch.
 
-Where no reference is given, the twin says how far plain PyTorch itself is from the truth at the same dtypes. It counts only where
+Where no reference is given, the twin measures the error of plain PyTorch at the same dtypes. It counts only where
 autograd's derivative of that forward agrees with the hand-written backward at fp64 (a straight-through estimator has no twin).
 """
 

@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 class BackwardCall:
     """One call of a Function's backward.
 
-    expected  for each input: the dtype the engine will cast its gradient to, None where it wants none
+    expected  for each input: the dtype to which autograd will cast its gradient, None where it requires none
     leaves    for each input: the leaf tensor it is, if it is one
     returned  what backward gave back, as dtypes
     context   its ctx, kept only when it raised (reading saved tensors a second time would disturb checkpointing)

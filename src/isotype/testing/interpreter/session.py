@@ -108,7 +108,7 @@ def _bound(member: Any) -> Any:
 
 
 def _run(function: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any], hooks: list[Any]) -> None:
-    """One launch. The language is patched once for all device functions that the kernel calls, and put back whatever happens."""
+    """One launch. The language is patched once for all device functions that the kernel calls, and always restored afterwards."""
     names = list(stock.inspect.signature(function).parameters)
     interpreting = triton.knobs.runtime.interpret
     _active.launches = getattr(_active, "launches", 0) + 1
@@ -131,7 +131,7 @@ def _language() -> list[tuple[Any, str, Any]]:
         changed = [(owner, attribute, vars(owner)[attribute]) for owner, attribute, _ in scope._changes]
     finally:
         scope.restore()
-    # x.sum(1): a JIT function kept on the class binds to nothing by itself
+    # x.sum(1): a JIT function stored on the class is not bound to the instance
     members = [(name, member) for name, member in vars(tl.tensor).items() if isinstance(member, jit.JITFunction)]
     # Triton before 3.9 asks NumPy for the int of an array of one element, which NumPy 2.5 refuses
     index = (tl.tensor, "__index__", lambda self: int(self.handle.data.reshape(())))

@@ -86,7 +86,7 @@ class Ledger:
         return "\n".join(lines)
 
     def _totals(self) -> list[str]:
-        """Time by part and phase, ours beside theirs, each difference on a line of its own."""
+        """Time by part and phase for both programs, with one line for each difference."""
         ours, theirs = by_part(self.rows, self.rates), by_part(self.theirs or [], self.rates)
         lines = [f"{'in all':<35}{'ours ms':>10}{'Unsloth ms':>12}{'saved ms':>10}"]
         for key in sorted({*ours, *theirs}, key=lambda k: -max(ours.get(k, 0.0), theirs.get(k, 0.0))):
@@ -132,7 +132,7 @@ def rates_of(hardware: Hardware) -> Rates:
     """Raises  UsageError for a device without published figures."""
     flops = hardware.peak_tflops.get("bf16")
     if not flops or not hardware.bandwidth_gbs:
-        raise UsageError(f"{hardware.name}: nobody publishes its bf16 TFLOP/s and bandwidth", fix="isotype plan --ledger --device h200")
+        raise UsageError(f"{hardware.name}: no published bf16 TFLOP/s and bandwidth", fix="isotype plan --ledger --device h200")
     return Rates(flops=flops * 1e12, bandwidth=hardware.bandwidth_gbs * 1e9)
 
 

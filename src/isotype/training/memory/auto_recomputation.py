@@ -64,7 +64,7 @@ def auto_checkpointing(
         return with_attention(away, simulate(away))
     n = 1
     for _ in range(_TRIES):
-        # what one layer saves, from the two ends; the rest is checked, not trusted
+        # what one layer saves, measured at both ends; the layers between are checked
         saved = max(1.0, (peak(without) - peak(plan)) / layers)
         n = max(n, min(layers, -int(-(peak(without) - limit) // saved)))
         if n >= layers:

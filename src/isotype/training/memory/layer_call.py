@@ -16,7 +16,7 @@ def call_and_recompute(function: Callable[..., Any], *args: Any, keep_attention:
     """`function(*args)`, whose activations are recomputed in backward.
 
     keep_attention  attention's output and logsumexp are kept, so that the recompute runs no attention
-    away            put and get of RecomputedLayer: where what is kept waits
+    away            put and get of RecomputedLayer: where stored results are until backward
     """
     layer = RecomputedLayer(keep_attention=keep_attention, **away)
     # PyTorch's checkpoint restores its own autocast; a plan's is another one

@@ -56,13 +56,13 @@ class Away:
 
     def __init__(self, tensor: Tensor, before: Away | None) -> None:
         self.dtype, self.shape, self.device = tensor.dtype, tensor.shape, tensor.device
-        # a memory plan counts the device's bytes: its host tensors have none, whatever their shape says
+        # a memory plan counts the device's bytes: its host tensors take none, despite their shape
         planned = tensor.is_meta or isinstance(tensor, FakeTensor)
         self.host = torch.empty(0 if planned else tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda and not planned)
         self.here: Tensor | None = tensor.detach()  # the graph would hold what it needs anyway, and more
         self.copied: Any = None
         self.spent = False
-        # the input that backward will want after this one; weak, since a step's graph owns its own
+        # the input that backward will need after this one; a weak reference, since the graph of a step owns it
         self.before = weakref.ref(before) if before is not None else None
 
     def __del__(self) -> None:
@@ -84,7 +84,7 @@ class HostMemory:
         self.copies = copies
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        # checkpoint saves the layer's inputs outside its own hooks: these see them and nothing else
+        # torch's checkpoint saves the layer's inputs outside its own hooks, so that these hooks get the inputs only
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             return self.call(function, *args, put=self.pack, get=self.unpack)
 

@@ -211,7 +211,7 @@ def _sampling(model: nn.Module, live: LiveBytes, largest: StepOutline, device: t
         return 0
     try:
         return _added(live, largest.sampling, model, device)
-    except Exception:  # a model without a cache, or one whose cache looks at values; the step's plan stands
+    except Exception:  # a model without a cache, or one whose cache depends on values; the plan of the step is used
         return None
 
 

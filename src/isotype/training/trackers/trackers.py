@@ -58,10 +58,10 @@ class Trackers:
             for tracker in list(self._trackers):
                 try:
                     tell(tracker)
-                except Exception as error:  # whatever a service raises, the run is worth more than its curves
+                except Exception as error:  # an error of a service must not stop the run
                     self._trackers.remove(tracker)
                     first = next(iter(str(error).splitlines()), type(error).__name__)
-                    self._say(f"tracker   {tracker.name} failed and is told nothing more: {first}")
+                    self._say(f"tracker   {tracker.name} failed and is switched off: {first}")
 
 
 def start(names: Sequence[str], folder: Path, settings: Mapping[str, Any], say: Say) -> Trackers:

@@ -13,6 +13,7 @@ from . import (  # noqa: F401
     mixed_precision,
     near_miss_keys,
     quantisation,
+    refused_values,
     repeated_keys,
     silent_losses,
     simpletuner,

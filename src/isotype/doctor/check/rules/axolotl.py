@@ -171,7 +171,7 @@ def packing_with_sdpa(r: Record) -> Iterator[Finding]:
 
     **Example.** `sample_packing: true`, `sdp_attention: true`, `bf16: true` on an A100.
 
-    **What to do.** `flash_attention: true`.
+    **What to do.** `attn_implementation: flash_attention_2`; in older versions `flash_attention: true`.
     """
     f = r.facts
     packing = f.on("axolotl.sample_packing")
@@ -185,7 +185,7 @@ def packing_with_sdpa(r: Record) -> Iterator[Finding]:
             packing,
             r.by("compute"),
             cause="this combination may give a loss of 0.0 except on sm_90",
-            fix="flash_attention: true",
+            fix="attn_implementation: flash_attention_2 (flash_attention: true in older versions)",
         )
 
 

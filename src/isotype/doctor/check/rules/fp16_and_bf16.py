@@ -22,7 +22,7 @@ _PAIRS = (
 
 
 def _siblings(r: Record) -> Iterator[tuple[str, Setting, Setting]]:
-    """`fp16` and `bf16` both on beside each other, in a section of whatever tool."""
+    """`fp16` and `bf16` both on in the same section, for any tool."""
     for document in r.facts.documents:
         if document.tool in ("env", "versions", "checkpoint", "hardware", "code"):
             continue
@@ -58,7 +58,9 @@ def both_halves(r: Record) -> Iterator[Finding]:
                 bf16,
                 cause="fp16 and bf16 exclude each other; both cannot be true at once",
                 fix=f"keep only one: {bf16.key}: true with {fp16.key}: false where the GPU has bf16, else the reverse",
-                wins="nobody notices: bf16 weights run under fp16 autocast with a GradScaler" if silent else "the trainer refuses to start",
+                wins="there is no error: bf16 weights run under fp16 autocast with a GradScaler"
+                if silent
+                else "the trainer refuses to start",
             )
     for name, fp16, bf16 in _siblings(r):
         if name not in {fp16_name for _, fp16_name in _PAIRS}:

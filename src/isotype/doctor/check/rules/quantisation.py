@@ -1,4 +1,4 @@
-"""Rules about 4-bit and 8-bit weights (bitsandbytes), whatever tool loads them."""
+"""Rules about 4-bit and 8-bit weights (bitsandbytes), for all tools that load them."""
 
 from __future__ import annotations
 

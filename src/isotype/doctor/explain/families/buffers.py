@@ -117,6 +117,19 @@ def indexed_write(s: Seen) -> Explained:
                 because="index_copy_ is how static caches are filled" if name.startswith("index_copy") else "a cache is in the traceback",
             )
         )
+    if (dst, src) in (("fp32", "bf16"), ("fp32", "fp16")) and not name.startswith("index_copy"):
+        causes.append(
+            Cause(
+                name="autocast cast the source only",
+                score=3 if "autocast" in s.situation else 1.5,
+                why=(
+                    f"under autocast an nn.Embedding's output and buffers stay {dst}, and what comes from a Linear or a convolution is "
+                    f"{src}: an indexed write does not cast (autocast leaves it alone)"
+                ),
+                fix=cast,
+                because="the text says that autocast is on, and the source is the narrower" if "autocast" in s.situation else "",
+            )
+        )
     causes.append(
         Cause(
             name="source and destination differ",

@@ -30,7 +30,7 @@ def missing_kernel(s: Seen) -> Explained:
                     score=3,
                     why=(
                         f"fp8 is a storage format: torch promotes it with nothing, and a {fp8} weight (an fp8 checkpoint, "
-                        f"--fp8_e4m3fn-unet and the like) met {other} in plain arithmetic that nobody cast"
+                        f"--fp8_e4m3fn-unet and the like) met {other} in plain arithmetic without a cast"
                     ),
                     fix=f"cast the weight before the operation: weight.to(x.dtype); or load that part in {s.half}",
                     because="the text names both",

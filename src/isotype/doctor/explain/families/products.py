@@ -49,7 +49,7 @@ def matrix_product(s: Seen) -> Explained:
                 ),
             )
         )
-    if s.operator == "grouped product" or s.situation.mentions(r"_?grouped_mm\b|grouped_linear"):
+    if s.operator == "grouped product" or "grouped product" in s.situation or s.situation.mentions(r"_?grouped_mm\b|grouped_linear"):
         causes.append(
             Cause(
                 name="grouped product of experts outside autocast's list",
@@ -59,7 +59,7 @@ def matrix_product(s: Seen) -> Explained:
                     "expert weights, and the batched layers around it were cast"
                 ),
                 fix=f"cast both next to the call: torch._grouped_mm(x.to({s.torch_half}), w.to({s.torch_half}), offs=...)",
-                because="mat_a and mat_b are grouped_mm's names" if s.operator == "grouped product" else "grouped_mm is in the traceback",
+                because="mat_a and mat_b are grouped_mm's names" if s.operator == "grouped product" else "the text names grouped_mm",
             )
         )
     if s.operator == "layer outside autocast":
@@ -77,6 +77,20 @@ def matrix_product(s: Seen) -> Explained:
                     f"with params_dtype={left}"
                 ),
                 because="the text says that no autocast is active",
+            )
+        )
+    if "fp32 head" in s.situation and "sharded" in s.situation:
+        causes.append(
+            Cause(
+                name="fp32 head under a sharding policy",
+                score=8,
+                why=(
+                    f"the head's input is cast to fp32 ({left}), and FSDP's mixed-precision policy (or ZeRO-3) casts its gathered weight "
+                    f"to {right} again: casting the module once does not hold"
+                ),
+                fix="cast weight and input in the head's forward: F.linear(x.float(), head.weight.float()), or keep the head out of the "
+                "policy (a unit of its own with param_dtype=torch.float32); upgrade trl where it does so itself",
+                because="the text names an fp32 head and sharding",
             )
         )
     frame = s.situation.mentions(r"lm_head|\bhead\b|classifier|score\(|v_head")

@@ -6,7 +6,7 @@ from ..family import Cause, Explained, Seen, family
 from .causes import wider
 
 
-@family("EX010", "optimizer update", "fused optimizer")
+@family("EX010", "optimizer update", "fused optimizer", "step counter")
 def optimizer_update(s: Seen) -> Explained:
     """The optimizer got a gradient, state and weight of different dtypes
 
@@ -19,6 +19,21 @@ def optimizer_update(s: Seen) -> Explained:
     **What to do.** Leave `param.grad` in the weight's dtype; for fp32 accumulation keep separate fp32 buffers and update an fp32 copy.
     """
     state, gradient = s.dtype("state", s.dtype("expected", "one dtype")), s.dtype("gradient", s.dtype("got", "another"))
+    if s.operator == "step counter":
+        return Explained(
+            message="optimizer: step counters in another dtype than fp32",
+            causes=[
+                Cause(
+                    name="step counters cast with the other states",
+                    score=4,
+                    why="torch.optim keeps each parameter's step as an fp32 scalar on the CPU; a checkpoint that was saved or loaded with "
+                    "every floating tensor cast to bf16 or fp16 has cast these as well",
+                    fix="after loading: for state in optimizer.state.values(): state['step'] = state['step'].float().cpu(); and do "
+                    "not cast `step` when states are saved",
+                    because="the text names step tensors",
+                )
+            ],
+        )
     named = "state" in s.dtypes
     keeps = (
         f"the optimizer keeps its state (exp_avg) in {state} and the gradient is {gradient}"
@@ -64,7 +79,7 @@ def optimizer_update(s: Seen) -> Explained:
             ),
             Cause(
                 name="optimizer state loaded in another dtype",
-                score=3.5 if later else 2,
+                score=5 if "resumed" in s.situation else 3.5 if later else 2,
                 why=(
                     (f"{keeps}, and a state is made in its weight's dtype: " if later else "")
                     + "a checkpoint's optimizer state has another dtype than the parameters have now, or parameters were "
@@ -73,14 +88,24 @@ def optimizer_update(s: Seen) -> Explained:
                 fix=(
                     "cast the model before making the optimizer, and the states after loading: state['exp_avg'] = "
                     "state['exp_avg'].to(p.dtype)"
+                )
+                if not wider(gradient, state)
+                else (
+                    "load_state_dict casts every state to its parameter's dtype: put the saved fp32 states back after loading, "
+                    "state['exp_avg'] = saved['exp_avg'], or keep the master weights in fp32"
                 ),
+                because="the text says that a checkpoint was loaded" if "resumed" in s.situation else "",
             ),
             Cause(
                 name="update computed in another dtype (Muon and its kin)",
-                score=4 if s.situation.mentions("(?i)muon|newtonschulz|zeropower") else 0.5,
+                score=4 if "muon" in s.situation or s.situation.mentions("(?i)muon|newtonschulz|zeropower") else 0.5,
                 why=f"the orthogonalised update is made in bf16 (or cast to fp32) and the momentum buffer is {state}",
                 fix="cast the update to the buffer's dtype before lerp_: buffer.lerp_(update.to(buffer.dtype), 1 - beta)",
-                because="Newton-Schulz code is in the traceback" if s.situation.mentions("(?i)muon|newtonschulz|zeropower") else "",
+                because="Newton-Schulz code is in the traceback"
+                if s.situation.mentions("(?i)muon|newtonschulz|zeropower")
+                else "the text names such an optimizer or its second momentum"
+                if "muon" in s.situation
+                else "",
             ),
             Cause(
                 name="parameters of several dtypes in one optimizer",

@@ -186,7 +186,7 @@ def _widening(name: str, before: str, after: str, entered: Origin | None, when: 
 
 
 def _wider(left: str, right: str) -> str:
-    """What two dtypes should both become; fp64 is hardly ever meant, so fp32 stands for it."""
+    """The dtype that both should be cast to; fp64 is rarely intended, so fp32 takes its place."""
     order = ["bool", "int8", "int16", "int32", "int64", "fp16", "bf16", "fp32"]
     known = [w for w in (left, right) if w in order]
     if "fp64" in (left, right):

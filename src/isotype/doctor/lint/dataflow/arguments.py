@@ -24,7 +24,8 @@ GRADIENT = re.compile(
     r"^d_?([A-Z]\w{0,2}|w|b|x|h|q|k|v|weights?|bias|inputs?)$|^g(w|x|b)$"
 )
 _LIKE_ACTIVATION = re.compile(r"out|inp|hidden|state|feat|act|tok|embed|mat|data|logit|grad")
-_STATE = re.compile(r"(^|_)(state|cache|pool|snapshots|buffer|buf|acc)$")  # kept between calls: by contract mostly wider than inputs
+# a buffer that lives between calls is usually wider than the inputs, by design
+_STATE = re.compile(r"(^|_)(state|cache|pool|snapshots|buffer|buf|acc)$")
 _TIMES = re.compile(r"(^|_)timesteps?$|^(t|ts|time|times)$")
 WEIGHT = re.compile(
     r"^((.*_)?(w|weights?|wt|bias|gamma|beta|kernel|emb|embedding|proj|lora_?[ab]|experts?)(_?[a-z0-9]{1,2}|_proj)?|"
@@ -213,7 +214,7 @@ def _adds_a_dimension(index: ast.expr) -> bool:
 
 
 def extra(function: Function, scenario: Scenario | None = None) -> dict[str, Any]:
-    """*args and **kwargs: anything; tensors, of which two stand for any number, where the function saves them for backward."""
+    """*args and **kwargs may be anything; as two tensors where the function saves them for backward."""
     values: dict[str, Any] = {}
     if function.args.vararg:
         name = function.args.vararg.arg

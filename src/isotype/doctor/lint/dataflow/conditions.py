@@ -24,7 +24,7 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def decide(run: Interpreter, test: ast.expr, env: Env) -> bool:
-    """Whether this branch is taken: decided by what is known, else by the path."""
+    """Whether this branch is taken: from known values, else as the current path chooses."""
     if isinstance(test, ast.BoolOp):
         results = (decide(run, value, env) for value in test.values)
         return all(results) if isinstance(test.op, ast.And) else any(results)
@@ -50,7 +50,7 @@ def decide(run: Interpreter, test: ast.expr, env: Env) -> bool:
 
 
 def _question(run: Interpreter, test: ast.expr, env: Env) -> str:
-    """The test as the path knows it: `ctx.fused` of backward is the `fused` that forward was asked."""
+    """The form in which a path records the test: `ctx.fused` in backward is the argument `fused` of forward."""
     if isinstance(test, ast.Attribute) and run.path.answered(test.attr) and isinstance(run.evaluate(test.value, env), Context):
         return test.attr
     return run.file.snippet(test, 80)

@@ -22,7 +22,7 @@ class PathEnds(Exception):
 
 
 class Impossible(Exception):
-    """torch has no such kernel for this dtype: nobody runs the function in this scenario along this path."""
+    """torch has no kernel for this dtype, so that the function cannot run on this path in this scenario."""
 
 
 class OutOfSteps(Exception):

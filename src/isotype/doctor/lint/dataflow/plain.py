@@ -60,8 +60,8 @@ class _Runs:
 
 
 def _disproved(event: Event, one: _Runs, runs: list[_Runs], file: SourceFile) -> bool:
-    """Whether the function's callers in this file hand it other dtypes than were assumed, and with those nothing happens."""
-    if event.kind == "returned":  # seen of the outermost function only: what counts is whether two dtypes met in it at all
+    """Whether the callers in this file pass other dtypes than were assumed, for which the event does not occur."""
+    if event.kind == "returned":  # recorded for the outermost function only: what matters is whether it combined two dtypes at all
         given = [dtypes for r in runs if r.scenario == one.scenario for dtypes in r.entered.get(one.function, ()) if dtypes]
         return bool(given) and all(len(dtypes) == 1 for dtypes in given)
     others = [r for r in runs if r.scenario == one.scenario and r.function is not one.function and r.function.name != "__init__"]

@@ -1,4 +1,4 @@
-"""What each statement does: names bound, branches taken, loops run twice so that what the first round leaves is met by the second."""
+"""Executes statements: binds names, takes branches, and runs loops twice, so that the second round sees the values of the first."""
 
 from __future__ import annotations
 

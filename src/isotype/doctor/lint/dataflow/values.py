@@ -168,7 +168,7 @@ class Context:
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """`self`: what `__init__` says of its attributes, and what the method has assigned since."""
+    """`self`: its attributes as `__init__` sets them, and as the method has assigned them since."""
 
     cls: ast.ClassDef | None
     attributes: dict[str, Any] = field(default_factory=dict)

@@ -1,1 +1,1 @@
-"""Executes what lint accuses: a function is cut out of its file and run on small tensors, in a process of its own that is bounded."""
+"""Executes functions with findings: each is cut out of its file and run on small tensors, in a separate process with limits."""

@@ -1,4 +1,4 @@
-"""Hands accused functions to a process of its own, and grades the findings by what came of it. Needs torch only in that process."""
+"""Runs the functions with findings in a separate process, and grades the findings by the results. Only that process needs torch."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def confine(folder: str) -> None:
-    """From here on: what the module's docstring says. folder: the only place where files may be written."""
+    """Puts the limits of the module's docstring into force. folder: the only place where files may be written."""
     inside = os.path.realpath(folder) + os.sep
     for limit, most in ((resource.RLIMIT_DATA, MEMORY), (resource.RLIMIT_FSIZE, FILE_SIZE), (resource.RLIMIT_CORE, 0)):
         with contextlib.suppress(ValueError, OSError):

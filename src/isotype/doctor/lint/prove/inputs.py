@@ -1,4 +1,4 @@
-"""Arguments for a function that nobody has called: tensors, numbers and dtypes by what the interpreter takes its parameters to be.
+"""Arguments for a function that has no caller: tensors, numbers and dtypes, as the interpreter classifies its parameters.
 
 Shapes are tried until the function runs in fp32. What it then does in other dtypes is due to the dtypes.
 """
@@ -58,7 +58,7 @@ def schemes(long: bool) -> Iterator[Scheme]:
 
 
 class Arguments:
-    """Values for a function's parameters, the same ones in whatever dtypes."""
+    """Values for a function's parameters; they are the same for all dtypes."""
 
     def __init__(self, file: SourceFile, function: Function, skip: int, scenario: Scenario, scheme: Scheme) -> None:
         spec = function.args

@@ -49,6 +49,8 @@ class ProductIntoUnfixedDtype(Rule):
 
     code = "LT001"
     name = "product-into-unfixed-dtype"
+    on = False
+    by_name = True
     first_look = (4, 6)
     in_tests = False
     severity = Severity.WARNING
@@ -56,7 +58,7 @@ class ProductIntoUnfixedDtype(Rule):
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         events = [e for function in function_classes(file) for e in function.events]
-        # of a plain function's arguments nobody says that they differ: there autocast itself has to be what makes them differ
+        # nothing indicates that the arguments of a plain function differ in dtype, unless autocast makes them differ
         events += [e for e in plain_events(file) if any(v.made is Made.AUTOCAST for _, v in e.operands) and not _offline(file, e)]
         events = [e for e in events if e.phase != "call" or of_a_model(file, e.node)]
         for event, also in first_of_each_function(file, events, "out", "in_place"):

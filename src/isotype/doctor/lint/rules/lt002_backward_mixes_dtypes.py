@@ -61,7 +61,9 @@ class BackwardMixesDtypes(Rule):
 
     code = "LT002"
     name = "backward-mixes-dtypes"
-    first_look = (19, 34)
+    on = False
+    by_name = True
+    first_look = (19, 38)
     in_tests = False
     severity = Severity.WARNING
     words = ("autograd",)

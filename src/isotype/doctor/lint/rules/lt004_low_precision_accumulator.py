@@ -54,6 +54,8 @@ class LowPrecisionAccumulator(Rule):
 
     code = "LT004"
     name = "low-precision-accumulator"
+    on = False
+    by_name = True
     first_look = (13, 18)
     in_tests = False
     fix_safety = FixSafety.UNSAFE

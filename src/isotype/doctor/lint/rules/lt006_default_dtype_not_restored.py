@@ -57,6 +57,8 @@ class DefaultDtypeNotRestored(Rule):
 
     code = "LT006"
     name = "default-dtype-not-restored"
+    on = False
+    by_name = True
     first_look = (11, 17)
     fix_safety = FixSafety.SAFE
     words = SETTERS
@@ -64,7 +66,7 @@ class DefaultDtypeNotRestored(Rule):
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         for function in file.functions():
             if any(last_name(d) == "fixture" for d in function.decorator_list):
-                continue  # pytest goes on after the yield whatever the test raised
+                continue  # pytest continues after the yield even if the test raised
             hit = _unguarded(file, function) or _for_good(file, function)
             if hit:
                 yield hit
@@ -87,7 +89,7 @@ def _unguarded(file: SourceFile, function: Function) -> Hit | None:
     if restore is None:
         return None
     changes = [c for c in calls if c.lineno < restore.lineno and c not in restores]
-    # the change itself may be made by a helper that hands back the former dtype: then the finding stands where that is kept
+    # the change may be made by a helper that returns the former dtype: then the finding is placed where that is stored
     first = changes[0] if changes else saved[restored[restores[-1]]]
     risky = [
         n

@@ -51,6 +51,8 @@ class FloatTensorWithoutDtype(Rule):
 
     code = "LT007"
     name = "float-tensor-without-dtype"
+    on = False
+    by_name = True
     first_look = (33, 69)
     in_tests = False
     fix_safety = FixSafety.UNSAFE

@@ -63,7 +63,9 @@ class PositionsInLowPrecision(Rule):
 
     code = "LT008"
     name = "positions-in-low-precision"
-    first_look = (79, 122)
+    on = False
+    by_name = True
+    first_look = (79, 124)
     in_tests = False
     words = ("cos", "sin", "polar", "inv_freq", "rotary", "rope")
 
@@ -80,7 +82,7 @@ class PositionsInLowPrecision(Rule):
                 continue
             seen.add(file.function_of(at))  # rows and columns of a grid are rounded by the same mistake
             if any(_SPARES_PRECISION.search(test) for test in event.path):
-                continue  # an option of that name, set the other way: the author knows, and says so
+                continue  # an option of that name is set to the opposite: the author chose this
             by_autocast = event.scenario.autocast is not None
             if by_autocast and (_built_ahead(file, at) or _called_while_built(file, at) or not _runs_in_forward(file, at)):
                 continue

@@ -11,7 +11,7 @@ from ..rule import Hit, Rule
 from ..source import Function, SourceFile, last_name
 from .evidence import details, first_of_each
 
-# of self, whatever else is said of it; an argument of just this name: `label_weight` weights losses
+# any attribute of self, but of arguments only this exact name: `label_weight` weights losses
 _SCALES = re.compile(r"self\.\w*(weight|scale|gamma|gain|beta|bias|[gwb])$|argument (weight|scale|gamma|gain|beta|bias|[gwb])$")
 
 _REFERENCE = re.compile(r"_ref(erence)?$")
@@ -145,7 +145,7 @@ def _names_a_dtype(node: ast.expr) -> bool:
 
 
 def _made_fp32(node: ast.AST | None) -> bool:
-    """Whether the weight is made in fp32 whatever the model's dtype is."""
+    """Whether the weight is created in fp32 independent of the model's dtype."""
     return node is not None and "torch.float32" in ast.unparse(node)
 
 

@@ -58,6 +58,8 @@ class RecomputeOutsideAutocast(Rule):
 
     code = "LT012"
     name = "recompute-outside-autocast"
+    on = False
+    by_name = True
     first_look = (4, 6)
     words = ("enable_grad", "set_grad_enabled")
 

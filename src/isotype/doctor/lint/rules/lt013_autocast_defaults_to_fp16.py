@@ -108,7 +108,7 @@ def _completed(file: SourceFile, partial: ast.Call) -> bool:
 
 
 def _code_without_text(file: SourceFile) -> str:
-    """The file's names and constants: what it says in comments and docstrings is no evidence of what it does."""
+    """The file's names and constants. Comments and docstrings are left out, as they are no evidence of what the code does."""
     names = [n.id for n in file.nodes(ast.Name)] + [n.attr for n in file.nodes(ast.Attribute)]
     names += [a.arg for a in file.nodes(ast.arg)] + [k.arg or "" for k in file.nodes(ast.keyword)]
     words = [n.value for n in file.nodes(ast.Constant) if isinstance(n.value, str) and len(n.value) < 20]

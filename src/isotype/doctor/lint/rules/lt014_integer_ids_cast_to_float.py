@@ -197,7 +197,7 @@ def _maps_a_batch(file: SourceFile, function: ast.Lambda, encoded: set[str]) -> 
 
 
 def _each_of(file: SourceFile, call: ast.Call, receiver: ast.expr, encoded: set[str]) -> str | None:
-    """The batch, when `for key in batch:` casts `batch[key]` whatever the key is."""
+    """The batch, when `for key in batch:` casts `batch[key]` for every key."""
     if not isinstance(receiver, ast.Subscript) or not isinstance(receiver.slice, ast.Name) or not isinstance(receiver.value, ast.Name):
         return None
     parent = file.parents.get(call)

@@ -57,6 +57,7 @@ class KeptSumInLowPrecision(Rule):
 
     code = "LT017"
     name = "kept-sum-in-low-precision"
+    first_look = (0, 1)
     words = ("grad", "decay", "lerp", "ema", "beta", "momentum", "mean", "average", "avg")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:

@@ -44,6 +44,8 @@ class ProductAfterWidening(Rule):
 
     code = "LT018"
     name = "product-after-widening"
+    on = False
+    by_name = True
     first_look = (3, 4)
     in_tests = False
 

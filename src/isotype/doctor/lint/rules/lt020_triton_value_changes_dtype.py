@@ -49,6 +49,8 @@ class TritonValueChangesDtype(Rule):
 
     code = "LT020"
     name = "triton-value-changes-dtype"
+    on = False
+    by_name = True
     first_look = (0, 6)
     severity = Severity.ERROR
     fix_safety = FixSafety.SAFE
@@ -66,7 +68,7 @@ def _fails(kernel: Kernel, event: KernelEvent) -> bool:
     before, after = event.before, event.after
     if before.loaded:
         return before.loaded in kernel.casts or is_activation(before.loaded)
-    if after.loaded:  # fp32 first, then as loaded: a pointer that is always fp32 would do no harm
+    if after.loaded:  # widened first, then as loaded: if the pointer is always fp32, both are correct
         return after.loaded in kernel.casts and is_activation(after.loaded)
     return True
 

@@ -44,6 +44,8 @@ class TritonMathInLowPrecision(Rule):
 
     code = "LT023"
     name = "triton-math-in-low-precision"
+    on = False
+    by_name = True
     first_look = (2, 9)
     severity = Severity.ERROR
     fix_safety = FixSafety.SAFE

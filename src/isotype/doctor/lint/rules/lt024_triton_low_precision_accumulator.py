@@ -46,6 +46,8 @@ class TritonLowPrecisionAccumulator(Rule):
 
     code = "LT024"
     name = "triton-low-precision-accumulator"
+    on = False
+    by_name = True
     first_look = (9, 30)
     words = ("triton",)
 
@@ -102,7 +104,7 @@ def _narrowed(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hit:
         node=event.node,
         message=f"tl.{event.name} adds in {held}: what it adds was cast down first",
         cause=f"tl.{event.name} adds in the dtype of its argument, {held}: in bf16 (8 bits) parts below 1/256 of the sum are lost, "
-        "whatever the dtype of the variable that takes the result",
+        "also if the variable that takes the result has another dtype",
         fix=f"cast the argument: tl.{event.name}((...).to(tl.float32), ...), or leave out the cast before the sum",
         elsewhere=partial(against, file, kernel, event),
         leads=partial(leads, file, kernel, event),

@@ -56,6 +56,13 @@ class DtypeArgumentWithoutEffect(Rule):
     on = False
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
+        for node, option in _options_without_reader(file):
+            yield Hit(
+                node=node,
+                message=f"the option `{option}` is kept and never read",
+                cause=f"`{option}` stands among the defaults of this class and nowhere else in the file: what it asks for has no effect",
+                fix=f'read it where the tensor is made: dtype=group["{option}"]',
+            )
         for function in file.functions():
             for argument in _unread(file, function):
                 yield Hit(
@@ -67,6 +74,21 @@ class DtypeArgumentWithoutEffect(Rule):
                     symbol=file.symbol(argument),
                     leads=partial(_passed, file, function, argument.arg),
                 )
+
+
+def _options_without_reader(file: SourceFile) -> Iterator[tuple[ast.expr, str]]:
+    """`defaults = dict(lr=lr, momentum_dtype=momentum_dtype)` of an optimizer, where no text "momentum_dtype" and no attribute reads it."""
+    read = {n.value for n in file.nodes(ast.Constant) if isinstance(n.value, str)} | {n.attr for n in file.nodes(ast.Attribute)}
+    for call in file.nodes(ast.Call):
+        function = file.function_of(call)
+        if last_name(call.func) != "dict" or function is None or function.name != "__init__":
+            continue
+        stored = file.parents.get(call)
+        if not (isinstance(stored, ast.Assign) and last_name(stored.targets[0]) == "defaults"):
+            continue
+        for item in call.keywords:
+            if item.arg and item.arg.endswith("_dtype") and item.arg not in read and isinstance(item.value, ast.Name):
+                yield item.value, item.arg
 
 
 def _unread(file: SourceFile, function: Function) -> Iterator[ast.arg]:

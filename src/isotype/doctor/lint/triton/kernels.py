@@ -194,7 +194,7 @@ class _Run:
         for name in then.keys() | other.keys():
             left, right = then.get(name), other.get(name)
             if left is None or right is None:
-                if compile_time:  # a run-time branch does not hand on what only one side defines
+                if compile_time:  # a value that only one side of a run-time branch defines does not exist after it
                     joined[name] = left or right or NOTHING
             elif left.type == right.type:
                 joined[name] = left
@@ -246,7 +246,7 @@ class _Run:
     def compare(
         self, kind: Kind, node: ast.If | ast.For | ast.While, name: str, before: Value, after: Value, test: ast.expr | None = None
     ) -> None:
-        """An event when a variable's type certainly changes where Triton lets none change."""
+        """Records an event where a variable certainly changes its type in a place where Triton forbids that."""
         if before.type is None or after.type is None or before.type == after.type or after.node is None:
             return
         if before.pointer or after.pointer or "bool" in (before.type, after.type):

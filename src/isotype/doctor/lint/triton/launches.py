@@ -47,7 +47,7 @@ def leads(file: SourceFile, kernel: Kernel, event: KernelEvent, repository: Repo
         alone = "the file was linted alone, and launching the kernel is left to its readers"
         return (alone, "") if repository is None else ("", f"no launch of {name} was found")
     if not pointers:
-        return f"{Path(sites[0][0].path).name}:{sites[0][1].lineno} launches it, whatever its pointers hold", ""
+        return f"{Path(sites[0][0].path).name}:{sites[0][1].lineno} launches it, with pointers of unknown dtypes", ""
     for other, site in sites:
         for given in _handed(other, site):
             for pointer in pointers:

@@ -13,13 +13,16 @@ from ..context import Context, Recompute
 from ..origin import Origin
 from ..refusals import recompute_finding
 from ..source import Site, place_of, short
+from ..watcher import Watcher
 
 
-class Autocast:
+class Autocast(Watcher):
     """Remembers, per module, the last state in forward and whether it ever ran with autocast on."""
 
+    order = 15
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
         self._last: dict[int, torch.dtype | None] = {}  # id of a module -> autocast dtype in its last forward, None when off
         self._ever_on: set[int] = set()
         self._recomputed: dict[str, Recompute] = {}
@@ -33,8 +36,8 @@ class Autocast:
         device = self._context.device
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
-    def entered(self, module: torch.nn.Module) -> None:
-        """Called as a module's forward begins, also when a checkpoint runs it again in backward."""
+    def entered(self, module: torch.nn.Module, args: tuple) -> None:
+        """Also called when a checkpoint runs the module again in backward."""
         now = self.now()
         key = id(module)
         if torch._C._current_autograd_node() is None:
@@ -48,13 +51,14 @@ class Autocast:
                 site = self._context.locator.here()
                 self._recomputed.setdefault(name, Recompute(name, _word(self._last[key]), _word(now), site))
 
-    def copied(self, parameter: torch.Tensor, copy: torch.Tensor, origin: Origin) -> None:
-        """Autocast cast a trainable weight: it keeps the copy until the outermost autocast ends."""
-        storage = copy.untyped_storage()
-        self._copies[storage._cdata] = (StorageWeakRef(storage), weakref.ref(parameter), origin)
+    def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
+        """Autocast keeps its copy of a trainable weight until the outermost autocast ends."""
+        if origin.kind == "autocast" and isinstance(source, torch.nn.Parameter):
+            storage = out.untyped_storage()
+            self._copies[storage._cdata] = (StorageWeakRef(storage), weakref.ref(source), origin)
 
     def updated(self, parameter: torch.Tensor) -> None:
-        """A tensor was updated in place while autocast is on: a kept copy of it is stale from now on."""
+        """A tensor was updated in place while autocast is on: autocast's cached copy of it is stale from now on."""
         if not torch.is_autocast_cache_enabled():
             return
         for key, (storage, owner, origin) in self._copies.items():
@@ -74,7 +78,7 @@ class Autocast:
                     name = origin.via.what if origin.via is not None else origin.what
                     self._used.setdefault(name, (origin, updated, self._context.locator.here()))
 
-    def prune(self) -> None:
+    def forward_begins(self) -> None:
         self._copies = {key: entry for key, entry in self._copies.items() if not entry[0].expired()}
         self.stale = {key: entry for key, entry in self.stale.items() if not entry[0].expired()}
 

@@ -11,6 +11,7 @@ from ....dtypes import name as dtype_name
 from ....finding import Finding, Severity
 from ..context import Context
 from ..source import TORCH, Site, callers, in_library, own_line, place_of
+from ..watcher import Watcher
 
 _SETTERS = ("set_autocast_dtype", "set_autocast_cpu_dtype", "set_autocast_gpu_dtype")
 
@@ -23,11 +24,13 @@ class Left:
     module: str
 
 
-class AutocastDtype:
+class AutocastDtype(Watcher):
     """Follows `torch.set_autocast_dtype`, and which dtype a model's forwards had under autocast before."""
 
+    order = 10
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
         self._ran: dict[int, torch.dtype] = {}  # id of a root module -> dtype of its first training forward under autocast
         self._set: tuple[torch.dtype, Site] | None = None  # the dtype in force, when a function of the program set it
         self._left: dict[Site, Left] = {}
@@ -56,8 +59,7 @@ class AutocastDtype:
         self._undo.append((name, function))
         setattr(torch, name, watched)
 
-    def forward(self, module: torch.nn.Module) -> None:
-        """Before a root module's forward."""
+    def root_called(self, module: torch.nn.Module) -> None:
         device = self._context.device
         if not torch.is_autocast_enabled(device) or not torch.is_grad_enabled():
             return

@@ -12,6 +12,7 @@ from ....finding import Finding, Severity, listed
 from ..context import Context
 from ..pace import now_and_then
 from ..source import Site, place_of
+from ..watcher import Watcher
 
 _LOOKS = 4  # steps that are looked at; then those whose number is a power of two
 
@@ -25,11 +26,13 @@ class Broken:
     site: Site | None
 
 
-class BrokenSteps:
+class BrokenSteps(Watcher):
     """Looks at the parameters before and after a step, until one is broken by it."""
 
+    order = 55
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
         self._steps: dict[int, int] = {}
         self._before: dict[int, str] | None = None  # id of a parameter that is finite -> what its gradient holds
         self._first: Broken | None = None
@@ -53,6 +56,10 @@ class BrokenSteps:
         vanishes = isinstance(eps, float) and eps > 0 and float(torch.tensor(eps, dtype=first.dtype)) == 0
         names = [self._context.names.parameter_name(p) or f"of shape {tuple(p.shape)}" for p, _ in broken]
         self._first = Broken(names, first.dtype, self._before[id(first)], eps if vanishes else None, self._context.locator.here(3))
+
+    @property
+    def found(self) -> bool:
+        return self._first is not None
 
     def findings(self) -> list[Finding]:
         if self._first is None:

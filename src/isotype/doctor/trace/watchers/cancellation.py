@@ -14,9 +14,10 @@ from ..context import Context
 from ..ops import LOW, Op
 from ..pace import now_and_then
 from ..source import Site, place_of
+from ..watcher import After, Before, Watcher
 
 _LOOKS = 8  # calls of a line whose values are looked at, then those whose number is a power of two
-_ROUNDINGS = 4.0  # a difference of so many roundings of its operands says nothing
+_ROUNDINGS = 4.0  # a difference of this many rounding errors of its operands has no correct digit
 _MOST = 0.5  # of the elements
 _SQUARES = ("MulBackward0", "PowBackward0")
 _MEANS = ("MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1", "DivBackward0")
@@ -29,13 +30,18 @@ class Cancelled:
     site: Site | None
 
 
-class Cancellation:
+class Cancellation(Watcher):
     """Looks at differences of a mean and a square, which autograd's nodes tell."""
 
+    order = 70
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
         self._found: dict[Site | None, Cancelled] = {}
         self._looked: Counter[Site | None] = Counter()
+
+    def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
+        return {"sub": self.subtracting}
 
     def subtracting(self, op: Op, args: tuple, kwargs: dict | None) -> None:
         """Before `mean_of_squares - mean * mean`."""

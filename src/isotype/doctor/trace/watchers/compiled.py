@@ -10,13 +10,16 @@ import torch
 from ....finding import Finding, Place, Severity
 from ..context import Context
 from ..source import Site, in_library
+from ..watcher import Watcher
 
 
-class Compiled:
-    """Holds torch.compile off while tracing, and says so; follows launches of Triton kernels."""
+class Compiled(Watcher):
+    """Switches torch.compile off while tracing, with a note, and records launches of Triton kernels."""
+
+    order = 85
 
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
         self._compile: Any = torch.compile
         self._stance: Any = None
         self._regions: dict[Site, None] = {}
@@ -28,10 +31,10 @@ class Compiled:
         if "torch._dynamo" in sys.modules:
             self._hold_off()
         torch.compile = self._compiling
-        self.look()
+        self.forward_begins()
 
-    def look(self) -> None:
-        """Called again as the program goes on: it may import Triton later."""
+    def forward_begins(self) -> None:
+        """Called at every forward, because the program may import Triton after the trace began."""
         if self._jit is None and "triton.runtime.jit" in sys.modules:
             self._watch_launches()
 

@@ -11,8 +11,10 @@ import torch
 
 from ....dtypes import name as dtype_name
 from ....finding import Finding, Place, Severity
+from ..context import Context
 from ..ops import LOW
 from ..source import Site, callers, in_library, own_line, short
+from ..watcher import Watcher
 
 
 @dataclass(slots=True)
@@ -31,10 +33,13 @@ class Change:
         return own_line(list(self.stack)) or self.stack[0]
 
 
-class DefaultDtype:
+class DefaultDtype(Watcher):
     """Follows `torch.set_default_dtype`; a function that means to put the old dtype back and has ended without doing so has leaked it."""
 
-    def __init__(self) -> None:
+    order = 5
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
         self._original = torch.set_default_dtype
         self._initial = torch.get_default_dtype()
         self._last: Change | None = None
@@ -59,6 +64,9 @@ class DefaultDtype:
             self._never.clear()  # somebody put it back after all
         stack = tuple(site for site in callers(2) if not site.file.startswith("<"))
         self._last = None if after == self._initial else Change(before, after, stack)
+
+    def forward_begins(self) -> None:
+        self.look()
 
     def look(self) -> Change | None:
         """The change that is in force although the function that made it, meaning to undo it, is gone."""
@@ -116,7 +124,7 @@ def _never_restored(change: Change) -> Finding:
         severity=Severity.WARNING if not in_library(setter.file) else Severity.NOTE,
         message=f"the default dtype was set to {word} by {setter.function} and never put back",
         place=Place(file=setter.file, line=setter.line, symbol=setter.function),
-        cause=f"{setter.function} made {change.built} tensors under torch.set_default_dtype({word}) and ended; whatever is created since "
+        cause=f"{setter.function} made {change.built} tensors under torch.set_default_dtype({word}) and ended; everything created since "
         f"without dtype= is {word} too, first at {change.outside[0]}",
         fix=f"put it back in {setter.function} with try: ... finally: torch.set_default_dtype(old), or pass dtype= to what it builds",
         details=tuple(("created at", f"{site}: {site.text}") for site in change.outside),
@@ -136,7 +144,7 @@ def cause_of(change: Change) -> str:
         "default dtype from "
         f"{dtype_name(change.before)}; {setter.function} has ended without restoring it (an exception or an early return skipped the "
         "line that does), "
-        f"so whatever is created since without dtype= is {dtype_name(change.after)}"
+        f"so everything created since without dtype= is {dtype_name(change.after)}"
     )
 
 

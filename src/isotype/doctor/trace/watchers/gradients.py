@@ -1,4 +1,4 @@
-"""Casts that nobody wrote or that repeat: gradients that autograd casts to fit, and frozen parameters that autocast casts on every call."""
+"""Implicit and repeated casts: of gradients by autograd, to the dtype of their tensor; of frozen parameters by autocast, at every call."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ....finding import Finding, Place, Severity
 from ..context import Context
 from ..origin import Origin
 from ..source import place_of
+from ..watcher import Watcher
 from .promotions import size
 
 
@@ -32,15 +33,17 @@ class FrozenCasts:
     after: str = ""
 
 
-class Casts:
+class Casts(Watcher):
     """Counts both kinds."""
 
+    order = 45
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
         self._engine: dict[tuple[str, torch.dtype, torch.dtype, Any], EngineCast] = {}
         self._frozen = FrozenCasts()
 
-    def happened(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
+    def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         if origin.kind == "engine":
             key = (origin.backward, source.dtype, out.dtype, origin.site)
             cast = self._engine.setdefault(key, EngineCast(origin, source.dtype, out.dtype))

@@ -13,6 +13,7 @@ from ..context import Context
 from ..ops import LOW, Op
 from ..pace import now_and_then
 from ..source import Site, place_of
+from ..watcher import After, Before, Watcher
 
 _LOOKS = 16  # calls of a line whose values are looked at, then those whose number is a power of two
 _SMALL = 1e-3  # what is added to keep from zero, and how far from 1 a bound may lie, at most
@@ -27,17 +28,24 @@ class Guard:
     site: Site | None
 
 
-class Guards:
+class Guards(Watcher):
     """Looks at small numbers that are added, and at the bounds of clamps, where they change their meaning."""
 
+    order = 65
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
         self._found: dict[Site | None, Guard] = {}
         self._looked: Counter[Site | None] = Counter()
+
+    def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
+        return {"add": self.added, "clamp": self.clamped}
 
     def added(self, op: Op, args: tuple, kwargs: dict | None) -> None:
         """Before `tensor + 1e-8` on a low-precision tensor: where the tensor is zero, the sum stays zero."""
         tensor, eps = args[0], args[1]
+        if type(eps) is not float or not isinstance(tensor, torch.Tensor) or tensor.dtype not in LOW:
+            return
         if not 0 < eps < _SMALL or _held(eps, tensor.dtype) != 0 or self._context.updates.in_step:
             return
         site = self._due()

@@ -1,4 +1,4 @@
-"""Parameters that took another's place after the optimizer was made (often in another dtype): they get gradients, and nobody steps them."""
+"""Parameters that replaced others after the optimizer was created, often in another dtype: they get gradients and are never updated."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ....dtypes import name as dtype_name
 from ....finding import Finding, Severity, listed
 from ..context import Context
 from ..source import Site, place_of
+from ..watcher import Watcher
 
 
 @dataclass(slots=True)
@@ -20,11 +21,13 @@ class Orphan:
     site: Site | None
 
 
-class Orphans:
+class Orphans(Watcher):
     """Looks at an optimizer's first step: does a module own each parameter that has no gradient, or another one in its stead?"""
 
+    order = 75
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
         self._looked: set[int] = set()
         self._found: dict[str, Orphan] = {}
 

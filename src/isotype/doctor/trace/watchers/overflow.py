@@ -11,8 +11,10 @@ import torch
 from ....finding import Finding, Place, Severity
 from ..context import Context
 from ..ops import Op
+from ..origin import Origin
 from ..pace import now_and_then
 from ..source import Site, place_of
+from ..watcher import After, Before, Watcher
 
 _GRADIENTS = 64  # gradients whose cast to fp16 is looked at
 _SAMPLE = 4_096
@@ -38,11 +40,13 @@ class Beyond:
     site: Site | None
 
 
-class Overflows:
+class Overflows(Watcher):
     """Looks at the fp16 outputs of modules, until one is not finite."""
 
+    order = 60
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
         self._first: Overflow | None = None
         self._gradients = 0  # gradients cast down to fp16 that were looked at, and those that mostly became zero
         self._flushed = 0
@@ -67,8 +71,10 @@ class Overflows:
         word = "NaN" if bool(torch.isnan(out).any()) else "inf"
         self._first = Overflow(self._context.names.of(module), inside, largest, word, self._context.locator.here())
 
-    def flushed(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        """A gradient was cast to fp16: how much of it is below fp16's smallest value."""
+    def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
+        """Of a gradient that is cast to fp16: how much of it is below fp16's smallest value."""
+        if out.dtype != torch.float16 or not origin.backward:
+            return
         if source.dtype not in (torch.float32, torch.float64) or self._gradients > _GRADIENTS:
             return
         self._gradients += 1
@@ -97,8 +103,14 @@ class Overflows:
                 site, module, _ = self._context.here()
                 self._lost.append((module, site))
 
-    def scaled(self, tensor: torch.Tensor, factor: Any, power: float) -> None:
+    def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
+        return {"mul": self._scaled, "div": self._scaled}
+
+    def _scaled(self, op: Op, args: tuple, kwargs: dict | None) -> None:
         """Between forwards, before an fp16 tensor is multiplied by, or divided by, a number: what of it becomes zero."""
+        tensor, factor, power = args[0], args[1], 1.0 if op.name == "mul" else -1.0
+        if not self._context.between_passes() or not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float16:
+            return
         if type(factor) not in (int, float) or not factor or self._divisions > _GRADIENTS:
             return
         by = float(factor) ** power
@@ -191,8 +203,11 @@ class Overflows:
             )
         ]
 
-    def findings(self, *, skipping: bool = False) -> list[Finding]:
-        """skipping  a GradScaler takes no step, which tells the line that left the range"""
+    def findings(self) -> list[Finding]:
+        """None where broken weights explain the values; without the line where a GradScaler that takes no step tells it."""
+        if self._context.broken_steps.found:
+            return []
+        skipping = self._context.scaling.stuck
         if self._first is None:
             return ([] if skipping else self._range()) or self._underflow()
         first = self._first

@@ -13,7 +13,9 @@ from ....dtypes import name as dtype_name
 from ....finding import Finding, Place, Severity, listed
 from ..context import Context
 from ..ops import FLOATS, LOW
+from ..origin import Origin
 from ..source import TORCH, Site, callers, in_library, own_line, place_of, short
+from ..watcher import Watcher
 
 SAMPLE = 4096  # elements of a tensor that are compared before and after a cast
 _BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
@@ -84,11 +86,13 @@ class Fault:
     names: list[str]
 
 
-class Parameters:
+class Parameters(Watcher):
     """Follows `module.to(dtype)` and `parameter.data = ...`."""
 
+    order = 20
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
         self._history: dict[tuple[int, str], list[Change]] = {}
         self._calls: dict[int, int] = {}  # id of a module -> its forward calls
         self._evaluated: dict[int, int] = {}  # the same, of its last call without gradients
@@ -123,7 +127,7 @@ class Parameters:
     def stop(self) -> None:
         torch.nn.Module._apply = self._apply  # type: ignore[method-assign]  # gives the method back
 
-    def called(self, module: torch.nn.Module) -> None:
+    def entered(self, module: torch.nn.Module, args: tuple) -> None:
         key = id(module)
         self._calls[key] = self._calls.get(key, 0) + 1
         if not torch.is_grad_enabled():
@@ -177,8 +181,10 @@ class Parameters:
         if rounded:
             self._written[id(parameter)] = Change(name, parameter.dtype, value.dtype, callers(4), rounded, 0, 1)
 
-    def narrowed(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        """A cast down, which an assignment to `.data` may take."""
+    def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
+        """Remembers the last cast down of the program's: an assignment to `.data` may take its result."""
+        if origin.kind != "cast" or out.dtype not in LOW or origin.backward:
+            return
         self._narrowed = (StorageWeakRef(out.untyped_storage()), StorageWeakRef(source.untyped_storage()))
 
     def _replaced(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
@@ -271,7 +277,7 @@ class Parameters:
             fault.names.append(down.name)
 
     def _copied(self, module: int) -> bool:
-        """Whether a module seems to be in a copy of another model seen: the rounding of a copy that is then left alone harms nobody."""
+        """Whether a module seems to belong to a copy of another model. Rounding a copy that is not trained later is no fault."""
         roots = self._context.names.roots()
         own = next((root for root in roots if any(id(inner) == module for inner in root.modules())), None)
         if own is None:

@@ -18,6 +18,7 @@ from ..ops import LOW, Op
 from ..origin import Origin
 from ..pace import now_and_then
 from ..source import place_of
+from ..watcher import After, Before, Watcher
 
 WATCHED = frozenset({"cos", "sin", "arange", "_to_copy", "linspace", "cumsum"})
 _EXACT = {to_torch(word): 2 ** significant_bits(word) for word in ("bf16", "fp16")}  # whole numbers up to here are exact
@@ -38,12 +39,17 @@ class Rounded:
     site: Any
 
 
-class Positions:
+class Positions(Watcher):
+    order = 50
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
         self._found: dict[Any, Rounded] = {}
         self._looked: dict[Any, int] = {}
         self._cast: dict[Any, tuple[torch.dtype, float]] = {}  # where whole numbers beyond the exact ones were cast: to what, the largest
+
+    def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
+        return dict.fromkeys(WATCHED, self.before)
 
     def before(self, op: Op, args: tuple, kwargs: dict | None) -> None:
         """Looks at what cos and sin get, and at whole numbers on their way into low precision."""

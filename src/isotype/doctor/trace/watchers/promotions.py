@@ -1,4 +1,4 @@
-"""Promotions that spread: a wide tensor meets the model's activations, and what follows is computed and kept in the wider dtype."""
+"""Promotions that spread: a wide tensor widens the activations, and later results are computed and stored in the wider dtype."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..operands import share_of
 from ..ops import LOW, Op
 from ..origin import Origin
 from ..provenance import MARK
+from ..watcher import Watcher
 
 
 @dataclass(slots=True)
@@ -36,14 +37,16 @@ class Promotion:
     spread: dict[str, None] = field(default_factory=dict)
 
 
-class Promotions:
+class Promotions(Watcher):
     """Counts promotions in forward, and keeps those whose result spreads: into another module, a product, or the model's output."""
 
+    order = 40
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
         self._seen: dict[tuple[str, str, Any], Promotion] = {}
 
-    def happened(self, op: Op, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None:
+    def promoted(self, op: Op, origin: Origin, wide: torch.Tensor, narrow: torch.Tensor, out: torch.Tensor) -> None:
         context = self._context
         if origin.backward or not context.stack or out.ndim == 0 or narrow.numel() < out.numel():
             return
@@ -76,8 +79,24 @@ class Promotions:
                 if len(spread) < 8:
                     spread[what] = None
 
-    def findings(self, explained: set[Any]) -> list[Finding]:
-        """One finding for each decision that spread; `explained` are the places that a dtype error has told already."""
+    def entered(self, module: torch.nn.Module, args: tuple) -> None:
+        if len(self._context.stack) > 1 and not type(module).__name__.endswith("Loss"):
+            for arg in args:
+                self.reached(arg, f"the input of {self._context.names.of(module)}")
+
+    def left(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
+        if self._context.stack or output is None:
+            return
+        for item in output if isinstance(output, (tuple, list)) else output.values() if isinstance(output, dict) else (output,):
+            self.reached(item, f"the output of {type(module).__name__}")
+
+    def cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
+        if origin.kind == "autocast" and not isinstance(source, torch.nn.Parameter):
+            self.reached(source, f"autocast, which casts it down for {origin.what} in {origin.module}")
+
+    def findings(self) -> list[Finding]:
+        """One finding for each decision that spread, but for the places that the explanation of an error shows already."""
+        explained = self._context.failures.told
         deciders: dict[tuple[str, Any, torch.dtype], list[Promotion]] = {}
         for promotion in self._seen.values():
             decider = promotion.origin.decider()

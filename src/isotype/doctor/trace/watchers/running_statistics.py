@@ -19,12 +19,13 @@ from ..context import Context
 from ..ops import LOW, Op
 from ..pace import now_and_then
 from ..source import Site, place_of
+from ..watcher import After, Before, Watcher
 
 NORMS = frozenset({"native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm", "miopen_batch_norm"})
 _STATISTICS = ((3, "running mean"), (4, "running variance"))  # their places among the arguments
 _LAST = 3  # updates that are judged together
 _LOST = 0.5  # below this share of the fp32 movement they count as rounded away
-_OFF = 0.05  # distance from what the batches show, relative to that, from which on it is told
+_OFF = 0.05  # relative distance from the statistics of the batches above which it is reported
 
 
 @dataclass(slots=True)
@@ -46,10 +47,15 @@ class _Running:
         return share, float(gap.mean(0).norm()) / max(float(batch.mean(0).norm()), 1e-38)
 
 
-class RunningStatistics:
+class RunningStatistics(Watcher):
+    order = 35
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
         self._running: dict[int, _Running] = {}
+
+    def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
+        return dict.fromkeys(NORMS, (self.before, self.after))
 
     def before(self, op: Op, args: tuple, kwargs: dict | None) -> list[tuple[_Running, torch.Tensor, torch.Tensor, torch.Tensor]] | None:
         """The statistics that are due: as they are, and as this batch has them."""

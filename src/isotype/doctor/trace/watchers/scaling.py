@@ -12,8 +12,10 @@ import torch
 
 from ....finding import Finding, Severity
 from ..context import Context
+from ..ops import Op
 from ..pace import now_and_then
 from ..source import Site, place_of
+from ..watcher import After, Before, Watcher
 
 _START = 10  # skipped steps from which on a run that has taken none counts as stuck: from 65536 down to 64
 _ROW = 16  # skipped steps in a row, later on
@@ -21,11 +23,13 @@ _LOOKS = 8  # scaled losses whose gradients are followed, then those whose numbe
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 
 
-class Scaling:
+class Scaling(Watcher):
     """Follows GradScaler from `scale(loss)` to `unscale_(optimizer)`, and looks at what is clipped between the two."""
 
+    order = 80
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
         self._scale = 1.0  # that the gradients hold; 1 where none do
         self._unscaled: set[int] = set()  # parameters whose gradients hold it no more
         self._before: dict[int, tuple[int, int]] = {}  # id of a parameter -> its gradient as it was when the loss was scaled
@@ -37,7 +41,7 @@ class Scaling:
         self._stepped: tuple[float, Site | None] | None = None
         self._twice: tuple[float, Site | None, Site | None] | None = None
         self._within = False  # the scaler's own step
-        self._scalers: set[Any] = set()  # those that skipped; kept, so that none takes another's place
+        self._scalers: set[Any] = set()  # those that skipped; references keep their ids from being reused
         self._losses = 0
         self._awaited = False  # whether a scaled loss has not had its backward
         self._first: tuple[str, float, Site | None] | None = None
@@ -117,6 +121,14 @@ class Scaling:
         self._awaited = False
         self._held = {key: state for key, state in self._gradients().items() if self._before.get(key) != state}
         self._memory = {memory for memory, _ in self._held.values()}
+
+    def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
+        return {"mul": self._by_a_number, "div": self._by_a_number}
+
+    def _by_a_number(self, op: Op, args: tuple, kwargs: dict | None) -> None:
+        """Between forwards, a gradient may be multiplied or divided by the scale."""
+        if self.scaled and self._context.between_passes() and isinstance(args[0], torch.Tensor):
+            self.multiplied(args[0], args[1], 1.0 if op.name == "mul" else -1.0)
 
     def multiplied(self, tensor: torch.Tensor, factor: Any, power: float) -> None:
         """A tensor is multiplied by a number while gradients are scaled: a gradient that is rid of the scale by hand."""

@@ -19,10 +19,11 @@ from ....finding import Finding, Severity, listed
 from ..context import Context
 from ..ops import LOW, Op
 from ..source import Site, place_of
+from ..watcher import After, Before, Watcher
 
 SAMPLE = 4_096  # elements of a sum that are followed in fp32
 _ENOUGH = 8  # forwards a sum must span: within one forward it may be a residual stream, which is bf16 by design
-_OFF = 5e-3  # relative error of a sum from which on it is told; one rounding to bf16 is 2e-3
+_OFF = 5e-3  # relative error of a sum above which it is reported; one rounding to bf16 is 2e-3
 _TOTALS = 256  # totals written anew that are followed at once
 _STANDS = 0.5  # share of elements that a decay factor leaves as they are
 
@@ -61,13 +62,18 @@ class _Decay:
     forwards: set[int] = field(default_factory=set)
 
 
-class Sums:
+class Sums(Watcher):
+    order = 30
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
         self._sums: dict[tuple[int, int], _Sum] = {}
         self._told: dict[tuple[bool, Any], list[_Sum]] = {}
         self._decays: dict[Site | None, _Decay] = {}
         self._totals: dict[tuple[Site | None, torch.Size], _Total] = {}
+
+    def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
+        return {"add": self.summed, "mul": self.multiplied}
 
     def added(self, op: Op, args: tuple, kwargs: dict | None) -> None:
         """Before an in-place addition to a low-precision tensor that is no parameter, outside an optimizer's step."""
@@ -120,13 +126,13 @@ class Sums:
         known.low = low + step
 
     def compensates(self, tensor: torch.Tensor) -> None:
-        """A tensor that was seen to keep the rests of additions to a weight: its own rounding harms nobody."""
+        """Marks a tensor that stores the rounding errors of additions to a weight: its own rounding is harmless."""
         known = self._sums.get((tensor.untyped_storage()._cdata, int(tensor.storage_offset())))
         if known is not None:
             known.rest = True
 
     def grows(self) -> bool:
-        """Whether the last forward, or its backward, went on with a sum of earlier ones."""
+        """Whether the last forward or its backward added to a sum that earlier ones began."""
         before = self._context.forwards - 1
         return any(known.inside and known.last == before and len(known.forwards) > 1 for known in self._sums.values())
 
@@ -187,7 +193,7 @@ class Sums:
             if len(kept) < 64:
                 kept.append(known)
 
-    def prune(self) -> None:
+    def forward_begins(self) -> None:
         for key in [key for key, known in self._sums.items() if known.storage.expired()]:
             self._keep(self._sums.pop(key))
 

@@ -21,6 +21,7 @@ from ..context import Context
 from ..ops import LOW, Op
 from ..pace import now_and_then
 from ..source import Site, place_of
+from ..watcher import After, Before, Watcher
 
 SAMPLE = 16_384  # elements of a tensor that are compared
 LOST = 0.5  # below this share of the fp32 movement the update counts as rounded away
@@ -53,7 +54,7 @@ class Watched:
     source: StorageWeakRef | None = None
     from_master: bool = False
     constant: bool = False  # a number is added, not a tensor
-    kept: int = 0  # samples whose rest was found in the operand afterwards: compensated (Kahan) summation
+    kept: int = 0  # samples whose rounding error was found in the operand afterwards: compensated (Kahan) summation
 
     @property
     def moved(self) -> float:
@@ -69,11 +70,13 @@ class _Sample:
     operand: torch.Tensor | None  # what was added, where it may keep what the addition lost
 
 
-class Updates:
+class Updates(Watcher):
     """Watches the in-place ops, and knows which optimizer is stepping."""
 
+    order = 25
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
         self._watched: dict[tuple[int, str], Watched] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._rests: list[tuple[Watched, torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -91,6 +94,9 @@ class Updates:
     def in_step(self) -> bool:
         """Whether an optimizer is stepping."""
         return self._optimizer is not None
+
+    def before_ops(self) -> dict[str, Before | tuple[Before, After]]:
+        return dict.fromkeys(UPDATES, (self.before, self.after))
 
     def before(self, op: Op, args: tuple, kwargs: dict | None) -> list[_Sample] | None:
         """The fp32 movement of those of the op's destinations that are due for a comparison."""
@@ -236,7 +242,7 @@ class Updates:
         enough = 1 if watched.role == "parameter" and not watched.op.endswith("copy_") else 3
         return watched.samples >= enough and watched.moved < LOST and not watched.from_master
 
-    def prune(self) -> None:
+    def forward_begins(self) -> None:
         self._look_for_rests()
         for key in [key for key, watched in self._watched.items() if watched.storage.expired()]:
             self._keep(key)

@@ -16,7 +16,7 @@ FLOW_ONLY = ("flow_matching",)
 
 @dataclass(frozen=True)
 class Asked:
-    """What a denoiser is told besides picture, time and text.
+    """The inputs of a denoiser besides picture, time and text.
 
     guidance   the guidance scale of a guidance-distilled model
     downscale  pixels in a latent pixel, in each direction: models that are told a picture's size get it in pixels

@@ -1,4 +1,4 @@
-"""Flux.1: latents in tokens of 2 x 2, CLIP's pooled text and T5's sequence, guidance as a number that the model is told."""
+"""Flux.1: latents in tokens of 2 x 2, CLIP's pooled text and T5's sequence, guidance as an input number of the model."""
 
 from __future__ import annotations
 

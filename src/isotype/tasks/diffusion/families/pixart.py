@@ -50,7 +50,7 @@ class PixArtSigma(PixArtAlpha):
 
 
 def told_size(model: Any, noisy_NCHW: Tensor, downscale: int) -> dict[str, Tensor | None]:
-    """Height and width in pixels and their ratio, fp32[N 2] and fp32[N 1], for a model that is told them (alpha at 1024 pixels)."""
+    """Height and width in pixels and their ratio, fp32[N 2] and fp32[N 1], for a model that takes them as inputs (alpha at 1024 pixels)."""
     told = config_of(model)
     if not (told.sample_size == 128 if told.use_additional_conditions is None else told.use_additional_conditions):
         return {"resolution": None, "aspect_ratio": None}

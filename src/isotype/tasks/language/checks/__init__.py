@@ -1,4 +1,4 @@
-"""The checks before step 1 that look at tokens: labels, the tokenizer, positions, packing."""
+"""The checks of tokens before step 1: labels, the tokenizer, positions, packing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PF018: in a packed row, what one document says changes what the model predicts in another.
+"""PF018: in a packed row, one document changes what the model predicts in another.
 
 Attention is kept apart by positions, which every attention back end of transformers turns into a mask or into cumulative lengths. A
 layer that carries a state along the row (a convolution, a recurrence) does not look at them, and neither does an attention of a

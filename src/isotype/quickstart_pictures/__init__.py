@@ -1,0 +1,11 @@
+"""`isotype quickstart --diffusion`: pictures of shapes, and a model that draws them, trained on the spot.
+
+shapes      the pictures, drawn
+judge       says what a picture shows, from its pixels
+parts       the pipeline: a VAE trained on shapes, encoders and a transformer with random weights
+quickstart  both stages, and what they drew
+"""
+
+from .quickstart import Size, judge_runs, quickstart_pictures
+
+__all__ = ["Size", "judge_runs", "quickstart_pictures"]

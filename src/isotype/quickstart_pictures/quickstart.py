@@ -1,0 +1,237 @@
+"""`isotype quickstart --diffusion`: a small Flux from nothing, then a LoRA that teaches it a shape it never saw; no network.
+
+The folder holds all that is needed to do it again by hand: the pictures, the pipeline, and two files, `full.yaml` and `lora.yaml`, that
+`isotype train` takes. Both stages are ordinary runs. A finished stage is not repeated and an interrupted one is resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from .shapes import COLOURS, SHAPES, SIDE, write_pictures
+
+BEFORE, NEW = SHAPES[:3], SHAPES[3]
+ASKED = ("a red circle", "a green square", "a blue triangle", "a yellow cross")
+FULL, LORA, PIPELINE, BASE, PICTURES, SHEET = "full.yaml", "lora.yaml", "flux", "base", "pictures", "drawn.png"
+_DRAWN_STEPS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How long things train. `each`: pictures of a shape in a colour; `draws`: pictures drawn of each prompt at the end."""
+
+    vae_steps: int = 300
+    full_steps: int = 2000
+    lora_steps: int = 400
+    batch: int = 16
+    each: int = 32
+    draws: int = 10
+
+
+def quickstart_pictures(folder: Path, *, size: Size | None = None, preset: str = "auto", json_output: bool = False) -> int:
+    """Runs both stages, draws what was asked for and judges it. Returns the exit status: 0, or 130 when interrupted and saved."""
+    from ..tasks.diffusion.pipeline_folder import require_diffusers
+
+    require_diffusers()
+    size = size or Size()
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr if json_output else sys.stdout, flush=True)  # noqa: E731
+    _prepare(folder, size, preset, say)
+    results = {}
+    for stage, file, what in (
+        ("full", FULL, f"1/2  every weight, on pictures of {', '.join(BEFORE)}"),
+        ("lora", LORA, f"2/2  LoRA on pictures of a {NEW}, which that model never saw; the others keep it from forgetting"),
+    ):
+        say(f"\n{what}  ({folder / file})")
+        if stage == "lora":
+            _make_base(folder)
+        if (status := _stage(folder / stage, folder / file, json_output=json_output)) != 0:
+            say(f"go on with: isotype quickstart --diffusion --folder {folder}")
+            return status
+        results[stage] = json.loads((folder / stage / "result.json").read_text(encoding="utf-8"))
+    say("\ndrawing and judging, by the pixels alone")
+    summary = judge_runs(folder, draws=size.draws)
+    if json_output:
+        print(json.dumps({"folder": str(folder), **results, **summary}))
+    else:
+        _show(folder, summary, say)
+    return 0
+
+
+def judge_runs(folder: Path, *, draws: int) -> dict[str, Any]:
+    """What each run drew when asked for each shape: `right` of `draws` pictures by prompt, before and after LoRA; writes the sheet."""
+    made = {stage: _judged(folder / stage, draws) for stage in ("full", "lora")}
+    _sheet([[png for _, png in made[stage][prompt]] for stage in ("full", "lora") for prompt in ASKED]).save(folder / SHEET)
+    right = {stage: {prompt: sum(is_right for is_right, _ in drawn) for prompt, drawn in by.items()} for stage, by in made.items()}
+    return {
+        "before": right["full"],
+        "after": right["lora"],
+        "draws": draws,
+        "share": sum(right["lora"].values()) / (draws * len(ASKED)),
+        "sheet": str(folder / SHEET),
+        "report": str(folder / "lora" / "report.html"),
+    }
+
+
+def _judged(run: Path, draws: int) -> dict[str, list[tuple[bool, bytes]]]:
+    import numpy as np
+    from PIL import Image
+
+    from ..tasks.diffusion.loaded import draw_with
+    from .judge import judged
+
+    _, pictures = draw_with(run, [prompt for prompt in ASKED for _ in range(draws)])
+    found: dict[str, list[tuple[bool, bytes]]] = {prompt: [] for prompt in ASKED}
+    for picture in pictures:
+        seen = judged(np.array(Image.open(io.BytesIO(picture.png)).convert("RGB")))
+        found[picture.prompt].append((str(seen) == picture.prompt, picture.png))
+    return found
+
+
+def _sheet(rows: Sequence[Sequence[bytes]]) -> Any:
+    """A picture of the pictures: a row a prompt, the first half before LoRA, the second after."""
+    from PIL import Image
+
+    gap = 2
+    sheet = Image.new("RGB", ((SIDE + gap) * max(map(len, rows)), (SIDE + gap) * len(rows)), (200, 200, 200))
+    for i, row in enumerate(rows):
+        for j, png in enumerate(row):
+            sheet.paste(Image.open(io.BytesIO(png)), ((SIDE + gap) * j, (SIDE + gap) * i))
+    return sheet.resize((2 * sheet.width, 2 * sheet.height), Image.Resampling.NEAREST)
+
+
+def _prepare(folder: Path, size: Size, preset: str, say: Callable[[str], None]) -> None:
+    """Writes what both stages read; `lora.yaml` comes last: with it the folder is complete."""
+    if (folder / LORA).is_file():
+        return
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder}: is a file", fix="isotype quickstart --diffusion --folder OTHER")
+    if folder.is_dir() and any(path.name not in (FULL, PIPELINE, PICTURES) for path in folder.iterdir()):
+        raise UsageError(f"{folder}: holds other files", fix="isotype quickstart --diffusion --folder OTHER")
+    from .parts import pipeline
+
+    count = write_pictures(folder / PICTURES / "before", BEFORE, each=size.each, seed=1)
+    count += write_pictures(folder / PICTURES / "new", (NEW,), each=size.each, seed=2)
+    say(f"pictures  {count} of {len(SHAPES)} shapes in {len(COLOURS)} colours, {SIDE} x {SIDE} pixels, each with a caption")
+    error = pipeline(folder / PIPELINE, vae_steps=size.vae_steps)
+    say(f"pipeline  a Flux with random weights; its VAE trained on such shapes: pixels off by {error / 2:.1%}")
+    (folder / FULL).write_text(_full_yaml(folder, size, preset), encoding="utf-8")
+    (folder / LORA).write_text(_lora_yaml(folder, size, preset), encoding="utf-8")
+
+
+def _make_base(folder: Path) -> None:
+    """The pipeline with the trained transformer in place of the random one."""
+    aside = folder / f".{BASE}"
+    if (folder / BASE).is_dir():
+        return
+    shutil.rmtree(aside, ignore_errors=True)
+    shutil.copytree(folder / PIPELINE, aside, ignore=shutil.ignore_patterns("transformer"))
+    (aside / "transformer").mkdir()
+    for file in (folder / "full" / "model").iterdir():
+        if file.name in ("config.json", "diffusion_pytorch_model.safetensors"):
+            shutil.copy(file, aside / "transformer" / file.name)
+    aside.rename(folder / BASE)
+
+
+def _stage(run: Path, file: Path, *, json_output: bool) -> int:
+    from ..config.load import load
+    from ..quickstart import finished
+    from ..tasks.choose import train
+
+    if finished(run):
+        print(f"done before: {run}", file=sys.stderr if json_output else sys.stdout)
+        return 0
+    # with --json, stdout belongs to the one object at the end
+    with contextlib.redirect_stdout(sys.stderr) if json_output else contextlib.nullcontext():
+        return train(load(file, [], {}), resume=run if (run / "resolved.yaml").is_file() else None)
+
+
+def _show(folder: Path, summary: dict[str, Any], say: Callable[[str], None]) -> None:
+    say(f"\nright of {summary['draws']} pictures      before LoRA  after")
+    for prompt in ASKED:
+        say(f"  {prompt:<20}  {summary['before'][prompt]:>11}  {summary['after'][prompt]:>5}")
+    say(f"\nall together {summary['share']:.0%} after LoRA")
+    say(f"pictures  {summary['sheet']}  (a row a prompt: the upper half before LoRA, the lower after)")
+    say(f"report    {summary['report']}")
+    say(f"adapter   {folder / 'lora' / 'adapter' / 'pytorch_lora_weights.safetensors'}  on  {folder / BASE}")
+    say(f'draw      isotype sample {folder / "lora"} "a blue {NEW}"')
+    say(f"again     isotype train {folder / LORA} run.folder=runs/mine images.train=YOUR_PICTURES")
+
+
+def _full_yaml(folder: Path, size: Size, preset: str) -> str:
+    return f"""\
+# Every weight of a small Flux, from random ones.
+model:
+  name: {_quoted(folder / PIPELINE)}
+images:
+  train: {_quoted(folder / PICTURES / "before")}
+  resolution: {SIDE}
+  cache: {_quoted(folder / "cache")}
+diffusion:
+  max_text_length: 6
+adapter:
+  kind: none
+precision:
+  preset: {preset}
+{_train_yaml(size.full_steps, size.batch, 2e-3)}
+run:
+  folder: {_quoted(folder / "full")}
+  samples: [{", ".join(ASKED)}]
+  sample_every: {max(1, size.full_steps // 4)}
+  sample_steps: {_DRAWN_STEPS}
+  log_every: 10
+  keep: 1
+"""
+
+
+def _lora_yaml(folder: Path, size: Size, preset: str) -> str:
+    preset = {"bf16-mixed": "bf16-lora"}.get(preset, preset)
+    return f"""\
+# An adapter on the model that full.yaml makes; put your own pictures into images.train to teach it something else.
+model:
+  name: {_quoted(folder / BASE)}
+images:
+  train: {_quoted(folder / PICTURES / "new")}
+  regularisation: {_quoted(folder / PICTURES / "before")}
+  resolution: {SIDE}
+  cache: {_quoted(folder / "cache")}
+diffusion:
+  max_text_length: 6
+adapter:
+  kind: lora
+  r: 32
+  alpha: 32
+precision:
+  preset: {preset}
+{_train_yaml(size.lora_steps, size.batch, 3e-3)}
+run:
+  folder: {_quoted(folder / "lora")}
+  samples: [{", ".join(ASKED)}]
+  sample_every: {max(1, size.lora_steps // 4)}
+  sample_steps: {_DRAWN_STEPS}
+  log_every: 10
+  keep: 1
+"""
+
+
+def _train_yaml(steps: int, batch: int, learning_rate: float) -> str:
+    return f"""\
+train:
+  steps: {steps}
+  batch_size: {batch}
+  learning_rate: {learning_rate}
+  beta2: 0.99
+  eval_every: {max(1, steps // 4)}"""
+
+
+def _quoted(value: object) -> str:
+    """A YAML scalar: JSON's strings are YAML's double-quoted ones."""
+    return json.dumps(str(value))

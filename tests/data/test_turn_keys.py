@@ -1,0 +1,74 @@
+"""Keys of a turn beside its role and text: those that say whether it is learnt, and those that nothing reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from isotype.config.schema import DataSection
+from isotype.data.load import load_data
+from isotype.data.rows import IGNORED, LoadedData
+from isotype.errors import UsageError
+
+KEYS: list[tuple[str, Any]] = [("weight", 0), ("weight", 0.0), ("train", False), ("training", False)]
+WORDS = {"messages": ("role", "content", "user", "assistant"), "conversations": ("from", "value", "human", "gpt")}
+
+
+def turns(*said: str, key: str = "messages", last: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Questions and answers in turn; `last` has more keys of the last answer."""
+    who, text, *people = WORDS[key]
+    made = [{who: people[i % 2], text: one} for i, one in enumerate(said)]
+    made[-1] |= last or {}
+    return made
+
+
+def loaded(folder: Path, families: SimpleNamespace, rows: list[Any], **section: Any) -> LoadedData:
+    file = folder / "d.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_data(DataSection(train=str(file), eval_split=0.0, **section), families.of("chatml"), seed=0)
+
+
+@pytest.mark.parametrize(("flag", "off"), KEYS, ids=[f"{key}-{off}" for key, off in KEYS])
+@pytest.mark.parametrize("key", WORDS)
+def test_marked_turn_is_not_learnt(tmp_path: Path, families: SimpleNamespace, key: str, flag: str, off: Any) -> None:
+    row = turns("q", "left out", key=key, last={flag: off}) + turns("r", "learnt", key=key, last={flag: None})
+    data = loaded(tmp_path, families, [{key: row}])
+    learnt = [label for label in data.train[0].labels if label != IGNORED]
+    assert families.of("chatml").decode(learnt) == "learnt<|im_end|>"
+    assert data.facts["notes"] == []
+
+
+def test_marked_turn_may_be_empty(tmp_path: Path, families: SimpleNamespace) -> None:
+    data = loaded(tmp_path, families, [{"messages": turns("q", "", last={"weight": 0}) + turns("r", "learnt")}])
+    assert len(data.train) == 1
+
+
+def test_weight_between_0_and_1_is_refused(tmp_path: Path, families: SimpleNamespace) -> None:
+    with pytest.raises(UsageError, match=r"d.jsonl:1: messages\[1\].weight must be 0 or 1, true or false, got 0.5"):
+        loaded(tmp_path, families, [{"messages": turns("q", "a", last={"weight": 0.5})}])
+
+
+def test_row_without_a_learnt_turn_is_dropped(tmp_path: Path, families: SimpleNamespace) -> None:
+    data = loaded(tmp_path, families, [{"messages": turns("q", "a", last={"weight": 0})}, {"messages": turns("q", "a")}])
+    assert len(data.train) == 1
+    (note,) = data.facts["notes"]
+    assert note.startswith("1 training rows dropped: all of its answers are marked as not learnt")
+
+
+def test_unread_keys_are_noted(tmp_path: Path, families: SimpleNamespace) -> None:
+    rows = [
+        {"messages": turns("q", "a")},
+        {"messages": turns("q", "b", last={"mood": "glad"})},
+        {"messages": turns("q", "c", last={"weight": 1})},
+    ]
+    assert loaded(tmp_path, families, rows).facts["notes"] == [
+        "1 rows have the key 'mood' in a turn, which is not read: the chat template does not write it"
+    ]
+    assert (
+        "1 rows have the key 'weight' in a turn, which is not read: data.loss_on: all learns every turn"
+        in (loaded(tmp_path, families, rows, loss_on="all").facts["notes"])
+    )

@@ -1,0 +1,75 @@
+"""Logits of a trainer's own loss: what it makes of them without all logits is computed so, and the rest is counted with its line."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from isotype.integrations import attach, detach
+from tests.integrations.trainers import TRAINERS, Setting, curve, plain
+
+pytest.importorskip("trl")
+
+
+def heads(folder):
+    manifest = json.loads((folder / "out" / "isotype" / "manifest.json").read_text())
+    return {row["op"]: row["calls"] for row in manifest["first_step"] if row["part"] == "head"}
+
+
+@pytest.mark.parametrize("name", ["ORPO", "CPO"])
+def test_preference_losses_need_no_logits(name, models, tmp_path):
+    trainer = TRAINERS[name](Setting(models, more={"output_dir": str(tmp_path / "out")}))
+    attach(trainer, "fp32", quiet=True)
+    trainer.train()
+    assert set(heads(tmp_path)) == {"linear_cross_entropy", "selected_logits", "linear_log_probs"}
+
+
+def own(loss):
+    from transformers import Trainer
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs.pop("labels")[:, 1:]
+            return loss(model(**inputs).logits[:, :-1], labels, labels != -100)
+
+    return Own
+
+
+def selected(logits, labels, kept):
+    return -F.log_softmax(logits[kept], -1).gather(-1, labels[kept].unsqueeze(-1)).mean()
+
+
+def whole(logits, labels, kept):
+    return selected(logits, labels, kept) + 1e-3 * torch.softmax(logits, -1).square().sum(-1)[kept].mean()
+
+
+@pytest.mark.parametrize(("loss", "read"), [(selected, False), (whole, True)])
+def test_a_users_own_loss_is_the_same_and_what_it_reads_is_counted(loss, read, models, tmp_path):
+    want = curve(plain(Setting(models), own(loss)))
+    trainer = plain(Setting(models, more={"output_dir": str(tmp_path / "out")}), own(loss))
+    attach(trainer, "fp32", quiet=True)
+    assert curve(trainer) == pytest.approx(want, rel=1e-5)
+    assert any(re.match(r"logits computed: softmax at test_logits.py:\d+", op) for op in heads(tmp_path)) == read
+    assert heads(tmp_path)["linear_log_probs"] == 1
+
+
+def test_label_smoothing_of_trainer_needs_no_logits(models, tmp_path):
+    more = {"label_smoothing_factor": 0.1}
+    want = curve(plain(Setting(models, more=more)))
+    trainer = plain(Setting(models, more={**more, "output_dir": str(tmp_path / "out")}))
+    attach(trainer, "fp32", quiet=True)
+    assert curve(trainer) == pytest.approx(want, rel=1e-5)
+    assert set(heads(tmp_path)) == {"linear_log_probs"}
+
+
+def test_outside_the_loss_logits_are_plain(models):
+    trainer = plain(Setting(models))
+    attach(trainer, "fp32", quiet=True)
+    ids = torch.arange(3, 9)[None]
+    assert type(trainer.model(input_ids=ids).logits) is torch.Tensor
+    detach(trainer)
+    assert "compute_loss" not in trainer.__dict__

@@ -1,0 +1,118 @@
+"""bf16-pure in trainers: fp32 sums of gradients, updates that arrive, a checkpoint that goes on, an exact way back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from isotype.errors import RunError, UsageError
+from isotype.integrations import attach, detach
+from tests.integrations.trainers import TRAINERS, Setting, curve, plain
+
+pytest.importorskip("trl")
+
+
+def setting(models, **more):
+    return Setting(models, "full", bf16=True, stored=torch.bfloat16, rate=more.pop("rate", 2e-3), more=more)
+
+
+def weights(trainer):
+    return torch.cat([p.detach().float().flatten() for _, p in sorted(trainer.model.named_parameters())])
+
+
+class Watching(TrainerCallback):
+    """What the trainer holds before each update."""
+
+    def __init__(self, attached):
+        self.attached, self.seen = attached, []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        for p in model.parameters():
+            self.seen.append((p.dtype, None if p.grad is None else p.grad.dtype, self.attached.gradient(p).dtype))
+
+
+@pytest.mark.parametrize("name", ["Trainer", "SFT", "DPO"])
+def test_gradients_are_summed_in_fp32_and_the_curve_is_the_unmodified_trainers(name, models):
+    want = curve(TRAINERS[name](setting(models, gradient_accumulation_steps=2, max_grad_norm=0.1)))
+    trainer = TRAINERS[name](setting(models, gradient_accumulation_steps=2, max_grad_norm=0.1))
+    attached = attach(trainer, "bf16-pure", quiet=True)
+    watching = Watching(attached)
+    trainer.add_callback(watching)
+    got = curve(trainer)
+    assert set(watching.seen) == {(torch.bfloat16, None, torch.float32)}
+    assert got == pytest.approx(want, rel=0.03)
+
+
+def moved(models, rate, precision):
+    trainer = plain(setting(models, rate=rate, max_steps=6, lr_scheduler_type="constant"))
+    before = weights(trainer)
+    if precision:
+        attach(trainer, precision, quiet=True, preflight=False, record=False)
+    curve(trainer)
+    return (weights(trainer) - before).double()
+
+
+def test_small_updates_arrive_where_rounding_to_nearest_loses_them(models):
+    """Along the movement that fp32 weights make."""
+    want = moved(models, 1e-5, "bf16-mixed")
+    shares = {way: float(moved(models, 1e-5, way) @ want / (want @ want)) for way in (None, "bf16-pure")}
+    assert shares[None] < 0.3
+    assert 0.6 < shares["bf16-pure"] < 1.4
+
+
+def test_what_would_vanish_is_named(models, capsys):
+    attach(plain(setting(models, rate=1e-5)), "bf16-pure")
+    said = capsys.readouterr().out
+    assert "rounded stochastically; trained as they are" in said
+    assert "of bf16 updates at 1e-05 would vanish" in said
+    assert "Isotype's AdamW, which rounds stochastically" in said
+
+
+def test_a_resumed_run_is_bit_for_bit_the_whole_one(models, tmp_path):
+    more = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path)}
+    runs = []
+    for resumed in (False, True):
+        trainer = plain(setting(models, **more))
+        attach(trainer, "bf16-pure", quiet=True, preflight=False)
+        torch.manual_seed(0)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if resumed else None)
+        moments = [s["exp_avg"] for s in trainer.optimizer.optimizer.state.values()]
+        assert {m.dtype for m in moments} == {torch.float32}
+        runs.append(weights(trainer))
+    assert torch.equal(*runs)
+
+
+def test_detach_takes_it_away(models):
+    want = curve(plain(setting(models)))
+    trainer = plain(setting(models))
+    attach(trainer, "bf16-pure", quiet=True)
+    assert detach(trainer) == []
+    assert trainer.optimizer_cls_and_kwargs is None
+    assert curve(trainer) == want
+
+
+def test_a_non_finite_gradient_stops_before_any_weight_moves(models):
+    trainer = plain(setting(models))
+    attach(trainer, "bf16-pure", quiet=True, preflight=False)
+    weight = trainer.model.model.layers[0].self_attn.q_proj.weight
+    weight.register_hook(lambda g: g * float("nan"))
+    before = weights(trainer)
+    with pytest.raises(RunError, match=r"NF001 .*the gradient is not finite, first in the gradient of model.layers.0.self_attn.q_proj"):
+        trainer.train()
+    assert torch.equal(before, weights(trainer))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: setattr(t.args, "optim", "sgd"), "trains with AdamW, and the arguments ask for optim=sgd"),
+        (lambda t: setattr(t, "optimizer", torch.optim.SGD(t.model.parameters(), lr=0.1)), "brings an optimizer of its own"),
+        (lambda t: setattr(t, "optimizer_cls_and_kwargs", (torch.optim.SGD, {})), "brings an optimizer of its own"),
+    ],
+)
+def test_what_cannot_train_such_weights_is_refused(change, words, models):
+    trainer = plain(setting(models))
+    change(trainer)
+    with pytest.raises(UsageError, match=words):
+        attach(trainer, "bf16-pure")

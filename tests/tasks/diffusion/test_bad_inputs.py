@@ -1,0 +1,103 @@
+"""What goes wrong around the data and the folders is one line, and nothing that was made is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from isotype.errors import IsotypeError, UsageError
+from isotype.tasks.choose import task_of, train
+from isotype.tasks.diffusion.pipeline_folder import PipelineFolder
+from isotype.tasks.diffusion.store import Store
+from isotype.training.setup import settle
+from tests.tasks.diffusion.models import draw
+
+
+def copied(folder: Path, to: Path, without: str) -> Path:
+    return shutil.copytree(folder, to, ignore=shutil.ignore_patterns(without))
+
+
+@pytest.mark.parametrize("part", ["vae", "scheduler", "text_encoder_2"])
+def test_a_pipeline_without_a_part_is_named(studio, tmp_path, part):
+    folder = copied(studio.flux, tmp_path / "flux", part)
+    with pytest.raises(UsageError, match=f"model.name: .*flux: the pipeline has no {part}\n"):
+        PipelineFolder.open(str(folder))
+
+
+def test_another_models_lora_is_refused_by_name(drawn, studio, tmp_path):
+    """The folder of a Flux adapter in a run on SD3."""
+    flux = drawn("flux", model=studio.flux, train={"steps": 1})
+    assert train(flux) == 0
+    task = task_of(drawn().config)
+    basis = settle(task, {})
+    with pytest.raises(IsotypeError) as caught:
+        task.reload(tmp_path / "flux/adapter", basis.resolved.precision, basis.device)
+    assert str(tmp_path / "flux/adapter") in caught.value.message
+    assert len(caught.value.message.splitlines()) == 1
+    assert "another model" in caught.value.message
+
+
+def test_a_full_disk_while_caching_names_the_folder_and_keeps_what_was_made(drawn, tmp_path, monkeypatch):
+    images = {"cache": str(tmp_path / "cache")}
+    real, left = Path.write_bytes, [4]
+
+    def write(path, content):
+        if path.suffix == ".tmp":
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return real(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    with pytest.raises(UsageError, match=r"images.cache: .*cache: No space left on device\n"):
+        train(drawn(images=images))
+    assert not (tmp_path / "run/resolved.yaml").exists()
+    assert len(list((tmp_path / "cache").iterdir())) == 4
+    monkeypatch.undo()
+    assert found_again(drawn("again", images=images)) == 4
+
+
+def test_ctrl_c_while_caching_keeps_what_was_made(drawn, tmp_path, monkeypatch, capsys):
+    images = {"cache": str(tmp_path / "cache")}
+    put, count = Store.put, [0]
+
+    def stops(self, key, tensors):
+        count[0] += 1
+        if count[0] > 6:
+            raise KeyboardInterrupt
+        put(self, key, tensors)
+
+    monkeypatch.setattr(Store, "put", stops)
+    assert train(drawn(images=images)) == 130
+    assert "nothing was begun, and the same command starts again" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert found_again(drawn(images=images)) == 6
+
+
+def found_again(loaded) -> int:
+    task = task_of(loaded.config)
+    settle(task, loaded.sources)
+    task.encode(torch.device("cpu"))
+    return task.encoder.kept
+
+
+def test_cut_pictures_may_be_left_out_and_are_listed(drawn, tmp_path):
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for i in range(20):
+        draw("square", "green", i % 3).save(folder / f"{i}.png")
+        (folder / f"{i}.txt").write_text("a green square")
+    (folder / "7.png").write_bytes((folder / "7.png").read_bytes()[:60])
+    images = {"train": str(folder), "eval_split": 0.0, "on_bad_row": "skip"}
+    assert train(drawn(images=images, train={"steps": 1, "eval_every": 1})) == 0
+    (row,) = (json.loads(line) for line in (tmp_path / "run/bad_rows.jsonl").read_text().splitlines())
+    assert row["place"].endswith("7.png")
+    assert json.loads((tmp_path / "run/data.json").read_text())["train_pictures"] == 19
+    (folder / "8.png").write_bytes(b"GIF?")
+    with pytest.raises(UsageError, match="at most 5% of the pictures"):
+        train(drawn("again", images=images))

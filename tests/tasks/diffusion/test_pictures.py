@@ -1,0 +1,160 @@
+"""Pictures with their captions, masks and settings, from folders and tables; what does not fit is named all at once."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from isotype.config.schema import ImagesSection
+from isotype.errors import UsageError
+from isotype.tasks.diffusion.pictures import gather
+from tests.tasks.diffusion.models import draw
+
+
+def gathered(**settings):
+    return gather(ImagesSection(**{"eval_split": 0.0} | settings), seed=0)
+
+
+def refusal(**settings) -> str:
+    with pytest.raises(UsageError) as caught:
+        gathered(**settings)
+    return caught.value.message
+
+
+def picture(file, captions=None):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draw("circle", "red").save(file)
+    if captions is not None:
+        file.with_suffix(".txt").write_text(captions)
+    return file
+
+
+def test_a_line_of_the_text_file_is_a_caption(tmp_path):
+    picture(tmp_path / "a.png", "a red circle\n\n  a   disc \na red circle\n")
+    picture(tmp_path / "b.png", "")
+    assert [p.captions for p in gathered(train=str(tmp_path)).train] == [("a red circle", "a disc"), ("",)]
+
+
+def test_pictures_without_captions_and_captions_without_pictures_are_all_named(tmp_path):
+    picture(tmp_path / "alone.png")
+    picture(tmp_path / "twice.png", "a caption")
+    picture(tmp_path / "twice.jpg")
+    picture(tmp_path / "two.png", "a red circle")
+    (tmp_path / "two.caption").write_text("a green square")
+    (tmp_path / "words.txt").write_text("a caption")
+    said = refusal(train=str(tmp_path))
+    assert "alone.png: no caption: alone.txt is missing" in said
+    assert "words.txt: a caption without a picture" in said
+    assert "has the same caption file" in said
+    assert "two.png: two.txt and two.caption disagree" in said
+    assert len(said.splitlines()) == 4
+
+
+def test_no_pictures_are_one_line(tmp_path):
+    (tmp_path / "notes.md").write_text("nothing")
+    assert refusal(train=str(tmp_path)).startswith(f"images.train: {tmp_path}: no pictures there")
+
+
+TABLE = [("a.png", "a red circle"), ("a.png", "a disc"), ("b.png", "a green square")]
+
+
+def table(folder, kind):
+    rows = [{"file_name": name, "caption": text} for name, text in TABLE]
+    file = folder / f"rows.{kind}"
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "csv":
+        file.write_text("file_name,caption\n" + "".join(f"{name},{text}\n" for name, text in TABLE))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    return file
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_rows_of_one_picture_are_its_captions(tmp_path, kind):
+    for name in ("a.png", "b.png"):
+        picture(tmp_path / name)
+    found = gathered(train=str(table(tmp_path, kind))).train
+    assert [p.captions for p in found] == [("a red circle", "a disc"), ("a green square",)]
+    assert found[0].content.read() == (tmp_path / "a.png").read_bytes()
+
+
+def test_parquet_may_hold_the_pictures(tmp_path):
+    out = io.BytesIO()
+    draw("square", "green").save(out, format="PNG")
+    rows = [{"image": {"bytes": out.getvalue(), "path": None}, "text": f"caption {i}"} for i in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=2)
+    found = gathered(train=str(tmp_path / "rows.parquet")).train
+    assert [p.captions for p in found] == [(f"caption {i}",) for i in range(3)]
+    assert found[2].content.read() == out.getvalue()
+
+
+def test_broken_rows_are_all_named(tmp_path):
+    picture(tmp_path / "a.png")
+    rows = [{"image": "a.png", "text": "a red circle"}, {"image": "b.png", "text": "gone"}, {"image": "a.png", "text": 3}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
+    said = refusal(train=str(file))
+    assert all(f"{file}:{line}: " in said for line in (2, 3, 4))
+    assert f"{file}:1: " not in said
+
+
+def test_columns_are_named_or_asked_for(tmp_path):
+    picture(tmp_path / "a.png")
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"photo": "a.png", "words": "a red circle"}) + "\n")
+    assert "no column for the image" in refusal(train=str(file))
+    assert gathered(train=str(file), columns={"image": "photo", "text": "words"}).train[0].captions == ("a red circle",)
+    assert "columns: unknown key 'caption'" in refusal(train=str(file), columns={"caption": "words"})
+    assert "no column 'foto'" in refusal(train=str(file), columns={"image": "foto"})
+
+
+def test_two_files_that_disagree_about_a_picture_are_named(tmp_path):
+    picture(tmp_path / "a.png", "a red circle")
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"image": "a.png", "text": "a green square"}) + "\n")
+    said = refusal(train=[str(tmp_path), str(file)])
+    assert said == f"{file}:1: {tmp_path / 'a.png'} gives a.png another caption ('a red circle')"
+    file.rename(tmp_path / "metadata.jsonl")
+    assert "metadata.jsonl and a.txt disagree" in refusal(train=str(tmp_path))
+    (tmp_path / "a.txt").unlink()
+    assert gathered(train=str(tmp_path)).train[0].captions == ("a green square",)
+
+
+def test_a_few_bad_ones_may_be_left_out(tmp_path):
+    for i in range(19):
+        picture(tmp_path / f"{i}.png", "a red circle")
+    picture(tmp_path / "bad.png")
+    assert "bad.png" in refusal(train=str(tmp_path))
+    found = gathered(train=str(tmp_path), on_bad_row="skip")
+    assert (len(found.train), list(found.bad.rows)) == (19, [str(tmp_path / "bad.png")])
+    (tmp_path / "0.txt").unlink()
+    assert "at most 5% of the pictures, and these are 10%" in refusal(train=str(tmp_path), on_bad_row="skip")
+
+
+def test_sources_have_repeats_and_regularisation_has_a_weight(tmp_path):
+    picture(tmp_path / "mine/a.png", "my circle")
+    picture(tmp_path / "class/b.png", "a circle")
+    mine, others = str(tmp_path / "mine"), str(tmp_path / "class")
+    found = gathered(train=[{"name": mine, "repeats": 3}], regularisation=[{"name": others, "weight": 0.5}])
+    assert [(p.repeats, p.weight) for p in found.train] == [(3, 1.0), (1, 0.5)]
+    assert found.regularisation == 1
+    assert "images.train[0].weight: only images.regularisation has it" in refusal(train=[{"name": mine, "weight": 2}])
+    assert "images.eval[0].repeats: has no effect" in refusal(train=mine, eval=[{"name": others, "repeats": 2}])
+    assert [p.captions for p in gathered(train=[{"name": others, "caption": "sks"}]).train] == [("sks",)]
+    assert "did you mean repeats?" in refusal(train=[{"name": mine, "repeat": 2}])
+    assert "is named twice; repeats" in refusal(train=[mine, mine])
+
+
+def test_masks_belong_to_pictures_by_name(tmp_path):
+    picture(tmp_path / "mine/sub/a.png", "a red circle")
+    picture(tmp_path / "mine/b.png", "a red circle")
+    picture(tmp_path / "masks/sub/a.jpg")
+    found = gathered(train=str(tmp_path / "mine"), masks=str(tmp_path / "masks"))
+    assert {p.where.rsplit("/")[-1]: p.mask is not None for p in found.train} == {"a.png": True, "b.png": False}
+    picture(tmp_path / "masks/c.png")
+    assert "c.png: a mask without a picture" in refusal(train=str(tmp_path / "mine"), masks=str(tmp_path / "masks"))
