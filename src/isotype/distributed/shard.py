@@ -29,12 +29,14 @@ from .world import World
 class Sharding:
     """How a model is distributed, and the gradients that arrive summed. Implements `precision.accumulate.Summed`.
 
+    mesh      its processes, as FSDP has them; kept, since a process group that is freed closes its connections
     parts     processes that share a weight
     replicas  how many times the whole model is there
     """
 
-    def __init__(self, model: nn.Module, units: list[Any], world: World, *, replicas: int) -> None:
+    def __init__(self, model: nn.Module, units: list[Any], world: World, *, mesh: Any, replicas: int) -> None:
         """All processes call it together, with the units that `keep_own_part` has cut."""
+        self.mesh = mesh
         self.parts, self.replicas = world.size // replicas, replicas
         _gather_once(model, units)
         self._sent: list[torch.dtype] = []

@@ -124,7 +124,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     # the whole model is in a machine's memory once, and then its parts
     model, manifest, checkpointing, fingerprint, units = complete() if mesh is None else world.in_turn(complete)
     with world.exchanging():
-        sharding = None if mesh is None else Sharding(model, units, world, replicas=parallel.nodes)
+        sharding = None if mesh is None else Sharding(model, units, world, mesh=mesh, replicas=parallel.nodes)
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce, summed=sharding)
     optimizer = build_optimizer(model, config.train, precision, accumulator.gradient)
     # building drew from the generators by a path that a resumed run may not take again

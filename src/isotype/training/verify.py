@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..distributed.shard import Sharding, keep_own_part, mesh_of
+from ..distributed.shard import Sharding, keep_own_part
 from ..distributed.world import ALONE, World
 from ..dtypes import eps, to_torch
 from ..errors import RunError
@@ -32,7 +32,7 @@ def verify_result(
 
     sharding  how the trained model was distributed over the processes of `world`, which all call this: the reloaded one is too
     """
-    mesh = None if sharding is None else mesh_of(world, device, nodes=sharding.replicas)
+    mesh = None if sharding is None else sharding.mesh
 
     def load() -> tuple[nn.Module, list[nn.Module]]:
         model = task.reload(folder, precision, device if mesh is None else torch.device("cpu"))
@@ -42,7 +42,7 @@ def verify_result(
 
     model, units = world.in_turn(load)
     if sharding is not None:
-        Sharding(model, units, world, replicas=sharding.replicas)
+        Sharding(model, units, world, mesh=mesh, replicas=sharding.replicas)
     reloaded = task.evaluate(model, device, dtype=precision.loss, most=ROWS, world=world)
     allowed = saved_dtype_error(precision, adapter=adapter) * max(1.0, abs(trained.loss))
     if not abs(reloaded.loss - trained.loss) <= allowed:
