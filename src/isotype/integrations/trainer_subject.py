@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.rows import IGNORED, LoadedData, SamplePrompt
+from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
 from ..errors import RunError
 from ..precision.accumulate import GradientAccumulator
@@ -126,7 +127,7 @@ class TrainerTask:
     def samples(self) -> int:
         return int(bool(self.rows_of.train) and hasattr(self.model, "generate") and getattr(self.model, "can_generate", lambda: False)())
 
-    def sample(self, model: Any, device: torch.device, *, shortened: bool = False) -> Sequence[Any]:
+    def sample(self, model: Any, device: torch.device, *, shortened: bool = False, world: World = ALONE) -> Sequence[Any]:
         row = self.rows_of.train[0]
         ids = torch.tensor([row.input_ids[: max(1, row.prompt_length or len(row.input_ids) // 2)]], device=device)
         with evaluation_mode(model), random_state_restored():
