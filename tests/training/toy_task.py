@@ -130,7 +130,9 @@ class ToyTask:
     def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation:
         return self.evaluate(model, device, dtype=dtype)
 
-    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = 0.0) -> list[Guess]:
+    def sample(
+        self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = 0.0, world: World = ALONE
+    ) -> list[Guess]:
         with evaluation_mode(model):
             return [Guess(1.0, float(model(torch.ones(1, 1, device=device))))]
 
