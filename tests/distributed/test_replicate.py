@@ -57,7 +57,8 @@ def test_the_command_on_two_processes_is_the_run_of_one(configured, tmp_path):
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=GUARD, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("step 6/6  loss") == 1  # one console
-    assert "2 on one machine, started by isotype, gloo: replicate, each computes 2 x 2 rows of each step" in done.stdout
+    assert "2 on one machine, started by isotype, gloo: replicate (auto: a process cannot take more than " in done.stdout
+    assert ", each computes 2 x 2 rows of each step" in done.stdout
     assert done.stderr == ""
     close_runs(tmp_path / "one", tmp_path / "two", loss=2e-6, weight=2e-5)
     manifests = [json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("one", "two")]

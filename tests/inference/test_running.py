@@ -38,17 +38,17 @@ def test_a_checkpoint_removed_while_it_is_read_is_replaced_by_the_next(tmp_path,
 
 def test_a_checkpoint_removed_before_it_is_read_is_replaced_by_the_next(tmp_path, monkeypatch):
     store = saved(tmp_path, 2)
-    load_file = store_module.load_file
+    read_parts = store_module.read_parts
 
-    def overtaken(file):
-        if "step_2" in str(file):
+    def overtaken(folder, *others):
+        if "step_2" in str(folder):
             saved(tmp_path, 4)
             shutil.rmtree(tmp_path / "step_2")
             # what torch says where safetensors has read the header and the tensors are mapped by name
-            raise RuntimeError(f"unable to open file <{file}> in read-only mode: No such file or directory (2)")
-        return load_file(file)
+            raise RuntimeError(f"unable to open file <{folder}> in read-only mode: No such file or directory (2)")
+        return read_parts(folder, *others)
 
-    monkeypatch.setattr(store_module, "load_file", overtaken)
+    monkeypatch.setattr(store_module, "read_parts", overtaken)
     assert _load_newest(store, tmp_path).step == 4
 
 

@@ -1,12 +1,13 @@
 """What ran in the first step of an attached trainer: fused calls and others, with the reason; and the dtypes of the second.
 
-The observer hooks every module, which layers with a fused LoRA leave to PEFT's own code: the two are not done in the same step.
+Neither changes what is computed: their hooks are marked as observing, so that fused code runs as in every other step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,7 @@ from ..optimize.deferred import materialised
 from ..optimize.deferred_values import answered
 from ..precision.observe import Observation, Observer
 from ..precision.observe.record import as_written, noted
+from ..precision.observe.regions import observing
 from .attachment import Attachment
 
 _COUNTED = ("norm", "gated mlp", "rotary", "attention", "4-bit")
@@ -51,7 +53,7 @@ class FirstSteps:
             if entry.part in _COUNTED:
                 self._count(self.model.get_submodule(entry.module), entry.part, entry.op or f"left alone: {entry.reason}")
         for _, layer in lora_layers(self.model):
-            self._hooks.append(layer.register_forward_pre_hook(self._count_lora))
+            self._hooks.append(layer.register_forward_pre_hook(observing(partial(self._count_lora))))
         self._materialised, self._before = Counter(materialised), self._heads()
 
     def end(self) -> None:
@@ -76,7 +78,7 @@ class FirstSteps:
         def hook(*_: Any) -> None:
             self.calls[part, op] += 1
 
-        self._hooks.append(module.register_forward_pre_hook(hook))
+        self._hooks.append(module.register_forward_pre_hook(observing(hook)))
 
     def _count_lora(self, layer: nn.Module, args: Any) -> None:
         reason = why_not_fused(layer)
