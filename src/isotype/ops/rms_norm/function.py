@@ -95,14 +95,22 @@ class AddRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TH: Tensor, residual_TH: Tensor | None, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype
+        ctx: Any,
+        x_TH: Tensor,
+        residual_TH: Tensor | None,
+        weight_H: Tensor,
+        eps: float,
+        unit_offset: bool,
+        out_dtype: torch.dtype,
+        apart: bool,
     ) -> tuple[Tensor, Tensor]:
+        """apart: x and residual get a gradient tensor each; else they share one"""
         with autocast_off(x_TH):
             y_TH, scale_T1, total_TH = _paths(x_TH, weight_H, out_dtype).rms_norm_forward(
                 x_TH, weight_H, residual_TH, eps=eps, unit_offset=unit_offset, out_dtype=out_dtype
             )
         ctx.save_for_backward(total_TH, weight_H, scale_T1)
-        ctx.eps, ctx.unit_offset, ctx.out_dtype = eps, unit_offset, out_dtype
+        ctx.eps, ctx.unit_offset, ctx.out_dtype, ctx.apart = eps, unit_offset, out_dtype, apart
         ctx.set_materialize_grads(False)
         return y_TH, total_TH
 
@@ -121,7 +129,8 @@ class AddRmsNorm(torch.autograd.Function):
                 dx_TH, dweight_H = _paths(total_TH, weight_H, dy_TH.dtype).rms_norm_backward(
                     total_TH, weight_H, scale_T1, dy_TH, dtotal_TH, unit_offset=ctx.unit_offset, want_dweight=needs_weight
                 )
-        return dx_TH if needs_x else None, dx_TH if needs_residual else None, dweight_H, None, None, None
+        dresidual_TH = dx_TH.clone() if ctx.apart and dx_TH is not None else dx_TH
+        return dx_TH if needs_x else None, dresidual_TH if needs_residual else None, dweight_H, None, None, None, None
 
 
 @checked_in_debug(ADD_RMS_NORM)
@@ -151,5 +160,7 @@ def add_rms_norm(
     if reference_runs():
         return rms_norm_reference(x, weight, eps, unit_offset=unit_offset, out_dtype=out_dtype), x
     rows = None if residual is None else residual.reshape(-1, x.shape[-1])
-    y, total = AddRmsNorm.apply(x.reshape(-1, x.shape[-1]), rows, weight, eps, unit_offset, out_dtype or x.dtype)
+    # PyTorch lets leaves keep what they are given through a view: of one tensor, each would accumulate into the other's .grad
+    apart = residual is not None and x.is_leaf and residual.is_leaf and x.requires_grad and residual.requires_grad
+    y, total = AddRmsNorm.apply(x.reshape(-1, x.shape[-1]), rows, weight, eps, unit_offset, out_dtype or x.dtype, apart)
     return y.reshape(x.shape), total.reshape(x.shape)
