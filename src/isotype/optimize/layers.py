@@ -22,7 +22,7 @@ from ..ops.recompute import hooks_read_here
 from ..placement import Placement
 from . import norms
 from .attention import implementation_of
-from .instances import placement, put, same, settings_of, stand_in, taken
+from .instances import foreign, placement, put, same, settings_of, stand_in, taken
 
 logger = logging.get_logger(__name__)
 PART = "layer"
@@ -183,6 +183,9 @@ def place(path: str, module: nn.Module) -> Placement:
     found = recognise(module)
     if isinstance(found, str):
         return placement(PART, path, module, None, found)
+    for name in (found.first, found.attention, found.second, found.mlp):
+        if reason := foreign(_child(module, name)):
+            return placement(PART, path, module, None, f"{name}: {reason}")
     put(module, layer_forward, found)
     return placement(PART, path, module, "add_rms_norm")
 
