@@ -158,7 +158,7 @@ def test_processes_end_with_a_launcher_that_is_killed(toy, tmp_path):
     file = toy("run", train={"steps": 100_000, "eval_every": 50_000})
     process = start(2, "-m", "tests.distributed.worker", json.dumps({"config": str(file), "toy": True}))
     until = time.monotonic() + GUARD
-    while time.monotonic() < until and not (tmp_path / "run/metrics.jsonl").is_file():
+    while time.monotonic() < until and process.poll() is None and not (tmp_path / "run/metrics.jsonl").is_file():
         time.sleep(0.2)
     children = children_of(process.pid)
     assert len(children) == 2
