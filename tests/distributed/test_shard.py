@@ -19,6 +19,7 @@ from isotype.tasks.choose import train
 from tests.distributed.processes import ended, run
 from tests.distributed.test_launchers import TORCHRUN, launched
 from tests.distributed.test_replicate import rows_of
+from tests.long import in_full
 from tests.models import tiny
 
 pytestmark = pytest.mark.timeout(900)
@@ -37,6 +38,7 @@ CASES = {
     "early stopping": ({"train": {"patience": 1, "learning_rate": 1e-9}}, 2e-6, 2e-5),
     "accumulate not divided": ({"train": {"batch_size": 4, "accumulate": 1}}, 2e-6, 2e-5),
 }
+SLICE = ("fp32 full", "nf4-lora recomputed", "packed")
 
 
 def test_units_are_the_layers_and_an_embedding_of_its_own():
@@ -127,7 +129,7 @@ def test_bf16_weights_of_two_shards_are_those_of_one_process(configured, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case if case in SLICE else pytest.param(case, marks=in_full) for case in CASES])
 def test_two_shards_make_the_run_of_one(case, configured, tmp_path):
     sections, loss, weight = CASES[case]
     sections = {**sections, "train": STEPS | sections.get("train", {})}

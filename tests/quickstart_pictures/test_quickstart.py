@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
@@ -15,13 +14,14 @@ from isotype.cli.app import build_app
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.quickstart_pictures import Size, quickstart_pictures
+from tests.long import in_full
 
 TINY = Size(vae_steps=2, full_steps=2, lora_steps=2, batch=2, each=2, draws=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif("ISOTYPE_LONG_TESTS" not in os.environ, reason="trains for about six minutes: ISOTYPE_LONG_TESTS=1 runs it")
+@in_full
 @pytest.mark.parametrize("preset", ["fp32", "bf16-mixed"])
 def test_nine_of_ten_pictures_are_what_was_asked_for(tmp_path, capsys, preset):
     assert quickstart_pictures(tmp_path / "quickstart", preset=preset, json_output=True) == 0
