@@ -53,7 +53,7 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     state, noise, count = merged_state(model, to_torch(dtype))
     batch = random_batch(task, device)
     adapter_loss = _loss(task, model, batch, precision)
-    buffers = {name: b.detach().cpu().contiguous() for name, b in model.get_base_model().named_buffers()}  # type: ignore[operator]
+    buffers = {name: b.detach().cpu().contiguous() for name, b in model.get_base_model().named_buffers()}  # type: ignore[operator]  # a PeftModel's method
     outline = task.folder.denoiser_outline()
     persistent = set(outline.state_dict())
     del model

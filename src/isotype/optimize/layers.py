@@ -114,7 +114,8 @@ def recognise(module: nn.Module) -> LayerSettings | str:
 
 def _probe(twin: nn.Module, x: Tensor, s: LayerSettings) -> Tensor:
     x = x + _child(twin, s.attention).forward(hidden_states=_child(twin, s.first)(x))[0]
-    return x + _child(twin, s.mlp)(_child(twin, s.second)(x))  # type: ignore[no-any-return]
+    made: Tensor = x + _child(twin, s.mlp)(_child(twin, s.second)(x))
+    return made
 
 
 def _child(module: nn.Module, name: str) -> Any:
@@ -172,7 +173,8 @@ def _mlp(self: nn.Module, s: LayerSettings, x: Tensor, residual: Tensor | None) 
     normed, total = norms.with_residual(_child(self, s.second), x, residual)
     if has_hooks(mlp):
         hooks_read_here()
-    return total + mlp(normed)  # type: ignore[no-any-return]
+    made: Tensor = total + mlp(normed)
+    return made
 
 
 def place(path: str, module: nn.Module) -> Placement:
