@@ -41,6 +41,10 @@ def test_the_commands_work_as_typed(tmp_path, workshop):
     chat = blocks("json")[0]
     (tmp_path / "chats.jsonl").write_text(workshop.chats.read_text() + chat)
     (tmp_path / "axolotl.yml").write_text("base_model: a/b\nmicro_batch_size: 2\nsequence_len: 512\nadapter: lora\nbf16: true\n")
+    (tmp_path / "config").mkdir()
+    env = "MODEL_TYPE=lora\nMODEL_FAMILY=flux\nMODEL_NAME=black-forest-labs/FLUX.1-dev\nMAX_NUM_STEPS=100\nMIXED_PRECISION=bf16\n"
+    (tmp_path / "config/config.env").write_text(f"{env}DATALOADER_CONFIG=config/data.json\n")
+    (tmp_path / "config/data.json").write_text('[{"id": "mine", "type": "local", "instance_data_dir": "pictures", "resolution": 512}]')
     (tmp_path / "Qwen").mkdir()
     (tmp_path / "Qwen/Qwen2.5-0.5B").symlink_to(workshop.base)
     commands = [line.partition("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]

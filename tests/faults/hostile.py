@@ -198,7 +198,7 @@ def _restored(material: Material, run: Any, draw: random.Random) -> None:
         if tensor.is_floating_point():
             model[name.replace(".", "_")] = torch.nn.Parameter(torch.zeros_like(tensor))
     tensors = {_flat(name): tensor for name, tensor in checkpoint.tensors.items()}
-    loop.model = model
+    loop.model, loop.ema = model, None
     loop.stepper = SimpleNamespace(optimizer=torch.optim.AdamW(model.parameters()), loss_scale=LossScale()) if names else SimpleNamespace(
         optimizer=SimpleNamespace(state={}), loss_scale=None)  # fmt: skip
     loop.store, loop.stream = store, RowStream((), seed=0, shuffle=True)

@@ -28,8 +28,8 @@ def test_the_formulas():
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["replicate", "shard"])
 def test_planned_bytes_are_those_sent(kind, configured, workshop, tmp_path):
-    steps = {"steps": 2, "batch_size": 2, "accumulate": 4, "eval_every": 0}
-    configured("run", adapter={"kind": "none"}, train=steps, parallel={"kind": kind}, run={"sample_every": 0})
+    steps = {"steps": 2, "batch_size": 2, "accumulate": 4, "eval_every": None}
+    configured("run", adapter={"kind": "none"}, train=steps, parallel={"kind": kind}, run={"sample_every": 0, "samples": []})
     status, said = run(2, tmp_path / "run.yaml", counted=True)
     assert status == 0, said
     counted = int(re.search(r"step 2 sent (\d+) bytes", said)[1])
