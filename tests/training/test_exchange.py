@@ -26,13 +26,13 @@ def test_the_formulas():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_planned_bytes_of_shards_are_those_sent(configured, workshop, tmp_path):
+def test_planned_bytes_of_replicate_are_those_sent(configured, workshop, tmp_path):
     steps = {"steps": 2, "batch_size": 2, "accumulate": 4, "eval_every": None}
-    configured("run", adapter={"kind": "none"}, train=steps, parallel={"kind": "shard"}, run={"sample_every": 0, "samples": []})
+    configured("run", adapter={"kind": "none"}, train=steps, parallel={"kind": "replicate"}, run={"sample_every": 0, "samples": []})
     status, said = run(2, tmp_path / "run.yaml", counted=True)
     assert status == 0, said
     counted = int(re.search(r"step 2 sent (\d+) bytes", said)[1])
     units = unit_bytes(AutoModelForCausalLM.from_pretrained(workshop.base))
     fp32 = PRESETS["fp32"]
-    planned = exchange.sharded(units, fp32, processes=2, nodes=1, passes=2).sent
+    planned = exchange.replicated(units, fp32, processes=2, nodes=1).sent
     assert abs(planned - counted) <= 0.02 * counted, (planned, counted)
