@@ -29,7 +29,9 @@ def test_the_folder_records_declared_replaced_and_observed(name, head, times, mo
     manifest, precision = read("manifest"), read("precision")
     calls = {(c["part"], c["op"]): c["calls"] for c in manifest["first_step"]}
     assert calls["head", head] == times
-    assert calls["lora", "lora_linear"] == 14
+    # each of the two layers has four projections of its attention; the three of its MLP run inside `lora_mlp`
+    assert calls["lora", "lora_linear"] == 8
+    assert calls["gated mlp", "lora_mlp"] == 2 * times
     assert calls["norm", "rms_norm"] == 5 * times
     assert {c["owner"] for c in manifest["claims"]} >= {"training arguments", "accelerate", "PEFT, adapters"}
     assert precision["violations"] == []

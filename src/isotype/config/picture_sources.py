@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from ..errors import UsageError
 from .schema import ImagesSection
+from .sources import entries_of, unknown_key
 
 COLUMNS = ("image", "text", "mask")
 
@@ -46,10 +46,7 @@ def picture_sources(images: ImagesSection, side: str) -> list[PictureSource]:
     given, key = getattr(images, side), f"images.{side}"
     if given is None:
         return []
-    entries = [given] if isinstance(given, str) else list(given)
-    if not entries:
-        raise UsageError(f"{key}: give at least one folder or file")
-    found = [_source(entry, key if isinstance(given, str) else f"{key}[{i}]", side, images) for i, entry in enumerate(entries)]
+    found = [_source(settings, where, side, images) for where, settings in entries_of(given, key, wanted="folder or file")]
     seen = set()
     for one in found:
         if one.name in seen:
@@ -59,8 +56,8 @@ def picture_sources(images: ImagesSection, side: str) -> list[PictureSource]:
     return found
 
 
-def _source(entry: Any, where: str, side: str, images: ImagesSection) -> PictureSource:
-    settings: dict[str, Any] = {"name": entry} if isinstance(entry, str) else {k: v for k, v in dict(entry).items() if v is not None}
+def _source(settings: dict[str, Any], where: str, side: str, images: ImagesSection) -> PictureSource:
+    settings = {key: value for key, value in settings.items() if value is not None}
     keys = _KEYS[side]
     for key in settings:
         if key in keys:
@@ -69,8 +66,7 @@ def _source(entry: Any, where: str, side: str, images: ImagesSection) -> Picture
             raise UsageError(f"{where}.weight: only images.regularisation has it: the pictures of images.{side} count in full")
         if key == "repeats":
             raise UsageError(f"{where}.repeats: has no effect: evaluation takes every picture once")
-        near = get_close_matches(key, keys, n=1)
-        raise UsageError(f"{where}.{key}: unknown key" + (f", did you mean {near[0]}?" if near else f"; there are {' '.join(keys)}"))
+        raise unknown_key(where, key, keys)
     name, repeats, weight = settings.get("name"), settings.get("repeats", 1), settings.get("weight", 1.0)
     if not isinstance(name, str) or not name.strip():
         raise UsageError(f"{where}.name: expected a folder or a file, got {name!r}")

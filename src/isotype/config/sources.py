@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -37,6 +37,24 @@ _KEYS = tuple(field.name for field in fields(SourceSpec))
 _HUB_ONLY = ("subset", "split", "revision")
 
 
+def entries_of(given: Any, key: str, *, wanted: str) -> list[tuple[str, dict[str, Any]]]:
+    """(where, settings) of each entry of a list of sources: a name is the entry with that name alone.
+
+    Raises  UsageError for an empty list, naming what is `wanted`
+    """
+    entries = [given] if isinstance(given, str) else list(given)
+    if not entries:
+        raise UsageError(f"{key}: give at least one {wanted}")
+    places = [key] if isinstance(given, str) else [f"{key}[{i}]" for i in range(len(entries))]
+    return [(where, {"name": entry} if isinstance(entry, str) else dict(entry)) for where, entry in zip(places, entries)]
+
+
+def unknown_key(where: str, key: str, keys: Sequence[str]) -> UsageError:
+    """The error for a key that an entry does not have, with the one that was probably meant."""
+    near = get_close_matches(key, keys, n=1)
+    return UsageError(f"{where}.{key}: unknown key" + (f", did you mean {near[0]}?" if near else f"; there are {' '.join(keys)}"))
+
+
 def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
     """The sources of `data.train` or `data.eval`, with what the section sets for all of them.
 
@@ -46,10 +64,7 @@ def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
     given, key = getattr(data, side), f"data.{side}"
     if given is None:
         return []
-    entries = [given] if isinstance(given, str) else list(given)
-    if not entries:
-        raise UsageError(f"{key}: give at least one file, or stdlib")
-    specs = [_spec(entry, key if isinstance(given, str) else f"{key}[{i}]", data) for i, entry in enumerate(entries)]
+    specs = [_spec(settings, where, data) for where, settings in entries_of(given, key, wanted="file, or stdlib")]
     seen: set[tuple[Any, ...]] = set()
     for spec in specs:
         what = (spec.name, spec.subset, spec.split, spec.revision)
@@ -95,12 +110,10 @@ def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:
         raise UsageError(f"{sources['data.shuffle_buffer']} data.shuffle_buffer: has no effect without data.stream: all rows are shuffled")
 
 
-def _spec(entry: Any, where: str, data: DataSection) -> SourceSpec:
-    settings: dict[str, Any] = {"name": entry} if isinstance(entry, str) else dict(entry)
+def _spec(settings: dict[str, Any], where: str, data: DataSection) -> SourceSpec:
     for key in settings:
         if key not in _KEYS:
-            near = get_close_matches(key, _KEYS, n=1)
-            raise UsageError(f"{where}.{key}: unknown key" + (f", did you mean {near[0]}?" if near else f"; there are {' '.join(_KEYS)}"))
+            raise unknown_key(where, key, _KEYS)
     settings = {key: value for key, value in settings.items() if value is not None}
     name = settings.get("name")
     if not isinstance(name, str) or not name.strip():
