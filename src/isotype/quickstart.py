@@ -7,7 +7,6 @@ interrupted one is resumed, so the command can be given again at any time.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .entry.stage import quoted, run_stage
 from .errors import UsageError
 from .printable import printable
 
@@ -65,7 +65,7 @@ def quickstart(folder: Path, *, size: Size | None = None, json_output: bool = Fa
         say(f"\n{what}  ({folder / file})")
         if stage == "tune" and size is None:
             _tune_in_what_is_left(folder, time.monotonic() - begun, say)
-        if (status := _stage(folder / stage, folder / file, json_output=json_output)) != 0:
+        if (status := run_stage(folder / stage, folder / file, json_output=json_output)) != 0:
             say(f"go on with: isotype quickstart --folder {folder}")
             return status
         results[stage] = json.loads((folder / stage / "result.json").read_text(encoding="utf-8"))
@@ -189,27 +189,6 @@ def step_seconds(config: Any, *, rows: int, length: int) -> float:
     return sorted(seen[1:])[_PROBED // 4]  # the first one starts the threads, and some meet other programs
 
 
-def _stage(run: Path, file: Path, *, json_output: bool) -> int:
-    from .config.load import load
-    from .tasks.choose import train
-
-    if finished(run):
-        print(f"done before: {run}", file=sys.stderr if json_output else sys.stdout)
-        return 0
-    loaded = load(file, [], {})
-    # with --json, stdout belongs to the one object at the end
-    with contextlib.redirect_stdout(sys.stderr) if json_output else contextlib.nullcontext():
-        return train(loaded, resume=run if (run / "resolved.yaml").is_file() else None)
-
-
-def finished(run: Path) -> bool:
-    try:
-        done: bool = json.loads((run / "result.json").read_text(encoding="utf-8")).get("status") == "done"
-        return done
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
 def _show(folder: Path, summary: dict[str, Any], say: Callable[[str], None]) -> None:
     from .report.terminal import terminal_chart
 
@@ -237,10 +216,10 @@ def _pretrain_yaml(folder: Path, size: Size) -> str:
 # A small model from random weights, every one of them trained, on plain text.
 model:
   init: random
-  config: {_quoted(folder / PARTS)}
-  tokenizer: {_quoted(folder / PARTS)}
+  config: {quoted(folder / PARTS)}
+  tokenizer: {quoted(folder / PARTS)}
 data:
-  train: {_quoted(folder / TEXT)}
+  train: {quoted(folder / TEXT)}
   max_length: {size.window}
   eval_split: 0.02
 adapter:
@@ -252,7 +231,7 @@ train:
   beta2: 0.95
   eval_every: {max(1, size.pretrain_steps // 5)}
 run:
-  folder: {_quoted(folder / "pretrain")}
+  folder: {quoted(folder / "pretrain")}
   sample_every: {max(1, size.pretrain_steps // 2)}
   keep: 1
   sample_tokens: 40
@@ -263,7 +242,7 @@ def _tune_yaml(folder: Path, size: Size) -> str:
     return f"""\
 # An adapter on the model that pretrain.yaml makes; put your own file in data.train to tune it on something else.
 model:
-  name: {_quoted(folder / "pretrain" / "model")}
+  name: {quoted(folder / "pretrain" / "model")}
 data:
   train: stdlib
   max_length: {size.window}
@@ -278,13 +257,8 @@ train:
   learning_rate: 2.0e-3
   eval_every: {max(1, size.tune_steps // 5)}
 run:
-  folder: {_quoted(folder / "tune")}
+  folder: {quoted(folder / "tune")}
   sample_every: {max(1, size.tune_steps // 2)}
   keep: 1
   sample_tokens: 48
 """
-
-
-def _quoted(value: object) -> str:
-    """A YAML scalar: JSON's strings are YAML's double-quoted ones."""
-    return json.dumps(str(value))
