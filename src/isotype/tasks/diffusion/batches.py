@@ -38,8 +38,24 @@ class Placed:
     position: int
 
 
+class CountedByPictures:
+    """A batch whose weight, and whose units for the speed, are its pictures."""
+
+    @property
+    def rows(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> int:
+        return self.rows
+
+    @property
+    def units(self) -> int:
+        return self.rows
+
+
 @dataclass(frozen=True)
-class Batch:
+class Batch(CountedByPictures):
     """latents, noise  F[N C H W]   `precision.latents`
     sigma           F[N]         the same
     text            tensors of the family, [N ...] each
@@ -58,14 +74,6 @@ class Batch:
     def rows(self) -> int:
         return len(self.latents)
 
-    @property
-    def weight(self) -> int:
-        return self.rows
-
-    @property
-    def units(self) -> int:
-        return self.rows
-
     def __str__(self) -> str:
         return f"{self.rows} pictures of {' x '.join(map(str, self.latents.shape[1:]))} latents"
 
@@ -77,7 +85,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class MixedBatch:
+class MixedBatch(CountedByPictures):
     """Rows of several sizes: a batch of each, in the order of their first rows."""
 
     parts: tuple[Batch, ...]
@@ -85,14 +93,6 @@ class MixedBatch:
     @property
     def rows(self) -> int:
         return sum(part.rows for part in self.parts)
-
-    @property
-    def weight(self) -> int:
-        return self.rows
-
-    @property
-    def units(self) -> int:
-        return self.rows
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.parts))

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .family import Asked, Family
+from .family import Asked
+from .pooled_text import PooledTextFamily
 
 
-class SDXL(Family):
+class SDXL(PooledTextFamily):
     pipeline = "StableDiffusionXLPipeline"
     denoiser = "unet"
     objectives = ("epsilon", "v")
@@ -39,16 +40,6 @@ class SDXL(Family):
             noisy_NCHW, time_N, encoder_hidden_states=text["text"], return_dict=False,
             added_cond_kwargs={"text_embeds": text["pooled"], "time_ids": sizes(noisy_NCHW, asked.downscale)},
         )[0]  # fmt: skip
-        return made
-
-    def sample(
-        self, pipe: Any, text: dict[str, Tensor], empty: dict[str, Tensor], *, size: int, steps: int, guidance: float, generator: Any
-    ) -> Tensor:
-        made: Tensor = pipe(
-            prompt_embeds=text["text"], pooled_prompt_embeds=text["pooled"], negative_prompt_embeds=empty["text"],
-            negative_pooled_prompt_embeds=empty["pooled"], height=size, width=size, num_inference_steps=steps, guidance_scale=guidance,
-            generator=generator, output_type="latent",
-        ).images  # fmt: skip
         return made
 
 
