@@ -59,9 +59,9 @@ def attach(
     try:
         guards = _put_on(attached, reversible=reversible)
         if record:
-            kept = Record(attached, guards, preflight=preflight, skip=skips)
-            attached.undo.append(kept.remove)
-            kept.install()
+            record = Record(attached, guards, preflight=preflight, skip=skips)
+            attached.undo.append(record.remove)
+            record.install()
     except BaseException:
         _take_off(attached)
         raise

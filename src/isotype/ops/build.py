@@ -42,9 +42,9 @@ def folder() -> Path:
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     given = os.environ.get("ISOTYPE_CACHE")
-    kept = [] if given == "none" else [Path(given).expanduser(), home / "isotype"] if given else [home / "isotype"]
+    folders = [] if given == "none" else [Path(given).expanduser(), home / "isotype"] if given else [home / "isotype"]
     user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()  # Windows has no numbers for users
-    for place in (*kept, Path(tempfile.gettempdir()) / f"isotype-{user}"):
+    for place in (*folders, Path(tempfile.gettempdir()) / f"isotype-{user}"):
         try:
             # of this user alone: what lies there is run
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -116,8 +116,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 @cache
-def say_building(kept: Path) -> None:
-    print(f"isotype: compiling C++ kernels for this processor, once; they are kept in {kept}", file=sys.stderr, flush=True)
+def say_building(folder: Path) -> None:
+    print(f"isotype: compiling C++ kernels for this processor, once; they are kept in {folder}", file=sys.stderr, flush=True)
 
 
 def build(compiler: str, source: Path, built: Path) -> None:

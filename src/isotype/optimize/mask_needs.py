@@ -29,7 +29,7 @@ class MaskNeeds(NamedTuple):
     why_no_documents: str | None
 
 
-class _Kept:
+class _Decision:
     """A decision with the modules that it rests on; a copy or a pickle of the model does not take it along."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,8 +62,8 @@ def _plain(value: Any) -> Any:
 
 def mask_needs(model: nn.Module) -> MaskNeeds:
     """The decision for the model as it is now."""
-    kept: _Kept | None = vars(model).get(_KEPT)
-    if kept is None or kept.facts != kept.current():
+    known: _Decision | None = vars(model).get(_KEPT)
+    if known is None or known.facts != known.current():
         # past nn.Module's own __setattr__
-        kept = vars(model)[_KEPT] = _Kept(model)
-    return kept.needs
+        known = vars(model)[_KEPT] = _Decision(model)
+    return known.needs

@@ -44,7 +44,13 @@ def picture(record: RunRecord) -> bytes:
     if record.metrics:
         said = verdict(record)
         colour, back = MOODS[said.mood]
-        _lines(sheet, [line for text in (said.learnt, said.kept) for line in wrap(_clean(text), 140)], colour=colour, back=back, mono=False)
+        _lines(
+            sheet,
+            [line for text in (said.learnt, said.precision) for line in wrap(_clean(text), 140)],
+            colour=colour,
+            back=back,
+            mono=False,
+        )
     _tiles(sheet, tiles(record))
     if loss := loss_plot(record):
         _curves(sheet, sheet.axes(MARGIN, WIDTH - 2 * MARGIN, 3.1), loss)

@@ -55,7 +55,7 @@ def hybrid(units: Sequence[UnitBytes], precision: Precision, *, processes: int, 
 def _of_a_pass(units: Sequence[UnitBytes], precision: Precision) -> int:
     """What all processes of a ring together gather and scatter in one forward and backward."""
     forward = sum(unit.weights for unit in units)
-    backward = sum(unit.weights for unit in units if not unit.kept)
+    backward = sum(unit.weights for unit in units if not unit.stays_gathered)
     return forward + backward + _gradients(units, precision)
 
 

@@ -81,7 +81,7 @@ def _fake_backward(
     fp32 = wide(hidden_TH.dtype)
     return (
         hidden_TH.new_empty(hidden_TH.shape if rest[-2] else (0,), dtype=fp32),
-        weight_VH.new_empty(weight_VH.shape if rest[-1] else (0,), dtype=chunked.kept_dtype(hidden_TH.dtype, hidden_TH.device)),
+        weight_VH.new_empty(weight_VH.shape if rest[-1] else (0,), dtype=chunked.stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)),
         weight_VH.new_empty(weight_VH.shape[0] if bias_V is not None else 0, dtype=fp32),
     )
 

@@ -75,15 +75,15 @@ class Store:
 
     def put(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Raises  UsageError where the disk refuses."""
-        kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         if self.folder is None:
-            self._memory[key] = kept
+            self._memory[key] = stored
             return
         path = self._path(key)
         aside = path.with_name(f".{key}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            aside.write_bytes(save(kept))
+            aside.write_bytes(save(stored))
             os.replace(aside, path)
         except OSError as error:
             raise UsageError(

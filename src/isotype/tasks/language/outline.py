@@ -119,8 +119,8 @@ def _sampling(length: int) -> Callable[[nn.Module, torch.device], None]:
         """The pass over a prompt as long as it will be with its answer: at its end the cache is as large as it gets."""
         ids = torch.empty(1, length, dtype=torch.long, device=device)
         with evaluation_mode(model), generating(model):
-            kept = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-            del kept
+            outputs = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+            del outputs
 
     return run
 

@@ -112,8 +112,8 @@ def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> l
             place = Place(file=failure.place.file, line=failure.place.line, symbol=failure.function or place.symbol)
             message = f"{place.symbol} raises when {frozen} is frozen: {first_line(outcome.error)}"
         else:
-            kept = [n for n in trainable if n != frozen]
-            wrong = [n for n in kept if not numerics.alike(f"gradient of {n}", outcome.grads.get(n), baseline.grads[n], setting)]
+            others = [n for n in trainable if n != frozen]
+            wrong = [n for n in others if not numerics.alike(f"gradient of {n}", outcome.grads.get(n), baseline.grads[n], setting)]
             if not wrong:
                 continue
             missing = [n for n in wrong if outcome.grads.get(n) is None]

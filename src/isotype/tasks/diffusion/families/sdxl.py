@@ -31,8 +31,8 @@ class SDXL(PooledTextFamily):
     def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> dict[str, Tensor]:
         text_NSD, _, pooled_ND, _ = pipe.encode_prompt(captions, do_classifier_free_guidance=False)
         if pipe.config.force_zeros_for_empty_prompt:  # the pipeline guides away from zeros: a dropped caption is the same
-            kept = torch.tensor([caption != "" for caption in captions], device=text_NSD.device)
-            text_NSD, pooled_ND = text_NSD * kept[:, None, None], pooled_ND * kept[:, None]
+            captioned = torch.tensor([caption != "" for caption in captions], device=text_NSD.device)
+            text_NSD, pooled_ND = text_NSD * captioned[:, None, None], pooled_ND * captioned[:, None]
         return {"text": text_NSD, "pooled": pooled_ND}
 
     def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
