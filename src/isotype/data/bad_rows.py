@@ -18,7 +18,7 @@ from ..errors import UsageError
 
 FILE = "bad_rows.jsonl"
 PLACES = 40  # named in one error
-KEPT = 10_000  # of a source, by place and reason; all are counted
+MOST_LISTED = 10_000  # of a source, by place and reason; all are counted
 EMPTY = "the answer is empty"
 FIX = "data.on_bad_row: skip leaves them out, counts them and lists them in the run's bad_rows.jsonl"
 
@@ -71,7 +71,7 @@ class BadRows:
             self.empty += 1
         else:
             self.kinds[kind_of(row.reason)] += 1
-        if len(self.listed) < KEPT:
+        if len(self.listed) < MOST_LISTED:
             self.listed.append(row)
 
     def as_json(self) -> dict[str, Any]:

@@ -45,8 +45,8 @@ class PackedRows(Sequence[Row]):
         return [Share(self.of_block.count(i), share.weight) for i, share in enumerate(shares)]
 
     def facts(self) -> dict[str, Any]:
-        tokens, places = int(self.lengths.sum()), len(self) * self.capacity
-        return {"rows": len(self.rows), "packed_rows": len(self), "filled": tokens / max(1, places), "length": self.capacity}
+        tokens, room = int(self.lengths.sum()), len(self) * self.capacity
+        return {"rows": len(self.rows), "packed_rows": len(self), "filled": tokens / max(1, room), "length": self.capacity}
 
 
 def pack(rows: TokenRows, capacity: int) -> PackedRows:

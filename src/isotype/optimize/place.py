@@ -141,7 +141,7 @@ def _four_bit(path: str, module: nn.Module) -> Placement:
 
 
 def restore(model: nn.Module) -> int:
-    """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of places."""
+    """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of entries of the manifest that were undone."""
     undone = unfuse_lora(model)
     for module in model.modules():
         undone += take_back(module)

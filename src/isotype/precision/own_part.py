@@ -48,7 +48,7 @@ def own_rows(tensor: Tensor) -> range:
 
 
 def first_element(tensor: Tensor) -> int:
-    """The place of the part's first element in the whole tensor, flattened."""
+    """Index of the part's first element in the whole tensor, flattened."""
     return own_rows(tensor).start * (tensor.numel() // max(1, tensor.shape[0])) if is_sharded(tensor) else 0
 
 

@@ -1,7 +1,7 @@
 """AdamW as one kernel: every tensor is read once and written once, with stochastic rounding into a bf16 weight.
 
 In plain PyTorch the same update is 16 launches and holds four fp32 copies of the tensor at its worst: 8.4 GB for a bf16 embedding of
-128,256 x 4,096. The noise is Philox of (seed, place): a function of both alone, whatever the launch looks like.
+128,256 x 4,096. The noise is Philox of (seed, index of the element) and depends on nothing else.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class Forward(NamedTuple):
 
 
 def stored_gradient_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of a gradient that is computed in forward and stored until backward: fp32 in fp16, whose range could not hold it before its
-    scale is known."""
+    """The dtype of a gradient that is computed in forward and stored until backward: fp32 for fp16 inputs, since
+    fp16 could not hold it before its scale is known."""
     return torch.float32 if dtype == torch.float16 else operand_dtype(dtype, device)
 
 

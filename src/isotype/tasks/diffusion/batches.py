@@ -131,7 +131,7 @@ class PictureStream(RowStream[Row]):
         turns = epoch_order(len(groups), seed=self.seed + 1, epoch=epoch, shuffle=self.shuffle)
         return [*(index for turn in turns for index in groups[turn]), *rest]
 
-    def take(self, count: int) -> list[Placed]:  # type: ignore[override]  # rows with their place
+    def take(self, count: int) -> list[Placed]:  # type: ignore[override]  # rows with their position
         first = self.position
         return [Placed(row, first + i) for i, row in enumerate(super().take(count))]
 

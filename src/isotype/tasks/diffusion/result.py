@@ -90,7 +90,7 @@ class NamedAsPeft(nn.Module):
 
 def put_adapter(denoiser: Any, folder: Path, pipeline: PipelineFolder) -> None:
     """Loads the adapter as diffusers does, and checks it: diffusers fills what the file lacks with whatever is in memory, and leaves out
-    what the model has no place for. Raises RunError SV001.
+    what no part of the model takes. Raises RunError SV001.
 
     diffusers narrows the adapter to the denoiser's dtype; afterwards each tensor is the file's own.
     """

@@ -41,7 +41,7 @@ class WeightsAndBiases:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         write_text(folder / ID, self._run.id + "\n")
-        self.place = str(self._run.url or "") if mode == "online" else f"{mode}, wandb sync {Path(self._run.dir).parent}"
+        self.address = str(self._run.url or "") if mode == "online" else f"{mode}, wandb sync {Path(self._run.dir).parent}"
 
     def _start(self, folder: Path, settings: Mapping[str, Any], mode: Any) -> Any:
         file = folder / ID
