@@ -1,4 +1,4 @@
-"""`isotype quickstart`: a small model from nothing, then an adapter on it, with real text on any machine and no network.
+"""`isotype quickstart`: a small model from random weights, then an adapter on it, with real text, on any machine, without a network.
 
 The folder holds everything needed to do it again by hand: the text, the tokenizer and the model's configuration, and two files,
 `pretrain.yaml` and `tune.yaml`, that `isotype train` takes. Both stages are ordinary runs. A finished stage is not repeated and an
@@ -32,8 +32,8 @@ TEXT, PARTS, PRETRAIN, TUNE = "text.txt", "small", "pretrain.yaml", "tune.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large the model is and how long it trains. The default takes two and a half minutes on two idle cores with bf16, and is
-    shortened to the speed that is met."""
+    """How large the model is and how long it trains. The default takes two and a half minutes on two idle cores with bf16, and is shortened
+    on slower machines."""
 
     vocabulary: int = 2048
     hidden: int = 192
@@ -155,7 +155,8 @@ def tuning_steps(left: float, pretraining_step: float) -> int:
 
 
 def _take_fewer_threads_where_faster(say: Callable[[str], None]) -> None:
-    """On cores that other programs use. An ordinary run only advises it: the number of threads decides the order of sums."""
+    """Uses fewer threads where other programs use the cores. An ordinary run only advises this, since the number of threads decides the
+    order of sums."""
     import torch
 
     from .training.contention import contention
@@ -167,7 +168,7 @@ def _take_fewer_threads_where_faster(say: Callable[[str], None]) -> None:
 
 
 def step_seconds(config: Any, *, rows: int, length: int) -> float:
-    """Seconds of one training step of this model, as far as this machine lets it be fast now; 0 with a GPU, which is always fast enough."""
+    """Seconds of one training step of this model: the lower quartile of measured steps; 0 with a GPU, which is always fast enough."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -186,7 +187,7 @@ def step_seconds(config: Any, *, rows: int, length: int) -> float:
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         seen.append(time.perf_counter() - begin)
-    return sorted(seen[1:])[_PROBED // 4]  # the first one starts the threads, and some meet other programs
+    return sorted(seen[1:])[_PROBED // 4]  # the first step starts the threads; other programs slow some of the others
 
 
 def _show(folder: Path, summary: dict[str, Any], say: Callable[[str], None]) -> None:

@@ -64,7 +64,7 @@ def train(
     resume     a run's folder to go on with; sections are what is to change
     accept_changes  with resume: accepts changes that make it another run, as `--yes` does
     skip       checks of the preflight to leave out, code to reason
-    callbacks  objects of `isotype.Callback`: what they may and may not do stands there
+    callbacks  objects of `isotype.Callback`; its docstring says what they may and may not do
     objective  objective(model, batch) -> float[], the losses of a micro-batch summed over `batch.weight` tokens, in place of the
                cross-entropy; the batch has `inputs` for the model and `labels`. Evaluation keeps the cross-entropy.
     Raises     UsageError, PreflightError, RunError, DtypeError, each with its fix; KeyboardInterrupt for Ctrl-C before step 1

@@ -1,4 +1,4 @@
-"""`isotype quickstart --diffusion`: a small Flux from nothing, then a LoRA that teaches it a shape it never saw; no network.
+"""`isotype quickstart --diffusion`: a small Flux from random weights, then a LoRA that teaches it a shape it never saw; no network.
 
 The folder holds all that is needed to do it again by hand: the pictures, the pipeline, and two files, `full.yaml` and `lora.yaml`, that
 `isotype train` takes. Both stages are ordinary runs. A finished stage is not repeated and an interrupted one is resumed.
@@ -98,7 +98,7 @@ def _judged(run: Path, draws: int) -> dict[str, list[tuple[bool, bytes]]]:
 
 
 def _sheet(rows: Sequence[Sequence[bytes]]) -> Any:
-    """A picture of the pictures: a row a prompt, the first half before LoRA, the second after."""
+    """One picture of all drawn pictures: a row per prompt, the first half before LoRA, the second after."""
     from PIL import Image
 
     gap = 2
@@ -147,7 +147,7 @@ def _show(folder: Path, summary: dict[str, Any], say: Callable[[str], None]) -> 
     for prompt in ASKED:
         say(f"  {prompt:<20}  {summary['before'][prompt]:>11}  {summary['after'][prompt]:>5}")
     say(f"\nall together {summary['share']:.0%} after LoRA")
-    say(f"pictures  {summary['sheet']}  (a row a prompt: the upper half before LoRA, the lower after)")
+    say(f"pictures  {summary['sheet']}  (a row per prompt: the upper half before LoRA, the lower after)")
     say(f"report    {summary['report']}")
     say(f"adapter   {folder / 'lora' / 'adapter' / 'pytorch_lora_weights.safetensors'}  on  {folder / BASE}")
     say(f'draw      isotype sample {folder / "lora"} "a blue {NEW}"')

@@ -13,11 +13,11 @@ from markupsafe import Markup
 
 from .plots import Guide, Plot, Point, Series, thinned
 
-COLUMNS = 48  # places of a chart that show their values under the pointer
+COLUMNS = 48  # columns of a chart that show their values under the pointer
 
 
 def line_chart(plot: Plot, *, width: int = 460, height: int = 190) -> Markup:
-    """Empty when nothing finite is there."""
+    """Empty when no value is finite."""
     finite = plot.finite
     if not finite:
         return Markup("")
