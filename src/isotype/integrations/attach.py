@@ -1,7 +1,8 @@
-"""`attach(trainer, precision=...)` and `detach(trainer)`: one owner of precision, Isotype's ops, guards, and all of it undone.
+"""`attach(trainer, precision=...)` and `detach(trainer)`: give a trainer one owner of precision, Isotype's ops and guards, and undo all of
+it.
 
-It happens when the trainer is complete, because PEFT and TRL build inside the trainer what is to be fused; on instances only; and either
-whole or not at all.
+`attach` needs a complete trainer, because PEFT and TRL build the layers to be fused inside it. It changes instances only, and if a part
+fails, it undoes the others.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def attach(
 
 
 def detach(trainer: Any) -> list[str]:
-    """Undoes `attach`: the next step is an untouched trainer's, bit for bit. Gives a line for what could not be put back.
+    """Undoes `attach`: the next step is an untouched trainer's, bit for bit. Returns a line for each thing that could not be restored.
 
     Raises  UsageError for a trainer that is not attached, or is training
     """

@@ -1,4 +1,4 @@
-"""The rows of a trainer's dataset as token rows, where they are tokens: what checks of labels, ends and positions look at."""
+"""The rows of a trainer's dataset as token rows, where they are tokens: the input of the checks of labels, end tokens and positions."""
 
 from __future__ import annotations
 

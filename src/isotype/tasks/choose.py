@@ -1,4 +1,4 @@
-"""Which kind of run a configuration is, and its two verbs: `train` and `plan`."""
+"""Chooses the task of a configuration, and trains or plans it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The bytes that a step exchanges between processes, for each way to share the work.
 
 W processes, L of them on a machine, N = W / L machines; n forward passes of each process in a step. P are the bytes of all weights, H of
-the unit that stays gathered from forward to backward (norm and head), G the bytes of all gradients in `precision.reduce`. Counted is what a
-process sends (it receives as much) by ring algorithms: gathering or scattering x bytes over k processes sends x (k - 1) / k, summing them
+the unit that stays gathered from forward to backward (norm and head), G the bytes of all gradients in `precision.reduce`. Counts what a
+process sends with ring algorithms (it receives as much): gathering or scattering x bytes over k processes sends x (k - 1) / k, summing them
 on all sends twice that.
 
     replicate  2 G (W - 1) / W                                               once a step

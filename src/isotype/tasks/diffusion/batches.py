@@ -1,7 +1,7 @@
 """What a denoiser is given: rows of the data with the numbers drawn for them, as tensors.
 
 Everything drawn for a row is a function of the seed and of its position in the stream. So 4 x 2 rows are the same as 1 x 8, a resumed run
-draws what the undisturbed one did, and nothing that happens between steps changes it.
+draws the same numbers as an uninterrupted one, and nothing that happens between steps changes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .windows import Size
 
 @dataclass(frozen=True)
 class Row:
-    """Keys of the store, of which one is drawn each time: `latents` of each window, `mirrored` of its mirror image (empty where pictures
+    """Keys of the store; one of each kind is drawn each time: `latents` of each window, `mirrored` of its mirror image (empty where
+    pictures
     are not mirrored), `text` of each caption. `weight`: of its loss."""
 
     latents: tuple[str, ...]
@@ -32,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Placed:
-    """A row where the stream handed it out."""
+    """A row with its position in the stream."""
 
     row: Row
     position: int
@@ -109,7 +110,7 @@ def parts_of(batch: Batch | MixedBatch) -> tuple[Batch, ...]:
 class PictureStream(RowStream[Row]):
     """Rows with their positions; the position is the whole state, as in any stream of rows.
 
-    together  rows of a step: so many in turn have one size, as long as there are enough; those left over come last
+    together  number of rows of a step. So many consecutive rows have the same size while there are enough; the others come last
     """
 
     def __init__(self, rows: Sequence[Row], *, seed: int, shuffle: bool, together: int = 1) -> None:

@@ -63,7 +63,7 @@ def plan_part(
 ) -> MemoryPlan:  # fmt: skip
     """`plan_memory` for a process that shares its model with others; the same for `parts` 1."""
     if parts > 1:
-        # with the gradients of an earlier micro-batch there, what a backward adds is no gradient: those are of a part only
+        # with gradients of an earlier micro-batch present, a backward adds no gradient buffers: they exist for the own part only
         train = train.model_copy(update={"accumulate": max(2, train.accumulate)})
     units = unit_bytes(made.model)
     plan = plan_memory(made, train, precision, largest, checkpointing=checkpointing, device_type=device_type, earlier=earlier)
@@ -94,7 +94,7 @@ def of_one_part(plan: MemoryPlan, units: list[UnitBytes], precision: Precision, 
 
 
 def gathered_bytes(units: list[UnitBytes], precision: Precision) -> int:
-    """The most that is there of other processes' parts at a time."""
+    """The most bytes of other processes' parts that a process holds at a time."""
     whole = sum(unit.weights for unit in units if unit.stays_gathered)
     layers = sorted((unit for unit in units if not unit.stays_gathered), key=lambda unit: unit.weights)
     # as autograd makes it, in the weights' dtype, and as it is sent
