@@ -1,6 +1,6 @@
 """The adapter branch in fp32 beside a narrow base product: one block of rows at a time, so that no activation is widened whole.
 
-For adapters whose dtype is not the product's and no autocast to decide between them: PEFT widens the whole input then.
+For adapters whose dtype differs from the product's without autocast, where PEFT widens the whole input.
 
 T tokens, K in features, O out features, R rank.
 """

@@ -1,4 +1,4 @@
-"""Builds a C++ source of the package into a shared library, once a machine: the result is kept on disk and shared by processes."""
+"""Builds a C++ source of the package into a shared library, once per machine: the result is stored on disk and shared by processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cpu_compiler() -> str | None:
 def folder() -> Path:
     """Where libraries are kept: ISOTYPE_CACHE, or `isotype` in the user's cache folder, or a temporary one where neither can be written.
 
-    ISOTYPE_CACHE=none, which keeps no tokens (`data.cache`), leaves them in the temporary one: they cannot be run from nowhere.
+    ISOTYPE_CACHE=none, which keeps no tokens (`data.cache`), stores them in the temporary one, since a library must be a file.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     given = os.environ.get("ISOTYPE_CACHE")
@@ -56,7 +56,7 @@ def folder() -> Path:
 
 
 def built_files() -> list[Path]:
-    """The libraries in the folder, with what builds left beside them; of no use to others, and built again where one is missing."""
+    """The libraries in the folder and the files that builds left beside them. Nothing else uses them, and a missing one is built again."""
     return sorted(path for path in folder().iterdir() if _OURS.fullmatch(path.name))
 
 
@@ -103,7 +103,8 @@ def library(source: Path) -> ctypes.CDLL:
 def locked(path: Path) -> Iterator[None]:
     """One process builds while the others of this machine (the ranks of a run, test workers) wait.
 
-    Without `flock` (Windows) each builds for itself: the result is renamed into place, so that the last one wins and all are whole.
+    Without `flock` (Windows) each builds for itself: the result is renamed into place, so that the last one replaces the others and no file
+    is incomplete.
     """
     try:
         import fcntl

@@ -1,8 +1,9 @@
-"""A summed loss of deferred logits, not yet computed: what it is divided by next belongs inside the op.
+"""A summed loss of deferred logits, not yet computed, so that its divisor can be applied inside the op.
 
-transformers, Trainer and our own loop divide a sum by the counted tokens of a whole accumulation window, which the micro-batch at hand
-cannot know. Divided afterwards, its bf16 gradient is rounded a second time: 2.8e-3 of error where plain PyTorch has 2.3e-3. So the sum
-waits for one operation: a division or a product by a number goes into the op before it narrows (`num_items`); anything else gets the real
+transformers, Trainer and our own loop divide a sum by the counted tokens of a whole accumulation window, which is not known in a single
+micro-batch. Divided afterwards, its bf16 gradient is rounded a second time: 2.8e-3 of error where plain PyTorch has 2.3e-3. So the sum is
+computed only at the next operation: a division or a product by a number goes into the op before it narrows (`num_items`); anything else
+gets the real
 sum.
 """
 
@@ -60,7 +61,7 @@ def _spent(by: Divisor | None) -> Tensor:
 
 def _divided(x: DeferredLoss, by: Any) -> Tensor | None:
     plain = isinstance(by, Tensor) and type(by) is Tensor and by.dim() == 0 and not by.requires_grad and not by.is_complex()
-    # 0 / 0 and its kind are PyTorch's to give
+    # PyTorch computes 0 / 0 and the like
     return x.divided(by) if plain or (_is_number(by) and by != 0) else None
 
 

@@ -1,6 +1,6 @@
-"""Modules that a model's class wants in fp32 whatever it is loaded in: `_keep_in_fp32_modules` of transformers and diffusers.
+"""Modules that a model's class keeps in fp32 in any dtype of the model: `_keep_in_fp32_modules` of transformers and diffusers.
 
-Both libraries keep the promise while loading, and a later cast of the whole model breaks it. The names are parts of a module's path.
+Both libraries do so while loading; a later cast of the whole model undoes it. The names are parts of a module's path.
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ def is_kept_in_fp32(full: str, in_fp32: frozenset[str]) -> bool:
 
 
 def modules_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[nn.Module]:
-    """Every module among them or below one."""
+    """Every such module, and every module below one."""
     in_fp32 = names_kept_in_fp32(model, dtype)
     return {module for full, module in model.named_modules() if is_kept_in_fp32(full, in_fp32)} if in_fp32 else set()

@@ -15,12 +15,12 @@ from .lineage import Lineages, wide
 from .observation import Observation
 from .regions import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE, Regions
 
-# a tensor that is checked for loss by computing it again holds no more than this
+# most elements of a tensor that is computed again to check it for loss
 SMALL = 1 << 20
 
 
 class JudgedStep:
-    """What the calls of one step share: the declared precision, and what is known of the tensors and of earlier calls.
+    """What the calls of one step share: the declared precision, and records of tensors and of earlier calls.
 
     role         compute, or generate while tokens are made
     lora_branch  the dtype of the adapters' own products: fp32 beside narrower base products, or None for either

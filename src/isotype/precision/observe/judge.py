@@ -75,7 +75,7 @@ class Judge(Call):
         self._remember(self._disguised(made))
 
     def _disguised(self, made: Lineage) -> Lineage:
-        """Judges integers in arithmetic with floats, and large constants that are added and taken off again."""
+        """Judges integers in arithmetic with floats, and large constants that are added and subtracted again."""
         if self.op.kind in (ops.EXACT, ops.CAST) or not self.outputs or float_word(self.outputs[0].dtype) is None:
             return made
         shift, rounds = shifted(self.op.name, self.args, self.kwargs, made)
@@ -84,7 +84,7 @@ class Judge(Call):
                 self._on_a_grid(f"values pass through {name(whole[0].dtype)} in {self.op.name}", "quantised and widened again")
                 made = replace(made, integers=False)
             if rounds and made.data:
-                self._on_a_grid(f"{self.op.name} takes off a large constant that was added before", "the sum kept only the high bits")
+                self._on_a_grid(f"{self.op.name} subtracts a large constant that was added before", "the sum kept only the high bits")
         return replace(made, shift=shift)
 
     def _on_a_grid(self, message: str, cause: str) -> None:
@@ -169,7 +169,7 @@ class Judge(Call):
             self.report(role, f"{self.symbol} in fp64", observed="fp64", declared=declared, cause="fp64 is no role's dtype")
             return
         if self.op.kind == ops.EXACT or (self.region == BACKWARD and self.by.kind == ENGINE):
-            # moving values loses nothing; native backward has the dtypes of the forward
+            # moving values loses nothing, and PyTorch's own backward has the dtypes of the forward
             return
         allowed = self.step.allowed.get(self.region, self.step.stored)
         if self.by.kind == OURS:

@@ -46,7 +46,7 @@ def judge_arithmetic(call: Call, dtype: str, made: Lineage) -> Lineage:
         return made
     if region == BACKWARD:
         made = replace(made, added=made.added + (op.name in ("add", "sub", "addcmul", "lerp")))
-        # a few terms are a formula; more are a sum written as a loop
+        # up to _TERMS additions are a formula; more are a sum written as a loop
         if (op.kind == ops.SUM or made.added > _TERMS) and itemsize(dtype) < itemsize(precision.grads):
             _report_narrower(call, "grads", dtype, precision.grads)
         return made

@@ -1,4 +1,4 @@
-"""What a device cannot compute."""
+"""Rules about dtypes that a device lacks."""
 
 from __future__ import annotations
 

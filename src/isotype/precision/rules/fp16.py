@@ -1,4 +1,4 @@
-"""fp16, and what it needs beside it: loss scaling, fp32 weights, no bf16."""
+"""Rules about fp16, which needs loss scaling and fp32 weights, and does not mix with bf16."""
 
 from __future__ import annotations
 

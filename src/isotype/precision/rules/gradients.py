@@ -1,4 +1,4 @@
-"""Gradients: as they are stored, and as they are summed across ranks."""
+"""Rules about gradients: the dtypes in which they are stored, and summed across ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rule sees, the register of rules, and the finding that a rule makes.
+"""The facts that a rule reads, the register of rules, and the finding that a rule makes.
 
 A rule is a function from `Facts` to findings; its docstring is its page. It names both settings, where each was set, why they
 conflict, and the fix. Errors refuse the run; warnings are shown in its header.
@@ -14,7 +14,7 @@ from ...finding import Finding, Place, Severity
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value and who decided it. `given`: a person wrote it, it did not come from a preset or a default."""
+    """A value and its source. `given`: the user wrote it; it is not from a preset or a default."""
 
     value: str
     where: str = "default"
@@ -29,7 +29,7 @@ class Facts:
     """What the rules look at: every role of `Precision`, and the settings around it.
 
     settings  role or `adapter` (lora, none), `optimizer_name` (adamw, adamw8bit), `preset` -> Setting
-    device    what the hardware is called in messages; `bf16` is native, emulated or none there
+    device the name of the hardware in messages; `bf16` is native, emulated or none there
     """
 
     settings: Mapping[str, Setting] = field(default_factory=dict)

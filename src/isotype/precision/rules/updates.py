@@ -1,4 +1,4 @@
-"""What an update loses or ignores: rounding, the states of the optimizer, a moving average."""
+"""Rules about updates: rounding, the states of the optimizer, moving averages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that are computed in fp32 whatever the products have: losses, norms, noise levels, latents."""
+"""Rules about values that need fp32 whatever the dtype of products: losses, norms, noise levels, latents."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def loss_in_low_precision(f: Facts) -> Iterator[Finding]:
 def norms_not_fp32(f: Facts) -> Iterator[Finding]:
     """Norms compute in fp32 inside
 
-    **Why it matters.** The norms of transformers' models widen their input to fp32 whatever the settings say, and a sum of squares in
-    bf16 would be percents off: a narrower `norms` would have no effect.
+    **Why it matters.** The norms of transformers' models widen their input to fp32 whatever the settings say, and a sum of squares in bf16
+    would be several percent off: a narrower `norms` would have no effect.
 
     **Example.** `norms: bf16`.
 

@@ -1,4 +1,4 @@
-"""Frozen and trained weights, and the products and samples that are made of them."""
+"""Rules about frozen and trained weights, and the products and samples that use them."""
 
 from __future__ import annotations
 
