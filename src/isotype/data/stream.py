@@ -206,7 +206,7 @@ def tokenised(examples: Iterator[Example | BadRow], encoder: Encoder) -> tuple[T
     seen: list[Example] = []
     tally, writer = Tally(), TokenWriter()
 
-    def examples() -> Iterator[Example]:
+    def trained() -> Iterator[Example]:
         for one in examples:
             if isinstance(one, BadRow):
                 note_bad(one, tally)
@@ -214,7 +214,7 @@ def tokenised(examples: Iterator[Example | BadRow], encoder: Encoder) -> tuple[T
             seen.append(one)
             yield one
 
-    for _, row, cut in encoder.rows(examples(), tally):
+    for _, row, cut in encoder.rows(trained(), tally):
         writer.add(row, example=-1, cut=cut)
     return TokenRows([writer.block({"tally": tally.as_json()})]), seen, tally
 

@@ -76,12 +76,9 @@ def train(
 
         check_callbacks(callbacks)
     if skip:
-        from ..training.preflight.codes import check_skip
+        from ..training.preflight.codes import check_skips
 
-        for code, reason in skip.items():
-            check_skip(code, f"skip={{{code!r}: ...}}")
-            if not str(reason).strip():
-                raise UsageError(f"skip={{{code!r}: {reason!r}}}: a reason is needed", fix="the reason why it does not matter here")
+        check_skips(skip)
     given = {
         "model": model,
         "data": data,

@@ -24,7 +24,7 @@ from .methods import overridden
 from .owners import claims, resolve_for
 from .pure import PureWeights
 from .record import Record
-from .refusals import ATTACHED, check_skips, check_trainer
+from .refusals import ATTACHED, check_preflight, check_trainer
 from .weights import Weights
 
 # models beside the trained one that a trainer runs without gradients: TRL's reference and teacher
@@ -54,15 +54,15 @@ def attach(
     Raises      UsageError in one sentence, and the trainer is as it was
     """
     check_trainer(trainer)
-    skips = check_skips(skip or {}, preflight=preflight, record=record)
+    skips = check_preflight(skip or {}, preflight=preflight, record=record)
     resolved = resolve_for(trainer, precision)
     attached = Attachment(trainer, resolved, claims(trainer, resolved.precision))
     try:
         guards = _put_on(attached, reversible=reversible)
         if record:
-            record = Record(attached, guards, preflight=preflight, skip=skips)
-            attached.undo.append(record.remove)
-            record.install()
+            recorder = Record(attached, guards, preflight=preflight, skip=skips)
+            attached.undo.append(recorder.remove)
+            recorder.install()
     except BaseException:
         _take_off(attached)
         raise

@@ -10,7 +10,7 @@ from packaging.version import Version
 from torch import nn
 
 from ..errors import UsageError
-from ..training.preflight.codes import parse_skips
+from ..training.preflight.codes import check_skips
 
 ATTACHED = "_isotype_attachment"
 # package -> (first version, first version that is not tested any more)
@@ -36,13 +36,13 @@ def check_trainer(trainer: Any) -> None:
     _check_model(trainer)
 
 
-def check_skips(skip: Mapping[str, str], *, preflight: bool, record: bool) -> dict[str, str]:
+def check_preflight(skip: Mapping[str, str], *, preflight: bool, record: bool) -> dict[str, str]:
     """Raises  UsageError for an unknown check, one without a reason, and settings without effect."""
     if preflight and not record:
         raise UsageError("preflight=True has no effect with record=False: its record is preflight.json", fix="preflight=False too")
     if skip and not preflight:
         raise UsageError(f"skip={dict(skip)} has no effect with preflight=False", fix="preflight=True")
-    return parse_skips([f"{code}={why}" for code, why in skip.items()])
+    return check_skips(skip)
 
 
 def _check_versions(trainer: Any) -> None:

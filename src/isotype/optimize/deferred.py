@@ -163,7 +163,9 @@ class DeferredLogits(DeferredTensor):
         return None
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as the C function that stands in its place, without cls
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func._schema.is_mutable:
             _give_memory(str(func), (*args, *(kwargs or {}).values()))
         return super().__torch_dispatch__(func, types, args, kwargs)

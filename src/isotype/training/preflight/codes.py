@@ -42,6 +42,15 @@ def check_skip(code: str, given: str) -> None:
         raise UsageError(f"{given}: cannot be skipped: {NOT_SKIPPED[code]}", fix=f"isotype explain {code}")
 
 
+def check_skips(skip: Mapping[str, str]) -> dict[str, str]:
+    """A mapping of code to reason, as Python gives it. Raises  UsageError as `parse_skips` does"""
+    for code, reason in skip.items():
+        check_skip(code, f"skip={{{code!r}: ...}}")
+        if not str(reason).strip():
+            raise UsageError(f"skip={{{code!r}: {reason!r}}}: a reason is needed", fix="say why it does not matter here")
+    return dict(skip)
+
+
 def parse_skips(given: Sequence[str], why: str | None = None) -> dict[str, str]:
     """`["PF004=shared disk", "PF011"]` -> code to reason; `why` is the reason of those that give none. Raises UsageError."""
     skips: dict[str, str] = {}
