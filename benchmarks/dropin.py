@@ -26,7 +26,9 @@ import torch
 
 RESULTS = Path(__file__).parent / "results" / "dropin.json"
 PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
-BEGIN, END = "<!-- table: python -m benchmarks.dropin table -->", "<!-- end of table -->"
+# where the tables stand in the page
+MARKS = "<!-- table: python -m benchmarks.dropin table -->", "<!-- end of table -->"
+SPEED_MARKS = "<!-- speed: python -m benchmarks.dropin table -->", "<!-- end of speed -->"
 FORMS = ("full", "lora", "qlora")
 
 
@@ -108,7 +110,7 @@ def bf16_errors(name: str, folder: Path) -> dict[str, Any]:
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """Markdown: a row a trainer, a column a form; what each cell says is explained below the table in the page."""
+    """Markdown: a row a trainer, in alphabetical order, a column a form; the page explains what a cell says."""
 
     def shown(cell: dict[str, Any] | None) -> str:
         if cell is None:
@@ -118,7 +120,7 @@ def table(cells: list[dict[str, Any]]) -> str:
         return cell["failed"] if "failed" in cell else f"{cell['loss']:.0e} / {cell['gradient_norm']:.0e}"
 
     by = {(c["trainer"], c["form"], c["checkpointing"]): c for c in cells}
-    names = list(dict.fromkeys(c["trainer"] for c in cells))
+    names = sorted({c["trainer"] for c in cells}, key=str.lower)
     columns = [(form, checkpointing) for form in FORMS for checkpointing in (False, True)]
     titles = [f"{form}{', checkpointing' if checkpointing else ''}" for form, checkpointing in columns]
     lines = ["| trainer | head answered by | " + " | ".join(titles) + " |", "|---" * (len(columns) + 2) + "|"]
@@ -129,11 +131,25 @@ def table(cells: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write_table() -> None:
+def speed_table(measured: list[dict[str, Any]]) -> str:
+    """Markdown: a row a trainer, the unmodified one beside the attached one."""
+    lines = ["| trainer | tokens/s, unmodified : attached | ratio | ratio of CPU time | step memory, MiB | ratio |", "|---" * 6 + "|"]
+    for one in measured:
+        tokens, memory = one["tokens_per_second"], one["step_mib"]
+        lines.append(
+            f"| {one['trainer']} | {tokens['unmodified']:.0f} : {tokens['attached']:.0f} | {one['speed_ratio']:.1f} "
+            f"| {one['cpu_ratio']:.1f} | {memory['unmodified']:,.0f} : {memory['attached']:,.0f} | {one['memory_ratio']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def write_tables() -> None:
+    results = json.loads(RESULTS.read_text())
     text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{table(json.loads(RESULTS.read_text())['curves'])}\n{END}{after}", encoding="utf-8")
+    for (begin, end), made in ((MARKS, table(results["curves"])), (SPEED_MARKS, speed_table(results["speed"]))):
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{made}\n{end}{rest.split(end)[1]}"
+    PAGE.write_text(text, encoding="utf-8")
 
 
 # --- speed and memory
@@ -332,6 +348,8 @@ def keep(key: str, value: Any) -> None:
     if key == "curves":
         fresh = {(c["trainer"], c["form"], c["checkpointing"]) for c in value}
         value = [c for c in found.get(key, []) if (c["trainer"], c["form"], c["checkpointing"]) not in fresh] + value
+    elif key == "overhead":
+        pass  # one measurement: the last
     elif key in found:
         value = [*[v for v in found[key] if v.get("trainer") != value[0].get("trainer")], *value]
     RESULTS.write_text(json.dumps(found | {key: value}, indent=1) + "\n")
@@ -372,7 +390,7 @@ def main() -> None:
         keep("overhead", [found])
         print(json.dumps(found, indent=1))
     else:
-        write_table()
+        write_tables()
 
 
 if __name__ == "__main__":
