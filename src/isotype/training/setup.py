@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..config.schema import RunConfig
 from ..config.sizes import bytes_of
 from ..distributed.agree import fingerprint_of_weights
 from ..distributed.passes import Passes
@@ -22,9 +21,10 @@ from ..distributed.random_states import seed_of_rank
 from ..distributed.shard import Sharding, keep_own_part, mesh_of
 from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
+from ..model.run_precision import resolve_precision
 from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
-from ..precision.resolve import Resolved, resolve
+from ..precision.resolve import Resolved
 from .memory.auto_recomputation import auto_checkpointing
 from .memory.device import memory_there, other_memory, return_freed_blocks, shown
 from .memory.distributed_plan import plan_part
@@ -59,23 +59,6 @@ class Prepared(Basis):
     sharding: Sharding | None = None
     fingerprint: str = ""  # of the weights, where there are several processes
     parallel: Parallel = ONE_PROCESS
-
-
-def resolve_precision(
-    config: RunConfig, sources: Mapping[str, str], hardware: Hardware, task_roles: Mapping[str, str] | None = None
-) -> Resolved:
-    """The contract of this configuration on this hardware. Raises UsageError with every contradiction.
-
-    task_roles  `Task.roles` of its kind of run
-    """
-    return resolve(
-        config.precision.model_dump(),
-        device=hardware,
-        adapter=config.adapter.kind,
-        optimizer=config.train.optimizer,
-        sources=sources,
-        task_roles=task_roles,
-    )
 
 
 def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = None, *, world: World = ALONE) -> Basis:
