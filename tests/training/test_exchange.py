@@ -12,7 +12,7 @@ from isotype.precision import PRESETS
 from isotype.training import exchange
 from isotype.training.memory.distributed_plan import UnitBytes, unit_bytes
 
-UNITS = [UnitBytes(600, 600, 150, 0, kept=False), UnitBytes(200, 0, 0, 0, kept=True)]
+UNITS = [UnitBytes(600, 600, 150, 0, stays_gathered=False), UnitBytes(200, 0, 0, 0, stays_gathered=True)]
 
 
 def test_bytes_of_each_kind_are_those_of_the_formulas():
