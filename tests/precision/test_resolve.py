@@ -34,7 +34,7 @@ def test_an_override_records_its_line(h100):
     assert [f.code for f in resolved.warnings] == ["PR008"]
 
 
-def test_generate_follows_compute(h100):
+def test_generate_follows_compute_where_it_is_not_set(h100):
     resolved = resolve({"preset": "fp32", "base": "bf16", "compute": "bf16"}, device=h100)
     assert (resolved.precision.generate, resolved.reasons["generate"]) == ("bf16", "follows compute")
 

@@ -15,7 +15,7 @@ from isotype.training.memory.distributed_plan import UnitBytes, unit_bytes
 UNITS = [UnitBytes(600, 600, 150, 0, kept=False), UnitBytes(200, 0, 0, 0, kept=True)]
 
 
-def test_the_formulas():
+def test_bytes_of_each_kind_are_those_of_the_formulas():
     fp32 = PRESETS["fp32"]
     assert exchange.replicated(UNITS, fp32, processes=4, nodes=1) == exchange.Exchange(2 * 600 * 3 // 4, 0)
     # all weights forward, those of the layer again backward, and its gradients: 800 + 600 + 600

@@ -24,7 +24,7 @@ def evaluate(
     ] = None,
     data: Annotated[str | None, typer.Option("--data", help="FILE, as an option.", show_default=False)] = None,
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", min=1, help="Rows in one pass; the result does not depend on it.")
+        int | None, typer.Option("--batch-size", min=1, help="Rows per forward pass; the result does not depend on it.")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -51,7 +51,7 @@ def evaluate(
     from ..runs.folder import kind_of_run, require_run, without_run
 
     if without_run(run) is None:
-        require_run(run)  # before the seconds that loading takes
+        require_run(run)  # checked first, since loading takes seconds
     if kind_of_run(run) == DIFFUSION:
         _pictures(run, data, batch_size=batch_size, json_output=json_output)
         return

@@ -64,7 +64,7 @@ def is_learnt(message: Message) -> bool:
 
 
 def parsed_json(value: Any) -> Any:
-    """A list or object that a table's cell holds as JSON; anything else as it is."""
+    """Parses a table's cell that holds a list or object as JSON; returns anything else unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             found = json.loads(value)
@@ -75,7 +75,7 @@ def parsed_json(value: Any) -> Any:
 
 
 def kind(value: Any) -> str:
-    """What a wrong value is, in JSON's words."""
+    """The kind of a wrong value, in JSON's terms."""
     if value is None:
         return "null"
     names = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}

@@ -1,6 +1,6 @@
 """`lora_linear`: x Wᵀ + bias + scale (x Aᵀ) Bᵀ in one autograd function.
 
-Saved for backward: x, x Aᵀ (tokens x rank), the weight itself, A and B as cast down, and a byte an element where there is dropout.
+Saved for backward: x, x Aᵀ (tokens x rank), the weight itself, A and B as cast down, and one byte per element where there is dropout.
 Adapter gradients come from products summed in fp32. The scale multiplies sums, not rounded values.
 
 T tokens, K in features, O out features, R rank.

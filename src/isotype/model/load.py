@@ -252,9 +252,9 @@ def _explain(name: str, what: str, error: BaseException) -> UsageError:
     text = " ".join(str(c) for c in causes)
     if Path(name).exists():
         if not (Path(name) / "config.json").is_file():
-            kept = ", ".join(sorted(p.name for p in Path(name).iterdir())[:6]) if Path(name).is_dir() else "a file"
+            there = ", ".join(sorted(p.name for p in Path(name).iterdir())[:6]) if Path(name).is_dir() else "a file"
             return UsageError(
-                f"{what} {name}: no config.json there ({kept or 'an empty folder'})", fix="give the folder of a saved Hugging Face model"
+                f"{what} {name}: no config.json there ({there or 'an empty folder'})", fix="give the folder of a saved Hugging Face model"
             )
         return _damaged(name, what, error)
     if "custom code" in text:

@@ -61,7 +61,7 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
     on_cpu = device_type == "cpu" if device_type else all(p.device.type == "cpu" for p in model.parameters())
     why_not = missing("rms_norm", "rope", "silu_mul", "gelu_mul", "cross_entropy", "attention") if on_cpu else ""
     if why_not:
-        # without their C++ kernels these ops are formulas of plain PyTorch: no faster than the model's own
+        # without their C++ kernels these ops are formulas in plain PyTorch, no faster than the model's own code
         but = " but for norms, whose output is declared" if out_dtype else ""
         manifest.notes.append(f"{why_not}: norms, rotary, attention and gated MLPs are left to the model on this CPU{but}")
     for device in sorted({p.device for p in model.parameters() if p.is_cuda}, key=str):
@@ -95,7 +95,7 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
 
 
 def declared(precision: Any) -> Any:
-    """The Precision that is meant, a dtype's word, or None."""
+    """The Precision for this argument, a dtype, or None."""
     if precision is None or isinstance(precision, Precision) or (isinstance(precision, str) and precision in TRAINING_FLOATS):
         return precision
     if isinstance(precision, torch.dtype):
@@ -141,7 +141,7 @@ def _four_bit(path: str, module: nn.Module) -> Placement:
 
 
 def restore(model: nn.Module) -> int:
-    """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of places."""
+    """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of entries of the manifest that were undone."""
     undone = unfuse_lora(model)
     for module in model.modules():
         undone += take_back(module)

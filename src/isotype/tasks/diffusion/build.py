@@ -17,7 +17,7 @@ from .quantise import block_layers
 
 
 def built(denoiser: Any, family: Family, config: RunConfig, precision: Precision, *, device_type: str) -> tuple[nn.Module, Manifest]:
-    """The model that is trained, and what runs in whose place."""
+    """The model that is trained, and what Isotype replaced in it."""
     denoiser.requires_grad_(config.adapter.kind == "none")
     if config.adapter.kind == "none":
         model: nn.Module = denoiser

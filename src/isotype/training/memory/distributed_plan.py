@@ -26,14 +26,14 @@ from .recomputation import Checkpointing
 class UnitBytes:
     """Of one FSDP unit: its weights, those of them that are trained, the trained elements, and the scales of 4-bit weights.
 
-    kept  gathered from forward to backward, and not a second time
+    stays_gathered  from forward to backward, and is not gathered a second time
     """
 
     weights: int
     trained: int
     elements: int
     scales: int
-    kept: bool
+    stays_gathered: bool
 
 
 def unit_bytes(model: nn.Module) -> list[UnitBytes]:
@@ -51,7 +51,7 @@ def unit_bytes(model: nn.Module) -> list[UnitBytes]:
                 sum(p.numel() * p.element_size() for p in trained),
                 sum(p.numel() for p in trained),
                 sum(t.numel() * t.element_size() for p in own for t in scales_of(p)),
-                kept=module is inner,
+                stays_gathered=module is inner,
             )
         )
     return found
@@ -63,7 +63,7 @@ def plan_part(
 ) -> MemoryPlan:  # fmt: skip
     """`plan_memory` for a process that shares its model with others; the same for `parts` 1."""
     if parts > 1:
-        # with the gradients of an earlier micro-batch there, what a backward adds is no gradient: those are of a part only
+        # with gradients of an earlier micro-batch present, a backward adds no gradient buffers: they exist for the own part only
         train = train.model_copy(update={"accumulate": max(2, train.accumulate)})
     units = unit_bytes(made.model)
     plan = plan_memory(made, train, precision, largest, checkpointing=checkpointing, device_type=device_type, earlier=earlier)
@@ -94,9 +94,9 @@ def of_one_part(plan: MemoryPlan, units: list[UnitBytes], precision: Precision, 
 
 
 def gathered_bytes(units: list[UnitBytes], precision: Precision) -> int:
-    """The most that is there of other processes' parts at a time."""
-    kept = sum(unit.weights for unit in units if unit.kept)
-    layers = sorted((unit for unit in units if not unit.kept), key=lambda unit: unit.weights)
+    """The most bytes of other processes' parts that a process holds at a time."""
+    whole = sum(unit.weights for unit in units if unit.stays_gathered)
+    layers = sorted((unit for unit in units if not unit.stays_gathered), key=lambda unit: unit.weights)
     # as autograd makes it, in the weights' dtype, and as it is sent
     sent = max((unit.trained + unit.elements * to_torch(precision.reduce).itemsize for unit in units), default=0)
-    return kept + sum(unit.weights for unit in layers[-2:]) + sent
+    return whole + sum(unit.weights for unit in layers[-2:]) + sent
