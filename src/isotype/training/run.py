@@ -37,6 +37,7 @@ from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, name_of
 from ..runs.untrusted import refuse_code_of
 from .callbacks import Callback
+from .compiling import compile_ahead
 from .console import RunConsole, duration, size
 from .contention import contention
 from .finish import finish
@@ -211,6 +212,7 @@ def _run(
         micro_batch=prepared.passes.rows,
     )  # fmt: skip
     with world.exchanging():
+        compile_ahead(subject)
         checked = preflight(subject, skips, world=world)
     world.first_does(lambda: _write_start(loaded, task, prepared, loop.plan, folder, world, own, resuming=resuming))
     shared = contention() if prepared.device.type == "cpu" and world.first else None
