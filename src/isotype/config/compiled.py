@@ -24,6 +24,7 @@ def check_compile(config: RunConfig) -> None:
         f"train.keep_attention: {train.keep_attention}": (
             "a graph is the same for forward and recompute, which leaves nothing out", bool(train.keep_attention)
         ),
+        "run.observe_every: 1": ("observed steps run uncompiled, and these would be all", config.run.observe_every == 1),
         f"parallel.kind: {config.parallel.kind}": (
             "gathering a layer's weights inside a graph was never tested", config.parallel.kind in ("shard", "hybrid")
         ),

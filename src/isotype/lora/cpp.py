@@ -6,6 +6,7 @@ T tokens, N features, R ranks. Every operand is bf16; sums are fp32, and a resul
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,19 +18,20 @@ from ..ops.library import library_op
 KERNELS = CppKernels(__file__, in_graphs=True, native="p", shrink="pppiiiiiiif", expand="pppiiiiiiif", gradient="pppiiiiiiif")
 
 
-# whether the kernels can run, once that was asked; a graph reads it
-_answer: dict[str, bool] = {}
+# the answer of `native`, for graphs: Dynamo cannot trace the question
+_known: dict[str, bool] = {}
 
 
+@cache
 def native() -> bool:
     """Whether the kernels can run: they are built, this processor multiplies bf16, and the compiler supports its instructions."""
-    if "native" not in _answer:
-        # no tensor, which would be one without data while memory is planned
-        answer = ctypes.c_int64()
-        if KERNELS.loaded():
-            KERNELS("native", ctypes.addressof(answer))
-        _answer["native"] = bool(answer.value)
-    return _answer["native"]
+    if not KERNELS.loaded():
+        return False
+    # no tensor, which would be one without data while memory is planned
+    answer = ctypes.c_int64()
+    KERNELS("native", ctypes.addressof(answer))
+    _known["native"] = bool(answer.value)
+    return _known["native"]
 
 
 def why_not() -> str:
@@ -48,7 +50,7 @@ def runs(*tensors: Tensor) -> bool:
         if t.dtype is not torch.bfloat16 or not t.is_cpu:
             return False
     if torch.compiler.is_compiling():
-        return _answer.get("native", False)
+        return _known.get("native", False)
     return cpp_allowed() and native()
 
 
