@@ -20,6 +20,7 @@ from ..ops.recompute import output_is_unused, unwritten
 from . import wide_branch
 from .dtypes import LoraDtypes, decide
 from .inside import before_or_inside
+from .narrow import narrow
 from .products import add_product_, adds_in_place, gradient_product, scaled_product
 from .quantised import dequantised, product_4bit
 
@@ -101,7 +102,7 @@ class LoraLinear(torch.autograd.Function):
                 branch_TK, a, b = x_TK, a_RK.float(), b_OR.float()
                 xa_TR = wide_branch.add_branch(y_TO, branch_TK, keep_TK, a, b, branch_scale)
             else:
-                branch_TK, a, b = narrow_TK, a_RK.to(dtypes.compute), b_OR.to(dtypes.compute)
+                branch_TK, a, b = narrow_TK, narrow(a_RK, dtypes.compute), narrow(b_OR, dtypes.compute)
                 xa_TR = scaled_product(after_dropout(branch_TK, keep_TK), a.t())
                 if unused:
                     # a recompute: backward needs x's product with A and nothing else
