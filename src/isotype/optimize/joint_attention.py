@@ -68,7 +68,7 @@ class _Rows(nn.Module):
         return (x * (1.0 + self.shift)).sin() + self.shift
 
 
-def recognise(module: nn.Module) -> JointSettings | None:
+def recognise(module: Any) -> JointSettings | None:
     """The settings with which `compute` gives this module's output on a probe; None where none do."""
     width = _HEADS * _SIZE
     names = [n for n in (*_PICTURE, *_TEXT, *_NORMS, "to_add_out") if getattr(module, n, None) is not None]
@@ -89,7 +89,8 @@ def recognise(module: nn.Module) -> JointSettings | None:
         return None
     for rotary, first, out, text_out in product((True, False), repeat=4):
         settings = JointSettings(joint, first, out, text_out, rotary)
-        if (rotary and not takes) or (out and not has_out) or (text_out and "to_add_out" not in stubs) or (not joint and (first or text_out)):
+        lacks = (rotary and not takes) or (out and not has_out) or (text_out and "to_add_out" not in stubs)
+        if lacks or (not joint and (first or text_out)):
             continue
         tables = {_TABLES: (angle.cos(), angle.sin())} if rotary else {}
         if same(partial(_flat, type(module).forward, twin, given | tables), partial(_flat, _by_form, twin, (settings, given | tables))):

@@ -65,7 +65,8 @@ def is_candidate(module: nn.Module) -> bool:
 
 def layer_norm_forward(self: Any, x: Tensor, modulation: tuple[Tensor, Tensor] | None = None) -> Tensor:
     if modulation is None:
-        return type(self).forward(self, x)
+        own: Tensor = type(self).forward(self, x)
+        return own
     s: LayerNormSettings = settings_of(self)
     return modulated_layer_norm(x, *modulation, self.eps, out_dtype=s.out_dtype)
 
