@@ -194,11 +194,11 @@ class _Narrow:
     """Forward hook that casts a floating output to the declared compute dtype. It is an object, so that deepcopy and pickle copy it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+        self.narrows_to = dtype
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, Tensor) and output.is_floating_point() and output.dtype != self.dtype:
-            return output.to(self.dtype)
+        if isinstance(output, Tensor) and output.is_floating_point() and output.dtype != self.narrows_to:
+            return output.to(self.narrows_to)
         return output
 
 
