@@ -80,3 +80,16 @@ def test_an_array_in_one_line_takes_the_memory_of_a_row(tmp_path):
         tracemalloc.stop()
     assert file.stat().st_size > 10_000_000
     assert peak < 6 * read.BLOCK
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1}\n{"a": 1, "b": {"c": 1, "c": 2}}\n{"a": 3}\n', '[{"a": 1},\n {"a": 1, "b": {"c": 1, "c": 2}},\n {"a": 3}]']
+)
+@pytest.mark.parametrize("block", [1, 64])
+def test_a_key_given_twice_makes_its_row_alone_a_bad_one(tmp_path, monkeypatch, text, block):
+    file = tmp_path / "a.json"
+    file.write_text(text)
+    monkeypatch.setattr(read, "BLOCK", block)
+    records = list(read_json(file, "a.json"))
+    assert [record.value for record in records] == [{"a": 1}, None, {"a": 3}]
+    assert (records[1].place, records[1].wrong) == ("a.json:2", "the key 'c' is given twice in one object")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..json_objects import ObjectDecoder, RepeatedKey
 from .progress import Meter
 from .read import Record, decoded_line, ending, raw_lines, text_blocks
 
@@ -37,6 +38,7 @@ def _first_character(path: Path, name: str) -> str:
 
 
 def _lines(path: Path, name: str, skip: int, meter: Meter | None) -> Iterator[Record]:
+    decoder = ObjectDecoder()
     for number, offset, raw in raw_lines(path, name, meter):
         line, wrong = decoded_line(raw, file=name, line=number, offset=offset)
         if not line.strip():
@@ -48,7 +50,7 @@ def _lines(path: Path, name: str, skip: int, meter: Meter | None) -> Iterator[Re
             yield Record(name, number, None, wrong=wrong)
             continue
         try:
-            value = json.loads(line)
+            value = decoder.decode(line)
         except json.JSONDecodeError as error:
             hint = "; a .json file holds an array, or one object a line" if ending(path) == ".json" else ""
             ends = error.pos >= len(line.rstrip())
@@ -57,7 +59,7 @@ def _lines(path: Path, name: str, skip: int, meter: Meter | None) -> Iterator[Re
         except (RecursionError, ValueError) as error:
             yield Record(name, number, None, wrong=_impossible(error))
         else:
-            yield _checked(name, number, value, line)
+            yield _checked(name, number, value, line, decoder.repeated)
 
 
 class _Window:
@@ -67,6 +69,7 @@ class _Window:
         self.name = name
         self._blocks = text_blocks(path, name, meter)
         self.text, self.at, self.whole = "", 0, False
+        self.decoder = ObjectDecoder()
         self._mark, self._line, self._begin = (
             0,
             1,
@@ -106,7 +109,7 @@ class _Window:
         """The value that begins here and its source; parsing continues after it. A window that is too small is doubled."""
         while True:
             try:
-                value, end = _DECODER.raw_decode(self.text, self.at)
+                value, end = self.decoder.raw_decode(self.text, self.at)
                 if self.whole or self.text[end - 1] in '}]"' or end + 2 < len(self.text):  # a number may go on with `.5` or `e-5`
                     source, self.at = self.text[self.at : end], end
                     return value, source
@@ -125,9 +128,6 @@ class _Window:
         return UsageError(f"{self.name}:{line}: broken JSON at column {column}: {error.msg}")
 
 
-_DECODER = json.JSONDecoder()
-
-
 def _array(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
     window = _Window(path, name, meter)
     window.next_character()
@@ -137,7 +137,7 @@ def _array(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
     while True:
         line, _ = window.place(window.at)
         value, source = window.value()
-        yield _checked(name, line, value, source)
+        yield _checked(name, line, value, source, window.decoder.repeated)
         separator = window.next_character()
         line, _ = window.place(window.at)
         if separator == "]":
@@ -158,8 +158,13 @@ def _impossible(error: Exception) -> str:
     return f"broken JSON: {str(error).partition(';')[0]}"
 
 
-def _checked(name: str, line: int, value: Any, source: str) -> Record:
-    """Half of a surrogate pair is valid JSON and no valid text: tokenizers fail on it without naming the row."""
+def _checked(name: str, line: int, value: Any, source: str, repeated: str | None) -> Record:
+    """A row, unless it is ambiguous or no text. Half of a surrogate pair is valid JSON, and tokenizers fail on it without naming the row.
+
+    repeated  a key that an object of the row has twice
+    """
+    if repeated is not None:
+        return Record(name, line, None, wrong=str(RepeatedKey(repeated)))
     if "\\u" in source.lower() and _SURROGATE.search(json.dumps(value, ensure_ascii=False)):
         return Record(name, line, None, wrong="a \\u escape is half of a surrogate pair, which is not text")
     return Record(name, line, value)

@@ -30,7 +30,8 @@ class Setting:
 class Facts:
     """What the rules look at: every role of `Precision`, and the settings around it.
 
-    settings  role or `adapter` (lora, none), `optimizer_name` (adamw, adamw8bit), `preset` -> Setting
+    settings  role or `adapter` (lora, none), `frozen` (yes, no: whether weights of the model are not trained), `optimizer_name` (adamw,
+              adamw8bit), `preset` -> Setting
     device    what the hardware is called in messages; `bf16` is native, emulated or none there
     """
 
@@ -443,6 +444,25 @@ def eight_bit_optimizer_on_bf16_weights(f: Facts) -> Iterator[Finding]:
                 cause="bitsandbytes takes gradients in the weight's dtype and rounds updates to nearest",
                 fix="train.optimizer: adamw, or precision.preset: bf16-mixed",
             )  # fmt: skip
+
+
+@rule("PR029")
+def base_without_frozen_weights(f: Facts) -> Iterator[Finding]:
+    """A dtype for frozen weights, and every weight is trained
+
+    **Why it matters.** `base` is the dtype of weights that are not trained. In full fine-tuning there are none: the setting would have no
+    effect, and the memory that it seems to save is not saved.
+
+    **Example.** `adapter.kind: none` with `base: fp32`.
+
+    **What to do.** Leave `base` out. `trainable` is the dtype of weights that are trained, `compute` that of their products.
+    """
+    if f["base"].given and f.value("base") != "nf4" and f.value("frozen") == "no":
+        yield _finding(
+            "PR029", f, ("base", "adapter"), f"every weight is trained: precision.base: {f.value('base')} has no effect",
+            cause="base is the dtype of frozen weights, and there are none",
+            fix="remove precision.base (precision.trainable and precision.compute are the roles of trained weights), or adapter.kind: lora",
+        )  # fmt: skip
 
 
 @rule("PR025")

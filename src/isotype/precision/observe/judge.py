@@ -204,7 +204,12 @@ class Call:
 
     def _unknown(self, known: list[tuple[Tensor, Lineage | None]]) -> None:
         """Reports floating values that no observed operator made, and memory that no observed operator wrote."""
-        if self.by.kind == OURS or self.op.name in ("lift_fresh", "lift"):
+        if self.by.kind == OURS:
+            return
+        if self.op.name in ("lift_fresh", "lift"):
+            if self.by.kind == PRACTICE:  # a family's own code makes tables of numbers of its configuration: longrope's factors
+                for tensor, _ in known:
+                    self.step.lineages.set(tensor, Lineage(BUFFER))
             return
         for index, (tensor, lineage) in enumerate(known):
             if tensor.numel() < 2 or not _float(tensor.dtype) or type(tensor) not in (Tensor, nn.Parameter):
@@ -412,9 +417,8 @@ class Call:
             )
         if by.kind == OURS or (by.kind == ENGINE and region == BACKWARD):
             return made
-        if (op.name in ops.LOSSES and region in (FORWARD, LOSS) and itemsize(dtype) < itemsize(precision.loss) and made.activation) or (
-            region == LOSS and made.activation and itemsize(dtype) < itemsize(precision.loss)
-        ):
+        of_the_loss = region == LOSS or (region == FORWARD and op.name in ops.LOSSES and not self._inside_a_familys_layer())
+        if of_the_loss and made.activation and itemsize(dtype) < itemsize(precision.loss):
             self._narrower("loss", dtype, precision.loss)
         if not narrow:
             if region == FORWARD and norm is None and made.activation and itemsize(dtype) > itemsize(self.step.compute):
@@ -443,6 +447,10 @@ class Call:
                 self._narrower(self.step.role, dtype, "fp32 for tables")
             return replace(made, marks=(*made.marks, Mark("table", op.name, dtype, self.module, place, True)))
         return made
+
+    def _inside_a_familys_layer(self) -> bool:
+        """Whether code of transformers computes inside one of its layers, where a logsumexp belongs to attention (Granite SWA's sinks)."""
+        return self.by.kind == PRACTICE and any(part.isdigit() for part in self.module.split("."))
 
     def _inexact(self) -> bool:
         """Whether the same operator on widened operands gives different values."""
