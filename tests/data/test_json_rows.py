@@ -93,3 +93,13 @@ def test_a_key_given_twice_makes_its_row_alone_a_bad_one(tmp_path, monkeypatch, 
     records = list(read_json(file, "a.json"))
     assert [record.value for record in records] == [{"a": 1}, None, {"a": 3}]
     assert (records[1].place, records[1].wrong) == ("a.json:2", "the key 'c' is given twice in one object")
+
+
+@pytest.mark.parametrize("block", [1, 3, 64])
+def test_objects_written_over_several_lines_are_rows(tmp_path, monkeypatch, block):
+    rows = [{"a": 1, "b": [{"c": "x\n"}]}, {"a": 2}]
+    text = "\n" + "\n".join(json.dumps(row, indent=2) for row in rows)
+    assert rows_of(tmp_path, text, block, monkeypatch) == [(2, rows[0]), (10, rows[1])]
+    assert rows_of(tmp_path, '{"a": 1}\n{"a": 2}', block, monkeypatch) == [(1, {"a": 1}), (2, {"a": 2})]
+    with pytest.raises(UsageError, match=r"a\.json:2: broken JSON"):
+        rows_of(tmp_path, "{\n", block, monkeypatch)

@@ -1,4 +1,4 @@
-"""The rows of a JSON file: one object a line, or an array, which may be one line of any length.
+"""The rows of a JSON file: one object a line, an array, which may be one line of any length, or objects that are written over several lines.
 
 An array is parsed value by value from a window on the file that grows only as far as the value that is being read, so that a file larger
 than memory can be read, tokenised and kept (0088).
@@ -25,16 +25,23 @@ _ESCAPE = 12  # characters that an escape may have: a failure so near to the end
 
 def read_json(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
     """The records of a JSON file in order. `skip`: so many are passed over, in a file of lines without being parsed."""
-    if ending(path) == ".json" and _first_character(path, name) == "[":
-        for i, record in enumerate(_array(path, name, meter)):
-            if i >= skip:
-                yield record
-    else:
+    first = _first_line(path, name) if ending(path) == ".json" else ""
+    if first[:1] != "[" and first != "{":  # a line that is one brace alone opens an object of several lines
         yield from _lines(path, name, skip, meter)
+        return
+    for i, record in enumerate(_array(path, name, meter) if first[:1] == "[" else _objects(path, name, meter)):
+        if i >= skip:
+            yield record
 
 
-def _first_character(path: Path, name: str) -> str:
-    return next((text.strip()[0] for text in text_blocks(path, name) if text.strip()), "")
+def _first_line(path: Path, name: str) -> str:
+    """The beginning of the first line that is not blank, without white space around it."""
+    text = ""
+    for block in text_blocks(path, name):
+        text = (text + block).lstrip()
+        if len(text) > 1 or "\n" in text:
+            break
+    return text.partition("\n")[0].rstrip()
 
 
 def _lines(path: Path, name: str, skip: int, meter: Meter | None) -> Iterator[Record]:
@@ -143,12 +150,22 @@ def _array(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
         if separator == "]":
             window.at += 1
             if window.next_character():
-                raise UsageError(f"{name}:{window.place(window.at)[0]}: text after the end of the array")
+                at = window.place(window.at)[0]
+                raise UsageError(f"{name}:{at}: text after the end of the array", fix="one file holds one array: give the rest its own file")
             return
         if separator != ",":
             raise UsageError(f"{name}:{line}: broken JSON: ',' or ']' expected" + (", the file ends here" if not separator else ""))
         window.at += 1
         window.next_character()
+
+
+def _objects(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
+    """Objects one after another, each over several lines."""
+    window = _Window(path, name, meter)
+    while window.next_character():
+        line, _ = window.place(window.at)
+        value, source = window.value()
+        yield _checked(name, line, value, source, window.decoder.repeated)
 
 
 def _impossible(error: Exception) -> str:
