@@ -1,4 +1,4 @@
-"""The rows of a JSON file: one object a line, an array, which may be one line of any length, or objects that are written over several lines.
+"""The rows of a JSON file: one object a line, an array, which may be one line of any length, or objects over several lines.
 
 An array is parsed value by value from a window on the file that grows only as far as the value that is being read, so that a file larger
 than memory can be read, tokenised and kept (0088).
@@ -151,7 +151,9 @@ def _array(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
             window.at += 1
             if window.next_character():
                 at = window.place(window.at)[0]
-                raise UsageError(f"{name}:{at}: text after the end of the array", fix="one file holds one array: give the rest its own file")
+                raise UsageError(
+                    f"{name}:{at}: text after the end of the array", fix="one file holds one array: give the rest its own file"
+                )
             return
         if separator != ",":
             raise UsageError(f"{name}:{line}: broken JSON: ',' or ']' expected" + (", the file ends here" if not separator else ""))
