@@ -14,6 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from .. import json_objects
 from ..config.schema import ModelSection
 from ..config.sources import is_folder_name, near_model
 from ..dtypes import to_torch
@@ -218,7 +219,7 @@ def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) ->
     given = section.config
     if isinstance(given, str):
         try:
-            given = json.loads((Path(given) / "config.json" if Path(given).is_dir() else Path(given)).read_text(encoding="utf-8"))
+            given = json_objects.loads((Path(given) / "config.json" if Path(given).is_dir() else Path(given)).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UsageError(f"model.config: {section.config}: {error}") from None
     if given is None:
