@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ....dtypes import is_float, itemsize
-from ..family import Cause, Seen
+from ...dtypes import is_float, itemsize
+from .family import Cause, Seen
 
 
 def wider(left: str, right: str) -> bool:

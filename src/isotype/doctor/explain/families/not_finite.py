@@ -9,32 +9,6 @@ from ..family import Cause, Explained, Seen, family
 from ..recognise import dtype_word
 
 
-@family("EX027", "overflowing constant")
-def overflowing_constant(s: Seen) -> Explained:
-    """A constant does not fit the tensor's dtype
-
-    **Why it matters.** fp16 ends at 65504 and bf16 rounds fp32's smallest value up past its own: a mask fill such as
-    `torch.finfo(torch.float32).min`, -1e9 or -1e30 overflows.
-
-    **Example.** `scores.masked_fill(mask, -1e9)` with fp16 scores.
-
-    **What to do.** `torch.finfo(scores.dtype).min`, or `float("-inf")` where a whole row is never masked.
-    """
-    dtype = s.dtype("missing")
-    return Explained(
-        message=f"a constant does not fit {dtype}",
-        causes=[
-            Cause(
-                name="mask fill value from another dtype",
-                score=3,
-                why=f"a fill value (finfo(float32).min, -1e9, -1e30) does not fit {dtype}: the mask was written for fp32",
-                fix="torch.finfo(x.dtype).min in place of the constant",
-                because=f"the text names {dtype}",
-            )
-        ],
-    )
-
-
 @family("EX032", "non-finite values")
 def non_finite(s: Seen) -> Explained:
     """Values became inf or nan
