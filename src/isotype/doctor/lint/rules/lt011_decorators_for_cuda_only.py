@@ -34,10 +34,6 @@ class DecoratorsForCudaOnly(Rule):
     ```
     or casts inside forward and backward, which hold on every device.
 
-    Fix safety
-    ----------
-    There is no automatic fix.
-
     Known problems
     --------------
     Reported only when the methods were followed to a product that is refused without the decorators, in a file that speaks of another

@@ -45,10 +45,6 @@ class TwinWithoutCast(Rule):
     ```
     in both.
 
-    Fix safety
-    ----------
-    There is no automatic fix.
-
     Known problems
     --------------
     Off by default: how often it is right has not been measured on enough code. Only branches of one `if` whose test says nothing of

@@ -37,10 +37,6 @@ class ParameterTakesPromotedDtype(Rule):
         layer.weight.data = (layer.weight.data * self.scale_vector).to(layer.weight.dtype)
     ```
 
-    Fix safety
-    ----------
-    There is no automatic fix.
-
     Known problems
     --------------
     Off by default: how often it is right has not been measured on enough code. Only code that names merging or adapters is looked at, and

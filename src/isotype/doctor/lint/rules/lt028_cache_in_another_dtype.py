@@ -37,10 +37,6 @@ class CacheInAnotherDtype(Rule):
     self.kv_cache = torch.zeros(2, batch, heads, length, dim, device=x.device, dtype=x.dtype)
     ```
 
-    Fix safety
-    ----------
-    There is no automatic fix.
-
     Known problems
     --------------
     Off by default: how often it is right has not been measured on enough code. A repository that sets torch's default dtype anywhere is

@@ -32,10 +32,6 @@ class DtypeComparedWithText(Rule):
     if model.config.torch_dtype == torch.bfloat16:
     ```
 
-    Fix safety
-    ----------
-    There is no automatic fix.
-
     Known problems
     --------------
     Off by default: how often it is right has not been measured on enough code. Only names that say model, weight or parameter, and the
