@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ....finding import Finding
 from ..model_settings import launcher_mode
 from ..record import Record
-from .base import ERROR, WARNING, found, rule
+from .base import error, rule, warning
 
 
 @rule("CF047")
@@ -22,9 +22,7 @@ def two_accelerators(r: Record) -> Iterator[Finding]:
     """
     first, second = r.facts.get("code.accelerators.0"), r.facts.get("code.accelerators.1")
     if first and second:
-        yield found(
-            "CF047",
-            ERROR,
+        yield error(
             f"Accelerator is made with mixed_precision {first.value} and {second.value}",
             second,
             first,
@@ -47,9 +45,7 @@ def without_effect_in_accelerate(r: Record) -> Iterator[Finding]:
     f = r.facts
     downcast = f.on("accelerate.downcast_bf16")
     if downcast is not None and f.word("accelerate.distributed_type") not in ("tpu", "xla"):
-        yield found(
-            "CF058",
-            WARNING,
+        yield warning(
             "downcast_bf16 has no effect here",
             downcast,
             f.get("accelerate.distributed_type"),
@@ -59,9 +55,7 @@ def without_effect_in_accelerate(r: Record) -> Iterator[Finding]:
         )
     legacy, mixed = f.given("accelerate.fp16"), f.get("accelerate.mixed_precision")
     if legacy is not None and mixed is not None:
-        yield found(
-            "CF058",
-            WARNING,
+        yield warning(
             "the legacy key fp16 is dropped",
             legacy,
             mixed,
@@ -87,9 +81,7 @@ def fp8_without_a_library(r: Record) -> Iterator[Finding]:
     if launcher is None or str(launcher.value).lower() != "fp8" or versions is None:
         return
     if not {"transformer-engine", "transformer_engine", "torchao", "msamp", "ms-amp"} & set(versions.attributes.get("names", ())):
-        yield found(
-            "CF059",
-            ERROR,
+        yield error(
             "fp8 without TransformerEngine, torchao or MS-AMP",
             launcher,
             cause=f"{versions.file} lists none of the libraries that fp8 needs",

@@ -8,7 +8,7 @@ from ....finding import Finding
 from ..record import Record
 from ..settings import truth
 from ..sharded import fsdp_version, uses_deepspeed, uses_fsdp
-from .base import ERROR, NOTE, WARNING, found, rule
+from .base import error, note, rule, warning
 
 
 @rule("CF070")
@@ -24,9 +24,7 @@ def bf16_word(r: Record) -> Iterator[Finding]:
     for key in ("bf16", "fp16"):
         setting = r.facts.get(f"axolotl.{key}")
         if setting is not None and not isinstance(setting.value, bool) and str(setting.value) not in ("auto", "true", "false"):
-            yield found(
-                "CF070",
-                ERROR,
+            yield error(
                 f"{key}: {setting.value} is refused",
                 setting,
                 cause=f"axolotl's schema takes auto, true or false for {key}",
@@ -51,9 +49,7 @@ def ignored_dtype(r: Record) -> Iterator[Finding]:
     bf16_may_be_on = bf16 is None or str(bf16.value) == "auto" or truth(bf16.value) is True
     float16, float32 = f.on("axolotl.float16"), f.on("axolotl.float32")
     if float16 is not None and bf16_may_be_on and (r.device is None or r.device.bf16):
-        yield found(
-            "CF071",
-            WARNING,
+        yield warning(
             "float16: true is ignored while bf16 is on",
             float16,
             bf16,
@@ -63,9 +59,7 @@ def ignored_dtype(r: Record) -> Iterator[Finding]:
         )
     fp16 = f.on("axolotl.fp16")
     if fp16 is not None and bf16 is not None and str(bf16.value) == "auto" and (r.device is None or r.device.bf16):
-        yield found(
-            "CF071",
-            WARNING,
+        yield warning(
             "fp16: true is ignored while bf16 is auto",
             fp16,
             bf16,
@@ -74,9 +68,7 @@ def ignored_dtype(r: Record) -> Iterator[Finding]:
             wins="bf16, on Ampere and newer",
         )
     if float32 is not None and (bf16_may_be_on or f.on("axolotl.fp16")):
-        yield found(
-            "CF071",
-            WARNING,
+        yield warning(
             "float32: true is ignored",
             float32,
             bf16 or f.on("axolotl.fp16"),
@@ -102,9 +94,7 @@ def qlora_settings(r: Record) -> Iterator[Finding]:
         return
     eight, gptq, four = f.on("axolotl.load_in_8bit"), f.on("axolotl.gptq"), f.on("axolotl.load_in_4bit")
     if eight or gptq or not four:
-        yield found(
-            "CF072",
-            ERROR,
+        yield error(
             "adapter: qlora needs load_in_4bit: true, and nothing else",
             adapter,
             eight or gptq or f.given("axolotl.load_in_4bit"),
@@ -127,9 +117,7 @@ def eight_bit_without_bf16(r: Record) -> Iterator[Finding]:
     f = r.facts
     eight, off = f.on("axolotl.load_in_8bit"), f.off("axolotl.bf16")
     if eight and off and not f.on("axolotl.fp16", "axolotl.float16"):
-        yield found(
-            "CF073",
-            WARNING,
+        yield warning(
             "load_in_8bit without bf16 loads the rest in float16",
             eight,
             off,
@@ -151,9 +139,7 @@ def fp32_norms(r: Record) -> Iterator[Finding]:
     """
     norms = r.facts.on("axolotl.fp32_norms")
     if norms and (not uses_fsdp(r.facts) or fsdp_version(r.facts)[0] != 2):
-        yield found(
-            "CF074",
-            ERROR,
+        yield error(
             "fp32_norms needs FSDP2",
             norms,
             fsdp_version(r.facts)[1] or uses_fsdp(r.facts),
@@ -177,9 +163,7 @@ def packing_with_sdpa(r: Record) -> Iterator[Finding]:
     packing = f.on("axolotl.sample_packing")
     sdpa = f.on("axolotl.sdp_attention") or next((s for s in [f.get("axolotl.attn_implementation")] if s and s.value == "sdpa"), None)
     if packing and sdpa and r.value("compute") == "bf16" and r.device is not None and r.device.kind == "cuda" and r.device.capability != 90:
-        yield found(
-            "CF075",
-            WARNING,
+        yield warning(
             f"packed samples with SDPA in bf16 on {r.device.name}",
             sdpa,
             packing,
@@ -203,9 +187,7 @@ def fp8_settings(r: Record) -> Iterator[Finding]:
     f = r.facts
     fp8, gather = f.on("axolotl.fp8"), f.on("axolotl.fp8_enable_fsdp_float8_all_gather")
     if fp8 and not f.on("axolotl.torch_compile") and f.word("axolotl.torch_compile") != "auto":
-        yield found(
-            "CF076",
-            WARNING,
+        yield warning(
             "fp8 without torch_compile",
             fp8,
             f.given("axolotl.torch_compile"),
@@ -214,9 +196,7 @@ def fp8_settings(r: Record) -> Iterator[Finding]:
         )
     checkpointing = f.on("axolotl.fsdp_config.activation_checkpointing", "axolotl.fsdp_config.fsdp_activation_checkpointing")
     if fp8 and checkpointing:
-        yield found(
-            "CF076",
-            WARNING,
+        yield warning(
             "fp8 with FSDP's activation checkpointing",
             fp8,
             checkpointing,
@@ -224,9 +204,7 @@ def fp8_settings(r: Record) -> Iterator[Finding]:
             fix="gradient_checkpointing: true instead of FSDP's activation_checkpointing",
         )
     if gather and fsdp_version(f)[0] != 2:
-        yield found(
-            "CF076",
-            ERROR,
+        yield error(
             "fp8_enable_fsdp_float8_all_gather needs FSDP2",
             gather,
             fsdp_version(f)[1],
@@ -247,9 +225,7 @@ def quantised_preference_tuning(r: Record) -> Iterator[Finding]:
     """
     rl = r.facts.get("axolotl.rl")
     if rl and str(rl.value) in ("dpo", "kto", "orpo", "ipo") and r.quantised and fsdp_version(r.facts)[0] == 2:
-        yield found(
-            "CF077",
-            ERROR,
+        yield error(
             f"rl: {rl.value} with a quantised model under FSDP2",
             rl,
             r.quantised_by,
@@ -278,9 +254,7 @@ def quant_storage_replaced(r: Record) -> Iterator[Finding]:
     )
     moe = any(name in kind.replace("-", "_") for name in ("qwen2_moe", "jamba", "nemotron_h"))
     if storage and moe and not uses_fsdp(f) and not uses_deepspeed(f) and "float32" not in str(storage.value):
-        yield found(
-            "CF078",
-            NOTE,
+        yield note(
             f"bnb_4bit_quant_storage: {storage.value} is replaced with float32",
             storage,
             cause="axolotl forces float32 storage for this architecture without DeepSpeed or FSDP",

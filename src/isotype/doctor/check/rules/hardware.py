@@ -8,7 +8,7 @@ from ....finding import Finding
 from ..model_settings import launcher_mode, lightning_precision
 from ..record import Record
 from ..sharded import deepspeed_setting, uses_deepspeed
-from .base import ERROR, NOTE, WARNING, found, rule
+from .base import error, note, rule, warning
 
 
 @rule("CF007")
@@ -31,9 +31,7 @@ def device_without(r: Record) -> Iterator[Finding]:
     auto = asked is not None and str(asked.value) == "auto"
     default = compute == "bf16" and by is None and r.tool == "hf"
     if not device.bf16 and (asked is not None or default) and not auto:
-        yield found(
-            "CF007",
-            ERROR,
+        yield error(
             f"bf16 was asked for, and {device.name} has none",
             asked or evaluated,
             cause=f"bf16 needs compute capability 8.0 (Ampere) or newer; {device.name} has fp16 only"
@@ -43,9 +41,7 @@ def device_without(r: Record) -> Iterator[Finding]:
         )
     tf32 = f.on("hf.tf32", "axolotl.tf32", "llamafactory.tf32")
     if tf32 is not None and not device.tf32:
-        yield found(
-            "CF007",
-            ERROR,
+        yield error(
             f"TF32 was asked for, and {device.name} has none",
             tf32,
             cause="TF32 needs an Ampere GPU (compute capability 8.0) or newer",
@@ -53,9 +49,7 @@ def device_without(r: Record) -> Iterator[Finding]:
             wins="transformers stops",
         )
     if compute == "fp8" and device.kind == "cuda" and not device.fp8:
-        yield found(
-            "CF007",
-            WARNING,
+        yield warning(
             f"fp8 on {device.name} becomes fp16",
             by,
             cause="fp8 needs compute capability 8.9; accelerate warns once and takes fp16 with a loss scaler, not bf16",
@@ -63,9 +57,7 @@ def device_without(r: Record) -> Iterator[Finding]:
             wins="fp16",
         )
     if compute == "fp8" and device.kind != "cuda" and r.tool == "simpletuner":
-        yield found(
-            "CF007",
-            ERROR,
+        yield error(
             "fp8 needs CUDA",
             by,
             cause="SimpleTuner refuses mixed_precision=fp8 without a CUDA device",
@@ -74,9 +66,7 @@ def device_without(r: Record) -> Iterator[Finding]:
     if device.kind == "cpu":
         fp16 = f.on("hf.fp16") or next((s for s in [launcher_mode(f)] if s and str(s.value).lower() == "fp16"), None)
         if fp16 is not None:
-            yield found(
-                "CF007",
-                WARNING,
+            yield warning(
                 "fp16 on a CPU has no effect: the run is fp32",
                 fp16,
                 cause="accelerate makes neither autocast nor a GradScaler for fp16 on a CPU, and still reports fp16",
@@ -85,9 +75,7 @@ def device_without(r: Record) -> Iterator[Finding]:
             )
         precision = lightning_precision(f)
         if precision is not None and str(precision.value) in ("16", "16-mixed"):
-            yield found(
-                "CF007",
-                WARNING,
+            yield warning(
                 "16-mixed on a CPU becomes bf16-mixed",
                 precision,
                 cause="Lightning has no fp16 autocast on a CPU and takes bf16-mixed",
@@ -100,9 +88,7 @@ def device_without(r: Record) -> Iterator[Finding]:
         and uses_deepspeed(f)
         and deepspeed_setting(f, "communication_data_type") is None
     ):
-        yield found(
-            "CF007",
-            NOTE,
+        yield note(
             "on ROCm accelerate sets communication_data_type to fp32",
             by,
             cause="bf16 overflow in collectives can corrupt weights there",
@@ -125,9 +111,7 @@ def flash_attention_in_fp32(r: Record) -> Iterator[Finding]:
         "model.attn_implementation", "hf.attn_implementation", "hf.model_init_kwargs.attn_implementation", "checkpoint._attn_implementation"
     )
     if flash and "flash" in str(flash.value) and r.value("compute") == "fp32":
-        yield found(
-            "CF013",
-            ERROR,
+        yield error(
             "FlashAttention would get fp32",
             flash,
             r.by("compute"),

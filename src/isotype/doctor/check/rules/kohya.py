@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ....finding import Finding
 from ..record import Record
-from .base import ERROR, found, rule
+from .base import error, rule
 
 
 @rule("CF094")
@@ -27,9 +27,7 @@ def kohya_full_precision(r: Record) -> Iterator[Finding]:
     for half in ("bf16", "fp16"):
         full = f.on(f"kohya.full_{half}")
         if full and mode != half:
-            yield found(
-                "CF094",
-                ERROR,
+            yield error(
                 f"{full.key} with mixed_precision {mode}",
                 full,
                 mixed,
@@ -39,9 +37,7 @@ def kohya_full_precision(r: Record) -> Iterator[Finding]:
             )
     fp8 = f.on("kohya.fp8_base", "kohya.fp8_base_unet")
     if fp8 and mode == "no":
-        yield found(
-            "CF094",
-            ERROR,
+        yield error(
             f"{fp8.key} without mixed precision",
             fp8,
             mixed,

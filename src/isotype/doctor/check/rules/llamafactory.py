@@ -9,7 +9,7 @@ from ..model_settings import CHECKPOINT_DTYPE
 from ..record import Record
 from ..settings import dtype_of
 from ..sharded import uses_fsdp, zero_stage
-from .base import ERROR, NOTE, WARNING, found, rule
+from .base import error, note, rule, warning
 
 
 @rule("CF080")
@@ -25,9 +25,7 @@ def pure_bf16_under_zero3(r: Record) -> Iterator[Finding]:
     pure = r.facts.on("llamafactory.pure_bf16")
     stage, by = zero_stage(r.facts)
     if pure and stage == 3:
-        yield found(
-            "CF080",
-            ERROR,
+        yield error(
             "pure_bf16 with DeepSpeed ZeRO-3",
             pure,
             by,
@@ -49,9 +47,7 @@ def pure_bf16_adapters(r: Record) -> Iterator[Finding]:
     """
     pure = r.facts.on("llamafactory.pure_bf16")
     if pure and r.adapter:
-        yield found(
-            "CF081",
-            WARNING,
+        yield warning(
             "pure_bf16 with LoRA still trains fp32 adapters",
             pure,
             r.adapter_by,
@@ -80,9 +76,7 @@ def no_half_for_an_fp32_checkpoint(r: Record) -> Iterator[Finding]:
         and not f.on("llamafactory.bf16", "llamafactory.fp16", "llamafactory.pure_bf16")
         and f.off("llamafactory.do_train") is None
     ):
-        yield found(
-            "CF082",
-            WARNING,
+        yield warning(
             "no half precision is set and the checkpoint is fp32: the compute dtype becomes fp16",
             f.given("llamafactory.bf16") or stored,
             stored,
@@ -105,9 +99,7 @@ def norms_in_quantised_training(r: Record) -> Iterator[Finding]:
     f = r.facts
     bits = f.get("llamafactory.quantization_bit")
     if bits and not f.on("llamafactory.upcast_layernorm") and not uses_fsdp(f):
-        yield found(
-            "CF083",
-            NOTE,
+        yield note(
             "upcast_layernorm is recommended with quantisation",
             bits,
             f.given("llamafactory.upcast_layernorm"),
@@ -131,9 +123,7 @@ def quantisation_under_sharding(r: Record) -> Iterator[Finding]:
     stage, by = zero_stage(f)
     sharding = by if stage == 3 else uses_fsdp(f)
     if bits and sharding is not None and (str(bits.value) == "8" or (method is not None and str(method.value).lower() == "hqq")):
-        yield found(
-            "CF084",
-            ERROR,
+        yield error(
             f"{'HQQ' if method and str(method.value).lower() == 'hqq' else '8-bit'} quantisation with {'ZeRO-3' if stage == 3 else 'FSDP'}",
             method or bits,
             bits,
@@ -162,9 +152,7 @@ def fp8_settings(r: Record) -> Iterator[Finding]:
         f.get("llamafactory.quantization_bit"),
     )
     if fp8 and bits:
-        yield found(
-            "CF085",
-            ERROR,
+        yield error(
             "fp8 training with quantisation",
             fp8,
             bits,
@@ -173,9 +161,7 @@ def fp8_settings(r: Record) -> Iterator[Finding]:
             wins="LLaMA-Factory stops",
         )
     if gather and not fp8:
-        yield found(
-            "CF085",
-            WARNING,
+        yield warning(
             "fp8_enable_fsdp_float8_all_gather without fp8 has no effect",
             gather,
             f.given("llamafactory.fp8"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ....finding import Finding
 from ..record import Record
 from ..sharded import uses_deepspeed
-from .base import ERROR, NOTE, WARNING, found, rule
+from .base import ERROR, NOTE, WARNING, error, found, rule, warning
 
 
 def _quantised(r: Record) -> bool:
@@ -34,9 +34,7 @@ def gradient_precision(r: Record) -> Iterator[Finding]:
     if setting is not None and str(setting.value).lower() in ("fp32", "float32"):
         mixed, steps, optimizer = f.get("simpletuner.mixed_precision"), r.accumulates, f.get("simpletuner.optimizer")
         prodigy = optimizer is not None and "prodigy" in str(optimizer.value).lower()
-        yield found(
-            "CF020",
-            ERROR,
+        yield error(
             "gradient_precision=fp32 is not what this run will have",
             setting,
             mixed,
@@ -76,9 +74,7 @@ def bf16_optimizer_without_bf16(r: Record) -> Iterator[Finding]:
     optimizer, mixed = f.get("simpletuner.optimizer"), f.get("simpletuner.mixed_precision")
     name, mode = (str(optimizer.value).lower() if optimizer else "adamw_bf16"), (str(mixed.value) if mixed else "bf16")
     if name in ("adam_bfloat16", "adamw_bfloat16") or f.on("simpletuner.adam_bfloat16"):
-        yield found(
-            "CF021",
-            ERROR,
+        yield error(
             f"optimizer {name} is no longer known",
             optimizer or f.on("simpletuner.adam_bfloat16"),
             mixed,
@@ -88,7 +84,6 @@ def bf16_optimizer_without_bf16(r: Record) -> Iterator[Finding]:
         )
     elif name == "adamw_bf16" and mode in ("no", "fp16") and not (_quantised(r) and mode == "no"):
         yield found(
-            "CF021",
             ERROR if mode == "fp16" else WARNING,
             f"{mixed.key if mixed else 'mixed_precision'}={mode} with the optimizer adamw_bf16",
             mixed,
@@ -123,9 +118,7 @@ def quantised_base_decides(r: Record) -> Iterator[Finding]:
         return
     if default is not None and str(default.value) == "fp32":
         if f.word("simpletuner.optimizer") == "adamw_bf16":
-            yield found(
-                "CF022",
-                WARNING,
+            yield warning(
                 "adamw_bf16 with base_model_default_dtype=fp32 is replaced",
                 f.get("simpletuner.optimizer"),
                 default,
@@ -135,9 +128,7 @@ def quantised_base_decides(r: Record) -> Iterator[Finding]:
             )
         return
     if r.adapter is not False:
-        yield found(
-            "CF022",
-            WARNING,
+        yield warning(
             f"mixed_precision={mixed.value} with a quantised base trains bf16 weights",
             mixed,
             base,
@@ -162,9 +153,7 @@ def fp8_with_quantised_base(r: Record) -> Iterator[Finding]:
     f = r.facts
     mixed, base = f.get("simpletuner.mixed_precision"), f.get("simpletuner.base_model_precision")
     if mixed is not None and base is not None and str(mixed.value) == "fp8" and _quantised(r) and str(base.value) != "fp8-torchao":
-        yield found(
-            "CF023",
-            ERROR,
+        yield error(
             f"mixed_precision=fp8 with base_model_precision={base.value}",
             mixed,
             base,
@@ -194,9 +183,7 @@ def quantisation_not_supported(r: Record) -> Iterator[Finding]:
     f = r.facts
     base, family = f.get("simpletuner.base_model_precision"), f.get("simpletuner.model_family")
     if base is not None and str(base.value) == "fp8-quanto" and family is not None and str(family.value).lower() in _NO_FP8_QUANTO:
-        yield found(
-            "CF024",
-            ERROR,
+        yield error(
             f"{family.value} does not support fp8-quanto",
             base,
             family,
@@ -207,9 +194,7 @@ def quantisation_not_supported(r: Record) -> Iterator[Finding]:
     quanto = next((s for name, s in f.all("simpletuner") if name.endswith("_precision") and "quanto" in str(s.value)), None)
     fsdp, version = f.on("simpletuner.fsdp_enable"), f.get("simpletuner.fsdp_version")
     if quanto is not None and fsdp is not None and version is not None and str(version.value) == "2":
-        yield found(
-            "CF024",
-            ERROR,
+        yield error(
             "quanto under FSDP2",
             quanto,
             version,
@@ -220,9 +205,7 @@ def quantisation_not_supported(r: Record) -> Iterator[Finding]:
         )
     attention = f.get("simpletuner.attention_mechanism")
     if attention is not None and "sageattention" in str(attention.value).lower() and base is not None and "nf4" in str(base.value):
-        yield found(
-            "CF024",
-            ERROR,
+        yield error(
             "SageAttention with an nf4 base",
             attention,
             base,
@@ -245,9 +228,7 @@ def lora_with_deepspeed(r: Record) -> Iterator[Finding]:
     """
     deepspeed = uses_deepspeed(r.facts)
     if r.tool == "simpletuner" and r.adapter and deepspeed is not None:
-        yield found(
-            "CF025",
-            ERROR,
+        yield error(
             "LoRA under DeepSpeed",
             r.adapter_by,
             deepspeed,
@@ -273,9 +254,7 @@ def vae_dtype(r: Record) -> Iterator[Finding]:
     if vae is None:
         return
     if str(vae.value) == "fp16":
-        yield found(
-            "CF026",
-            ERROR,
+        yield error(
             "vae_dtype=fp16 is refused when the VAE is loaded",
             vae,
             cause="SimpleTuner accepts fp16 for vae_dtype and stops later: the VAE overflows in fp16",
@@ -283,9 +262,7 @@ def vae_dtype(r: Record) -> Iterator[Finding]:
             wins="SimpleTuner stops at the VAE",
         )
     elif f.word("simpletuner.model_family") == "sana" and str(vae.value) not in ("fp32", "default"):
-        yield found(
-            "CF026",
-            WARNING,
+        yield warning(
             f"vae_dtype={vae.value} is overwritten for Sana",
             vae,
             f.get("simpletuner.model_family"),
@@ -310,7 +287,6 @@ def variable_without_effect(r: Record) -> Iterator[Finding]:
         return
     trains_bf16 = r.value("trained") == "bf16" or (mixed is not None and str(mixed.value) in ("bf16", "fp16"))
     yield found(
-        "CF027",
         NOTE if trains_bf16 else WARNING,
         "PURE_BF16 has no effect",
         pure,
@@ -338,9 +314,7 @@ def stable_cascade(r: Record) -> Iterator[Finding]:
         and (mixed is None or str(mixed.value) not in ("no", "fp32"))
         and not f.on("simpletuner.i_know_what_i_am_doing")
     ):
-        yield found(
-            "CF028",
-            ERROR,
+        yield error(
             "Stable Cascade stage C requires mixed_precision=no",
             mixed or f.get("simpletuner.model_family"),
             f.get("simpletuner.model_family"),
@@ -365,9 +339,7 @@ def env_read_two_ways(r: Record) -> Iterator[Finding]:
     for document in r.facts.documents:
         for name, (shell_value, own_value, _line) in document.attributes.get("own", {}).items():
             setting = document.settings.get(f"variable.{name}")
-            yield found(
-                "CF029",
-                WARNING,
+            yield warning(
                 f"{name}: the shell reads {shell_value!r}, SimpleTuner {own_value!r}",
                 setting,
                 cause="SimpleTuner's own reader expands no variables, keeps trailing comments and joins no lines",

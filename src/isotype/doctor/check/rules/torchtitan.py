@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ....finding import Finding
 from ..record import Record
 from ..settings import dtype_of
-from .base import ERROR, WARNING, found, rule
+from .base import error, rule, warning
 
 
 @rule("CF091")
@@ -22,9 +22,7 @@ def torchtitan_reduce(r: Record) -> Iterator[Finding]:
     """
     reduce = r.facts.get("torchtitan.training.mixed_precision_reduce")
     if reduce and dtype_of(reduce.value) != "fp32":
-        yield found(
-            "CF091",
-            WARNING,
+        yield warning(
             f"mixed_precision_reduce is {reduce.value}",
             reduce,
             cause="releases before 2026 refuse it, and gradients are rounded before they are summed across ranks",
@@ -45,9 +43,7 @@ def torchtitan_words(r: Record) -> Iterator[Finding]:
     for key in ("mixed_precision_param", "dtype"):
         setting = r.facts.get(f"torchtitan.training.{key}")
         if setting and dtype_of(setting.value) == "fp16":
-            yield found(
-                "CF097",
-                ERROR,
+            yield error(
                 f"{key} is {setting.value}: torchtitan takes bfloat16 and float32",
                 setting,
                 cause="float16 needs a loss scale, and torchtitan has none",

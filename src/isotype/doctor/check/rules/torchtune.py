@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ....finding import Finding
 from ..record import Record
 from ..settings import dtype_of
-from .base import ERROR, found, rule
+from .base import error, rule
 
 
 @rule("CF090")
@@ -22,9 +22,7 @@ def torchtune_fp16(r: Record) -> Iterator[Finding]:
     """
     dtype = r.facts.get("torchtune.dtype")
     if dtype and dtype_of(dtype.value) == "fp16":
-        yield found(
-            "CF090",
-            ERROR,
+        yield error(
             "torchtune does not train in fp16",
             dtype,
             cause="full fp16 training is not supported by its recipes: there is no loss scaling",

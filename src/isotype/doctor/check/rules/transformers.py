@@ -9,7 +9,7 @@ from ..model_settings import CHECKPOINT_DTYPE
 from ..record import Record
 from ..settings import dtype_of
 from ..versions import release
-from .base import ERROR, WARNING, found, rule
+from .base import error, rule, warning
 
 _REMOVED = {
     "half_precision_backend": "remove it: native autocast is the only backend",
@@ -38,9 +38,7 @@ def removed_arguments(r: Record) -> Iterator[Finding]:
     for key, fix in _REMOVED.items():
         setting = document.settings.get(key)
         if setting is not None:
-            yield found(
-                "CF040",
-                ERROR,
+            yield error(
                 f"{key} no longer exists",
                 setting,
                 pinned,
@@ -69,9 +67,7 @@ def stored_and_said(r: Record) -> Iterator[Finding]:
         and dtype_of(said.value) != stored.value
         and not f.get("model.dtype", "model.torch_dtype", "hf.dtype")
     ):
-        yield found(
-            "CF046",
-            WARNING,
+        yield warning(
             f"config.json says {said.value}, the weights are {stored.value}",
             said,
             stored,
