@@ -105,7 +105,7 @@ class Rule:
 
     @classmethod
     def page(cls) -> str:
-        """The docstring as Markdown: a title, the facts, the sections; that there is no automatic fix is said where the docstring does not."""
+        """The docstring as Markdown: a title, the facts, the sections; one on the fix where the docstring has none: there is none."""
         title, _, body = _dedented(cls.__doc__ or "").partition("\n")
         if "\nFix safety\n" not in body:
             body = body.replace("\nKnown problems\n", "\nFix safety\n----------\nThere is no automatic fix.\n\nKnown problems\n")
