@@ -1,15 +1,15 @@
 """Rules as sheets of text: pages, and below each what is said when, in words that a reader of the page can read as well.
 
-    # EX012 Title                      the page of a code begins; what follows is its text
+    # EX012 Title                      the page of a code begins; what follows is its text, and what stands above the first a remark
     = a section                        what is below holds for this section
     let NAME if TEST: text             a word for the texts below; the first whose test holds, of several with one name
     - what is said
       RANK if TEST                     the first whose test holds; nothing is said where none does
       FIELD if TEST: text              likewise
 
-In texts `{name}` is a fact, and `{one|another|some words}` the first of these that is known, or the last as it stands; `\\n` is a line break.
-A test is made of terms joined by `and`, and those by `or`; a term may begin with `not`: `name` (known and not empty), `name = value, another
-value`, `name == other name`, `name ~ regex`. Which facts, ranks and fields there are is for the reader of a sheet to say.
+In texts `{name}` is a fact, and `{one|another|some words}` the first of these that is known, or the last as it stands; `\\n` is a line
+break. A test is made of terms joined by `and`, and those by `or`; a term may begin with `not`: `name` (known and not empty), `name = value,
+another value`, `name == other name`, `name ~ regex`. Which facts, ranks and fields there are is for the reader of a sheet to say.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def sections(path: Path, *, ranks: str, fields: str) -> Iterator[Section]:
 
     Raises  ValueError for a line that is none of a sheet's.
     """
-    wanted = re.compile(rf"(?P<name>let \w+|{fields})(?: if (?P<test>.+?))?: (?P<text>.*)")
+    wanted = re.compile(rf"(?P<name>let [\w ]+?|{fields})(?: if (?P<test>.+?))?: (?P<text>.*)")
     ranked = re.compile(rf"(?P<rank>{ranks})(?: if (?P<test>.+))?")
     for sheet in re.split(r"(?m)^# ", path.read_text(encoding="utf-8"))[1:]:
         page, *parts = re.split(r"(?m)^=", sheet)

@@ -8,7 +8,7 @@ from ....finding import Finding
 from ..model_settings import launcher_mode, mixed_flag
 from ..record import Record
 from ..settings import dtype_of, truth
-from ..sharded import deepspeed_setting, uses_deepspeed, zero_stage
+from ..sharded import deepspeed_setting, zero_stage
 from .base import ERROR, WARNING, error, found, rule, warning
 
 
@@ -296,63 +296,6 @@ def communication_dtype(r: Record) -> Iterator[Finding]:
             cause="DeepSpeed takes fp16, bf16 and fp32 here",
             fix=f'"communication_data_type": "{meant}"',
             wins="DeepSpeed stops",
-        )
-
-
-@rule("CF057")
-def zero3_and_adapters(r: Record) -> Iterator[Finding]:
-    """fp32 adapters on a bf16 base under ZeRO-3
-
-    **Why it matters.** PEFT makes adapters fp32. ZeRO-3 keeps small parameters together, and its first optimizer step fails on two dtypes.
-
-    **Example.** LoRA on a bf16 model with `zero_optimization.stage: 3`.
-
-    **What to do.** `autocast_adapter_dtype=False`.
-    """
-    stage, by = zero_stage(r.facts)
-    f = r.facts
-    if (
-        stage == 3
-        and r.tool == "hf"
-        and r.adapter
-        and r.value("parameters") in ("bf16", "fp16")
-        and r.by("parameters") is not None
-        and not f.off("peft.autocast_adapter_dtype", "hf.autocast_adapter_dtype")
-        and f.get("hf.trainable_dtype") is None
-    ):
-        yield error(
-            f"fp32 adapters on a {r.value('parameters')} base under ZeRO-3",
-            by,
-            r.adapter_by,
-            r.by("parameters"),
-            cause=(
-                "PEFT's adapters are fp32 (autocast_adapter_dtype) beside half-precision weights: ZeRO-3's "
-                "persistent parameters mix dtypes, and the first step raises a TypeError"
-            ),
-            fix="get_peft_model(..., autocast_adapter_dtype=False), or ZeRO-2",
-        )
-
-
-@rule("CF061")
-def autocast_around_deepspeed(r: Record) -> Iterator[Finding]:
-    """torch.autocast around a DeepSpeed engine that is not told of it
-
-    **Why it matters.** Newer DeepSpeed switches the outer autocast off inside the engine, with one warning; older ones assert.
-
-    **Example.** `with torch.autocast("cuda", dtype=torch.bfloat16): engine(x)` and no `torch_autocast` in the file.
-
-    **What to do.** `"torch_autocast": {"enabled": true}`, or `bf16`, not both.
-    """
-    f = r.facts
-    autocast, engine = f.get("code.autocast"), f.get("code.deepspeed.initialize")
-    if autocast and engine and uses_deepspeed(f) and deepspeed_setting(f, "torch_autocast.enabled") is None:
-        yield warning(
-            "torch.autocast around a DeepSpeed engine without torch_autocast",
-            autocast,
-            engine,
-            cause="DeepSpeed switches an outer autocast off inside its engine",
-            fix='"torch_autocast": {"enabled": true, "dtype": "bfloat16"} in the DeepSpeed config, or its bf16 section and no autocast',
-            wins="DeepSpeed's own precision",
         )
 
 

@@ -10,7 +10,7 @@ from ..model_settings import BNB
 from ..record import Record
 from ..settings import dtype_of
 from ..sharded import fsdp_version, uses_fsdp
-from .base import ERROR, WARNING, error, found, note, rule
+from .base import ERROR, WARNING, error, found, rule
 
 
 @rule("CF015")
@@ -110,66 +110,6 @@ def one_dtype_in_a_unit(r: Record) -> Iterator[Finding]:
                 "dtype among a group's trained weights"
             ),
             fix="autocast_adapter_dtype=False, or fully_shard the saved modules on their own",
-        )
-
-
-@rule("CF041")
-def checkpointed_twice(r: Record) -> Iterator[Finding]:
-    """Activation checkpointing by FSDP and by the trainer
-
-    **Why it matters.** transformers refuses both together.
-
-    **Example.** `fsdp_config: {activation_checkpointing: true}` with `gradient_checkpointing: true`.
-
-    **What to do.** Keep FSDP's.
-    """
-    f = r.facts
-    fsdp = f.on(
-        "hf.fsdp_config.activation_checkpointing",
-        "fsdp.activation_checkpointing",
-        "accelerate.fsdp_config.fsdp_activation_checkpointing",
-        "hf.fsdp_config.fsdp_activation_checkpointing",
-    )
-    own = f.on("hf.gradient_checkpointing")
-    if fsdp and own:
-        yield error(
-            "gradient checkpointing is set twice",
-            own,
-            fsdp,
-            cause="FSDP's activation_checkpointing and gradient_checkpointing cannot both be true",
-            fix="gradient_checkpointing: false, FSDP's stays",
-            wins="transformers refuses to start",
-        )
-
-
-@rule("CF045")
-def adapters_in_flat_units(r: Record) -> Iterator[Finding]:
-    """fp32 adapters on a half-precision base under FSDP1
-
-    **Why it matters.** PEFT makes adapters fp32. FSDP1 needs one dtype in a unit: the trainer's PEFT wrapping policy gives
-    adapters units of their own, a
-    policy by transformer layer alone does not. A note, because the policy decides.
-
-    **Example.** `fsdp: full_shard` with LoRA on a bf16 model.
-
-    **What to do.** `autocast_adapter_dtype=False`, or FSDP2, or PEFT's `fsdp_auto_wrap_policy`.
-    """
-    fsdp = uses_fsdp(r.facts)
-    if (
-        fsdp
-        and r.tool == "hf"
-        and r.adapter
-        and r.value("parameters") in ("bf16", "fp16")
-        and r.value("trained") == "fp32"
-        and fsdp_version(r.facts)[0] != 2
-    ):
-        yield note(
-            "fp32 adapters on a half-precision base under FSDP1",
-            r.adapter_by,
-            fsdp,
-            r.by("parameters"),
-            cause="FSDP1 flattens a unit's weights, which need a uniform dtype",
-            fix="autocast_adapter_dtype=False, or PEFT's fsdp_auto_wrap_policy",
         )
 
 

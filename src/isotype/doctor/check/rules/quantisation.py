@@ -13,27 +13,6 @@ from ..settings import dtype_of
 from .base import ERROR, WARNING, error, found, rule, warning
 
 
-@rule("CF008")
-def quantised_without_adapter(r: Record) -> Iterator[Finding]:
-    """A quantised base and nothing to train
-
-    **Why it matters.** Quantised weights take no gradient: "You cannot perform fine-tuning on purely quantized models".
-
-    **Example.** `load_in_4bit: true` with `adapter: null`, or LLaMA-Factory's `quantization_bit: 4` with `finetuning_type: full`.
-
-    **What to do.** Attach LoRA, or load without quantisation.
-    """
-    if r.quantised and r.adapter is False:
-        yield error(
-            "the base is quantised and there is no adapter to train",
-            r.quantised_by,
-            r.adapter_by,
-            cause=f"{r.quantised}-bit weights take no gradient, and no adapter is attached",
-            fix=("attach an adapter (adapter: lora or qlora, finetuning_type: lora, LoraConfig), or remove the quantisation"),
-            wins="the trainer stops",
-        )
-
-
 @rule("CF010")
 def quantised_compute_dtype(r: Record) -> Iterator[Finding]:
     """The dtype that 4-bit weights compute in is not the run's
@@ -179,26 +158,3 @@ def word_not_looked_up(r: Record) -> Iterator[Finding]:
                     fix=f'{last}: "{torch_word(dtype_of(word) or word.removeprefix("torch."))}"',
                     wins=f"loading stops with {'a ValueError' if stored else 'an AttributeError'}",
                 )
-
-
-@rule("CF044")
-def prequantised_checkpoint(r: Record) -> Iterator[Finding]:
-    """A compute dtype given for a checkpoint that is quantised already
-
-    **Why it matters.** The checkpoint's own quantization_config wins, with a warning.
-
-    **Example.** A bnb-4bit checkpoint (fp16 compute) loaded with `bnb_4bit_compute_dtype: bfloat16`.
-
-    **What to do.** Set `module.compute_dtype` after loading, or quantise from the original weights.
-    """
-    f = r.facts
-    own, asked = f.get(f"checkpoint.{BNB}.bnb_4bit_compute_dtype"), f.get(f"model.{BNB}.bnb_4bit_compute_dtype")
-    if own and asked and dtype_of(own.value) != dtype_of(asked.value):
-        yield warning(
-            f"the checkpoint computes in {own.value}, {asked.value} is asked for",
-            asked,
-            own,
-            cause="a pre-quantised checkpoint's quantization_config wins over the one given",
-            fix=f"after loading: set module.compute_dtype on each Linear4bit; or load the unquantised weights with {asked.key}",
-            wins=f"the checkpoint: {own.value}",
-        )

@@ -10,7 +10,7 @@ from ..model_settings import lightning_precision, mixed_flag
 from ..record import Record
 from ..settings import dtype_of, truth
 from ..sharded import deepspeed_setting, uses_deepspeed
-from .base import NOTE, WARNING, found, note, rule, warning
+from .base import NOTE, WARNING, found, rule, warning
 
 # An update of Adam is about the learning rate; a bf16 weight of 0.02 has steps of 2^-8 * 0.02, and less than half of one rounds away.
 _LOST_BELOW = 2**-9 * 0.02
@@ -139,35 +139,6 @@ def accumulation_in_bf16(r: Record) -> Iterator[Finding]:
     )
 
 
-@rule("CF006")
-def reduction_in_half(r: Record) -> Iterator[Finding]:
-    """Gradients are reduced across ranks in half precision
-
-    **Why it matters.** Through accelerate and Lightning, FSDP's reduce dtype follows mixed precision unless a policy says
-    otherwise: gradients
-    are rounded to bf16 before the sum. Divergence is known at 384 GPUs; on a few ranks it is small, so this is a note.
-
-    **Example.** `distributed_type: FSDP` with `mixed_precision: bf16`.
-
-    **What to do.** Pass a policy: `MixedPrecision(param_dtype=bf16, reduce_dtype=float32)`.
-    """
-    reduction = r.value("reduction")
-    policy = (
-        r.facts.under("fsdp.mixed_precision_policy")
-        or r.facts.under("fsdp.mixed_precision")
-        or r.facts.under("accelerate.fsdp_config.mixed_precision_policy")
-    )
-    if r.tool in ("torchtitan", "torchtune") or policy or reduction not in ("bf16", "fp16"):
-        return
-    yield note(
-        f"gradients are reduced across ranks in {reduction}",
-        r.by("reduction"),
-        r.by("compute"),
-        cause="FSDP's reduce dtype follows mixed precision when no policy is given",
-        fix="a mixed precision policy with reduce_dtype=torch.float32",
-    )
-
-
 @rule("CF011")
 def evaluation_changes_training(r: Record) -> Iterator[Finding]:
     """An evaluation setting changes the training
@@ -217,31 +188,6 @@ def evaluation_changes_training(r: Record) -> Iterator[Finding]:
             cause=(f'"auto" joins {half} and {full.key}: the evaluation flag alone enables the {half} section for training'),
             fix=f"set {half}: true if {half} training is meant, else remove {full.key}",
             wins=f"{half} training",
-        )
-
-
-@rule("CF012")
-def ema_in_half(r: Record) -> Iterator[Finding]:
-    """An average of weights kept in half precision
-
-    **Why it matters.** With decay 0.999 each step moves the average by a thousandth of the difference: in bf16 it moved 6% of the
-    way (19% at 0.995).
-
-    **Example.** SimpleTuner's `use_ema` with bf16 weights.
-
-    **What to do.** Keep the shadow weights in fp32.
-    """
-    if r.value("ema") in ("bf16", "fp16"):
-        yield warning(
-            f"the EMA is kept in {r.value('ema')}",
-            r.by("ema"),
-            r.by("trained"),
-            cause=(
-                f"the EMA shadow is a clone of the {r.value('ema')} weights and is updated in {r.value('ema')}: most "
-                "updates round away (6% of the distance at decay 0.999)"
-            ),
-            fix="keep an fp32 shadow (fp32 weights: mixed_precision=no), or leave use_ema out",
-            wins="the weights' dtype",
         )
 
 
