@@ -125,7 +125,7 @@ def factory(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any]
     )
 
 
-# arange over these numbers the features of a table, and not the positions: exact in bf16 and another matter; `seq_dim` is an axis of positions
+# arange over these numbers the features of a table, and not the positions: exact in bf16 and another matter; `seq_dim` is an axis of those
 _COUNTS_FEATURES = re.compile(r"(?<!seq_)(?<!time_)dim|feat|channel|half|embed|freq")
 
 

@@ -37,8 +37,8 @@ class DecoratorsForCudaOnly(Rule):
 
     Known problems
     --------------
-    Reported only when the methods were followed to a product that is refused without the decorators, in a file that speaks of another
-    device ("cpu", "xpu", ...) and uses no Triton and no CUDA extension; a question only in a function that asks for the CPU's autocast dtype.
+    Decorators: reported only when the methods were followed to a product that is refused without them, in a file that speaks of another
+    device ("cpu", "xpu", ...) and uses no Triton and no CUDA extension. Questions: only in a function that asks for the CPU's dtype too.
     """
 
     code = "LT011"
@@ -76,8 +76,8 @@ def _asked_of_cuda(file: SourceFile) -> Iterator[Hit]:
         yield Hit(
             node=asked,
             message="torch.is_autocast_enabled() without an argument answers for CUDA, and this function is for the CPU as well",
-            cause=f"line {about[0].lineno} asks for the dtype of the CPU's autocast, in a branch that is taken only where CUDA's is on: under "
-            "CPU autocast nothing is cast",
+            cause=f"line {about[0].lineno} asks for the dtype of the CPU's autocast, in a branch that is taken only where CUDA's is on: "
+            "under CPU autocast nothing is cast",
             fix="torch.is_autocast_enabled(tensor.device.type)",
             reached=f"line {about[0].lineno} reckons with CPU autocast",
         )
