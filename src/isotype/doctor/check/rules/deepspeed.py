@@ -243,15 +243,9 @@ def deepspeed_bf16_states(r: Record) -> Iterator[Finding]:
 
 
 _FP16_ONLY = {
-    "loss_scale",
-    "initial_scale_power",
-    "loss_scale_window",
-    "hysteresis",
-    "min_loss_scale",
-    "consecutive_hysteresis",
-    "auto_cast",
+    "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "consecutive_hysteresis", "auto_cast",
     "fp16_master_weights_and_grads",
-}
+}  # fmt: skip
 
 
 @rule("CF055")
