@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..environment.planned import stands_for
 from ..ops.backend import fused_runs, saves
+from .narrow import narrow
 from .quantised import widened_beside
 
 # FLOPs in the time of a byte: of dense bf16 and HBM as published, A100 153, H100 SXM 295, H200 206, B200 281
@@ -70,7 +71,7 @@ def weights(
     columns, start, made = tail(sum(b.shape[1] for b in bs)), 0, []
     for weight, state, b, scale in zip(packed, states, bs, scales):
         both = widened_beside(weight, state, dtype, columns)
-        scaled = (b.to(dtype).float() * scale).to(dtype)
+        scaled = (narrow(b, dtype).float() * scale).to(dtype)
         both[:, -columns:] = F.pad(scaled, (start, columns - start - b.shape[1]))
         made.append(both)
         start += b.shape[1]

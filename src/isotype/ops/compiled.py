@@ -34,9 +34,13 @@ class CppKernels:
 
     p  a tensor, or None for a null pointer     d  a dtype     i  an int     f  a float
     Every function takes the number of threads last, which is torch's.
+
+    in_graphs  whether compiled graphs call them too, where a compiler had built them before. The row-wise formulas are left to PyTorch's
+               compiler, which fuses them with what stands beside them.
     """
 
-    def __init__(self, file: str, **functions: str) -> None:
+    def __init__(self, file: str, *, in_graphs: bool = False, **functions: str) -> None:
+        self.in_graphs, self.built = in_graphs, False
         self.source = Path(file).parent / "kernels.cpp"
         self.op = self.source.parent.name
         self.functions = functions
@@ -44,7 +48,8 @@ class CppKernels:
 
     def take(self, *tensors: Tensor) -> bool:
         """Whether the kernels take these tensors: on a CPU, of dtypes that the kernels have, and the kernels are built."""
-        return all(t.device.type == "cpu" and t.dtype in DTYPES for t in tensors) and self.loaded()
+        usable = self.in_graphs and self.built if torch.compiler.is_compiling() else self.loaded()
+        return usable and all(t.device.type == "cpu" and t.dtype in DTYPES for t in tensors)
 
     def loaded(self) -> bool:
         if self.library is None and self.op not in _fallbacks:
@@ -57,6 +62,7 @@ class CppKernels:
             for name, arguments in self.functions.items():
                 function = getattr(self.library, name)
                 function.argtypes, function.restype = [*(kinds[kind] for kind in arguments), ctypes.c_int], None
+            self.built = True
         return self.library is not None
 
     def __call__(self, name: str, *arguments: Any) -> None:

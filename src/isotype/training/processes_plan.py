@@ -86,12 +86,13 @@ def plan_processes(
     """
     precision, has = basis.resolved.precision, basis.hardware.memory
     nodes, n = max(1, processes // OF_A_MACHINE), len(passes.own)
-    units = unit_bytes(made.model)
+    whole_units, units = unit_bytes(made.model, 1), unit_bytes(made.model, processes)
     exchanges = {
-        REPLICATE: exchange.replicated(units, precision, processes=processes, nodes=nodes),
+        REPLICATE: exchange.replicated(whole_units, precision, processes=processes, nodes=nodes),
         SHARD: exchange.sharded(units, precision, processes=processes, nodes=nodes, passes=n),
     }
     if nodes > 1:
+        units = unit_bytes(made.model, processes // nodes)
         exchanges[HYBRID] = exchange.hybrid(units, precision, processes=processes, nodes=nodes, passes=n)
     kinds = []
     for kind, bytes_ in exchanges.items():
@@ -100,7 +101,7 @@ def plan_processes(
         checkpointing, memory = planned_checkpointing(task, basis, made, has=has, besides=0, parts=parts) if shared else whole
         kinds.append(KindPlan(kind, memory, checkpointing, bytes_))
     peak, config = whole[1].peak, task.config
-    taken = by_plan(peak, has, lambda: peak, train=config.train)
+    taken = by_plan(peak, has, lambda: peak, config=config)
     if config.parallel.kind != "auto":
         taken = Parallel(config.parallel.kind, "parallel.kind")
     return ProcessesPlan(processes, nodes, n, passes.rows, kinds, taken)

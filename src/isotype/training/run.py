@@ -27,6 +27,7 @@ from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, name_of
 from ..runs.untrusted import refuse_code_of
 from .callbacks import Callback
+from .compiling import compile_ahead
 from .console import RunConsole
 from .contention import contention
 from .disk_errors import refused_by_disk
@@ -185,6 +186,7 @@ def _run(
         micro_batch=prepared.passes.rows,
     )  # fmt: skip
     with world.exchanging():
+        compile_ahead(subject)
         checked = preflight(subject, skips, world=world)
     world.first_does(lambda: write_start(loaded, task, prepared, loop.plan, folder, world, own, resuming=resuming))
     shared = contention() if prepared.device.type == "cpu" and world.first else None

@@ -115,7 +115,12 @@ class Judge(Call):
 
     def _unknown(self, known: list[tuple[Tensor, Lineage | None]]) -> None:
         """Reports floating values that no observed operator made, and memory that no observed operator wrote."""
-        if self.by.kind == OURS or self.op.name in ("lift_fresh", "lift"):
+        if self.by.kind == OURS:
+            return
+        if self.op.name in ("lift_fresh", "lift"):
+            if self.by.kind == PRACTICE:  # a family's own code makes tables of numbers of its configuration: longrope's factors
+                for tensor, _ in known:
+                    self.step.lineages.set(tensor, Lineage(BUFFER))
             return
         for index, (tensor, lineage) in enumerate(known):
             if tensor.numel() < 2 or not float_word(tensor.dtype) or type(tensor) not in (Tensor, nn.Parameter):

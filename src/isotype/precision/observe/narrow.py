@@ -36,9 +36,8 @@ def judge_arithmetic(call: Call, dtype: str, made: Lineage) -> Lineage:
         )
     if by.kind == OURS or (by.kind == ENGINE and region == BACKWARD):
         return made
-    if (op.name in ops.LOSSES and region in (FORWARD, LOSS) and itemsize(dtype) < itemsize(precision.loss) and made.activation) or (
-        region == LOSS and made.activation and itemsize(dtype) < itemsize(precision.loss)
-    ):
+    of_the_loss = region == LOSS or (region == FORWARD and op.name in ops.LOSSES and not _inside_a_familys_layer(call))
+    if of_the_loss and made.activation and itemsize(dtype) < itemsize(precision.loss):
         _report_narrower(call, "loss", dtype, precision.loss)
     if not narrow:
         if region == FORWARD and norm is None and made.activation and itemsize(dtype) > itemsize(call.step.compute):
@@ -93,3 +92,8 @@ def _report_narrower(call: Call, role: str, dtype: str, declared: str) -> None:
 
 def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _inside_a_familys_layer(call: Call) -> bool:
+    """Whether code of transformers computes inside one of its layers, where a logsumexp belongs to attention (Granite SWA's sinks)."""
+    return call.by.kind == PRACTICE and any(part.isdigit() for part in call.module.split("."))

@@ -28,8 +28,9 @@ class Setting:
 class Facts:
     """What the rules look at: every role of `Precision`, and the settings around it.
 
-    settings  role or `adapter` (lora, none), `optimizer_name` (adamw, adamw8bit), `preset` -> Setting
-    device the name of the hardware in messages; `bf16` is native, emulated or none there
+    settings  role or `adapter` (lora, none), `frozen` (yes, no: whether weights of the model are not trained), `optimizer_name` (adamw,
+              adamw8bit), `preset` -> Setting
+    device    the name of the hardware in messages; `bf16` is native, emulated or none there
     """
 
     settings: Mapping[str, Setting] = field(default_factory=dict)

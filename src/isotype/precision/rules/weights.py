@@ -103,3 +103,22 @@ def compute_wider_than_base(f: Facts) -> Iterator[Finding]:
             cause="autocast does not widen: torch would refuse the product of two dtypes",
             fix=f"precision.{keys[1]}: fp32, or precision.compute: {held}",
         )  # fmt: skip
+
+
+@rule("PR029")
+def base_without_frozen_weights(f: Facts) -> Iterator[Finding]:
+    """A dtype for frozen weights, and every weight is trained
+
+    **Why it matters.** `base` is the dtype of weights that are not trained. In full fine-tuning there are none: the setting would have no
+    effect, and the memory that it seems to save is not saved.
+
+    **Example.** `adapter.kind: none` with `base: fp32`.
+
+    **What to do.** Leave `base` out. `trainable` is the dtype of weights that are trained, `compute` that of their products.
+    """
+    if f["base"].given and f.value("base") != "nf4" and f.value("frozen") == "no":
+        yield finding(
+            "PR029", f, ("base", "adapter"), f"every weight is trained: precision.base: {f.value('base')} has no effect",
+            cause="base is the dtype of frozen weights, and there are none",
+            fix="remove precision.base (precision.trainable and precision.compute are the roles of trained weights), or adapter.kind: lora",
+        )  # fmt: skip

@@ -13,6 +13,7 @@ from ...config.schema import RunConfig
 from ...dtypes import to_torch
 from ...errors import RunError, UsageError
 from ...model.adapter import load_adapter, save_adapter
+from ...precision.part import Part
 from ...precision.precision import Precision
 from .build import put_under
 from .pipeline_folder import PipelineFolder, widen_buffers
@@ -48,7 +49,9 @@ def save_denoiser(model: Any, folder: Path, precision: Precision) -> None:
     (folder / "precision.json").write_text(precision.as_file())
 
 
-def load_result(folder: Path, pipeline: PipelineFolder, config: RunConfig, precision: Precision, device: torch.device) -> nn.Module:
+def load_result(
+    folder: Path, pipeline: PipelineFolder, config: RunConfig, precision: Precision, device: torch.device, part: Part | None = None
+) -> nn.Module:
     """The saved adapter on a freshly loaded denoiser by `load_lora_weights` (by PEFT where the pipeline has none), or the saved denoiser,
     under the run's precision.
 
@@ -67,7 +70,7 @@ def load_result(folder: Path, pipeline: PipelineFolder, config: RunConfig, preci
         widen_buffers(denoiser, pipeline.path / pipeline.denoiser_part)
         model = denoiser
     model.to(device)
-    put_under(model, denoiser, pipeline.family, config, precision, device_type=device.type)
+    put_under(model, denoiser, pipeline.family, config, precision, device_type=device.type, part=part)
     return model.eval()
 
 
