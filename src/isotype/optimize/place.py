@@ -17,6 +17,7 @@ from ..placement import Placement
 from ..precision import Precision
 from . import attention, denoiser, gated, generation, head, layers, norms, rotary
 from .base import base_notes
+from .compile_layers import uncompile_layers
 from .instances import KERNEL_LIBRARIES, foreign, library_of, placement, put, take_back, taken
 from .manifest import Manifest
 from .private import Replacement, put_rebuilt
@@ -145,6 +146,7 @@ def _four_bit(path: str, module: nn.Module) -> Placement:
 def restore(model: nn.Module) -> int:
     """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of entries of the manifest that were undone."""
     undone = unfuse_lora(model)
+    uncompile_layers(model.modules())
     for module in model.modules():
         undone += take_back(module)
         head.remove_hooks(module)
