@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,19 +120,17 @@ class Loop:
         """Raises  RunError naming the last good checkpoint when a step fails."""
         interrupt.begin()
         if self.progress.step == 0:
-            self._between(evaluating=True, sampling=bool(self.plan.sample_every), saving=False)
+            with self._errors_told():
+                self._between(evaluating=True, sampling=bool(self.plan.sample_every), saving=False)
         while self.progress.step < self.plan.total:
             step = self.progress.step + 1
-            try:
-                with self.world.exchanging():
-                    self._step(step)
-                    stopping = self._between(
-                        evaluating=self.plan.due(self.plan.eval_every, step),
-                        sampling=self.plan.due(self.plan.sample_every, step),
-                        saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
-                    )
-            except (RunError, UsageError) as error:  # a stream meets its broken rows here
-                raise self.with_last_good(error) from error
+            with self._errors_told():
+                self._step(step)
+                stopping = self._between(
+                    evaluating=self.plan.due(self.plan.eval_every, step),
+                    sampling=self.plan.due(self.plan.sample_every, step),
+                    saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
+                )
             if self.world.any(interrupt.asked) and step < self.plan.total:
                 self.console.settle()
                 self.save()
@@ -143,6 +141,15 @@ class Loop:
                 break
         self.console.settle()
         return True
+
+    @contextmanager
+    def _errors_told(self) -> Iterator[None]:
+        """Around work in which processes exchange: an error names the process that is lost, and the last good checkpoint."""
+        try:
+            with self.world.exchanging():
+                yield
+        except (RunError, UsageError) as error:  # a stream meets its broken rows here
+            raise self.with_last_good(error) from error
 
     def _step(self, step: int) -> None:
         train, run = self.config.train, self.config.run
