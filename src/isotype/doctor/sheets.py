@@ -45,7 +45,7 @@ class Facts:
         return "" if value is None else value
 
     def say(self, text: str) -> str:
-        return text.format_map(self).replace("\\n", "\n")  # type: ignore[arg-type]  # it asks for one item at a time
+        return text.format_map(self).replace("\\n", "\n")
 
     def holds(self, test: str | None) -> bool:
         return test is None or any(all(map(self._term, part.split(" and "))) for part in test.split(" or "))
