@@ -1,6 +1,6 @@
-"""Modules that a model's class wants in fp32 whatever it is loaded in: `_keep_in_fp32_modules` of transformers and diffusers.
+"""Modules that a model's class keeps in fp32 in any dtype of the model: `_keep_in_fp32_modules` of transformers and diffusers.
 
-Both libraries keep the promise while loading, and a later cast of the whole model breaks it. The names are parts of a module's path.
+Both libraries do so while loading; a later cast of the whole model undoes it. The names are parts of a module's path.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 
-def names_kept(model: Any, dtype: torch.dtype) -> frozenset[str]:
+def names_kept_in_fp32(model: Any, dtype: torch.dtype) -> frozenset[str]:
     """The names that stay fp32 in a model of `dtype`. transformers keeps `_keep_in_fp32_modules` in fp16 only, and its strict list in bf16
     too; diffusers keeps its one list in both."""
     if dtype not in (torch.float16, torch.bfloat16):
@@ -24,13 +24,13 @@ def names_kept(model: Any, dtype: torch.dtype) -> frozenset[str]:
     return frozenset(taken)
 
 
-def is_kept(full: str, kept: frozenset[str]) -> bool:
+def is_kept_in_fp32(full: str, in_fp32: frozenset[str]) -> bool:
     """Whether a module or parameter of this path is among them; an adapter's own weights are not."""
     path = f".{full}."
-    return ".lora_" not in path and any(f".{name}." in path for name in kept)
+    return ".lora_" not in path and any(f".{name}." in path for name in in_fp32)
 
 
-def kept_modules(model: nn.Module, dtype: torch.dtype) -> set[nn.Module]:
-    """Every module among them or below one."""
-    kept = names_kept(model, dtype)
-    return {module for full, module in model.named_modules() if is_kept(full, kept)} if kept else set()
+def modules_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[nn.Module]:
+    """Every such module, and every module below one."""
+    in_fp32 = names_kept_in_fp32(model, dtype)
+    return {module for full, module in model.named_modules() if is_kept_in_fp32(full, in_fp32)} if in_fp32 else set()
