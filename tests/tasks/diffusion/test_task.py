@@ -167,7 +167,15 @@ def test_bf16_weights_train_with_fp32_gradients(drawn, tmp_path, capsys):
 
 def test_an_average_is_saved_beside_the_result_and_resumes(drawn, tmp_path):
     train_section = {"steps": 4, "ema": 0.5, "eval_every": 4}
-    assert train(drawn("whole", train=train_section)) == 0
+    sampled = {"samples": ["a red circle on white"], "sample_every": 4}
+    assert train(drawn("whole", train=train_section, run=sampled)) == 0
+    first, last = (json.loads((tmp_path / f"whole/samples/step_{step}.json").read_text())["samples"] for step in (0, 4))
+    assert [one.get("weights") for one in last] == [None, "average"]
+    pictures = [[(tmp_path / "whole" / one["file"]).read_bytes() for one in moment] for moment in (first, last)]
+    assert pictures[0][0] == pictures[0][1], "before the first step the average is what is trained"
+    assert len({pictures[0][0], *pictures[1]}) == 3
+    page = write_report(tmp_path / "whole").page.read_text()
+    assert "a red circle on white (average of the weights)" in page
     result = json.loads((tmp_path / "whole/result.json").read_text())
     assert result["adapter_ema"]["averaged_loss"] == pytest.approx(result["adapter_ema"]["reloaded_loss"], abs=1e-6)
     precision = json.loads((tmp_path / "whole/precision.json").read_text())
