@@ -36,6 +36,7 @@ from ..runs.checkpoint.snapshot import rows_here
 from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, name_of
 from ..runs.untrusted import refuse_code_of
+from .attention_line import attention_line
 from .callbacks import Callback
 from .console import RunConsole, duration, size
 from .contention import contention
@@ -393,6 +394,7 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
     p = resolved.precision
     how = f"{config.adapter.kind} r={config.adapter.r}" if config.adapter.kind != "none" else "every weight"
     weights = sum(own_part(p).numel() * p.element_size() for p in prepared.model.parameters())
+    line = attention_line(prepared.model, config.model.attention, p, device_type=prepared.device.type)
     rows = [
         ("run", str(folder.path)),
         ("device", f"{hardware.name}, torch {torch.__version__}"),
@@ -402,7 +404,7 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
         *task.header(),
         *[("ops" if i == 0 else "", line) for i, line in enumerate(prepared.manifest.lines())],
-        *([("attention", line)] if (line := attention.said(prepared.model, config.model.attention)) else []),
+        *([("attention", line)] if line else []),
         ("recompute", str(prepared.checkpointing)),
         (
             "memory",

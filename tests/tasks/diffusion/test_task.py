@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 
@@ -203,7 +204,9 @@ def test_a_run_is_planned_reported_and_drawn_from(drawn, tmp_path, capsys):
     assert made.memory.activations > 0
     assert "10 training pictures" in made.as_text()
     assert "text_encoder" in made.as_text()
+    assert "attention   sdpa in fp32\n" in made.as_text()
     assert train(loaded) == 0
+    assert re.search(r"^ *attention +sdpa in fp32$", capsys.readouterr().out, re.MULTILINE)
     page = write_report(tmp_path / "run").page.read_text()
     assert "data:image/png;base64," in page
     assert "load_lora_weights" in page
