@@ -36,7 +36,7 @@ from ..runs.metrics import Metrics
 from ..runs.precision_record import PrecisionRecord
 from .callbacks import Callback, Moment, tell
 from .console import RunConsole
-from .ema import Ema
+from .ema import Averaged, Ema
 from .feed import Feed
 from .finite import calmer_steps, first_non_finite_trained
 from .interrupt import Interrupt
@@ -304,10 +304,14 @@ class Loop:
         # the first samples of a run are watched; a step's number decides, so that a resumed run does as the undisturbed one did
         watched = self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
         together = self.world if self.stepper.sharding is not None else ALONE
+        seconds = self._sample_seconds_left() / (1 if self.ema is None else 2)
         with watched as seen:
-            samples = self.task.sample(self.model, self.device, seconds=self._sample_seconds_left(), world=together)
+            samples = list(self.task.sample(self.model, self.device, seconds=seconds, world=together))
         if seen is not None:
             self.precision_record.add(seen)
+        if self.ema is not None:
+            with self.ema.in_place():
+                samples += map(Averaged, self.task.sample(self.model, self.device, seconds=seconds, world=together))
         if not self.world.first:
             return
         self.folder.samples.mkdir(exist_ok=True)
