@@ -230,7 +230,7 @@ class Loop:
         self.folder.write_json(
             "precision.json",
             {
-                "precision": str(self.resolved.precision),
+                "precision": self.resolved.precision.text(self.resolved.preset),
                 "preset": self.resolved.preset,
                 "declared": self.resolved.as_json(),
                 **as_written(self.observed, self.task.roles),
