@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from .. import json_objects
@@ -49,7 +50,7 @@ def sharegpt_messages(value: Any, place: str, *, system: Any = None) -> tuple[Me
     return ({"role": "system", "content": system}, *found)
 
 
-def tool_list(row: Message, place: str) -> list[Any] | None:
+def tool_list(row: Mapping[str, Any], place: str) -> list[Any] | None:
     """The row's tools as the template takes them: a list of descriptions; None for none. `functions` is OpenAI's older name."""
     value = row.get("tools")
     if value is None and isinstance(row.get("functions"), list):
