@@ -29,7 +29,7 @@ class PrecisionRecord:
         self._observed = noted(self._observed, seen)
         if self.writes:
             declared = {
-                "precision": str(self.resolved.precision),
+                "precision": self.resolved.precision.text(self.resolved.preset),
                 "preset": self.resolved.preset,
                 "declared": self.resolved.as_json(),
             }

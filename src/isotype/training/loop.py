@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from ..runs.metrics import Metrics
 from ..runs.precision_record import PrecisionRecord
 from .callbacks import Callback, Moment, tell
 from .console import RunConsole
-from .ema import Ema
+from .ema import Averaged, Ema
 from .feed import Feed
 from .finite import calmer_steps, first_non_finite_trained
 from .interrupt import Interrupt
@@ -120,19 +120,17 @@ class Loop:
         """Raises  RunError naming the last good checkpoint when a step fails."""
         interrupt.begin()
         if self.progress.step == 0:
-            self._between(evaluating=True, sampling=bool(self.plan.sample_every), saving=False)
+            with self._errors_told():
+                self._between(evaluating=True, sampling=bool(self.plan.sample_every), saving=False)
         while self.progress.step < self.plan.total:
             step = self.progress.step + 1
-            try:
-                with self.world.exchanging():
-                    self._step(step)
-                    stopping = self._between(
-                        evaluating=self.plan.due(self.plan.eval_every, step),
-                        sampling=self.plan.due(self.plan.sample_every, step),
-                        saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
-                    )
-            except (RunError, UsageError) as error:  # a stream meets its broken rows here
-                raise self.with_last_good(error) from error
+            with self._errors_told():
+                self._step(step)
+                stopping = self._between(
+                    evaluating=self.plan.due(self.plan.eval_every, step),
+                    sampling=self.plan.due(self.plan.sample_every, step),
+                    saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
+                )
             if self.world.any(interrupt.asked) and step < self.plan.total:
                 self.console.settle()
                 self.save()
@@ -143,6 +141,15 @@ class Loop:
                 break
         self.console.settle()
         return True
+
+    @contextmanager
+    def _errors_told(self) -> Iterator[None]:
+        """Around work in which processes exchange: an error names the process that is lost, and the last good checkpoint."""
+        try:
+            with self.world.exchanging():
+                yield
+        except (RunError, UsageError) as error:  # a stream meets its broken rows here
+            raise self.with_last_good(error) from error
 
     def _step(self, step: int) -> None:
         train, run = self.config.train, self.config.run
@@ -297,10 +304,14 @@ class Loop:
         # the first samples of a run are watched; a step's number decides, so that a resumed run does as the undisturbed one did
         watched = self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
         together = self.world if self.stepper.sharding is not None else ALONE
+        seconds = self._sample_seconds_left() / (1 if self.ema is None else 2)
         with watched as seen:
-            samples = self.task.sample(self.model, self.device, seconds=self._sample_seconds_left(), world=together)
+            samples = list(self.task.sample(self.model, self.device, seconds=seconds, world=together))
         if seen is not None:
             self.precision_record.add(seen)
+        if self.ema is not None:
+            with self.ema.in_place():
+                samples += map(Averaged, self.task.sample(self.model, self.device, seconds=seconds, world=together))
         if not self.world.first:
             return
         self.folder.samples.mkdir(exist_ok=True)
