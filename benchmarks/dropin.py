@@ -30,6 +30,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
 MARKS = "<!-- table: python -m benchmarks.dropin table -->", "<!-- end of table -->"
 SPEED_MARKS = "<!-- speed: python -m benchmarks.dropin table -->", "<!-- end of speed -->"
 FORMS = ("full", "lora", "qlora")
+BF16_BATCHES = 8
 
 
 # --- curves
@@ -79,7 +80,10 @@ def curves(names: list[str], forms: list[str]) -> list[dict[str, Any]]:
 
 
 def bf16_errors(name: str, folder: Path) -> dict[str, Any]:
-    """How far loss and gradients of one bf16 batch are from an fp64 run's, unmodified and attached. A checkpoint in bf16, LoRA."""
+    """How far loss and gradients in bf16 are from an fp64 run's, unmodified and attached: root mean squares over some batches.
+
+    A checkpoint in bf16, LoRA. One batch would say little about a loss, whose roundings may cancel.
+    """
     from tests.integrations.trainers import TRAINERS, Setting
 
     from isotype.integrations import attach
@@ -90,23 +94,33 @@ def bf16_errors(name: str, folder: Path) -> dict[str, Any]:
             if ".lora_B." in n:  # zero at first: no gradient would reach A
                 torch.nn.init.normal_(p, std=0.05, generator=torch.Generator().manual_seed(len(n)))
         trainer.current_gradient_accumulation_steps = 1
-    inputs = one_batch(ways["exact"])
+    batches = some_batches(ways["exact"], BF16_BATCHES)
     attach(ways["attached"], "bf16-lora", quiet=True)
-    made = {}
+    losses, gradients = {}, {}
     for way, trainer in ways.items():
         trainer.model.train()
         model = trainer.model.double() if way == "exact" else trainer.model
-        with torch.autocast("cpu", torch.bfloat16, enabled=way == "unmodified"):
-            loss = trainer.compute_loss(model, dict(inputs))
-            loss.backward()
-        named = sorted((n, p.grad.double().flatten()) for n, p in model.named_parameters() if p.grad is not None)
-        made[way] = float(loss), torch.cat([g for _, g in named])
-    loss, gradient = made.pop("exact")
+        of = [_loss_and_gradient(trainer, model, dict(inputs), autocast=way == "unmodified") for inputs in batches]
+        losses[way] = torch.tensor([loss for loss, _ in of], dtype=torch.float64)
+        gradients[way] = torch.stack([gradient for _, gradient in of])
+    exact_loss, exact = losses.pop("exact"), gradients.pop("exact")
     return {
         "trainer": name,
-        "loss": {way: abs(of[0] - loss) for way, of in made.items()},
-        "gradient": {way: float((of[1] - gradient).norm() / gradient.norm()) for way, of in made.items()},
+        "batches": len(batches),
+        "loss": {way: float((loss - exact_loss).square().mean().sqrt()) for way, loss in losses.items()},
+        "gradient": {
+            way: float(((gradient - exact).norm(dim=1) / exact.norm(dim=1)).square().mean().sqrt()) for way, gradient in gradients.items()
+        },
     }
+
+
+def _loss_and_gradient(trainer: Any, model: Any, inputs: dict[str, Any], *, autocast: bool) -> tuple[float, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = trainer.compute_loss(model, inputs)
+        loss.backward()
+    named = sorted((n, p.grad.double().flatten()) for n, p in model.named_parameters() if p.grad is not None)
+    return float(loss), torch.cat([g for _, g in named])
 
 
 def table(cells: list[dict[str, Any]]) -> str:
@@ -211,12 +225,23 @@ def by_length(completions: list[str], **_: Any) -> list[float]:
 
 
 def one_batch(trainer: Any) -> dict[str, Any]:
-    """The inputs of one step; of a policy trainer with its rollout, which is drawn once and is no part of the step."""
+    """The inputs of one step over all rows; of a policy trainer the rollouts of one row."""
+    return _inputs(trainer, [trainer.train_dataset[i] for i in range(len(trainer.train_dataset))])
+
+
+def some_batches(trainer: Any, count: int) -> list[dict[str, Any]]:
+    """The inputs of `count` steps, each of its own rows."""
     rows = [trainer.train_dataset[i] for i in range(len(trainer.train_dataset))]
+    size = len(rows) // count
+    return [_inputs(trainer, rows[i * size : (i + 1) * size]) for i in range(count)]
+
+
+def _inputs(trainer: Any, rows: list[Any]) -> dict[str, Any]:
+    """The rows, collated; of a policy trainer the rollouts of the first, which are drawn once and are no part of the step."""
     if not hasattr(trainer, "_generate_and_score_completions"):
         return dict(trainer.data_collator(rows))
     torch.manual_seed(0)
-    return dict(trainer._generate_and_score_completions([rows[0]] * len(rows)))
+    return dict(trainer._generate_and_score_completions([rows[0]] * len(trainer.train_dataset)))
 
 
 class Step:

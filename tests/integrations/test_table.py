@@ -63,7 +63,8 @@ def test_a_slice_of_the_table_is_as_its_results_say(name, form, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["SFT", "DPO", "GRPO"])
-def test_bf16_gradients_are_no_farther_from_fp64_than_the_unmodified_trainers(name, tmp_path):
+def test_bf16_losses_and_gradients_are_no_farther_from_fp64_than_the_unmodified_trainers(name, tmp_path):
     """Of a checkpoint in bf16: of one in fp32 the unmodified trainer keeps an fp32 residual stream, and Isotype's is in compute."""
     found = dropin.bf16_errors(name, tmp_path)
     assert found["gradient"]["attached"] <= 1.1 * found["gradient"]["unmodified"]
+    assert found["loss"]["attached"] <= 1.1 * found["loss"]["unmodified"]

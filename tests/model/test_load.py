@@ -127,6 +127,13 @@ def test_a_wrong_model_section_is_explained(section, message, tmp_path):
         base_source(section, Tokenizer(), folder=tmp_path / "base", seed=0, dtype="fp32")
 
 
+def test_a_key_given_twice_in_model_config_is_an_error(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "llama", "hidden_size": 8, "hidden_size": 16}')
+    with pytest.raises(UsageError, match=r"config\.json: the key 'hidden_size' is given twice"):
+        base_source(ModelSection(init="random", config=str(file)), None, folder=tmp_path / "base", seed=0, dtype="fp32")
+
+
 @pytest.mark.parametrize(("family", "word"), [("llama", "sdpa"), ("gemma2", "eager")])
 def test_auto_attention_picks_the_fastest_of_the_family_and_prints_it(tmp_path, family, word):
     from isotype.model.attention import said, taken

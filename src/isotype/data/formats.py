@@ -131,7 +131,7 @@ def ignored_keys(row: Mapping[str, Any], name: FormatName, columns: Columns = No
 
 def _pair(row: Mapping[str, Any], place: str) -> Example:
     """Prompt and completion as texts, or both as messages, of which only the completion's are learnt."""
-    prompt, completion = (parsed_json(row[key]) for key in ("prompt", "completion"))
+    prompt, completion = (parsed_json(row[key], f"{place}: {key}") for key in ("prompt", "completion"))
     if isinstance(prompt, list) or isinstance(completion, list):
         if not (isinstance(prompt, list) and isinstance(completion, list)):
             raise RowError(f"{place}: prompt and completion must both be text, or both lists of messages")
@@ -156,7 +156,7 @@ def _alpaca(row: Mapping[str, Any], place: str) -> tuple[Message, ...]:
     messages: list[Message] = []
     if row.get("system"):
         messages.append({"role": "system", "content": _text(row["system"], "system", place)})
-    history = parsed_json(row.get("history")) or []
+    history = parsed_json(row.get("history"), f"{place}: history") or []
     if not isinstance(history, list) or not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in history):
         raise RowError(f"{place}: history must be a list of [question, answer]")
     for i, (question, answer) in enumerate(history):

@@ -1,4 +1,4 @@
-"""A trainer in the form in which Isotype's preflight looks at a run: its arguments, its step, its rows."""
+"""Presents a trainer to Isotype's preflight as a run: its arguments, its step, its rows."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TrainerStepper:
 
 
 class TrainerTask:
-    """What the checks ask of a kind of run, answered by the trainer."""
+    """The task of an attached trainer: answers what the checks ask of a task."""
 
     def __init__(self, attached: Attachment, rows: TrainerRows) -> None:
         self.trainer, self.rows_of, self.model = attached.trainer, rows, attached.trainer.model

@@ -1,7 +1,8 @@
 """Several LoRA linears of one input (Q, K and V; gate and up) in one autograd function: x meets every A in one product.
 
-Saved for backward: x once, x Aᵀ of all projections together, the weights, A and B as cast down, and a byte an element for each dropout.
-The input's gradient is one sum. The pieces are functions of their own because the gated MLP (`mlp`) puts them together otherwise.
+Saved for backward: x once (or what x is made from: `ops.remade`), x Aᵀ of all projections together, the weights, A and B as cast down, and
+a byte an element for each dropout. The input's gradient is one sum. The pieces are functions of their own because the gated MLP (`mlp`)
+puts them together otherwise.
 
 T tokens, K in features, O out features of a projection, R ranks of all projections together.
 """
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ..ops.autocast import autocast_off, no_view
 from ..ops.recompute import projected, projections_are_kept, unwritten
+from ..ops.remade import kept_for, made_again
 from . import inside
 from .dtypes import LoraDtypes
 from .linear import adapted_product, after_dropout, base_product, base_weight, out_features
@@ -257,7 +259,8 @@ class LoraGroup(torch.autograd.Function):
             ys = tuple(no_view(y.to(dtypes.out), (*x.shape[:-1], y.shape[-1])) for y in made.ys)
         projected(*ys)
         saved_x = x_TK if wants_input(ctx.needs_input_grad[4:]) else None
-        ctx.save_for_backward(saved_x, made.xa_TR, made.a_RK, *made.bs, *flat[0::TENSORS], *flat[4::TENSORS])
+        ctx.make_x, kept_x = kept_for(x, saved_x)
+        ctx.save_for_backward(made.xa_TR, made.a_RK, *made.bs, *flat[0::TENSORS], *flat[4::TENSORS], *kept_x)
         ctx.scales, ctx.states, ctx.dtypes, ctx.x_shape, ctx.x_dtype = scales, states, dtypes, x.shape, x.dtype
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
         # an output nobody used has no gradient, and costs no product
@@ -268,8 +271,8 @@ class LoraGroup(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         n, needs = len(dys), ctx.needs_input_grad[4:]
-        x_TK, xa_TR, a_RK, *rest = ctx.saved_tensors
-        bs, weights, keeps = rest[:n], rest[n : 2 * n], rest[2 * n :]
+        xa_TR, a_RK, *rest = ctx.saved_tensors
+        bs, weights, keeps, kept_x = rest[:n], rest[n : 2 * n], rest[2 * n : 3 * n], rest[3 * n :]
         if all(dy is None for dy in dys):
             return (None,) * (4 + len(needs))
         slices = parts(bs)
@@ -277,6 +280,7 @@ class LoraGroup(torch.autograd.Function):
             came = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
             narrow = [None if dy is None else dy.to(ctx.dtypes.compute) for dy in came]
             dxa_TR = branch_gradient(narrow, bs, ctx.scales, xa_TR)
+            x_TK = kept_x[0] if ctx.make_x is None else made_again(ctx.make_x, kept_x).reshape(-1, a_RK.shape[1]).to(ctx.dtypes.compute)
             grads = tensor_gradients(x_TK, xa_TR, dxa_TR, narrow, came, ctx.scales, keeps, slices, needs, ctx.leaf_dtypes)
             dx = None
             if ctx.needs_input_grad[0]:

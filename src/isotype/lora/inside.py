@@ -1,6 +1,6 @@
 """An adapter inside the product's K dimension: [x | x Aᵀ] @ [W | s B]ᵀ is x Wᵀ + s (x Aᵀ) Bᵀ in one product, summed in fp32, rounded once.
 
-No pass over the output is left, for the price of a copy of x beside its product with A and of R more columns to sum over. Bytes and FLOPs
+It saves a pass over the output, and costs a copy of x beside its product with A, and R more columns to sum over. Bytes and FLOPs
 decide for each shape (`pays`): yes for a 4-bit layer's gate and up, whose outputs are 3.5 times as wide as the x they share; no for a
 projection no wider than its input, nor for a dense weight, which would be copied too. There the adapter's product comes first, and the
 large one is summed onto it (`linear.adapted_product`).

@@ -43,7 +43,7 @@ _without: ContextVar[str | None] = ContextVar("isotype_ops_without", default=Non
 
 @contextmanager
 def without(saving: Saving) -> Iterator[None]:
-    """Within this block the work is done that this saves elsewhere: for comparisons."""
+    """Switches one saving off within the block, for comparisons."""
     token = _without.set(saving)
     try:
         yield

@@ -1,6 +1,6 @@
-"""An op's C++ kernels on a CPU: built when first needed, plain PyTorch where that fails, and never silent about which.
+"""An op's C++ kernels on a CPU: built when first needed. Where that fails, plain PyTorch runs, and the manifest says so.
 
-A row-wise formula in plain PyTorch reads and writes memory at every step, wide; fused, it reads and writes each tensor once, narrow.
+A row-wise formula in plain PyTorch reads and writes wide tensors at every step; a fused kernel reads and writes each narrow tensor once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CppKernels:
         self.library: ctypes.CDLL | None = None
 
     def take(self, *tensors: Tensor) -> bool:
-        """Whether these tensors can go in: on a CPU, of dtypes they know, and a compiler has built them."""
+        """Whether the kernels take these tensors: on a CPU, of dtypes that the kernels have, and the kernels are built."""
         usable = self.in_graphs and self.built if torch.compiler.is_compiling() else self.loaded()
         return usable and all(t.device.type == "cpu" and t.dtype in DTYPES for t in tensors)
 

@@ -61,7 +61,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     # `fallback_random` draws with PyTorch's generators in the order of the uncompiled code
-    options = {"fallback_random": True, "guard_filter_fn": _guards}
+    options: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True, "guard_filter_fn": _guards}
     made = torch.compile(function, fullgraph=True, dynamic=True, options=options)
     # a scale is a constant of the model, which an op may ask for
     made = settings.patch(specialize_float=True)(made)

@@ -20,7 +20,7 @@ from ..config.sizes import bytes_of
 from ..distributed.agree import fingerprint_of_weights
 from ..distributed.passes import Passes
 from ..distributed.random_states import seed_of_rank
-from ..distributed.shard import Sharding, keep_own_part, mesh_of
+from ..distributed.shard import Sharding, keep_own_part, mesh_of, part_of
 from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
 from ..errors import UsageError
@@ -117,21 +117,30 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     with world.exchanging():
         mesh = mesh_of(world, basis.device, nodes=parallel.nodes) if parallel.shares else None
 
-    def build() -> tuple[nn.Module, Manifest]:
-        return task.build_model(precision, where, folder)
+    fingerprint = ""
 
-    def complete() -> tuple[nn.Module, Manifest, Checkpointing, str, list[nn.Module]]:
+    def look(model: nn.Module) -> None:
+        nonlocal fingerprint
+        fingerprint = fingerprint_of_weights(model)
+
+    part = None if mesh is None else part_of(mesh, look)
+
+    def build() -> tuple[nn.Module, Manifest]:
+        return task.build_model(precision, where, folder, part)
+
+    def complete() -> tuple[nn.Module, Manifest, Checkpointing, list[nn.Module]]:
         model, manifest = world.first_before_others(build) if config.model.init == "random" else build()
-        fingerprint = fingerprint_of_weights(model) if world.size > 1 else ""
         checkpointing = choose_checkpointing(task, basis, model, parts=parallel.parts(world.size))
         apply_checkpointing(model, checkpointing)
         if wants_compiled(config):
             manifest.notes.append(compile_layers_of(model))
-        units = [] if mesh is None else keep_own_part(model, mesh, reduce=precision.reduce)
-        return model, manifest, checkpointing, fingerprint, units
+        units = [] if part is None else keep_own_part(model, mesh, part, reduce=precision.reduce)
+        return model, manifest, checkpointing, units
 
-    # the whole model is in a machine's memory once, and then its parts
-    model, manifest, checkpointing, fingerprint, units = complete() if mesh is None else world.in_turn(complete)
+    # a model whose weights must be held whole (4-bit ones, files of several dtypes) is in a machine's memory once
+    model, manifest, checkpointing, units = complete() if mesh is None else world.in_turn(complete)
+    if world.size > 1 and mesh is None:
+        look(model)
     with world.exchanging():
         sharding = None if mesh is None else Sharding(model, units, world, mesh=mesh, replicas=parallel.nodes)
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce, summed=sharding)
@@ -178,7 +187,7 @@ def choose_parallel(task: Task, basis: Basis, world: World) -> Parallel:
         def peak() -> int:
             return planned_checkpointing(task, basis, made, has=has, besides=0)[1].peak
 
-        found = by_plan(task.most_bytes(made.model, precision), has, peak, train=config.train)
+        found = by_plan(task.most_bytes(made.model, precision), has, peak, config=config)
         return [found.kind, found.reason]
 
     kind, reason = world.first_does(decide)

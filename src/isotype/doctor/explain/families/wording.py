@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ....finding import Severity
 from ..family import Cause, Explained, Seen, family
-from .causes import custom_backward, outside_autocast
+from ..shared_causes import custom_backward, outside_autocast
 
 
 @family("EX008", "integer input", "floating labels")
