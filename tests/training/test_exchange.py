@@ -17,12 +17,12 @@ from isotype.precision.apply import cast_parameters
 from isotype.training import exchange
 from isotype.training.memory.distributed_plan import UnitBytes, unit_bytes
 
-UNITS = [UnitBytes(600, 600, 150, 0, kept=False), UnitBytes(200, 0, 0, 0, kept=True)]
+UNITS = [UnitBytes(600, 600, 150, 0, stays_gathered=False), UnitBytes(200, 0, 0, 0, stays_gathered=True)]
 STEPS = {"steps": 2, "batch_size": 2, "accumulate": 4, "eval_every": None}
 FULL = {"adapter": {"kind": "none"}}
 
 
-def test_the_formulas():
+def test_bytes_of_each_kind_are_those_of_the_formulas():
     fp32 = PRESETS["fp32"]
     assert exchange.replicated(UNITS, fp32, processes=4, nodes=1) == exchange.Exchange(2 * 600 * 3 // 4, 0)
     # all weights forward, those of the layer again backward, and its gradients: 800 + 600 + 600

@@ -137,7 +137,7 @@ def units_of(inner: nn.Module) -> list[tuple[str, nn.Module]]:
     inside = ""
     for full, module in inner.named_modules():
         if isinstance(module, nn.ModuleList) and not (inside and full.startswith(inside)):
-            blocks = [(f"{full}.{place}", block) for place, block in module.named_children() if is_block(block)]
+            blocks = [(f"{full}.{name}", block) for name, block in module.named_children() if is_block(block)]
             found += blocks
             # experts and other lists inside a layer belong to its unit: which of them run depends on the rows
             inside = f"{full}." if blocks else inside

@@ -405,7 +405,7 @@ def _store(seat: Seat, wait: timedelta) -> Any:
 
 
 def _world_of_group(device: str, timeout: float) -> World:
-    """Around a process group that somebody else made and will end. Its variables are read only for the place on the machine."""
+    """Around a process group that somebody else made and will end. Its variables are read only for the rank on the machine."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 

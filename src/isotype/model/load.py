@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from .. import json_objects
 from ..config.schema import ModelSection
 from ..config.sources import is_folder_name, near_model
 from ..dtypes import to_torch
@@ -218,7 +221,7 @@ def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) ->
     given = section.config
     if isinstance(given, str):
         try:
-            given = json.loads((Path(given) / "config.json" if Path(given).is_dir() else Path(given)).read_text(encoding="utf-8"))
+            given = json_objects.loads((Path(given) / "config.json" if Path(given).is_dir() else Path(given)).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UsageError(f"model.config: {section.config}: {error}") from None
     if given is None:
@@ -283,9 +286,9 @@ def _explain(name: str, what: str, error: BaseException) -> UsageError:
     text = " ".join(str(c) for c in causes)
     if Path(name).exists():
         if not (Path(name) / "config.json").is_file():
-            kept = ", ".join(sorted(p.name for p in Path(name).iterdir())[:6]) if Path(name).is_dir() else "a file"
+            there = ", ".join(sorted(p.name for p in Path(name).iterdir())[:6]) if Path(name).is_dir() else "a file"
             return UsageError(
-                f"{what} {name}: no config.json there ({kept or 'an empty folder'})", fix="give the folder of a saved Hugging Face model"
+                f"{what} {name}: no config.json there ({there or 'an empty folder'})", fix="give the folder of a saved Hugging Face model"
             )
         return _damaged(name, what, error)
     if "custom code" in text:
@@ -314,6 +317,7 @@ def _explain(name: str, what: str, error: BaseException) -> UsageError:
     return UsageError(f"{what} {name}: {_first_line(error)}")
 
 
+_GENERATION_SETTINGS = os.path.join("transformers", "generation", "configuration_utils.py")
 _AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
 
 
@@ -334,6 +338,10 @@ def _damaged(name: str, what: str, error: BaseException) -> UsageError:
         there = ", ".join(sorted(p.name for p in Path(name).iterdir())[:6])
         return UsageError(f"{what} {name}: it has no tokenizer.json ({there})", fix="model.tokenizer: the folder that has it")
     said = _first_line(error)
+    if any(frame.f_code.co_filename.endswith(_GENERATION_SETTINGS) for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return UsageError(
+            f"{what} {name}: its generation_config.json: {said}", fix="correct that file, or remove it: it is not needed to train"
+        )
     if isinstance(error, SafetensorError):
         return UsageError(f"{what} {name}: its weights are damaged: {said}", fix=_AGAIN)
     if isinstance(error, ImportError):

@@ -1,4 +1,5 @@
-"""A run on many GPUs, planned without them: for each way to share the work, the memory of a process and the bytes that a step exchanges."""
+"""Plans a run on many GPUs without having them: the memory of a process and the bytes that a step exchanges, for each way to share the
+work."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def passes_of(task: Task, processes: int) -> Passes:
 def plan_processes(
     task: Task, basis: Basis, made: Outline, passes: Passes, processes: int, *, whole: tuple[Checkpointing, MemoryPlan]
 ) -> ProcessesPlan:
-    """task   of a configuration whose `train.batch_size` is `passes.rows`
+    """task its configuration has `passes.rows` as `train.batch_size`
     whole  the plan of a process that has the whole model
     """
     precision, has = basis.resolved.precision, basis.hardware.memory

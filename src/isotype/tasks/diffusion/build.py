@@ -20,7 +20,7 @@ from .quantise import block_layers
 def built(
     denoiser: Any, family: Family, config: RunConfig, precision: Precision, *, device_type: str, part: Part | None = None
 ) -> tuple[nn.Module, Manifest]:
-    """The model that is trained, and what runs in whose place. `part`: what this process will keep of it, where several share it."""
+    """The model that is trained, and what Isotype replaced in it. `part`: what this process will keep of it, where several share it."""
     denoiser.requires_grad_(config.adapter.kind == "none")
     if config.adapter.kind == "none":
         model: nn.Module = denoiser

@@ -25,8 +25,8 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def save_lora(model: Any, folder: Path, precision: Precision, pipeline: PipelineFolder) -> None:
-    """A PEFT folder, and beside it the adapter under diffusers' names where the pipeline can load that. Rank, alpha and the rest stand in
-    that file's metadata: without them diffusers would take alpha for the rank."""
+    """A PEFT folder, and beside it the adapter under diffusers' names where the pipeline can load that. That file's metadata has rank,
+    alpha and the other settings: without them diffusers would take the rank as alpha."""
     from peft.utils import get_peft_model_state_dict
 
     save_adapter(model, folder, precision)
@@ -92,8 +92,8 @@ class NamedAsPeft(nn.Module):
 
 
 def put_adapter(denoiser: Any, folder: Path, pipeline: PipelineFolder) -> None:
-    """Loads the adapter as diffusers does, and checks it: diffusers fills what the file lacks with whatever is in memory, and leaves out
-    what the model has no place for. Raises RunError SV001.
+    """Loads the adapter as diffusers does, and checks it: diffusers leaves tensors that the file lacks uninitialised, and ignores tensors
+    that no part of the model takes. Raises RunError SV001.
 
     diffusers narrows the adapter to the denoiser's dtype; afterwards each tensor is the file's own.
     """

@@ -356,10 +356,10 @@ class DiffusionTask:
     # what is told
 
     def header(self) -> list[tuple[str, str]]:
-        made, kept = self.encoder.made, self.encoder.kept
+        made, found = self.encoder.made, self.encoder.found
         where = f" in {self.encoder.store.folder}" if self.encoder.store.folder else " in memory"
         first, _, *more = self.plan_lines()
-        cached = f"{made} latents and embeddings made, {kept} found{where}"
+        cached = f"{made} latents and embeddings made, {found} found{where}"
         return [("data", first), *(("", line) for line in (*more, cached, self.levels_line()))]
 
     def levels_line(self) -> str:
@@ -367,7 +367,7 @@ class DiffusionTask:
         return f"{self.objective}; evaluated at {draws} fixed ones"
 
     def records(self) -> Mapping[str, Any]:
-        return {"data.json": {**self.plan_facts(), "made": self.encoder.made, "found": self.encoder.kept}}
+        return {"data.json": {**self.plan_facts(), "made": self.encoder.made, "found": self.encoder.found}}
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
         BadRowFile(folder / FILE, resuming=resuming).write(self.gathered.bad.rows.values())

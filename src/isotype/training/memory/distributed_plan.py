@@ -29,14 +29,14 @@ class UnitBytes:
 
     All as they travel: rows that do not come out even are padded to equal parts.
 
-    kept  gathered from forward to backward, and not a second time
+    stays_gathered  from forward to backward, and is not gathered a second time
     """
 
     weights: int
     trained: int
     elements: int
     scales: int
-    kept: bool
+    stays_gathered: bool
 
 
 def unit_bytes(model: nn.Module, parts: int) -> list[UnitBytes]:
@@ -55,7 +55,7 @@ def unit_bytes(model: nn.Module, parts: int) -> list[UnitBytes]:
                 sum(padded_elements(p, parts) * p.element_size() for p in trained),
                 sum(padded_elements(p, parts) for p in trained),
                 sum(t.numel() * t.element_size() for p in own for t in scales_of(p)),
-                kept=module is inner,
+                stays_gathered=module is inner,
             )
         )
     return found
@@ -74,7 +74,7 @@ def plan_part(
 ) -> MemoryPlan:  # fmt: skip
     """`plan_memory` for a process that shares its model with others; the same for `parts` 1."""
     if parts > 1:
-        # with the gradients of an earlier micro-batch there, what a backward adds is no gradient: those are of a part only
+        # with gradients of an earlier micro-batch present, a backward adds no gradient buffers: they exist for the own part only
         train = train.model_copy(update={"accumulate": max(2, train.accumulate)})
     units = unit_bytes(made.model, parts)
     plan = plan_memory(made, train, precision, largest, checkpointing=checkpointing, device_type=device_type, earlier=earlier)
@@ -124,8 +124,8 @@ class Gathered:
 
 
 def gathered_bytes(units: list[UnitBytes], precision: Precision, *, device_type: str) -> Gathered:
-    kept = sum(unit.weights for unit in units if unit.kept)
-    layers = sorted((unit for unit in units if not unit.kept), key=lambda unit: unit.weights)
+    kept = sum(unit.weights for unit in units if unit.stays_gathered)
+    layers = sorted((unit for unit in units if not unit.stays_gathered), key=lambda unit: unit.weights)
     sums = max((unit.trained + unit.elements * to_torch(precision.reduce).itemsize for unit in units), default=0)
     copy = max((unit.weights for unit in units), default=0) if device_type == "cpu" else 0
     return Gathered(kept + sum(unit.weights for unit in layers[-2:]), sums, copy)
