@@ -41,7 +41,9 @@ class MemoryPlan:
     """All values are bytes. The first four stay allocated during the whole run; `peak` is the maximum.
 
     activations   live at the end of a forward pass: tensors saved for backward, and the logits
-    working       the most that loss and backward add to them
+    working       the most that forward, loss and backward add to them
+    forward       the most that a forward pass holds, activations included
+    backward      the most that loss and backward add to the activations
     update        what the optimizer step adds to the first four
     evaluation    what an evaluation adds
     sampling      what generating an answer with its cache adds; None if it could not be simulated
@@ -55,6 +57,8 @@ class MemoryPlan:
     optimizer: int
     activations: int = 0
     working: int = 0
+    forward: int = 0
+    backward: int = 0
     update: int = 0
     evaluation: int = 0
     sampling: int | None = 0
@@ -152,7 +156,17 @@ def _simulated(
         stepper = Stepper(model, optimizer, accumulator, precision, train, largest.loss_sum)
         batch = largest.batch(device)
         after_forward: list[int] = []
-        counting = model.register_forward_hook(lambda *_: after_forward.append(live.now))
+        peaks: list[int] = []  # before, in and after each forward in turn
+
+        def part_begins(*_: Any) -> None:
+            peaks.append(live.peak)
+            live.restart_peak()
+
+        def forward_ends(*_: Any) -> None:
+            after_forward.append(live.now)
+            part_begins()
+
+        counting = [model.register_forward_pre_hook(part_begins), model.register_forward_hook(forward_ends)]
 
         # the first step makes the optimizer's states, so the second is the one that counts
         stepper.accumulate([batch])
@@ -165,17 +179,20 @@ def _simulated(
         live.restart_peak()
         before = live.now
         first = len(after_forward)
+        peaks.clear()
         # from the second micro-batch on, the gradients of the first are held too
         batches = [batch] * min(2, train.accumulate)
         stepper.accumulate(batches)
         forward_end = after_forward[first + len(batches) - 1]
         gradients = live.now - before if len(batches) > 1 else 0
-        peak_step, before_update = live.peak, live.now
+        in_forward, in_backward, before_update = peaks[-1], live.peak, live.now
+        peak_step = max(*peaks, live.peak)
         live.restart_peak()
         if not states:
             optimizer.step()
         peak, update = max(peak_step, live.peak), live.peak - before_update
-        counting.remove()
+        for hook in counting:
+            hook.remove()
         accumulator.zero()
         sampling: int | None
         if earlier is not None:
@@ -189,6 +206,8 @@ def _simulated(
         held,
         activations=max(0, forward_end - before - gradients),
         working=max(0, peak_step - forward_end),
+        forward=max(0, in_forward - before - gradients),
+        backward=max(0, in_backward - forward_end),
         update=update,
         evaluation=evaluation,
         sampling=sampling,
