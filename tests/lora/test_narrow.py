@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.config.schema import TrainSection
 from isotype.lora import narrow as module
@@ -26,18 +27,26 @@ from tests.models import lora, rows, tiny
 BF16 = torch.bfloat16
 
 
-@pytest.fixture
-def cast(monkeypatch):
-    """The matrices that were cast, in order."""
-    seen: list[int] = []
-    real = module._made
+class Casts(TorchDispatchMode):
+    """While active, `seen` gets the storage of each fp32 matrix that PyTorch casts to bf16."""
 
-    def made(matrices, dtype):
-        seen.extend(id(m) for m in matrices)
-        return real(matrices, dtype)
+    def __init__(self):
+        super().__init__()
+        self.seen = []
 
-    monkeypatch.setattr(module, "_made", made)
-    return seen
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default and kwargs.get("dtype") == BF16 and args[0].dtype == torch.float32:
+            self.seen.append(storage(args[0]))
+        return function(*args, **(kwargs or {}))
+
+    def of(self, model):
+        """Those of the model's adapters, in order."""
+        adapters = {storage(p) for p in model.parameters() if p.requires_grad}
+        return [s for s in self.seen if s in adapters]
+
+
+def storage(tensor):
+    return tensor.untyped_storage()._cdata
 
 
 def stepper_of(checkpointing="none"):
@@ -59,39 +68,42 @@ BATCHES = [collate(rows(6)[at : at + 2], pad_id=0) for at in (0, 2, 4)]
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "layers"])
-def test_a_step_casts_each_matrix_once(cast, checkpointing, monkeypatch):
+def test_a_step_casts_each_matrix_once(checkpointing, monkeypatch):
     s = stepper_of(checkpointing)
-    adapters = {id(p) for p in s.model.parameters() if p.requires_grad}
+    with Casts() as casts:
+        loss = s.accumulate(BATCHES)
+    adapters = {storage(p) for p in s.model.parameters() if p.requires_grad}
     assert len(adapters) == 28
-    loss = s.accumulate(BATCHES)
-    assert sorted(cast) == sorted(adapters)
+    assert sorted(casts.of(s.model)) == sorted(adapters)
     assert module._kept is None
     got = [g.clone() for g in s.accumulator.gradients()]
     assert all(g.dtype == torch.float32 for g in got)
 
     monkeypatch.setattr(step, "copies_kept", nullcontext)
-    cast.clear()
     s.accumulator.zero()
-    assert torch.equal(s.accumulate(BATCHES), loss)
+    with Casts() as casts:
+        assert torch.equal(s.accumulate(BATCHES), loss)
     assert all(torch.equal(a, b) for a, b in zip(got, s.accumulator.gradients()))
     # without the copies every call casts, and every recompute again
-    assert len(cast) == 28 * 3 * (1 if checkpointing == "none" else 2)
+    assert len(casts.of(s.model)) == 28 * 3 * (1 if checkpointing == "none" else 2)
 
 
-def test_the_next_step_casts_the_updated_matrices(cast):
+def test_the_next_step_casts_the_updated_matrices():
     s = stepper_of()
-    for number in (1, 2):
-        s(BATCHES, step=number, learning_rate=1e-2, watch_changes=False)
-    assert len(cast) == 2 * 28
+    with Casts() as casts:
+        for number in (1, 2):
+            s(BATCHES, step=number, learning_rate=1e-2, watch_changes=False)
+    assert len(casts.of(s.model)) == 2 * 28
     fresh = stepper_of()
     fresh.model.load_state_dict(s.model.state_dict())
     assert torch.equal(fresh.accumulate(BATCHES), s.accumulate(BATCHES))
 
 
-def test_one_micro_batch_holds_no_copies(cast):
+def test_one_micro_batch_holds_no_copies():
     s = stepper_of("layers")
-    s.accumulate(BATCHES[:1])
-    assert len(cast) == 2 * 28
+    with Casts() as casts:
+        s.accumulate(BATCHES[:1])
+    assert len(casts.of(s.model)) == 2 * 28
 
 
 def test_a_matrix_that_was_written_is_cast_again():

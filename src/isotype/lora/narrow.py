@@ -50,7 +50,8 @@ def copies_kept() -> Iterator[None]:
 
 def narrow(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """`matrix` in `dtype`; itself where that is its own."""
-    return stacked([matrix], dtype)
+    # asked a dozen times a layer: without copies it is the cast alone
+    return matrix.to(dtype) if _kept is None else stacked([matrix], dtype)
 
 
 def stacked(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
