@@ -17,7 +17,7 @@ RECURSION = "isotype.doctor.lint.dataflow."
 # a room imports rooms before it in this list, and rooms of its own line
 LEVELS = [
     {"version"},
-    {"errors", "printable", "pages", "instance_method", "placement"},
+    {"errors", "json_objects", "printable", "pages", "instance_method", "placement"},
     {"dtypes", "finding"},
     {"environment"},
     {"precision", "config"},
@@ -31,7 +31,8 @@ LEVELS = [
     {"tasks"},
     {"integrations"},
     {"inference"},
-    {"entry", "quickstart"},
+    {"entry"},
+    {"quickstart"},
     {"quickstart_pictures"},
     {"cli"},
     {"isotype", "__main__"},

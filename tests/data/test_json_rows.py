@@ -80,3 +80,26 @@ def test_an_array_in_one_line_takes_the_memory_of_a_row(tmp_path):
         tracemalloc.stop()
     assert file.stat().st_size > 10_000_000
     assert peak < 6 * read.BLOCK
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1}\n{"a": 1, "b": {"c": 1, "c": 2}}\n{"a": 3}\n', '[{"a": 1},\n {"a": 1, "b": {"c": 1, "c": 2}},\n {"a": 3}]']
+)
+@pytest.mark.parametrize("block", [1, 64])
+def test_a_key_given_twice_makes_its_row_alone_a_bad_one(tmp_path, monkeypatch, text, block):
+    file = tmp_path / "a.json"
+    file.write_text(text)
+    monkeypatch.setattr(read, "BLOCK", block)
+    records = list(read_json(file, "a.json"))
+    assert [record.value for record in records] == [{"a": 1}, None, {"a": 3}]
+    assert (records[1].place, records[1].wrong) == ("a.json:2", "the key 'c' is given twice in one object")
+
+
+@pytest.mark.parametrize("block", [1, 3, 64])
+def test_objects_written_over_several_lines_are_rows(tmp_path, monkeypatch, block):
+    rows = [{"a": 1, "b": [{"c": "x\n"}]}, {"a": 2}]
+    text = "\n" + "\n".join(json.dumps(row, indent=2) for row in rows)
+    assert rows_of(tmp_path, text, block, monkeypatch) == [(2, rows[0]), (10, rows[1])]
+    assert rows_of(tmp_path, '{"a": 1}\n{"a": 2}', block, monkeypatch) == [(1, {"a": 1}), (2, {"a": 2})]
+    with pytest.raises(UsageError, match=r"a\.json:2: broken JSON"):
+        rows_of(tmp_path, "{\n", block, monkeypatch)

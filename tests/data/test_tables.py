@@ -30,9 +30,14 @@ def test_cells_may_hold_delimiters_quotes_and_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "mark"), [("a.tsv", "\t"), ("a.csv", ";")])
-def test_other_delimiters(tmp_path: Path, name: str, mark: str) -> None:
+def test_csv_with_other_delimiters_is_read(tmp_path: Path, name: str, mark: str) -> None:
     (row,) = read_csv(written(tmp_path, name, f"prompt{mark}completion\na, b{mark}c\n"), name)
     assert row.value == {"prompt": "a, b", "completion": "c"}
+
+
+def test_empty_columns_without_a_name_at_the_end_are_no_columns(tmp_path: Path) -> None:
+    rows = read_csv(written(tmp_path, "a.csv", " question , answer,,\na,b,,\nc,d,,kept to be told\n"), "a.csv")
+    assert [row.value for row in rows] == [{"question": "a", "answer": "b"}, {"question": "c", "answer": "d", "": "kept to be told"}]
 
 
 @pytest.mark.parametrize(

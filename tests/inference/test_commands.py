@@ -1,6 +1,7 @@
 """What one does with a run, through the command line, in this process."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +33,17 @@ def test_eval_of_the_training_file(run, workshop):
     assert json.loads(ask("eval", run, workshop.chats, "--json").splitlines()[-1]) == answer
     assert answer["taken"] == "adapter"
     assert answer["loss"] == pytest.approx(other["loss"], rel=1e-6)
+
+
+def test_eval_of_a_file_with_bad_rows_is_refused_with_the_command_that_leaves_them_out(run, workshop, tmp_path):
+    file = tmp_path / "some.jsonl"
+    file.write_text(Path(workshop.chats).read_text() + '{"messages": [\n{"messages": [], "messages": []}\n')
+    with pytest.raises(UsageError, match="--on-bad-row skip") as refused:
+        ask("eval", run, file)
+    fix = refused.value.fix
+    whole, skipped = json.loads(ask("eval", run, workshop.chats, "--json")), json.loads(ask(*fix.split()[1:], "--json"))
+    assert (whole["left_out"], skipped["left_out"]) == (0, 2)
+    assert skipped["loss"] == whole["loss"]
 
 
 @pytest.mark.parametrize("files", [(), ("a.jsonl", "--data", "b.jsonl")])
@@ -163,7 +175,7 @@ def test_a_run_that_is_not_finished_is_loaded_from_its_checkpoint(run):
     assert load_run(run).taken == "checkpoint step_6"
 
 
-def test_ls_and_diff(configured, tmp_path):
+def test_ls_lists_runs_and_diff_shows_the_settings_that_differ(configured, tmp_path):
     assert train(configured("one")) == 0
     assert train(configured("two", train={"learning_rate": 5e-3})) == 0
     listed = json.loads(ask("ls", tmp_path, "--json"))["runs"]

@@ -89,6 +89,12 @@ def missing_weight(tmp_path):
     return str(tmp_path / "holes"), r"model\.layers\.1\.mlp\.up_proj\.weight first"
 
 
+def impossible_generation(tmp_path):
+    tiny().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"max_new_tokens": -3}')
+    return str(tmp_path / "model"), r"generation_config\.json: .*\n  fix       correct that file, or remove it"
+
+
 def unknown_architecture(tmp_path):
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.json").write_text(json.dumps({"model_type": "no_such_architecture"}))
@@ -96,7 +102,17 @@ def unknown_architecture(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "make", [unknown_hub, missing_folder, mistyped_folder, empty_folder, broken_weights, missing_weight, unknown_architecture]
+    "make",
+    [
+        unknown_hub,
+        missing_folder,
+        mistyped_folder,
+        empty_folder,
+        broken_weights,
+        missing_weight,
+        impossible_generation,
+        unknown_architecture,
+    ],
 )
 def test_a_model_that_cannot_be_loaded_is_explained_in_a_line(tmp_path, make):
     name, message = make(tmp_path)
@@ -125,6 +141,13 @@ def test_a_wrong_model_section_is_explained(section, message, tmp_path):
 
     with pytest.raises(UsageError, match=message):
         base_source(section, Tokenizer(), folder=tmp_path / "base", seed=0, dtype="fp32")
+
+
+def test_a_key_given_twice_in_model_config_is_an_error(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "llama", "hidden_size": 8, "hidden_size": 16}')
+    with pytest.raises(UsageError, match=r"config\.json: the key 'hidden_size' is given twice"):
+        base_source(ModelSection(init="random", config=str(file)), None, folder=tmp_path / "base", seed=0, dtype="fp32")
 
 
 @pytest.mark.parametrize(("family", "word"), [("llama", "sdpa"), ("gemma2", "eager")])

@@ -34,7 +34,7 @@ def test_an_override_records_its_line(h100):
     assert [f.code for f in resolved.warnings] == ["PR008"]
 
 
-def test_generate_follows_compute(h100):
+def test_generate_follows_compute_where_it_is_not_set(h100):
     resolved = resolve({"preset": "fp32", "base": "bf16", "compute": "bf16"}, device=h100)
     assert (resolved.precision.generate, resolved.reasons["generate"]) == ("bf16", "follows compute")
 
@@ -64,6 +64,13 @@ def test_gradient_precision_fp32_with_bf16_weights_is_no_contradiction(h100):
     assert not resolved.warnings
 
 
+def test_base_is_a_setting_where_some_weights_are_frozen_without_an_adapter(h100):
+    settings = {"preset": "bf16-mixed", "base": "fp32"}
+    assert resolve(settings, device=h100, adapter="none", frozen=True).precision.base == "fp32"
+    with pytest.raises(UsageError, match="PR029"):
+        resolve(settings, device=h100, adapter="none", frozen=False)
+
+
 # code -> settings that break the rule, adapter, optimizer
 BROKEN = {
     "PR002": ({"preset": "fp32", "grads": "bf16"}, "lora", "adamw"),
@@ -83,6 +90,7 @@ BROKEN = {
     "PR016": ({"preset": "bf16-lora", "base": "fp32"}, "lora", "adamw"),
     "PR018": ({"preset": "bf16-pure"}, "none", "adamw8bit"),
     "PR017": ({"preset": "fp32", "base": "bf16"}, "lora", "adamw"),
+    "PR029": ({"preset": "bf16-mixed", "base": "fp32"}, "none", "adamw"),
     "PR025": ({"preset": "fp32", "timesteps": "bf16"}, "lora", "adamw"),
     "PR028": ({"preset": "fp32", "ema": "bf16"}, "lora", "adamw"),
     "PR026": ({"preset": "fp32", "latents": "bf16"}, "lora", "adamw"),

@@ -24,7 +24,11 @@ def evaluate(
     ] = None,
     data: Annotated[str | None, typer.Option("--data", help="FILE, as an option.", show_default=False)] = None,
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", min=1, help="Rows in one pass; the result does not depend on it.")
+        int | None, typer.Option("--batch-size", min=1, help="Rows per forward pass; the result does not depend on it.")
+    ] = None,
+    on_bad_row: Annotated[
+        str | None,
+        typer.Option("--on-bad-row", metavar="error|skip", help="As data.on_bad_row; by default the run's own.", show_default=False),
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -45,14 +49,18 @@ def evaluate(
     data = file or data
     if data is None:
         raise UsageError("eval: which file?", fix=f"isotype eval {run} FILE")
+    if on_bad_row not in (None, "error", "skip"):
+        raise UsageError(f"--on-bad-row {on_bad_row}: expected error or skip")
     from ..config.kind import DIFFUSION
     from ..config.sources import SourceSpec
     from ..data.sources import refuse_absent
     from ..runs.folder import kind_of_run, require_run, without_run
 
     if without_run(run) is None:
-        require_run(run)  # before the seconds that loading takes
+        require_run(run)  # checked first, since loading takes seconds
     if kind_of_run(run) == DIFFUSION:
+        if on_bad_row is not None:
+            raise UsageError(f"--on-bad-row has no effect: {run} is a diffusion run")
         _pictures(run, data, batch_size=batch_size, json_output=json_output)
         return
     refuse_absent(SourceSpec(name=data))
@@ -60,25 +68,37 @@ def evaluate(
 
     quiet_libraries()
     from ..config.schema import DataSection
+    from ..data.bad_rows import FIX
     from ..data.load import load_data
     from ..inference.loaded import load_run
     from ..tasks.language.evaluate import evaluate as measure
 
     loaded = load_run(run)
     other = {"train": data, "eval": None, "eval_split": 0.0, "limit": None, "format": "auto", "packing": False, "stream": False}
+    if on_bad_row is not None:
+        other["on_bad_row"] = on_bad_row
     section = DataSection(**{**loaded.config.data.model_dump(), **other})
-    rows = load_data(section, loaded.tokenizer, seed=loaded.config.train.seed).train
+    try:
+        read = load_data(section, loaded.tokenizer, seed=loaded.config.train.seed)
+    except UsageError as error:
+        if error.fix != FIX:
+            raise
+        raise UsageError(error.message, fix=f"isotype eval {run} {data} --on-bad-row skip") from None
+    rows, side = read.train, read.facts["train"]
+    left_out = sum(side["bad_rows"].values()) + sum(dropped["rows"] for dropped in side["dropped"])
     size = batch_size or loaded.config.train.eval_batch_size or loaded.config.train.batch_size
     found = measure(
         loaded.model, rows, batch_size=size, pad_id=loaded.tokenizer.pad_token_id, device=loaded.device, loss_dtype=loaded.precision.loss
     )
     perplexity = math.exp(min(found.loss, 700.0))
-    answer = {"run": str(run), "taken": loaded.taken, "data": data, "rows": len(rows), "tokens": found.weight, "loss": found.loss}
+    answer = {"run": str(run), "taken": loaded.taken, "data": data, "rows": len(rows), "left_out": left_out, "tokens": found.weight}
+    answer["loss"] = found.loss
     if json_output:
         print(json.dumps(answer | {"perplexity": perplexity}))
     else:
         print(
             f"{run} ({loaded.taken}) on {data}: loss {found.loss:.4f}, perplexity {perplexity:.2f}, {len(rows)} rows, {found.weight} tokens"
+            + (f"; {left_out} rows left out" if left_out else "")
         )
 
 

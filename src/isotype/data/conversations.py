@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from typing import Any
 
+from .. import json_objects
 from .bad_rows import EmptyAnswer, RowError
 
 Message = dict[str, Any]
@@ -26,7 +28,7 @@ def chat_messages(value: Any, key: str, place: str, *, may_be_empty: bool = Fals
 
     key  what the row calls the list, for errors
     """
-    messages = parsed_json(value)
+    messages = parsed_json(value, f"{place}: {key}")
     if not isinstance(messages, list) or not (messages or may_be_empty):
         raise RowError(f"{place}: {key} must be a list of {{role, content}}, got {kind(messages)}")
     return tuple(_message(m, f"{key}[{i}]", place) for i, m in enumerate(messages))
@@ -34,7 +36,7 @@ def chat_messages(value: Any, key: str, place: str, *, may_be_empty: bool = Fals
 
 def sharegpt_messages(value: Any, place: str, *, system: Any = None) -> tuple[Message, ...]:
     """ShareGPT's `conversations`: turns of `from` and `value`. `function_call` holds the call as JSON, `observation` its result."""
-    turns = parsed_json(value)
+    turns = parsed_json(value, f"{place}: conversations")
     if not isinstance(turns, list) or not turns:
         raise RowError(f"{place}: conversations must be a list of {{from, value}}, got {kind(turns)}")
     if all(isinstance(turn, dict) and "role" in turn and "from" not in turn for turn in turns):
@@ -48,9 +50,12 @@ def sharegpt_messages(value: Any, place: str, *, system: Any = None) -> tuple[Me
     return ({"role": "system", "content": system}, *found)
 
 
-def tool_list(value: Any, place: str) -> list[Any] | None:
-    """The row's tools as the template takes them: a list of descriptions; None for none."""
-    tools = parsed_json(value)
+def tool_list(row: Mapping[str, Any], place: str) -> list[Any] | None:
+    """The row's tools as the template takes them: a list of descriptions; None for none. `functions` is OpenAI's older name."""
+    value = row.get("tools")
+    if value is None and isinstance(row.get("functions"), list):
+        value = [{"type": "function", "function": function} for function in row["functions"]]
+    tools = parsed_json(value, f"{place}: tools")
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -63,11 +68,13 @@ def is_learnt(message: Message) -> bool:
     return all(message.get(key) is None or bool(message[key]) for key in LEARN_KEYS)
 
 
-def parsed_json(value: Any) -> Any:
-    """A list or object that a table's cell holds as JSON; anything else as it is."""
+def parsed_json(value: Any, at: str) -> Any:
+    """Parses a table's cell that holds a list or object as JSON; returns anything else unchanged. Raises RowError for a key given twice."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
-            found = json.loads(value)
+            found = json_objects.loads(value)
+        except json_objects.RepeatedKey as error:
+            raise RowError(f"{at}: {error}") from None
         except (ValueError, RecursionError):
             return value
         return found if isinstance(found, list | dict) else value
@@ -75,7 +82,7 @@ def parsed_json(value: Any) -> Any:
 
 
 def kind(value: Any) -> str:
-    """What a wrong value is, in JSON's words."""
+    """The kind of a wrong value, in JSON's terms."""
     if value is None:
         return "null"
     names = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
@@ -92,12 +99,13 @@ def _message(message: Any, where: str, place: str) -> Message:
                 f"{at} has from and value: that is ShareGPT, whose key is conversations: data.columns: {{conversations: messages}}"
             )
         raise RowError(f"{at} has no role{_suggestion('role', message)}")
+    message = _present_day(message)
     role = message["role"]
     if role not in ROLES:
         meant = _OTHER_NAMES.get(str(role).lower()) or next(iter(difflib.get_close_matches(str(role).lower(), ROLES, n=1)), None)
         raise RowError(f"{at}.role: unknown role {role!r}" + (f", did you mean {meant}?" if meant else f": use {', '.join(ROLES)}"))
     _check_learn_keys(message, at)
-    calls = parsed_json(message.get("tool_calls"))
+    calls = parsed_json(message.get("tool_calls"), f"{at}.tool_calls")
     if calls:
         if role != "assistant":
             raise RowError(f"{at}: tool_calls belong to an assistant turn, not to {role}")
@@ -106,9 +114,21 @@ def _message(message: Any, where: str, place: str) -> Message:
         return {**message, "content": "" if content is None else _content(content, at, may_be_empty=True), "tool_calls": calls}
     if "content" not in message:
         raise RowError(f"{at} has no content{_suggestion('content', message)}")
+    if message.get("refusal") and not message["content"]:
+        raise RowError(f"{at} has a refusal and no content: a refusal that is to be learnt belongs in content")
     content = _content(message["content"], at, may_be_empty=role != "assistant" or not is_learnt(message))
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**plain, "content": content}
+
+
+def _present_day(message: Message) -> Message:
+    """A message with OpenAI's older names of a tool call (`function_call`) and of its result (role `function`) as it is written today."""
+    if message["role"] == "function":
+        message = {**message, "role": "tool"}
+    if isinstance(message.get("function_call"), dict) and not message.get("tool_calls"):
+        rest = {key: value for key, value in message.items() if key != "function_call"}
+        message = {**rest, "tool_calls": [{"type": "function", "function": message["function_call"]}]}
+    return message
 
 
 def _check_learn_keys(turn: Message, at: str) -> None:
@@ -145,7 +165,7 @@ def _calls(calls: Any, at: str) -> list[Any]:
         inner = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
             raise RowError(f"{at}.tool_calls[{i}] must be {{type: function, function: {{name, arguments}}}}, got {kind(call)}")
-        arguments = parsed_json(inner.get("arguments", {}))
+        arguments = parsed_json(inner.get("arguments", {}), f"{at}.tool_calls[{i}].arguments")
         if isinstance(arguments, str) and arguments.strip():
             raise RowError(f"{at}.tool_calls[{i}].arguments must be an object, or one as JSON: {arguments[:40]!r}")
         function = {**inner, "arguments": arguments or {}}
@@ -167,7 +187,7 @@ def _sharegpt_turn(turn: Any, where: str, place: str) -> Message:
     value = turn["value"]
     beside = {key: said for key, said in turn.items() if key not in ("from", "value", "role", "content", "tool_calls")}
     if role == "function_call":
-        call = parsed_json(value)
+        call = parsed_json(value, f"{at}.value")
         return {**beside, "role": "assistant", "content": "", "tool_calls": _calls(call if isinstance(call, list) else [call], at)}
     if role == "assistant" and is_learnt(turn) and (value is None or (isinstance(value, str) and not value.strip())):
         raise EmptyAnswer(f"{at}.value is empty: the row has no target")

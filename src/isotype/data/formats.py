@@ -29,7 +29,7 @@ class Format:
 
 
 FORMATS: dict[FormatName, Format] = {
-    "messages": Format(("messages",), ("tools",)),
+    "messages": Format(("messages",), ("tools", "functions")),
     "sharegpt": Format(("conversations",), ("tools", "system")),
     "alpaca": Format(("instruction", "output"), ("input", "system", "history")),
     "prompt_completion": Format(("prompt", "completion"), ("tools",)),
@@ -120,7 +120,7 @@ def example(record: Record, name: FormatName, *, needs_answer: bool, columns: Co
     if needs_answer and not any(m["role"] == "assistant" for m in messages):
         key = "messages" if name == "messages" else "conversations"
         raise RowError(f"{place}: {key} has no assistant turn: the row has no target")
-    return Example(place, messages=messages, tools=tool_list(row.get("tools"), place))
+    return Example(place, messages=messages, tools=tool_list(row, place))
 
 
 def ignored_keys(row: Mapping[str, Any], name: FormatName, columns: Columns = None) -> list[str]:
@@ -131,14 +131,14 @@ def ignored_keys(row: Mapping[str, Any], name: FormatName, columns: Columns = No
 
 def _pair(row: Mapping[str, Any], place: str) -> Example:
     """Prompt and completion as texts, or both as messages, of which only the completion's are learnt."""
-    prompt, completion = (parsed_json(row[key]) for key in ("prompt", "completion"))
+    prompt, completion = (parsed_json(row[key], f"{place}: {key}") for key in ("prompt", "completion"))
     if isinstance(prompt, list) or isinstance(completion, list):
         if not (isinstance(prompt, list) and isinstance(completion, list)):
             raise RowError(f"{place}: prompt and completion must both be text, or both lists of messages")
         before, after = chat_messages(prompt, "prompt", place, may_be_empty=True), chat_messages(completion, "completion", place)
         if not any(m["role"] == "assistant" for m in after):
             raise RowError(f"{place}: completion has no assistant turn: the row has no target")
-        return Example(place, messages=before + after, tools=tool_list(row.get("tools"), place), learn_from=len(before))
+        return Example(place, messages=before + after, tools=tool_list(row, place), learn_from=len(before))
     prompt = _text(row["prompt"], "prompt", place, may_be_empty=True)
     completion = _answer(row["completion"], "completion", place)
     if row.get("tools"):
@@ -156,7 +156,7 @@ def _alpaca(row: Mapping[str, Any], place: str) -> tuple[Message, ...]:
     messages: list[Message] = []
     if row.get("system"):
         messages.append({"role": "system", "content": _text(row["system"], "system", place)})
-    history = parsed_json(row.get("history")) or []
+    history = parsed_json(row.get("history"), f"{place}: history") or []
     if not isinstance(history, list) or not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in history):
         raise RowError(f"{place}: history must be a list of [question, answer]")
     for i, (question, answer) in enumerate(history):

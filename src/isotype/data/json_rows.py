@@ -1,4 +1,4 @@
-"""The rows of a JSON file: one object a line, or an array, which may be one line of any length.
+"""The rows of a JSON file: one object a line, an array, which may be one line of any length, or objects over several lines.
 
 An array is parsed value by value from a window on the file that grows only as far as the value that is being read, so that a file larger
 than memory can be read, tokenised and kept (0088).
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..json_objects import ObjectDecoder, RepeatedKey
 from .progress import Meter
 from .read import Record, decoded_line, ending, raw_lines, text_blocks
 
@@ -24,19 +25,27 @@ _ESCAPE = 12  # characters that an escape may have: a failure so near to the end
 
 def read_json(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
     """The records of a JSON file in order. `skip`: so many are passed over, in a file of lines without being parsed."""
-    if ending(path) == ".json" and _first_character(path, name) == "[":
-        for i, record in enumerate(_array(path, name, meter)):
-            if i >= skip:
-                yield record
-    else:
+    first = _first_line(path, name) if ending(path) == ".json" else ""
+    if first[:1] != "[" and first != "{":  # a line that is one brace alone opens an object of several lines
         yield from _lines(path, name, skip, meter)
+        return
+    for i, record in enumerate(_array(path, name, meter) if first[:1] == "[" else _objects(path, name, meter)):
+        if i >= skip:
+            yield record
 
 
-def _first_character(path: Path, name: str) -> str:
-    return next((text.strip()[0] for text in text_blocks(path, name) if text.strip()), "")
+def _first_line(path: Path, name: str) -> str:
+    """The beginning of the first line that is not blank, without white space around it."""
+    text = ""
+    for block in text_blocks(path, name):
+        text = (text + block).lstrip()
+        if len(text) > 1 or "\n" in text:
+            break
+    return text.partition("\n")[0].rstrip()
 
 
 def _lines(path: Path, name: str, skip: int, meter: Meter | None) -> Iterator[Record]:
+    decoder = ObjectDecoder()
     for number, offset, raw in raw_lines(path, name, meter):
         line, wrong = decoded_line(raw, file=name, line=number, offset=offset)
         if not line.strip():
@@ -48,7 +57,7 @@ def _lines(path: Path, name: str, skip: int, meter: Meter | None) -> Iterator[Re
             yield Record(name, number, None, wrong=wrong)
             continue
         try:
-            value = json.loads(line)
+            value = decoder.decode(line)
         except json.JSONDecodeError as error:
             hint = "; a .json file holds an array, or one object a line" if ending(path) == ".json" else ""
             ends = error.pos >= len(line.rstrip())
@@ -57,7 +66,7 @@ def _lines(path: Path, name: str, skip: int, meter: Meter | None) -> Iterator[Re
         except (RecursionError, ValueError) as error:
             yield Record(name, number, None, wrong=_impossible(error))
         else:
-            yield _checked(name, number, value, line)
+            yield _checked(name, number, value, line, decoder.repeated)
 
 
 class _Window:
@@ -67,6 +76,7 @@ class _Window:
         self.name = name
         self._blocks = text_blocks(path, name, meter)
         self.text, self.at, self.whole = "", 0, False
+        self.decoder = ObjectDecoder()
         self._mark, self._line, self._begin = (
             0,
             1,
@@ -106,7 +116,7 @@ class _Window:
         """The value that begins here and its source; parsing continues after it. A window that is too small is doubled."""
         while True:
             try:
-                value, end = _DECODER.raw_decode(self.text, self.at)
+                value, end = self.decoder.raw_decode(self.text, self.at)
                 if self.whole or self.text[end - 1] in '}]"' or end + 2 < len(self.text):  # a number may go on with `.5` or `e-5`
                     source, self.at = self.text[self.at : end], end
                     return value, source
@@ -125,9 +135,6 @@ class _Window:
         return UsageError(f"{self.name}:{line}: broken JSON at column {column}: {error.msg}")
 
 
-_DECODER = json.JSONDecoder()
-
-
 def _array(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
     window = _Window(path, name, meter)
     window.next_character()
@@ -137,18 +144,30 @@ def _array(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
     while True:
         line, _ = window.place(window.at)
         value, source = window.value()
-        yield _checked(name, line, value, source)
+        yield _checked(name, line, value, source, window.decoder.repeated)
         separator = window.next_character()
         line, _ = window.place(window.at)
         if separator == "]":
             window.at += 1
             if window.next_character():
-                raise UsageError(f"{name}:{window.place(window.at)[0]}: text after the end of the array")
+                at = window.place(window.at)[0]
+                raise UsageError(
+                    f"{name}:{at}: text after the end of the array", fix="one file holds one array: give the rest its own file"
+                )
             return
         if separator != ",":
             raise UsageError(f"{name}:{line}: broken JSON: ',' or ']' expected" + (", the file ends here" if not separator else ""))
         window.at += 1
         window.next_character()
+
+
+def _objects(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
+    """Objects one after another, each over several lines."""
+    window = _Window(path, name, meter)
+    while window.next_character():
+        line, _ = window.place(window.at)
+        value, source = window.value()
+        yield _checked(name, line, value, source, window.decoder.repeated)
 
 
 def _impossible(error: Exception) -> str:
@@ -158,8 +177,13 @@ def _impossible(error: Exception) -> str:
     return f"broken JSON: {str(error).partition(';')[0]}"
 
 
-def _checked(name: str, line: int, value: Any, source: str) -> Record:
-    """Half of a surrogate pair is valid JSON and no valid text: tokenizers fail on it without naming the row."""
+def _checked(name: str, line: int, value: Any, source: str, repeated: str | None) -> Record:
+    """A row, unless it is ambiguous or no text. Half of a surrogate pair is valid JSON, and tokenizers fail on it without naming the row.
+
+    repeated  a key that an object of the row has twice
+    """
+    if repeated is not None:
+        return Record(name, line, None, wrong=str(RepeatedKey(repeated)))
     if "\\u" in source.lower() and _SURROGATE.search(json.dumps(value, ensure_ascii=False)):
         return Record(name, line, None, wrong="a \\u escape is half of a surrogate pair, which is not text")
     return Record(name, line, value)

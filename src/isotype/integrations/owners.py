@@ -83,6 +83,7 @@ def resolve_for(trainer: Any, precision: Any) -> Resolved:
         device=hardware,
         adapter=adapter,
         optimizer="adamw8bit" if "8bit" in str(trainer.args.optim) else "adamw",
+        frozen=any(not p.requires_grad for p in model.parameters()),
         sources={"precision.preset": f"attach(precision={str(precision)!r})", "adapter.kind": "the trainer's model"},
     )
     _check(trainer, resolved.precision, preset)
@@ -147,8 +148,10 @@ def claims(trainer: Any, precision: Precision) -> list[Claim]:
     adapters = [p for n, p in trained if is_adapter(n)]
     rest = [p for n, p in trained if not is_adapter(n)]
     if rest:
-        kept = " rounded stochastically" if precision.rounding == "stochastic" else ""
-        found.append(Claim("checkpoint, trained", dtypes_of(rest), f"trainable {precision.trainable}{kept}" + _vanishing(trainer, rest)))
+        rounding = " rounded stochastically" if precision.rounding == "stochastic" else ""
+        found.append(
+            Claim("checkpoint, trained", dtypes_of(rest), f"trainable {precision.trainable}{rounding}" + _vanishing(trainer, rest))
+        )
     if adapters:
         by = "TRL's cast" if _cast_by_trl(trainer, adapters) else "PEFT"
         found.append(Claim(f"{by}, adapters", dtypes_of(adapters), f"{precision.trainable} masters" + _vanishing(trainer, adapters)))

@@ -22,6 +22,7 @@ from ..ops.remade import kept_for, made_again
 from . import inside
 from .dtypes import LoraDtypes
 from .linear import adapted_product, after_dropout, base_product, base_weight, out_features
+from .narrow import narrow, stacked
 from .products import add_product_, adds_in_place, gradient_product, scaled_product
 
 
@@ -74,21 +75,24 @@ class Branches(NamedTuple):
     bs: list[Tensor | None]
 
 
-def cast_down(flat: Sequence[Tensor | None], dtype: torch.dtype, features: int) -> tuple[Tensor, list[Tensor | None]]:
+Narrow = tuple[Tensor, list[Tensor | None]]
+
+
+def cast_down(flat: Sequence[Tensor | None], dtype: torch.dtype, features: int) -> Narrow:
     """Every A in one tensor, and each B, in the products' dtype."""
-    a_narrow = [a.to(dtype) for a in flat[2::TENSORS] if a is not None]
-    bs = [None if b is None else b.to(dtype) for b in flat[3::TENSORS]]
-    if not a_narrow:
+    every_a = [a for a in flat[2::TENSORS] if a is not None]
+    bs = [None if b is None else narrow(b, dtype) for b in flat[3::TENSORS]]
+    if not every_a:
         weight = flat[0]
         assert weight is not None
         return torch.empty(0, features, dtype=dtype, device=weight.device), bs
-    return a_narrow[0] if len(a_narrow) == 1 else torch.cat(a_narrow), bs
+    return stacked(every_a, dtype), bs
 
 
-def branches(x_TK: Tensor, flat: Sequence[Tensor | None]) -> Branches:
+def branches(x_TK: Tensor, flat: Sequence[Tensor | None], down: Narrow | None = None) -> Branches:
     """The adapters' part of `multiply` that backward needs too."""
     keeps = flat[4::TENSORS]
-    a_RK, bs = cast_down(flat, x_TK.dtype, x_TK.shape[1])
+    a_RK, bs = cast_down(flat, x_TK.dtype, x_TK.shape[1]) if down is None else down
     if not a_RK.shape[0]:
         return Branches(x_TK[:, :0], a_RK, bs)
     if all(keep is None for keep in keeps):
@@ -112,12 +116,14 @@ def multiply(
     scales: Sequence[float],
     states: Sequence[Any],
     ready: Sequence[Tensor] | None = None,
+    down: Narrow | None = None,
 ) -> Multiplied:
     """Every projection of x, in x's dtype.
 
     ready  what `with_adapters` gave for tokens of which x is a tile
+    down   what `cast_down` gave, for all tiles
     """
-    made = branches(x_TK, flat)
+    made = branches(x_TK, flat, down)
     ready = with_adapters(x_TK, flat, scales, states) if ready is None else ready
     if ready is not None:
         both = inside.inputs(x_TK, made.xa_TR)

@@ -1,7 +1,7 @@
 """`lora_linear`: x Wᵀ + bias + scale (x Aᵀ) Bᵀ in one autograd function.
 
-Saved for backward: x (or what x is made from: `ops.remade`), x Aᵀ (tokens x rank), the weight itself, A and B as cast down, and a byte an
-element where there is dropout.
+Saved for backward: x (or what x is made from: `ops.remade`), x Aᵀ (tokens x rank), the weight itself, A and B as cast down, and a
+byte per element where there is dropout.
 Adapter gradients come from products summed in fp32. The scale multiplies sums, not rounded values.
 
 T tokens, K in features, O out features, R rank.
@@ -22,6 +22,7 @@ from ..ops.remade import kept_for, made_again
 from . import wide_branch
 from .dtypes import LoraDtypes, decide
 from .inside import before_or_inside
+from .narrow import narrow
 from .products import add_product_, adds_in_place, gradient_product, scaled_product
 from .quantised import dequantised, product_4bit
 
@@ -103,7 +104,7 @@ class LoraLinear(torch.autograd.Function):
                 branch_TK, a, b = x_TK, a_RK.float(), b_OR.float()
                 xa_TR = wide_branch.add_branch(y_TO, branch_TK, keep_TK, a, b, branch_scale)
             else:
-                branch_TK, a, b = narrow_TK, a_RK.to(dtypes.compute), b_OR.to(dtypes.compute)
+                branch_TK, a, b = narrow_TK, narrow(a_RK, dtypes.compute), narrow(b_OR, dtypes.compute)
                 xa_TR = scaled_product(after_dropout(branch_TK, keep_TK), a.t())
                 if unused:
                     # a recompute: backward needs x's product with A and nothing else

@@ -17,6 +17,7 @@ from ..placement import Placement
 from ..precision import Precision
 from . import attention, denoiser, gated, generation, head, layers, norms, rotary
 from .base import base_notes
+from .compile_layers import uncompile_layers
 from .instances import KERNEL_LIBRARIES, foreign, library_of, placement, put, take_back, taken
 from .manifest import Manifest
 from .private import Replacement, put_rebuilt
@@ -56,6 +57,11 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
         raise UsageError(f"optimize() takes a model, not a {type(model).__name__}")
     precision = declared(precision)
     word = getattr(precision, "compute", precision)
+    with generation.random_state_kept():  # probes draw numbers, and a module's own dropout may
+        return _placed(model, precision, word, device_type=device_type, lora_branch=lora_branch)
+
+
+def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: str | None, lora_branch: str) -> Manifest:
     out_dtype: torch.dtype | None = to_torch(word) if word is not None else None
     manifest = Manifest(f"norms give {word}" if word else "")
     on_cpu = device_type == "cpu" if device_type else all(p.device.type == "cpu" for p in model.parameters())
@@ -63,7 +69,7 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
     denoises = denoiser.is_denoiser(model)
     why_not = missing(*ops, *(denoiser.OPS if denoises else ())) if on_cpu else ""
     if why_not:
-        # without their C++ kernels these ops are formulas of plain PyTorch: no faster than the model's own
+        # without their C++ kernels these ops are formulas in plain PyTorch, no faster than the model's own code
         but = " but for norms, whose output is declared" if out_dtype else ""
         manifest.notes.append(f"{why_not}: norms, rotary, attention and gated MLPs are left to the model on this CPU{but}")
     for device in sorted({p.device for p in model.parameters() if p.is_cuda}, key=str):
@@ -97,7 +103,7 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
 
 
 def declared(precision: Any) -> Any:
-    """The Precision that is meant, a dtype's word, or None."""
+    """The Precision for this argument, a dtype, or None."""
     if precision is None or isinstance(precision, Precision) or (isinstance(precision, str) and precision in TRAINING_FLOATS):
         return precision
     if isinstance(precision, torch.dtype):
@@ -143,8 +149,9 @@ def _four_bit(path: str, module: nn.Module) -> Placement:
 
 
 def restore(model: nn.Module) -> int:
-    """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of places."""
+    """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of entries of the manifest that were undone."""
     undone = unfuse_lora(model)
+    uncompile_layers(model.modules())
     for module in model.modules():
         undone += take_back(module)
         head.remove_hooks(module)

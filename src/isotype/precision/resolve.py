@@ -70,12 +70,14 @@ def resolve(
     device: Device,
     adapter: str = "lora",
     optimizer: str = "adamw",
+    frozen: bool | None = None,
     sources: Mapping[str, str] | None = None,
     task_roles: Mapping[str, str] | None = None,
 ) -> Resolved:
     """Resolves `preset` and role overrides.
 
     settings  `preset` and roles as in the configuration's precision section; None and missing mean not given
+    frozen    whether some weights of the model are not trained; by default where there is an adapter
     sources   `precision.grads`, `adapter.kind`, `train.optimizer` -> where it was set (`run.yaml:12`)
     task_roles  roles that the run's task has besides -> a dtype, or the role that it follows (`compute`)
     Raises    UsageError with every contradiction, worst first
@@ -121,6 +123,7 @@ def resolve(
         table[role] = Setting(getattr(precision, role), f"{why}, {preset_where}" if by_preset else reasons[role], role in given)
     table["preset"] = Setting(preset, preset_where if asked != "auto" else why, asked != "auto")
     table["adapter"] = Setting(adapter, where.get("adapter.kind", "default"), where.get("adapter.kind", "default") != "default")
+    table["frozen"] = Setting("yes" if (adapter != "none" if frozen is None else frozen) else "no")
     table["optimizer_name"] = Setting(optimizer, where.get("train.optimizer", "default"), "train.optimizer" in where)
 
     findings = check(Facts(settings=table, device=device.name, device_kind=device.kind, bf16=device.bf16))

@@ -15,7 +15,7 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def picture_of(folder: Path, sample: dict[str, Any]) -> bytes | None:
-    """The PNG of one sample; None for words, and where the file is missing or no picture of a run."""
+    """The PNG of one sample; None for text, and where the file is missing or no picture of a run."""
     name = sample.get("file")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         return None

@@ -53,10 +53,10 @@ class Ema:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Takes the weights after optimizer step `step`, from 1."""
-        kept = min(self.decay, (1 + step) / (10 + step))
+        share = min(self.decay, (1 + step) / (10 + step))
         averages = list(self.averages.values())
         weights = [p.detach().to(average.dtype) for p, average in zip(self.parameters.values(), averages)]
-        torch._foreach_lerp_(averages, weights, 1 - kept)
+        torch._foreach_lerp_(averages, weights, 1 - share)
 
     def observed(self) -> list[tuple[str, str, str]]:
         """(role, tensor, dtype), in which a task reports the dtypes of its own roles."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..config.compiled import wants_compiled
 from ..config.schema import RunConfig
 from ..environment.hardware import Hardware, by_name, detect
 from ..errors import UsageError
@@ -140,6 +141,8 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, l
     process = peak_memory(basis.device) if basis.device.type == "cpu" else 0
     checkpointing, memory = planned_checkpointing(task, basis, made, has=hardware.memory, besides=process)
     peak = memory.peak + process
+    if wants_compiled(config):
+        notes = [*notes, "model.compile: layers: the memory is that of the uncompiled step"]
     if hardware.memory and peak > hardware.memory:
         recompute = "train.gradient_checkpointing=layers, " if checkpointing.kind == NONE else ""
         advice = f"{recompute}a smaller train.batch_size with more train.accumulate, or --preset qlora"

@@ -12,6 +12,10 @@ from tests.models import SIZES, lora, quantised
 from .run import BATCH, set_up, watched_step
 from .tiny import tiny
 
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 8, "factor": 16.0,
+}  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES = {
     "llama": {},
@@ -26,6 +30,12 @@ FAMILIES = {
     "mamba": {"state_size": 4},
     "xglm": {"ffn_dim": 48, "attention_heads": 4, "num_layers": 2, "d_model": 32},
     "bloom": {"n_layer": 2, "n_head": 4},
+    # casts its table of positions to the dtype of its activations, and keeps it so
+    "ctrl": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "dff": 48},
+    # a logsumexp of scores in attention
+    "granite_swa": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    # makes a table of a list of numbers in its first forward
+    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 8},
 }
 CASES = [
     *((family, "bf16-mixed", "") for family in FAMILIES),
@@ -85,6 +95,13 @@ def test_tables_that_a_family_stores_with_its_weights_are_no_violation():
     assert {buffer.dtype for buffer in tables.values()} == {torch.bfloat16}
     seen = watched_step(set_up(model, PRESETS["bf16-lora"]), 1)
     assert [finding.message for finding in seen.violations] == []
+
+
+def test_a_narrowed_table_of_rotary_positions_is_a_violation():
+    run = set_up(built("llama", "bf16-mixed", ""), PRESETS["bf16-mixed"])
+    rotary = run.model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq.bfloat16()
+    assert any("inv_freq is bf16" in finding.message for finding in watched_step(run, 1).violations)
 
 
 @pytest.mark.parametrize("preset", ["fp32", "bf16-mixed", "bf16-pure", "fp16-mixed"])

@@ -56,6 +56,7 @@ def _contradictions(config: RunConfig, given: dict[str, Any], sources: dict[str,
     }
     table["preset"] = PrecisionSetting(preset, where, asked != "auto")
     table["adapter"] = PrecisionSetting(config.adapter.kind, sources.get("adapter.kind", "default"), "adapter.kind" in sources)
+    table["frozen"] = PrecisionSetting("no" if config.adapter.kind == "none" else "yes")
     table["optimizer_name"] = PrecisionSetting(
         config.train.optimizer, sources.get("train.optimizer", "default"), "train.optimizer" in sources
     )

@@ -38,7 +38,7 @@ def slope(g_fp32, cdf_fp32, TANH: tl.constexpr):
 @triton.jit
 def gelu_mul_forward_kernel(gate, up, out, gate_stride, up_stride, columns, blocks, TANH: tl.constexpr, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    # the place of a block takes 64 bits, a place in it 32
+    # the index of a block's first element takes 64 bits, an index in the block 32
     first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     inside = i < tl.minimum(columns - first, BLOCK).to(tl.int32)
@@ -53,7 +53,7 @@ def gelu_mul_backward_kernel(
     TANH: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    # the place of a block takes 64 bits, a place in it 32
+    # the index of a block's first element takes 64 bits, an index in the block 32
     first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     inside = i < tl.minimum(columns - first, BLOCK).to(tl.int32)

@@ -6,6 +6,8 @@ observed (`UNSEEN`, `Observation.unobserved`) is reported with the reason and ne
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from ...dtypes import FLOATS, itemsize, name, to_torch
 from ..apply import declared_dtype, inner_model, is_narrowed, is_norm, is_quantised
-from ..kept import kept_modules
+from ..keep_in_fp32 import modules_kept_in_fp32
 from ..precision import Precision
 from .arithmetic import arithmetic_mode
 from .callers import Caller
@@ -94,13 +96,16 @@ class Observer:
     def _look_at_buffers(self, observation: Observation) -> None:
         """Checks floating buffers, which have no role of their own: a table or a running mean must be fp32, a mask may have any dtype.
 
-        Tables that a family of transformers keeps in the model's file (MiniMax's decays) are loaded in the dtype of its weights.
+        Tables that a family of transformers keeps in the model's file (MiniMax's decays) are loaded in the dtype of its weights. A buffer
+        that a family's own forward assigns (CTRL's positions) is a value of the forward, whose operators are judged.
         """
         for full, buffer in self.model.named_buffers():
             if not buffer.is_floating_point():
                 continue
             word, first = name(buffer.dtype), self._buffers.setdefault(full, buffer.dtype)
             observation.dtypes["buffers"][word] += 1
+            if word == self.precision.compute and _assigned_in_forward(self.model, full):
+                continue
             if buffer.dtype == torch.float64 or (buffer.dtype != first and itemsize(word) < itemsize(name(first))):
                 was = "fp32" if buffer.dtype == torch.float64 else name(first)
                 observation.report("compute", f"buffer {full} is {word}, declared {was}", symbol=full, observed=word, declared=was)
@@ -202,10 +207,10 @@ class Observer:
         compute = getattr(self.precision, role)
         generating = role == "generate"  # norms and embeddings leave in `compute` then too: only products are judged
         outermost = inner_model(self.model)
-        kept = kept_modules(outermost, to_torch(self.precision.compute))
+        in_fp32 = modules_kept_in_fp32(outermost, to_torch(self.precision.compute))
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            declared = isinstance(module, nn.Linear) or (not generating and is_narrowed(module, kept))
+            declared = isinstance(module, nn.Linear) or (not generating and is_narrowed(module, in_fp32))
             for tensor in floating_tensors(output):
                 dtype = name(tensor.dtype)
                 if not generating:
@@ -234,6 +239,16 @@ def _of_the_models_file(model: nn.Module, full: str) -> bool:
     owner, _, own = full.rpartition(".")
     module = model.get_submodule(owner)
     return type(module).__module__.startswith("transformers.models.") and own not in module._non_persistent_buffers_set
+
+
+def _assigned_in_forward(model: nn.Module, full: str) -> bool:
+    """Whether the forward of a module of transformers' own assigns its buffer anew."""
+    owner, _, own = full.rpartition(".")
+    kind = type(model.get_submodule(owner))
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    if code is None or not kind.__module__.startswith("transformers.models."):
+        return False
+    return any(step.opname == "STORE_ATTR" and step.argval == own for step in dis.get_instructions(code))
 
 
 def _is_table(buffer: Tensor) -> bool:
