@@ -48,6 +48,7 @@ from .own_code import OBJECTIVE, Objective, Own, compare_objectives
 from .preflight.check import RECORD, preflight
 from .preflight.subject import Subject
 from .quiet import quiet_libraries
+from .same_data import DATA, compare_data
 from .setup import Prepared, prepare, resolve_precision
 from .task import Task
 from .trackers.available import refuse_missing
@@ -212,6 +213,8 @@ def _run(
     )  # fmt: skip
     with world.exchanging():
         checked = preflight(subject, skips, world=world)
+    if resuming and world.first:
+        compare_data(task, folder, console)
     world.first_does(lambda: _write_start(loaded, task, prepared, loop.plan, folder, world, own, resuming=resuming))
     shared = contention() if prepared.device.type == "cpu" and world.first else None
     said = [("cores", str(shared))] if shared else []
@@ -311,9 +314,8 @@ def _write_start(
         folder.write_json(name, content)
     trainable, total = trainable_share(prepared.model)
     shared: dict[str, Any] = {"processes": world.size, "machines": world.nodes}
-    folder.write_json(
-        "plan.json", {**asdict(plan), "task": task.kind, "parameters": total, "trained": trainable, OBJECTIVE: own.objective_name, **shared}
-    )
+    own_parts = {OBJECTIVE: own.objective_name, DATA: task.fingerprint()}
+    folder.write_json("plan.json", {**asdict(plan), "task": task.kind, "parameters": total, "trained": trainable, **own_parts, **shared})
     reasons = {f"precision.{role}": reason for role, reason in prepared.resolved.reasons.items()}
     reasons["precision.preset"] = prepared.resolved.why_preset
     values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
