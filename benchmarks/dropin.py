@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ import torch
 
 RESULTS = Path(__file__).parent / "results" / "dropin.json"
 PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
-BEGIN, END = "<!-- table: python -m benchmarks.dropin table -->", "<!-- end of table -->"
+# where the tables stand in the page
+MARKS = "<!-- table: python -m benchmarks.dropin table -->", "<!-- end of table -->"
+SPEED_MARKS = "<!-- speed: python -m benchmarks.dropin table -->", "<!-- end of speed -->"
 FORMS = ("full", "lora", "qlora")
+BF16_BATCHES = 8
 
 
 # --- curves
@@ -76,7 +80,10 @@ def curves(names: list[str], forms: list[str]) -> list[dict[str, Any]]:
 
 
 def bf16_errors(name: str, folder: Path) -> dict[str, Any]:
-    """How far loss and gradients of one bf16 batch are from an fp64 run's, unmodified and attached. A checkpoint in bf16, LoRA."""
+    """How far loss and gradients in bf16 are from an fp64 run's, unmodified and attached: root mean squares over some batches.
+
+    A checkpoint in bf16, LoRA. One batch would say little about a loss, whose roundings may cancel.
+    """
     from tests.integrations.trainers import TRAINERS, Setting
 
     from isotype.integrations import attach
@@ -87,27 +94,37 @@ def bf16_errors(name: str, folder: Path) -> dict[str, Any]:
             if ".lora_B." in n:  # zero at first: no gradient would reach A
                 torch.nn.init.normal_(p, std=0.05, generator=torch.Generator().manual_seed(len(n)))
         trainer.current_gradient_accumulation_steps = 1
-    inputs = one_batch(ways["exact"])
+    batches = some_batches(ways["exact"], BF16_BATCHES)
     attach(ways["attached"], "bf16-lora", quiet=True)
-    made = {}
+    losses, gradients = {}, {}
     for way, trainer in ways.items():
         trainer.model.train()
         model = trainer.model.double() if way == "exact" else trainer.model
-        with torch.autocast("cpu", torch.bfloat16, enabled=way == "unmodified"):
-            loss = trainer.compute_loss(model, dict(inputs))
-            loss.backward()
-        named = sorted((n, p.grad.double().flatten()) for n, p in model.named_parameters() if p.grad is not None)
-        made[way] = float(loss), torch.cat([g for _, g in named])
-    loss, gradient = made.pop("exact")
+        of = [_loss_and_gradient(trainer, model, dict(inputs), autocast=way == "unmodified") for inputs in batches]
+        losses[way] = torch.tensor([loss for loss, _ in of], dtype=torch.float64)
+        gradients[way] = torch.stack([gradient for _, gradient in of])
+    exact_loss, exact = losses.pop("exact"), gradients.pop("exact")
     return {
         "trainer": name,
-        "loss": {way: abs(of[0] - loss) for way, of in made.items()},
-        "gradient": {way: float((of[1] - gradient).norm() / gradient.norm()) for way, of in made.items()},
+        "batches": len(batches),
+        "loss": {way: float((loss - exact_loss).square().mean().sqrt()) for way, loss in losses.items()},
+        "gradient": {
+            way: float(((gradient - exact).norm(dim=1) / exact.norm(dim=1)).square().mean().sqrt()) for way, gradient in gradients.items()
+        },
     }
 
 
+def _loss_and_gradient(trainer: Any, model: Any, inputs: dict[str, Any], *, autocast: bool) -> tuple[float, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = trainer.compute_loss(model, inputs)
+        loss.backward()
+    named = sorted((n, p.grad.double().flatten()) for n, p in model.named_parameters() if p.grad is not None)
+    return float(loss), torch.cat([g for _, g in named])
+
+
 def table(cells: list[dict[str, Any]]) -> str:
-    """Markdown: a row a trainer, a column a form; what each cell says is explained below the table in the page."""
+    """Markdown: a row a trainer, in alphabetical order, a column a form; the page explains what a cell says."""
 
     def shown(cell: dict[str, Any] | None) -> str:
         if cell is None:
@@ -117,7 +134,7 @@ def table(cells: list[dict[str, Any]]) -> str:
         return cell["failed"] if "failed" in cell else f"{cell['loss']:.0e} / {cell['gradient_norm']:.0e}"
 
     by = {(c["trainer"], c["form"], c["checkpointing"]): c for c in cells}
-    names = list(dict.fromkeys(c["trainer"] for c in cells))
+    names = sorted({c["trainer"] for c in cells}, key=str.lower)
     columns = [(form, checkpointing) for form in FORMS for checkpointing in (False, True)]
     titles = [f"{form}{', checkpointing' if checkpointing else ''}" for form, checkpointing in columns]
     lines = ["| trainer | head answered by | " + " | ".join(titles) + " |", "|---" * (len(columns) + 2) + "|"]
@@ -128,11 +145,25 @@ def table(cells: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write_table() -> None:
+def speed_table(measured: list[dict[str, Any]]) -> str:
+    """Markdown: a row a trainer, the unmodified one beside the attached one."""
+    lines = ["| trainer | tokens/s, unmodified : attached | ratio | ratio of CPU time | step memory, MiB | ratio |", "|---" * 6 + "|"]
+    for one in measured:
+        tokens, memory = one["tokens_per_second"], one["step_mib"]
+        lines.append(
+            f"| {one['trainer']} | {tokens['unmodified']:.0f} : {tokens['attached']:.0f} | {one['speed_ratio']:.1f} "
+            f"| {one['cpu_ratio']:.1f} | {memory['unmodified']:,.0f} : {memory['attached']:,.0f} | {one['memory_ratio']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def write_tables() -> None:
+    results = json.loads(RESULTS.read_text())
     text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{table(json.loads(RESULTS.read_text())['curves'])}\n{END}{after}", encoding="utf-8")
+    for (begin, end), made in ((MARKS, table(results["curves"])), (SPEED_MARKS, speed_table(results["speed"]))):
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{made}\n{end}{rest.split(end)[1]}"
+    PAGE.write_text(text, encoding="utf-8")
 
 
 # --- speed and memory
@@ -194,12 +225,23 @@ def by_length(completions: list[str], **_: Any) -> list[float]:
 
 
 def one_batch(trainer: Any) -> dict[str, Any]:
-    """The inputs of one step; of a policy trainer with its rollout, which is drawn once and is no part of the step."""
+    """The inputs of one step over all rows; of a policy trainer the rollouts of one row."""
+    return _inputs(trainer, [trainer.train_dataset[i] for i in range(len(trainer.train_dataset))])
+
+
+def some_batches(trainer: Any, count: int) -> list[dict[str, Any]]:
+    """The inputs of `count` steps, each of its own rows."""
     rows = [trainer.train_dataset[i] for i in range(len(trainer.train_dataset))]
+    size = len(rows) // count
+    return [_inputs(trainer, rows[i * size : (i + 1) * size]) for i in range(count)]
+
+
+def _inputs(trainer: Any, rows: list[Any]) -> dict[str, Any]:
+    """The rows, collated; of a policy trainer the rollouts of the first, which are drawn once and are no part of the step."""
     if not hasattr(trainer, "_generate_and_score_completions"):
         return dict(trainer.data_collator(rows))
     torch.manual_seed(0)
-    return dict(trainer._generate_and_score_completions([rows[0]] * len(rows)))
+    return dict(trainer._generate_and_score_completions([rows[0]] * len(trainer.train_dataset)))
 
 
 class Step:
@@ -267,7 +309,11 @@ def speed(name: str, *, length: int, rows: int, pairs: int, checkpointing: bool,
 
 
 def overhead(*, pairs: int, layers: int, length: int) -> dict[str, Any]:
-    """CPU time of a step with and without the guards, on one attached trainer: the median of the pairs' ratios."""
+    """CPU time of a step with and without the guards, on one attached trainer: the median of the pairs' ratios.
+
+    A pair scatters by more than the guards cost. So `own` says it a second way: the CPU time inside the guards' code over that of the
+    step around it, in the same steps. Clipping, which replaces the trainer's, counts whole: an upper bound.
+    """
     from isotype.integrations import attach
     from isotype.integrations.guards import Guards
 
@@ -279,28 +325,47 @@ def overhead(*, pairs: int, layers: int, length: int) -> dict[str, Any]:
         plain = guards.methods.original("training_step")  # below the guards; logits are deferred and ops fused in both
         optimizer = torch.optim.AdamW([p for p in trainer.model.parameters() if p.requires_grad], lr=1e-4)
 
-        def run(watched: bool) -> float:
-            cpu = time.process_time()
-            (trainer.training_step if watched else plain)(trainer.model, dict(step.inputs))
-            norm = trainer._clip_grad_norm if watched else guards.methods.original("_clip_grad_norm")
-            norm(trainer.model)
+        def cpu_of(call: Callable[..., Any], *args: Any) -> float:
+            before = time.process_time()
+            call(*args)
+            return time.process_time() - before
+
+        def run(watched: bool) -> tuple[float, float]:
+            """CPU seconds of the step, and those of them inside the guards' code."""
+            begun, below = time.process_time(), 0.0
+
+            def original(*args: Any) -> torch.Tensor:
+                nonlocal below
+                before = time.process_time()
+                loss: torch.Tensor = plain(*args)
+                below = time.process_time() - before
+                return loss
+
             if watched:
-                guards.on_pre_optimizer_step(None, None, None)
-            optimizer.step()
-            if watched:
-                guards.on_optimizer_step(None, None, None)
+                own = cpu_of(guards._training_step, original, trainer.model, dict(step.inputs)) - below
+                own += cpu_of(trainer._clip_grad_norm, trainer.model)
+                own += cpu_of(guards.on_pre_optimizer_step, None, None, None)
+                optimizer.step()
+                own += cpu_of(guards.on_optimizer_step, None, None, None)
+            else:
+                own = 0.0
+                plain(trainer.model, dict(step.inputs))
+                guards.methods.original("_clip_grad_norm")(trainer.model)
+                optimizer.step()
             trainer.model.zero_grad()
-            return time.process_time() - cpu
+            return time.process_time() - begun, own
 
         trainer.optimizer = trainer.accelerator.prepare_optimizer(optimizer)
         guards.on_train_begin(None, None, None)
         run(True), run(False)
-        ratios = []
+        ratios, shares = [], []
         for i in range(pairs):
             seconds = {watched: run(watched) for watched in ((True, False) if i % 2 else (False, True))}
-            ratios.append(seconds[True] / seconds[False] - 1)
+            ratios.append(seconds[True][0] / seconds[False][0] - 1)
+            shares.append(seconds[True][1] / (seconds[True][0] - seconds[True][1]))
         assert attached.manifest.replaced
-    return {"pairs": pairs, "layers": layers, "length": length, "overhead": statistics.median(ratios), "each": ratios}
+    found = {"overhead": statistics.median(ratios), "own": statistics.median(shares), "each": ratios, "each_own": shares}
+    return {"pairs": pairs, "layers": layers, "length": length, **found}
 
 
 def keep(key: str, value: Any) -> None:
@@ -308,6 +373,8 @@ def keep(key: str, value: Any) -> None:
     if key == "curves":
         fresh = {(c["trainer"], c["form"], c["checkpointing"]) for c in value}
         value = [c for c in found.get(key, []) if (c["trainer"], c["form"], c["checkpointing"]) not in fresh] + value
+    elif key == "overhead":
+        pass  # one measurement: the last
     elif key in found:
         value = [*[v for v in found[key] if v.get("trainer") != value[0].get("trainer")], *value]
     RESULTS.write_text(json.dumps(found | {key: value}, indent=1) + "\n")
@@ -348,7 +415,7 @@ def main() -> None:
         keep("overhead", [found])
         print(json.dumps(found, indent=1))
     else:
-        write_table()
+        write_tables()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from isotype.testing.expect import binding
 
 
 @pytest.mark.parametrize(("text", "word"), [("torch.bfloat16", "bf16"), ("c10::Half", "fp16"), ("BFloat16", "bf16"), ("f32", "fp32")])
-def test_parses_common_spellings(text, word):
+def test_common_spellings_of_a_dtype_are_parsed(text, word):
     assert dtypes.parse(text) == word
 
 
@@ -53,7 +53,7 @@ def test_expect_returns_its_tensor():
 @pytest.mark.parametrize(
     ("spec", "error"), [("fp32[T D]", DtypeError), ("bf16[T D E]", ShapeError), ("bf16[T 4]", ShapeError), ("bf16[T T]", ShapeError)]
 )
-def test_expect_refuses(spec, error):
+def test_expect_refuses_a_wrong_dtype_or_shape(spec, error):
     with pytest.raises(error):
         isotype.expect(torch.zeros(2, 3, dtype=torch.bfloat16), spec)
 
@@ -67,7 +67,7 @@ def test_names_bind_across_calls_in_a_block():
             isotype.expect(torch.zeros(2, 3, dtype=torch.bfloat16), "F[T D]")
 
 
-def test_spec_refuses_nonsense():
+def test_a_spec_without_meaning_is_refused():
     for text in ("bf16", "bf17[T]", "bf16[*a *b]"):
         with pytest.raises(ValueError):
             TensorSpec.parse(text)

@@ -24,7 +24,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in PROGRAMS])
-def test_program_runs(name, tmp_path):
+def test_each_example_program_runs_and_prints(name, tmp_path):
     done = run([sys.executable, str(EXAMPLES / name)], tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip()
@@ -44,7 +44,7 @@ def test_cells_of_a_notebook_run_in_order(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", TESTS)
-def test_test_file_passes(name, tmp_path):
+def test_the_example_of_a_test_file_passes(name, tmp_path):
     done = run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(EXAMPLES / name), "--rootdir", str(tmp_path)], tmp_path)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout

@@ -45,7 +45,7 @@ def test_both_runs_are_whole_and_ordinary(made: Path) -> None:
     assert model.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] > ids["input_ids"].shape[1]
 
 
-def test_it_learns(made: Path) -> None:
+def test_the_loss_of_pretraining_falls(made: Path) -> None:
     rows = [json.loads(line) for line in (made / "pretrain" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses[-1] < losses[0] - 0.3

@@ -1,4 +1,5 @@
-"""The wheel: it holds what users need and nothing else, and the doctor's first commands run from it with the base dependencies alone.
+"""The wheel: it holds what users need and nothing else, the doctor's first commands run from it with the base dependencies alone, and
+mypy sees its types.
 
 No network: the base dependencies are those of this environment, found by the wheel's own metadata and linked into an empty environment.
 Nothing else (torch, numpy, pytest) can be imported there.
@@ -15,6 +16,7 @@ import venv
 import zipfile
 from email.parser import Parser
 from importlib.metadata import distribution
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,22 @@ def build(make):
     torch.set_default_dtype(torch.bfloat16)
     model = make()
     torch.set_default_dtype(torch.float32)
+"""
+
+USER = """
+import torch
+from isotype import Finding, OpContract, Precision, expect, optimize, restore, trace, train
+
+precision = Precision.preset("bf16-lora")
+reveal_type(precision)
+reveal_type(precision.base)
+reveal_type(optimize)
+reveal_type(optimize(torch.nn.Linear(1, 1), precision))
+reveal_type(restore(torch.nn.Linear(1, 1)))
+with trace(torch.nn.Linear(1, 1)) as seen:
+    reveal_type(seen.findings)
+reveal_type(train)
+precision.bsae
 """
 
 
@@ -150,3 +168,26 @@ def test_the_environment_has_nothing_else(environment):
     code = "import importlib.util as u; print([n for n in ('torch', 'numpy', 'transformers', 'pytest', 'triton') if u.find_spec(n)])"
     done = subprocess.run([str(environment), "-I", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.skipif(find_spec("mypy") is None, reason="needs mypy")
+def test_a_users_file_sees_classes_and_functions_of_the_installed_wheel(environment, tmp_path):
+    """The misspelt role is the one error in the file, and nothing that the package exports is Any. torch is not there, and is Any."""
+    (tmp_path / "user.py").write_text(USER, encoding="utf-8")
+    settings = ["--follow-imports=silent", "--ignore-missing-imports", "--no-error-summary", "--config-file=", "--cache-dir=cache"]
+    command = [sys.executable, "-m", "mypy", *settings, f"--python-executable={environment}", "user.py"]
+    clean = {key: value for key, value in os.environ.items() if key not in ("MYPYPATH", "PYTHONPATH")}
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=600, check=False)
+    lines = [line.partition(": ")[2] for line in done.stdout.splitlines()]
+    shown = [line.split('"')[1] for line in lines if line.startswith("note: Revealed")]
+    assert shown[0] == "isotype.precision.precision.Precision", done.stdout + done.stderr
+    assert shown[1] == "str" or shown[1] == "builtins.str"
+    assert shown[2].startswith("def (model: Any, precision:")
+    assert shown[3] == "isotype.optimize.manifest.Manifest"
+    assert shown[4] in ("int", "builtins.int")
+    assert "isotype.finding.Finding" in shown[5]
+    assert shown[6].startswith("def (")
+    assert shown[6].endswith("isotype.entry.run.Run")
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "bsae" in errors[0]

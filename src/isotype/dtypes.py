@@ -78,12 +78,12 @@ def to_torch(dtype: str) -> torch.dtype:
 
 
 def torch_word(dtype: str) -> str:
-    """`bf16` -> `bfloat16`, as torch and the configurations of others spell it; a word that is none of ours stays as it is."""
+    """`bf16` -> `bfloat16`, as torch and the configurations of others spell it; an unknown word is returned unchanged."""
     return _TABLE.get(dtype, (None,))[0] or dtype
 
 
 def itemsize(dtype: str) -> float:
-    """Bytes an element (0.5 for nf4)."""
+    """Bytes per element (0.5 for nf4)."""
     return _TABLE[parse(dtype)][1] / 8
 
 
@@ -97,7 +97,7 @@ def eps(dtype: str) -> float:
 
 
 def significant_bits(dtype: str) -> int:
-    """Bits of a value that count, the leading one among them: whole numbers are exact up to 2 to that power."""
+    """The number of significant bits, with the leading one. Whole numbers up to 2 to this power are exact."""
     return _TABLE[parse(dtype)][3] + 1
 
 

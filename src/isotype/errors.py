@@ -11,7 +11,7 @@ class IsotypeError(Exception):
 
     exit_status = 1
     shown_elsewhere = False
-    """Another process of this run shows it: the command line only ends with its status."""
+    """Another process of this run prints the error; this one only exits with its status."""
 
     def __init__(self, message: str, *, code: str | None = None, fix: str | None = None) -> None:
         self.code, self.message, self.fix = code, message, fix
@@ -32,7 +32,7 @@ class PreflightError(IsotypeError, ValueError):
 
 
 class RunError(IsotypeError, RuntimeError):
-    """The run failed after it started. No ValueError: what the caller gave was right."""
+    """The run failed after it started. Not a ValueError, since the caller's arguments were valid."""
 
     exit_status = 1
 

@@ -1,4 +1,4 @@
-"""What the doctor and the preflight say: one type for every part of Isotype.
+"""`Finding`: the form in which every part of Isotype reports a fault, such as the doctor and the preflight.
 
 A `Finding` answers five questions: what (code, message), where (place), why (cause), what was declared, what to do (fix).
 """

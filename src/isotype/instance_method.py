@@ -1,6 +1,6 @@
-"""A method of one instance, in place of its class's: what `optimize` and `apply_precision` put on a module.
+"""A method of one instance that replaces its class's. `optimize` and `apply_precision` put such methods on modules.
 
-A plain bound method in an instance's `__dict__` is pickled by its name, which the class does not have: such a file is written and cannot be
+A plain bound method in an instance's `__dict__` is pickled by its name, which the class does not have: such a file can be written but not
 read. And once another library has wrapped the method, taking it out of the `__dict__` would take the wrapper too. Imports no torch.
 """
 
@@ -39,7 +39,7 @@ class InstanceMethod:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        # the class's: a trainer reads from it which columns of the data a model takes
+        # the signature of the class's method: trainers read from it which columns of the data a model takes
         return inspect.signature(self.own())
 
     def own(self) -> MethodType:
@@ -47,12 +47,13 @@ class InstanceMethod:
         return MethodType(getattr(type(self.instance), self.name), self.instance)
 
     def put(self) -> None:
-        # past nn.Module's __setattr__
+        # bypasses nn.Module's __setattr__
         self.before = self.instance.__dict__.get(self.name)
         self.instance.__dict__[self.name] = self
 
     def take_back(self) -> None:
-        """What was there before is in its place again; a wrapper that someone has put around this one stays, and calls what was there."""
+        """Restores what was there before. A wrapper that other code has put around this method stays, and then calls what was there
+        before."""
         attributes = self.instance.__dict__
         there: Any = self.own() if self.before is None else self.before
         if attributes.get(self.name) is self:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Placement:
     """One module, and the op that runs there now.
 
-    part    norm, layer, gated mlp, rotary, attention, head, lora, 4-bit, generate, experts, or foreign
+    part    norm, layer, gated mlp, rotary, attention, head, lora, 4-bit, generate, experts, or foreign; of a denoiser also block,
+            modulated norm, joint attention, activation
     module  its path in the model; "" is the model itself
     kind    its class; of a LoRA layer, the class of its base layer
     op      the op; None where the module runs its own code

@@ -1,4 +1,4 @@
-"""Text that a model wrote, as a terminal may show it."""
+"""Makes text that a model wrote safe to print in a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`isotype quickstart`: a small model from nothing, then an adapter on it, with real text on any machine and no network.
+"""`isotype quickstart`: a small model from random weights, then an adapter on it, with real text, on any machine, without a network.
 
 The folder holds everything needed to do it again by hand: the text, the tokenizer and the model's configuration, and two files,
 `pretrain.yaml` and `tune.yaml`, that `isotype train` takes. Both stages are ordinary runs. A finished stage is not repeated and an
@@ -7,7 +7,6 @@ interrupted one is resumed, so the command can be given again at any time.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .entry.stage import quoted, run_stage
 from .errors import UsageError
 from .printable import printable
 
@@ -32,8 +32,8 @@ TEXT, PARTS, PRETRAIN, TUNE = "text.txt", "small", "pretrain.yaml", "tune.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large the model is and how long it trains. The default takes two and a half minutes on two idle cores with bf16, and is
-    shortened to the speed that is met."""
+    """How large the model is and how long it trains. The default takes two and a half minutes on two idle cores with bf16, and is shortened
+    on slower machines."""
 
     vocabulary: int = 2048
     hidden: int = 192
@@ -65,7 +65,7 @@ def quickstart(folder: Path, *, size: Size | None = None, json_output: bool = Fa
         say(f"\n{what}  ({folder / file})")
         if stage == "tune" and size is None:
             _tune_in_what_is_left(folder, time.monotonic() - begun, say)
-        if (status := _stage(folder / stage, folder / file, json_output=json_output)) != 0:
+        if (status := run_stage(folder / stage, folder / file, json_output=json_output)) != 0:
             say(f"go on with: isotype quickstart --folder {folder}")
             return status
         results[stage] = json.loads((folder / stage / "result.json").read_text(encoding="utf-8"))
@@ -155,7 +155,8 @@ def tuning_steps(left: float, pretraining_step: float) -> int:
 
 
 def _take_fewer_threads_where_faster(say: Callable[[str], None]) -> None:
-    """On cores that other programs use. An ordinary run only advises it: the number of threads decides the order of sums."""
+    """Uses fewer threads where other programs use the cores. An ordinary run only advises this, since the number of threads decides the
+    order of sums."""
     import torch
 
     from .training.contention import contention
@@ -167,7 +168,7 @@ def _take_fewer_threads_where_faster(say: Callable[[str], None]) -> None:
 
 
 def step_seconds(config: Any, *, rows: int, length: int) -> float:
-    """Seconds of one training step of this model, as far as this machine lets it be fast now; 0 with a GPU, which is always fast enough."""
+    """Seconds of one training step of this model: the lower quartile of measured steps; 0 with a GPU, which is always fast enough."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -186,28 +187,7 @@ def step_seconds(config: Any, *, rows: int, length: int) -> float:
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         seen.append(time.perf_counter() - begin)
-    return sorted(seen[1:])[_PROBED // 4]  # the first one starts the threads, and some meet other programs
-
-
-def _stage(run: Path, file: Path, *, json_output: bool) -> int:
-    from .config.load import load
-    from .tasks.choose import train
-
-    if finished(run):
-        print(f"done before: {run}", file=sys.stderr if json_output else sys.stdout)
-        return 0
-    loaded = load(file, [], {})
-    # with --json, stdout belongs to the one object at the end
-    with contextlib.redirect_stdout(sys.stderr) if json_output else contextlib.nullcontext():
-        return train(loaded, resume=run if (run / "resolved.yaml").is_file() else None)
-
-
-def finished(run: Path) -> bool:
-    try:
-        done: bool = json.loads((run / "result.json").read_text(encoding="utf-8")).get("status") == "done"
-        return done
-    except (OSError, ValueError, AttributeError):
-        return False
+    return sorted(seen[1:])[_PROBED // 4]  # the first step starts the threads; other programs slow some of the others
 
 
 def _show(folder: Path, summary: dict[str, Any], say: Callable[[str], None]) -> None:
@@ -237,10 +217,10 @@ def _pretrain_yaml(folder: Path, size: Size) -> str:
 # A small model from random weights, every one of them trained, on plain text.
 model:
   init: random
-  config: {_quoted(folder / PARTS)}
-  tokenizer: {_quoted(folder / PARTS)}
+  config: {quoted(folder / PARTS)}
+  tokenizer: {quoted(folder / PARTS)}
 data:
-  train: {_quoted(folder / TEXT)}
+  train: {quoted(folder / TEXT)}
   max_length: {size.window}
   eval_split: 0.02
 adapter:
@@ -252,7 +232,7 @@ train:
   beta2: 0.95
   eval_every: {max(1, size.pretrain_steps // 5)}
 run:
-  folder: {_quoted(folder / "pretrain")}
+  folder: {quoted(folder / "pretrain")}
   sample_every: {max(1, size.pretrain_steps // 2)}
   keep: 1
   sample_tokens: 40
@@ -263,7 +243,7 @@ def _tune_yaml(folder: Path, size: Size) -> str:
     return f"""\
 # An adapter on the model that pretrain.yaml makes; put your own file in data.train to tune it on something else.
 model:
-  name: {_quoted(folder / "pretrain" / "model")}
+  name: {quoted(folder / "pretrain" / "model")}
 data:
   train: stdlib
   max_length: {size.window}
@@ -278,13 +258,8 @@ train:
   learning_rate: 2.0e-3
   eval_every: {max(1, size.tune_steps // 5)}
 run:
-  folder: {_quoted(folder / "tune")}
+  folder: {quoted(folder / "tune")}
   sample_every: {max(1, size.tune_steps // 2)}
   keep: 1
   sample_tokens: 48
 """
-
-
-def _quoted(value: object) -> str:
-    """A YAML scalar: JSON's strings are YAML's double-quoted ones."""
-    return json.dumps(str(value))

@@ -47,13 +47,13 @@ def test_sarif_paths_are_relative_to_the_repository(repository: Path):
     assert log["runs"][0]["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == result["ruleId"] == "CF001"
 
 
-def test_the_device_decides(repository: Path):
+def test_bf16_is_right_on_h100_and_refused_on_t4(repository: Path):
     (repository / "configs" / "args.json").write_text('{"output_dir": "o", "bf16": true, "logging_steps": 1}')
     assert isotype("check", "configs", "--device", "h100", cwd=repository).returncode == 0
     assert isotype("check", "configs", "--device", "Tesla T4", cwd=repository).returncode == 1
 
 
-def test_fail_on(repository: Path):
+def test_fail_on_warning_changes_the_exit_status_of_a_warning(repository: Path):
     (repository / "configs" / "args.json").write_text('{"mixed_precision": "bf16", "downcast_bf16": true, "compute_environment": "x"}')
     assert isotype("check", "configs", cwd=repository).returncode == 0
     assert isotype("check", "configs", "--fail-on", "warning", cwd=repository).returncode == 1

@@ -125,7 +125,7 @@ def test_a_file_with_a_syntax_error(tmp_path):
         raise conform(path).exception
 
 
-def test_the_cases(shared, capsys):
+def test_conform_finds_the_fault_of_each_real_case_and_passes_its_mend(shared, capsys):
     """Every fault in the folder of real cases is found, and its repaired form passes."""
     for case in sorted((shared / "cases").glob("amp-*")):
         found = conform(case / "case.py", "--json")

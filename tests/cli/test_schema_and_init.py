@@ -28,7 +28,7 @@ def test_the_schema_forbids_unknown_keys_and_describes_every_key():
         assert all(key.get("description") for key in section["properties"].values())
 
 
-def test_init_writes_once(tmp_path):
+def test_init_does_not_overwrite_a_file(tmp_path):
     file = tmp_path / "run.yaml"
     assert str(file) in invoke("init", str(file), "--preset", "qlora", "--model", "m", "--data", "d.jsonl")
     before = file.read_text()
@@ -40,7 +40,7 @@ def test_init_writes_once(tmp_path):
     assert load(file).config.adapter.kind == "none"
 
 
-def test_init_prints_json(tmp_path):
+def test_init_prints_the_file_that_it_writes_as_json(tmp_path):
     answer = json.loads(invoke("init", str(tmp_path / "a.yaml"), "--json"))
     assert (tmp_path / "a.yaml").read_text() == answer["text"]
     assert invoke("init", "-") == answer["text"]

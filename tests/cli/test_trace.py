@@ -93,7 +93,7 @@ def test_mistakes_are_one_line_and_exit_2(program, arguments, words):
     assert "Traceback" not in done.stderr
 
 
-def test_map_option_draws(program, tmp_path):
+def test_map_option_writes_the_precision_map(program, tmp_path):
     done = isotype(f"{program}:fine", "--map", tmp_path / "map.html")
     assert done.returncode == 0, done.stderr
     assert "<title>Precision map" in (tmp_path / "map.html").read_text()

@@ -17,7 +17,7 @@ BASE = load(None, ["model.name=m", "data.train=d"]).config
      ("train.seed=1", False), ("model.name=n", False), ("precision.preset=fp32", False), ("adapter.r=8", False), ("data.train=e", False),
      ("train.batch_size=2", False)],
 )  # fmt: skip
-def test_what_may_change(override, allowed):
+def test_each_key_may_or_may_not_change_on_resume(override, allowed):
     changes = compare(BASE, load(None, ["model.name=m", "data.train=d", override]).config)
     assert [(c.key, c.allowed) for c in changes] == [(override.partition("=")[0], allowed)]
 

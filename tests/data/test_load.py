@@ -204,7 +204,7 @@ def test_stdlib_works_with_any_tokenizer(families: SimpleNamespace) -> None:
         assert loaded.prompts[0].reference
 
 
-def test_users_own_prompts(families: SimpleNamespace) -> None:
+def test_prompts_of_the_user_are_rendered_and_empty_ones_refused(families: SimpleNamespace) -> None:
     tokenizer = families.of("mistral")
     (chat_prompt,) = prompts_from(["why?"], tokenizer, chat_template=tokenizer.chat_template)
     assert tokenizer.decode(chat_prompt.input_ids) == "<s>[INST] why? [/INST]"

@@ -24,7 +24,7 @@ def tokenizer() -> object:
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_every_text_survives(tokenizer, text: str) -> None:
+def test_every_text_is_decoded_as_it_was_encoded(tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 

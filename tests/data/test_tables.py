@@ -30,7 +30,7 @@ def test_cells_may_hold_delimiters_quotes_and_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "mark"), [("a.tsv", "\t"), ("a.csv", ";")])
-def test_other_delimiters(tmp_path: Path, name: str, mark: str) -> None:
+def test_csv_with_other_delimiters_is_read(tmp_path: Path, name: str, mark: str) -> None:
     (row,) = read_csv(written(tmp_path, name, f"prompt{mark}completion\na, b{mark}c\n"), name)
     assert row.value == {"prompt": "a, b", "completion": "c"}
 

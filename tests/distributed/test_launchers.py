@@ -27,7 +27,7 @@ def launched(module, *options, given):
     return subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_torchrun(given):
+def test_torchrun_starts_one_run_of_two_processes(given):
     status, said = ended(launched(TORCHRUN, "--nproc-per-node", "2", given=given))
     assert status == 0, said
     assert said.count("step 6/6  loss") == 1

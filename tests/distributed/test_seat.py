@@ -17,7 +17,7 @@ def test_without_a_launcher_there_is_one_process():
     assert find_seat({"RANK": "0", "WORLD_SIZE": "1"}).size == 1
 
 
-def test_torchrun_and_accelerate():
+def test_variables_of_torchrun_and_accelerate_give_the_seat_and_the_launcher():
     seat = find_seat(TORCHRUN)
     assert (seat.rank, seat.size, seat.local_rank, seat.local_size, seat.launcher) == (3, 4, 1, 2, "torchrun")
     assert find_seat(TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}).launcher == "accelerate"
@@ -34,7 +34,7 @@ def test_torchrun_and_accelerate():
         ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}, "SLURM started 8 tasks"),
     ],
 )
-def test_refusals(environ, said):
+def test_variables_that_contradict_each_other_are_refused(environ, said):
     with pytest.raises(UsageError, match=said):
         find_seat(environ)
 

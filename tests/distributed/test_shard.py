@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from isotype.config.load import load
 from isotype.distributed.shard import refuse_two_dtypes, rows_of_each, units_of, whole_tensors
@@ -181,6 +182,32 @@ def test_the_same_number_of_shards_resumes_bit_for_bit_after_a_kill(configured, 
     assert status == 0, said
     for name in ("adapter/adapter_model.safetensors", "checkpoints/step_4/tensors.safetensors", "checkpoints/step_4/tensors.1.safetensors"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_before_the_first_step_is_named(configured, tmp_path):
+    configured("run", train=STEPS, parallel={"kind": "shard"}, run={"sample_every": 2})
+    status, said = run(2, tmp_path / "run.yaml", fault=[1, 0, "die"])
+    assert status == 1
+    assert "Traceback" not in said
+    assert "MP001 step 0: rank 1 on " in said
+    assert said.count("isotype: ") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_process_that_is_late_at_the_check_of_the_result_ends_well(late, configured, workshop, tmp_path):
+    """The head is the embedding, as in the run that was seen to end with MP001."""
+    base = tmp_path / "base"
+    shutil.copytree(workshop.base, base)
+    config = AutoConfig.from_pretrained(base)
+    config.tie_word_embeddings = True
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
+    configured("run", model={"name": str(base)}, train=STEPS | {"steps": 2}, parallel={"kind": "shard"}, **FULL)
+    status, said = run(2, tmp_path / "run.yaml", late=[late, 2.0])
+    assert status == 0, said
+    assert "MP00" not in said
+    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "done"
 
 
 @pytest.mark.slow

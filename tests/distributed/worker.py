@@ -5,7 +5,10 @@ command         arguments of `isotype`, which is then run instead
 toy             the toy task instead of the language task
 group           the process group is there before the run
 counted         prints the bytes that the last step sent
-fault           [rank, step, what]: at that step that process is killed (`die`), stops (`stop`), sleeps (`hang`) or raises (`raise`)
+late            [rank, seconds]: that process comes so late out of each exchange of the check of the result; the first one waits 0.1 s for
+                others after an error
+fault           [rank, step, what]: at that step (0: at the samples before the first one) that process is killed (`die`), stops (`stop`),
+                sleeps (`hang`) or raises (`raise`)
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 import torch.distributed
 
 from isotype.config.load import load
+from isotype.distributed import world
 from isotype.errors import IsotypeError
 from isotype.training.loop import Loop
 from isotype.training.run import train
@@ -40,41 +44,77 @@ def act(what: str) -> None:
 
 
 def with_fault(rank: int, step: int, what: str) -> None:
-    """Makes one process act at the beginning of a step."""
-    takes = Loop._own_rows
+    """Makes one process act at the beginning of a step, or at the samples before the first one."""
+    takes, samples = Loop._own_rows, Loop._sample
 
     def own_rows(loop):
         if (loop.world.rank, loop.progress.step + 1) == (rank, step):
             act(what)
         return takes(loop)
 
-    Loop._own_rows = own_rows
+    def sample(loop):
+        if (loop.world.rank, loop.progress.step) == (rank, step) == (rank, 0):
+            act(what)
+        return samples(loop)
+
+    Loop._own_rows, Loop._sample = own_rows, sample
+
+
+def with_late_process(rank: int, seconds: float) -> None:
+    """Delays one process after each sum of the check of the result, where a busy machine may delay it too."""
+    world.LEAVING = 0.1
+    sums = world.JoinedWorld.sum
+
+    def late(self, values):
+        summed = sums(self, values)
+        if self.rank == rank and self._watch.sign.doing == "the result":
+            time.sleep(seconds)
+        return summed
+
+    world.JoinedWorld.sum = late
+
+
+# name -> (place and name of the tensor that all processes together have, how many times a ring sends it); torch renamed two of them
+COLLECTIVES = {
+    "all_reduce": (0, "tensor", 2),
+    "all_gather_single": (0, "output_tensor", 1),
+    "all_gather_into_tensor": (0, "output_tensor", 1),
+    "reduce_scatter_single": (1, "input", 1),
+    "reduce_scatter_tensor": (1, "input", 1),
+}
 
 
 def with_counted_bytes() -> None:
-    """Prints at each step what its collectives sent, by ring algorithms: the sizes are those of the tensors that they were given."""
-    sent, takes = [0.0], Loop._step
+    """Prints at each step what its collectives sent, by ring algorithms: the sizes are those of the tensors that they were given.
 
-    def counting(name: str, place: int, times: int) -> None:
+    FSDP and the world look the functions up in `torch.distributed` when they call them.
+    """
+    sent, takes = {"in all": 0.0, "between": 0.0}, Loop._step
+
+    def counting(name: str, place: int, keyword: str, times: int) -> None:
         collective = getattr(torch.distributed, name)
 
         def call(*args, **kwargs):
-            tensor = args[place] if len(args) > place else kwargs["input_tensor" if place else "output_tensor"]
-            size = torch.distributed.get_world_size(kwargs.get("group"))
-            sent[0] += times * tensor.numel() * tensor.element_size() * (size - 1) / size
+            tensor = args[place] if len(args) > place else kwargs[keyword]
+            group = kwargs.get("group")
+            ranks = torch.distributed.get_process_group_ranks(group or torch.distributed.group.WORLD)
+            bytes_ = times * tensor.numel() * tensor.element_size() * (len(ranks) - 1) / len(ranks)
+            sent["in all"] += bytes_
+            local = int(os.environ["LOCAL_WORLD_SIZE"])
+            sent["between"] += bytes_ if len({rank // local for rank in ranks}) > 1 else 0.0
             return collective(*args, **kwargs)
 
         setattr(torch.distributed, name, call)
 
-    counting("all_reduce", 0, 2)
-    counting("all_gather_into_tensor", 0, 1)
-    counting("reduce_scatter_tensor", 1, 1)
+    for name, how in COLLECTIVES.items():
+        if hasattr(torch.distributed, name):
+            counting(name, *how)
 
     def step(loop, number):
-        sent[0] = 0.0
+        sent.update(dict.fromkeys(sent, 0.0))
         takes(loop, number)
         if loop.world.first:
-            print(f"step {number} sent {int(sent[0])} bytes")
+            print(f"step {number} sent {int(sent['in all'])} bytes, {int(sent['between'])} of them to other machines")
 
     Loop._step = step
 
@@ -83,6 +123,8 @@ def main() -> int:
     given = json.loads(sys.argv[1])
     if given.get("counted"):
         with_counted_bytes()
+    if given.get("late"):
+        with_late_process(*given["late"])
     if given.get("fault") and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         with_fault(*given["fault"])
     if given.get("command"):

@@ -17,7 +17,7 @@ PAGES = [
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_paths_exist(page: Path):
+def test_every_path_that_a_page_names_exists(page: Path):
     named = re.findall(r"`((?:src|tests|docs|evidence|benchmarks|examples)/[^`\s*]*)`", page.read_text(encoding="utf-8"))
     told = [path for path in named if not re.search(r"NAME|NNN|\.\.\.", path)]
     assert told

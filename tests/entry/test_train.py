@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import random
@@ -13,9 +14,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from typer.testing import CliRunner
 
 import isotype
+from isotype.cli.app import build_app
 from isotype.config.schema import TrainSection
+from isotype.entry.start import Ended
 from isotype.errors import RunError, UsageError
 from isotype.tasks.choose import train as train_loaded
 from tests.training.test_run import same_result
@@ -195,6 +199,75 @@ def test_a_run_leaves_the_process_as_it_was(workshop, tmp_path):
     before = process_state()
     isotype.train(**settings(workshop, tmp_path / "run", deterministic=True))
     assert process_state() == before
+
+
+def test_a_run_without_a_given_folder_is_found_when_its_name_has_the_time_of_its_start(workshop, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ticks = itertools.count()
+    monkeypatch.setattr("isotype.runs.folder.time.strftime", lambda form: f"start-{next(ticks)}")
+    run = isotype.train(**settings(workshop, "unused") | {"run": {"sample_every": 0}})
+    assert run.status == "done"
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [run.folder.name]
+
+
+def test_the_command_line_and_python_start_a_run_by_one_function(workshop, tmp_path, monkeypatch):
+    started = []
+
+    def recorded(loaded, **options):
+        started.append((loaded.config, options["resume"], options["skips"]))
+        return Ended(0, tmp_path / "run", begun=True)
+
+    monkeypatch.setattr("isotype.entry.start.start", recorded)
+    monkeypatch.setattr("isotype.entry.train.Run", lambda folder: folder)
+    (tmp_path / "run.yaml").write_text(f"model:\n  name: {workshop.base}\ndata:\n  train: {workshop.chats}\n")
+    given = [str(tmp_path / "run.yaml"), "train.steps=3", "--out", str(tmp_path / "run"), "--skip", "PF004=shared"]
+    assert CliRunner().invoke(build_app(), ["train", *given]).exit_code == 0
+    skip = {"PF004": "shared"}
+    assert isotype.train(tmp_path / "run.yaml", train={"steps": 3}, run=tmp_path / "run", skip=skip) == tmp_path / "run"
+    assert started[0] == started[1]
+
+
+def test_the_command_line_and_python_give_bit_identical_runs(workshop, tmp_path):
+    given = settings(workshop, tmp_path / "python")
+    run = isotype.train(**given)
+    asked = [f"{name}.{key}={value}" for name in ("data", "train") for key, value in given[name].items()]
+    asked += ["precision.preset=fp32", "adapter.r=4", "run.sample_tokens=4"]
+    ended = CliRunner().invoke(build_app(), ["train", "--model", str(workshop.base), "--out", str(tmp_path / "command"), *asked])
+    assert ended.exit_code == 0, ended.output
+    same_result(run.folder, tmp_path / "command")
+
+
+@pytest.mark.parametrize(
+    ("skip", "told"),
+    [
+        ({"PF04": "no"}, "no such check"),
+        ({"PF008": "no"}, "cannot be skipped"),
+        ({"PF004": " "}, "a reason is needed"),
+    ],
+)
+def test_a_check_that_cannot_be_skipped_is_refused_before_anything_is_loaded(skip, told):
+    with pytest.raises(UsageError, match=told):
+        isotype.train(model="nowhere", data="nothing.jsonl", skip=skip)
+
+
+def test_changes_that_make_another_run_need_accept_changes(workshop, tmp_path):
+    run = isotype.train(**settings(workshop, tmp_path / "run"), callbacks=[StopsAt2()])
+    with pytest.raises(UsageError, match="accept_changes=True"):
+        isotype.train(resume=run.folder, train={"learning_rate": 2e-3, "beta2": 0.9})
+    changed = isotype.train(resume=run.folder, train={"beta2": 0.9}, accept_changes=True)
+    assert changed.result["steps"] == 4
+    with pytest.raises(UsageError, match="no effect without resume"):
+        isotype.train(**settings(workshop, tmp_path / "other"), accept_changes=True)
+
+
+def test_an_interrupt_before_step_1_raises_keyboard_interrupt_and_leaves_no_run(workshop, tmp_path, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("isotype.training.run.preflight", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="before step 1"):
+        isotype.train(**settings(workshop, tmp_path / "run"))
+    assert not (tmp_path / "run/resolved.yaml").exists()
 
 
 def test_a_run_does_not_depend_on_the_callers_default_dtype_or_gradient_mode(workshop, tmp_path):

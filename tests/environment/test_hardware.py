@@ -19,7 +19,7 @@ GiB = 1 << 30
     [("p100", "none"), ("v100", "none"), ("t4", "none"), ("a100", "native"), ("l4", "native"), ("h100", "native"), ("b200", "native"),
      ("mi50", "none"), ("mi250x", "native"), ("mi300x", "native"), ("cpu", "emulated"), ("cpu-amx", "native")],
 )  # fmt: skip
-def test_bf16_by_generation(name, bf16):
+def test_each_generation_has_its_kind_of_bf16(name, bf16):
     assert hardware.by_name(name).bf16 == bf16
 
 
@@ -78,7 +78,7 @@ def test_a_cpu_is_known_by_its_flags(flags, machine, generation, bf16):
     assert hardware.GENERATIONS[generation].bf16 == bf16
 
 
-def test_the_cpu_here():
+def test_the_cpu_of_this_machine_is_found_with_cores_and_memory():
     found = hardware.detect("cpu")
     assert found.kind == "cpu"
     assert found.cores >= 1

@@ -29,7 +29,7 @@ def test_a_slice_of_the_campaign():
     assert answer["kept"] is None
 
 
-def test_differences_are_seen(configured, tmp_path):
+def test_a_changed_file_is_reported_as_a_difference_of_two_runs(configured, tmp_path):
     assert train(configured("one")) == 0
     assert train(configured("other")) == 0
     one, other = tmp_path / "one", tmp_path / "other"

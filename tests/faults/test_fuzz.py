@@ -53,7 +53,7 @@ def test_answers_and_acceptance_are_no_faults(chunk):
         (lambda m, folder, draw: (_ for _ in ()).throw(UsageError("x" * 30_000)), "a message of 30000 characters"),
     ],
 )
-def test_faults_are_seen(chunk, target, fault):
+def test_a_fault_is_reported_with_the_number_of_its_input(chunk, target, fault):
     done, _, faults = chunk(target, 1)
     assert done == 1
     assert [number for number, _ in faults] == [10]

@@ -175,7 +175,7 @@ def test_a_run_that_is_not_finished_is_loaded_from_its_checkpoint(run):
     assert load_run(run).taken == "checkpoint step_6"
 
 
-def test_ls_and_diff(configured, tmp_path):
+def test_ls_lists_runs_and_diff_shows_the_settings_that_differ(configured, tmp_path):
     assert train(configured("one")) == 0
     assert train(configured("two", train={"learning_rate": 5e-3})) == 0
     listed = json.loads(ask("ls", tmp_path, "--json"))["runs"]

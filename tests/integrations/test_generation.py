@@ -62,7 +62,7 @@ def test_rollouts_draw_other_completions_at_every_step(models):
     assert len(set(seen)) > len(seen) * 0.7
 
 
-def test_predict_with_generate(models):
+def test_predict_with_generate_gives_the_same_tokens_when_attached(models):
     made = []
     for on in (False, True):
         trainer = seq2seq(Setting(models, more={"predict_with_generate": True, "generation_max_length": 24}))

@@ -1,4 +1,4 @@
-"""The table of docs/trainers.md is the one that benchmarks/dropin.py makes of its results, and its cells hold what the page promises."""
+"""The tables of docs/trainers.md are those that benchmarks/dropin.py makes of its results, and the results hold what the page promises."""
 
 from __future__ import annotations
 
@@ -11,13 +11,31 @@ pytest.importorskip("trl")
 
 
 @pytest.fixture(scope="module")
-def cells():
-    return json.loads(dropin.RESULTS.read_text())["curves"]
+def results():
+    return json.loads(dropin.RESULTS.read_text())
 
 
-def test_the_page_has_the_table_of_the_results(cells):
-    written = dropin.PAGE.read_text(encoding="utf-8").split(dropin.BEGIN)[1].split(dropin.END)[0].strip()
-    assert written == dropin.table(cells)
+@pytest.fixture(scope="module")
+def cells(results):
+    return results["curves"]
+
+
+def test_the_page_has_the_tables_of_the_results(results, cells):
+    page = dropin.PAGE.read_text(encoding="utf-8")
+
+    def between(begin, end):
+        return page.split(begin)[1].split(end)[0].strip()
+
+    assert between(*dropin.MARKS) == dropin.table(cells)
+    assert between(*dropin.SPEED_MARKS) == dropin.speed_table(results["speed"])
+    assert f"{results['overhead'][0]['own']:.1%}" in page
+
+
+def test_the_attached_trainers_are_as_fast_and_as_small_as_the_page_promises(results):
+    measured = {one["trainer"]: (one["speed_ratio"], one["memory_ratio"]) for one in results["speed"]}
+    promised = {"SFT": (1.7, 0.6), "DPO": (1.4, 0.7), "GRPO": (1.3, 0.7)}
+    assert all(measured[name][0] >= speed and measured[name][1] <= memory for name, (speed, memory) in promised.items())
+    assert results["overhead"][0]["own"] < 0.02
 
 
 def test_every_trainer_was_tried_in_every_form_and_none_failed(cells):
@@ -45,7 +63,8 @@ def test_a_slice_of_the_table_is_as_its_results_say(name, form, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["SFT", "DPO", "GRPO"])
-def test_bf16_gradients_are_no_farther_from_fp64_than_the_unmodified_trainers(name, tmp_path):
+def test_bf16_losses_and_gradients_are_no_farther_from_fp64_than_the_unmodified_trainers(name, tmp_path):
     """Of a checkpoint in bf16: of one in fp32 the unmodified trainer keeps an fp32 residual stream, and Isotype's is in compute."""
     found = dropin.bf16_errors(name, tmp_path)
     assert found["gradient"]["attached"] <= 1.1 * found["gradient"]["unmodified"]
+    assert found["loss"]["attached"] <= 1.1 * found["loss"]["unmodified"]

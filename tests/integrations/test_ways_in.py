@@ -65,7 +65,7 @@ def test_a_contradiction_is_refused_when_the_callback_attaches(models):
         trainer.train()
 
 
-def test_axolotls_plugin(models, capsys, monkeypatch):
+def test_axolotls_plugin_attaches_with_the_precision_of_the_configuration(models, capsys, monkeypatch):
     base = types.ModuleType("axolotl.integrations.base")
     base.BasePlugin = type("BasePlugin", (), {})
     for name in ("axolotl", "axolotl.integrations"):

@@ -46,7 +46,7 @@ VARIED = {
 
 
 @pytest.mark.parametrize("config", VARIED.values(), ids=VARIED)
-def test_result_is_pefts(config, calls):
+def test_output_and_gradients_of_each_configuration_are_pefts(config, calls):
     model = adapted(**config)
     assert_same(results(fused_copy(model), inputs()), results(model, inputs()), relative=1e-5)
     plain = not ({"use_dora", "lora_bias"} & set(config))
@@ -57,7 +57,7 @@ def test_result_is_pefts(config, calls):
 
 
 @pytest.mark.parametrize("shape", [(FEATURES,), (0, FEATURES), (3, 0, FEATURES), (2, 3, 4, FEATURES)])
-def test_shapes(shape):
+def test_inputs_of_every_shape_give_pefts_result(shape):
     model = adapted()
     assert_same(results(fused_copy(model), torch.ones(shape)), results(model, torch.ones(shape)))
 
@@ -74,7 +74,7 @@ def test_trainable_weight_and_frozen_adapter(calls):
     assert calls
 
 
-def test_input_without_gradient():
+def test_an_input_without_gradient_leaves_the_adapters_gradients():
     model = adapted()
     fused = fused_copy(model)
     for each in (model, fused):
@@ -180,7 +180,7 @@ def test_a_model_without_lora_has_no_lines():
 
 
 @pytest.mark.parametrize("base", [None, "nf4"])
-def test_unfuse_restores_exactly(base):
+def test_unfuse_restores_every_attribute_and_class(base):
     model = adapted(nf4_linear() if base else None)
     before = {id(module): dict(vars(module)) for module in model.modules()}
     classes = [type(module) for module in model.modules()]
@@ -218,7 +218,7 @@ def test_weights_are_looked_up_when_called():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("base", [None, "nf4"])
-def test_gradient_checkpointing(reentrant, base, calls):
+def test_gradients_with_dropout_under_checkpointing_are_pefts(reentrant, base, calls):
     model = adapted(nf4_linear(compute=torch.float32) if base else None, lora_dropout=0.2)
     fused = fused_copy(model)
 
@@ -243,7 +243,7 @@ def test_evaluation_mode_ignores_dropout():
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_compiled(autocast):
+def test_a_compiled_model_in_one_graph_gives_pefts_result(autocast):
     model = adapted()
     fused = fused_copy(model)
     compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)

@@ -200,7 +200,7 @@ def test_members_with_different_dtypes_run_separately(state, calls):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant, calls):
+def test_gradients_of_a_group_under_checkpointing_are_pefts(reentrant, calls):
     model = adapted()
     fused = fused_copy(model)
     assert_same(results(Checkpointed(fused, reentrant), inputs()), results(Checkpointed(model, reentrant), inputs()))

@@ -29,7 +29,7 @@ def gradients(loss: Tensor, leaves: dict[str, Tensor], **options) -> dict[str, T
     return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), **options)))
 
 
-def test_gradcheck():
+def test_gradients_agree_with_finite_differences():
     assert torch.autograd.gradcheck(lambda *args: lora_linear(*args, scale=0.7), tuple(tensors().values()))
 
 

@@ -190,7 +190,7 @@ def test_unfused_layers_are_called(ran):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant, ran):
+def test_gradients_of_an_mlp_under_checkpointing_are_pefts(reentrant, ran):
     model = adapted()
     fused, _ = optimized(model)
     assert_same(results(Checkpointed(fused, reentrant), inputs()), results(Checkpointed(model, reentrant), inputs()), relative=4e-6)

@@ -39,7 +39,7 @@ def pair(**options):
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("out", [OUT, FEATURES])
 @pytest.mark.parametrize("bias", [False, True])
-def test_result_is_pefts(double, out, bias):
+def test_output_and_gradients_of_a_4_bit_layer_are_pefts(double, out, bias):
     model, fused = pair(compute=torch.float32, double=double, out=out, bias=bias)
     assert_same(results(fused, inputs()), results(model, inputs()))
 

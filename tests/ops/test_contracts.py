@@ -15,9 +15,12 @@ from isotype.ops import (
     attention,
     compiled,
     cross_entropy,
+    gated_residual,
+    gelu,
     gelu_mul,
     linear_cross_entropy,
     linear_log_probs,
+    modulated_layer_norm,
     rms_norm,
     rope,
     silu_mul,
@@ -28,12 +31,18 @@ from isotype.ops.backend import using
 from isotype.ops.contract import OpContract
 from isotype.ops.cross_entropy.contract import CROSS_ENTROPY
 from isotype.ops.cross_entropy.reference import cross_entropy_reference
+from isotype.ops.gated_residual.contract import GATED_RESIDUAL
+from isotype.ops.gated_residual.reference import gated_residual_reference
+from isotype.ops.gelu.contract import GELU
+from isotype.ops.gelu.reference import gelu_reference
 from isotype.ops.gelu_mul.contract import GELU_MUL
 from isotype.ops.gelu_mul.reference import gelu_mul_reference
 from isotype.ops.linear_cross_entropy.contract import LINEAR_CROSS_ENTROPY
 from isotype.ops.linear_cross_entropy.reference import linear_cross_entropy_reference
 from isotype.ops.linear_log_probs.contract import LINEAR_LOG_PROBS
 from isotype.ops.linear_log_probs.reference import linear_log_probs_reference
+from isotype.ops.modulated_layer_norm.contract import MODULATED_LAYER_NORM
+from isotype.ops.modulated_layer_norm.reference import modulated_layer_norm_reference
 from isotype.ops.rms_norm.contract import ADD_RMS_NORM, RMS_NORM
 from isotype.ops.rms_norm.reference import rms_norm_reference
 from isotype.ops.rope.contract import ROPE
@@ -63,6 +72,14 @@ def pair(rows: int) -> tuple[torch.Tensor, ...]:
 
 def norm(rows: int) -> tuple[torch.Tensor, ...]:
     return drawn(rows, 8), drawn(8)
+
+
+def modulated(tokens: int) -> tuple[torch.Tensor, ...]:
+    return drawn(2, tokens, 8), drawn(2, 8), drawn(2, 8) + 1
+
+
+def gated(tokens: int) -> tuple[torch.Tensor, ...]:
+    return drawn(2, tokens, 8), drawn(2, tokens, 8) + 1, drawn(2, 8)
 
 
 def loss(rows: int) -> tuple[torch.Tensor, ...]:
@@ -151,6 +168,10 @@ CASES = {
     "silu_mul": both(silu_mul, silu_mul_reference, SILU_MUL, pair),
     "gelu_mul": both(gelu_mul, gelu_mul_reference, GELU_MUL, pair),
     "gelu_mul-tanh": both(gelu_mul, gelu_mul_reference, GELU_MUL, pair, approximate="tanh"),
+    "gelu": both(gelu, gelu_reference, GELU, lambda rows: (drawn(rows, 8),)),
+    "gelu-tanh": both(gelu, gelu_reference, GELU, lambda rows: (drawn(rows, 8),), approximate="tanh"),
+    "modulated_layer_norm": both(modulated_layer_norm, modulated_layer_norm_reference, MODULATED_LAYER_NORM, modulated),
+    "gated_residual": both(gated_residual, gated_residual_reference, GATED_RESIDUAL, gated),
     "attention": both(attention, attention_reference, ATTENTION, heads),
     "rope": Case(turned(rope), turned(rope_reference), ROPE, states),
     "rope-interleaved": Case(turned(rope, interleaved=True), turned(rope_reference, interleaved=True), ROPE, states),
@@ -187,7 +208,15 @@ def test_rope_keeps_its_contract_with_tables_of_any_dtype(backend):
 
 # One of each kernel: what its other flags, chunks and an addition before it compute is held by test_kernels to the eager path, whose
 # contract is checked above
-ON_KERNELS = ["cross_entropy-every-option", "rms_norm", "silu_mul", "gelu_mul", "rope-interleaved"]
+ON_KERNELS = [
+    "cross_entropy-every-option",
+    "rms_norm",
+    "silu_mul",
+    "gelu_mul",
+    "rope-interleaved",
+    "modulated_layer_norm",
+    "gated_residual",
+]
 
 
 @pytest.mark.parametrize("name", ON_KERNELS)

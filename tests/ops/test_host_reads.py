@@ -6,7 +6,20 @@ import pytest
 import torch
 
 from isotype.environment.planned import planned_for
-from isotype.ops import add_rms_norm, attention, cross_entropy, gelu_mul, linear_cross_entropy, linear_log_probs, rms_norm, rope, silu_mul
+from isotype.ops import (
+    add_rms_norm,
+    attention,
+    cross_entropy,
+    gated_residual,
+    gelu,
+    gelu_mul,
+    linear_cross_entropy,
+    linear_log_probs,
+    modulated_layer_norm,
+    rms_norm,
+    rope,
+    silu_mul,
+)
 from isotype.ops.backend import using
 from isotype.ops.cross_entropy.rule import LossRule
 from isotype.ops.linear_cross_entropy import chunked
@@ -40,6 +53,9 @@ OPS = {
     "rms_norm": lambda: rms_norm(of(7, H), of(H)).sum(),
     "silu_mul": lambda: silu_mul(of(7, H), of(7, H)).sum(),
     "gelu_mul": lambda: gelu_mul(of(7, H), of(7, H)).sum(),
+    "gelu": lambda: gelu(of(7, H)).sum(),
+    "modulated_layer_norm": lambda: modulated_layer_norm(of(2, 7, H), of(2, H), of(2, H)).sum(),
+    "gated_residual": lambda: gated_residual(of(2, 7, H), of(2, 7, H), of(2, H)).sum(),
     "rope": lambda: sum(x.sum() for x in rope(of(2, 8, 9, 16), of(2, 2, 9, 16), of(9, 8, grad=False), of(9, 8, grad=False))),
     "attention": lambda: attention(of(2, 8, 9, 16), of(2, 2, 9, 16), of(2, 2, 9, 16), causal=True).sum(),
 }

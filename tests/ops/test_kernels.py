@@ -10,7 +10,19 @@ import torch._dynamo  # library ops import it on their first call, which must no
 
 pytest.importorskip("triton")
 
-from isotype.ops import add_rms_norm, cross_entropy, gelu_mul, linear_cross_entropy, linear_log_probs, rms_norm, rope, silu_mul
+from isotype.ops import (
+    add_rms_norm,
+    cross_entropy,
+    gated_residual,
+    gelu,
+    gelu_mul,
+    linear_cross_entropy,
+    linear_log_probs,
+    modulated_layer_norm,
+    rms_norm,
+    rope,
+    silu_mul,
+)
 from isotype.ops.backend import using
 from isotype.ops.cross_entropy import kernels as loss_kernels
 from isotype.ops.cross_entropy.rule import LossRule
@@ -72,6 +84,10 @@ LARGE = {
     "rms_norm-heads": (rms_norm, [(70000, 128), (128,)]),
     "rms_norm-odd": (rms_norm, [(33, 2305), (2305,)]),
     "rms_norm-wide": (rms_norm, [(70, 16384), (16384,)]),
+    "modulated_layer_norm": (modulated_layer_norm, [(1, 4608, 3072), (1, 3072), (1, 3072)]),
+    "modulated_layer_norm-odd": (modulated_layer_norm, [(3, 333, 1153), (3, 1153), (3, 1153)]),
+    "gated_residual": (gated_residual, [(2, 4608, 3072), (2, 4608, 3072), (2, 3072)]),
+    "gelu-tanh": (functools.partial(gelu, approximate="tanh"), [(4608, 12288)]),
     "silu_mul-halves": (lambda both: silu_mul(*both.chunk(2, -1)), [(4097, 22016)]),
     "gelu_mul": (gelu_mul, [(1001, 11007), (1001, 11007)]),
     "rope": (lambda q, k: rotary(False, 64)(q.transpose(1, 2), k.transpose(1, 2)), [(2, 1024, 32, 128), (2, 1024, 8, 128)]),
@@ -111,6 +127,12 @@ CASES = {
     "rms_norm-frozen": (lambda x, w: rms_norm(x, w.detach()), [(300, 24), (24,)]),
     "add_rms_norm": (lambda x, r, w: torch.cat(add_rms_norm(x, r, w)), [(300, 24), (300, 24), (24,)]),
     "add_rms_norm-nothing": (lambda x, w: torch.cat(add_rms_norm(x, None, w.detach())), [(7, 24), (24,)]),
+    "gelu": (gelu, [(9, 200)]),
+    "gelu-tanh-halves": (lambda both: gelu(both.chunk(2, -1)[1], approximate="tanh"), [(9, 400)]),
+    "modulated_layer_norm": (modulated_layer_norm, [(2, 150, 24), (2, 24), (2, 24)]),
+    "modulated_layer_norm-frozen": (lambda x, s: modulated_layer_norm(x, s.detach(), s.detach()), [(2, 7, 24), (2, 24)]),
+    "gated_residual": (gated_residual, [(2, 150, 24), (2, 150, 24), (2, 24)]),
+    "gated_residual-frozen": (lambda r, x, gate: gated_residual(r, x, gate.detach()), [(2, 7, 24), (2, 7, 24), (2, 24)]),
     "silu_mul": (silu_mul, [(9, 200), (9, 200)]),
     "silu_mul-halves": (lambda both: silu_mul(*both.chunk(2, -1)), [(9, 400)]),
     "gelu_mul": (gelu_mul, [(9, 200), (9, 200)]),
@@ -243,6 +265,12 @@ COMPILED = {
             "silu_mul-again",
             "gelu_mul-again",
             "gelu_mul-tanh-again",
+            "gelu",
+            "gelu-tanh-halves",
+            "modulated_layer_norm",
+            "modulated_layer_norm-frozen",
+            "gated_residual",
+            "gated_residual-frozen",
         ),
         *("rope", "rope-partial-interleaved"),
     )

@@ -68,7 +68,7 @@ def relative(got, want):
     return float(((got - want) / want).abs().max())
 
 
-def test_exp(probe):
+def test_exp_is_within_four_roundings_and_right_at_its_limits(probe):
     x = torch.linspace(-86.5, 88.72, 200_003)
     assert relative(result(probe, 0, x), x.double().exp()) < 4 * EPS
     edges = result(probe, 0, torch.tensor([-math.inf, -1e30, -104.0, 0.0, 89.0, 1e30, math.inf, math.nan]))
@@ -77,7 +77,7 @@ def test_exp(probe):
     assert edges[7].isnan()
 
 
-def test_tanh_and_sigmoid(probe):
+def test_tanh_and_sigmoid_are_within_eight_roundings_and_right_at_their_limits(probe):
     x = torch.cat((torch.linspace(-20, 20, 200_003), torch.logspace(-30, 0, 1000)))
     assert relative(result(probe, 1, x), x.double().tanh()) < 8 * EPS
     assert relative(result(probe, 2, x), x.double().sigmoid()) < 8 * EPS
@@ -86,7 +86,7 @@ def test_tanh_and_sigmoid(probe):
     assert result(probe, 2, far).tolist() == [0, 0, 1, 1]
 
 
-def test_normal_distribution(probe):
+def test_normal_distribution_is_within_the_roundings_of_its_exponent(probe):
     x = torch.linspace(-12.9, 12.9, 200_003)
     want = torch.erfc(-x.double() / math.sqrt(2)) / 2
     got = result(probe, 3, x)

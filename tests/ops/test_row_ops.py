@@ -1,4 +1,4 @@
-"""rms_norm, rope, silu_mul, gelu_mul: one set of demands for all, since each is a formula a row with a contract."""
+"""The norms, rotations, activations and gated sums: one set of demands for all, since each is a formula a row with a contract."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from isotype.errors import DtypeError, ShapeError
-from isotype.ops import add_rms_norm, build, compiled, gelu_mul, rms_norm, rope, silu_mul
+from isotype.errors import DtypeError, ShapeError, UsageError
+from isotype.ops import add_rms_norm, build, compiled, gated_residual, gelu, gelu_mul, modulated_layer_norm, rms_norm, rope, silu_mul
 from isotype.ops.backend import using
+from isotype.ops.gated_residual.reference import gated_residual_reference
+from isotype.ops.gelu.reference import gelu_reference
 from isotype.ops.gelu_mul.reference import gelu_mul_reference
+from isotype.ops.modulated_layer_norm.reference import modulated_layer_norm_reference
 from isotype.ops.rms_norm.reference import rms_norm_reference
 from isotype.ops.rope.reference import rope_reference
 from isotype.ops.silu_mul import cpp as silu_cpp
@@ -55,6 +58,15 @@ def plain_norm(x, w, offset=0.0):
     return (w * h.to(x.dtype)).to(x.dtype) if not offset else (h * (1.0 + w.to(h.dtype))).to(x.dtype)
 
 
+def plain_modulated(x, scale, shift):
+    h = F.layer_norm(x if x.dtype == torch.float64 else x.float(), x.shape[-1:], eps=1e-6)
+    return (h * (1 + scale.to(h.dtype))[:, None] + shift.to(h.dtype)[:, None]).to(x.dtype)
+
+
+def plain_gated(residual, x, gate):
+    return (residual + gate.to(x.dtype)[:, None] * x).to(x.dtype)
+
+
 def rotary_case(interleaved, pairs):
     return Case(
         rotary(rope, interleaved, pairs),
@@ -90,6 +102,24 @@ CASES = {
         gated(lambda g: F.gelu(g, approximate="tanh")),
         pair,
         [0, 0],
+    ),
+    "gelu": Case(gelu, gelu_reference, F.gelu, lambda rows: [(rows, 6)], [0]),
+    "gelu-tanh": Case(
+        lambda x: gelu(x, approximate="tanh"),
+        lambda x: gelu_reference(x, approximate="tanh"),
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda rows: [(rows, 6)],
+        [0],
+    ),
+    "modulated_layer_norm": Case(
+        modulated_layer_norm,
+        modulated_layer_norm_reference,
+        plain_modulated,
+        lambda rows: [(2, rows // 2, 6), (2, 6), (2, 6)],
+        [0, 1, 1],
+    ),
+    "gated_residual": Case(
+        gated_residual, gated_residual_reference, plain_gated, lambda rows: [(2, rows // 2, 6), (2, rows // 2, 6), (2, 6)], [0, 0, 1]
     ),
     "rope": rotary_case(False, 4),
     "rope-interleaved": rotary_case(True, 4),
@@ -231,6 +261,19 @@ def test_bad_inputs_raise():
         rms_norm(x, torch.ones(3))
     with pytest.raises(ShapeError, match="SH001 x is"):
         add_rms_norm(x, x[:2], torch.ones(4))
+    tokens, vector = torch.randn(2, 3, 4), torch.randn(2, 4)
+    with pytest.raises(ShapeError, match="SH001 shift is"):
+        modulated_layer_norm(tokens, vector, vector[:1])
+    with pytest.raises(DtypeError, match="DT001 scale is"):
+        modulated_layer_norm(tokens, vector, vector.bfloat16())
+    with pytest.raises(ShapeError, match="SH001 gate is"):
+        gated_residual(tokens, tokens, torch.ones(4))
+    with pytest.raises(DtypeError, match="DT001 residual is"):
+        gated_residual(tokens, tokens.bfloat16(), vector)
+    with pytest.raises(ShapeError, match="SH001 residual is"):
+        gated_residual(tokens[:, :2], tokens, vector)
+    with pytest.raises(UsageError, match="expected none or tanh"):
+        gelu(x, approximate="sigmoid")
     q = torch.randn(1, 2, 3, 4)
     with pytest.raises(ShapeError, match="pairs need 6"):
         rope(q, q, torch.ones(3, 3), torch.ones(3, 3))
@@ -321,7 +364,7 @@ def test_cpp_equals_plain_pytorch_on_rows_of_any_length_and_stride(name, dtype):
     case = CASES[name]
     torch.manual_seed(0)
     # 16k elements is a block, and 100 is no multiple of a vector
-    shapes = [(2, 3, 40, 100), (2, 1, 40, 100)] if name.startswith("rope") else [(300, 100), case.shapes(300)[1][:-1] + (100,)]
+    shapes = [(2, 3, 40, 100), (2, 1, 40, 100)] if name.startswith("rope") else [(*shape[:-1], 100) for shape in case.shapes(300)]
     results = []
     for backend in ("cpp", "eager"):
         torch.manual_seed(0)
@@ -339,12 +382,21 @@ def test_dispatch_modes_see_one_op_with_the_right_outputs():
     """What observes or traces dtypes sees the kernels' results; a fake tensor gets the same shapes and dtypes without running them."""
     x, w = torch.randn(4, 6, dtype=torch.bfloat16), torch.ones(6)
     q, cos = torch.randn(1, 5, 2, 8).transpose(1, 2), torch.ones(1, 5, 4)
+    tokens, vector = torch.randn(2, 5, 6, dtype=torch.bfloat16), torch.randn(2, 6)
     ops = torch.ops.isotype
     for op, inputs in [
         (ops.silu_mul_forward_cpp, (x, x)),
         (ops.silu_mul_backward_cpp, (x, x, x)),
         (ops.gelu_mul_forward_cpp, (x, x, True)),
         (ops.gelu_mul_backward_cpp, (x, x, x, False)),
+        (ops.gelu_forward_cpp, (x, True)),
+        (ops.gelu_backward_cpp, (x, x, False)),
+        (ops.modulated_layer_norm_forward_cpp, (tokens, vector, vector, 1e-6, torch.float32)),
+        (ops.modulated_layer_norm_backward_cpp, (tokens, vector, tokens, 1e-6, True)),
+        (ops.modulated_layer_norm_backward_cpp, (tokens, vector, tokens, 1e-6, False)),
+        (ops.gated_residual_forward_cpp, (tokens, tokens, vector)),
+        (ops.gated_residual_backward_cpp, (tokens, vector, tokens, True)),
+        (ops.gated_residual_backward_cpp, (tokens, vector, tokens, False)),
         (ops.rms_norm_forward_cpp, (x, None, w, 1e-6, False, torch.float32)),
         (ops.rms_norm_forward_cpp, (x, x, w, 1e-6, False, torch.float32)),
         (ops.rms_norm_backward_cpp, (x, w, torch.ones(4, 1), x, None, True, True)),
@@ -354,16 +406,25 @@ def test_dispatch_modes_see_one_op_with_the_right_outputs():
         torch.library.opcheck(op.default, inputs, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_the_weights_gradient_does_not_depend_on_the_threads():
-    x, w = torch.randn(4160, 48), torch.ones(48, requires_grad=True)
+VECTORS = {
+    "rms_norm": (rms_norm, (4160, 48), [(48,)]),
+    "modulated_layer_norm": (modulated_layer_norm, (2, 2080, 48), [(2, 48), (2, 48)]),
+    "gated_residual": (lambda x, gate: gated_residual(x, x, gate), (2, 2080, 48), [(2, 48)]),
+}
+
+
+@pytest.mark.parametrize(("op", "shape", "vectors"), VECTORS.values(), ids=VECTORS)
+def test_a_vectors_gradient_does_not_depend_on_the_threads(op, shape, vectors):
+    torch.manual_seed(0)
+    x, given = torch.randn(shape), [torch.randn(v, requires_grad=True) for v in vectors]
     before, grads = torch.get_num_threads(), []
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            grads.append(torch.autograd.grad(rms_norm(x, w).square().sum(), w)[0])
+            grads.append(torch.autograd.grad(op(x, *given).square().sum(), given))
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(*grads)
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_anything_else_gets_the_real_tensor_with_its_graph(use):
     torch.testing.assert_close(results[0], results[1])
 
 
-def test_metadata_costs_nothing():
+def test_metadata_of_deferred_logits_computes_nothing():
     hidden, weight, _ = make()
     x = defer(hidden, weight, None)
     assert (x.shape, x.dtype, x.device, x.dim(), x.ndim, len(x), x.numel(), x.size(-1)) == (
@@ -220,7 +220,7 @@ def test_logits_read_after_the_weight_changed_are_refused(optimizer):
     defer(hidden, weight, None).sum()
 
 
-def test_autocast_is_remembered():
+def test_deferred_logits_use_the_autocast_of_their_forward():
     hidden, weight, _ = make(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         x, want = defer(hidden, weight, None), F.linear(hidden, weight)

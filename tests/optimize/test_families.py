@@ -70,7 +70,7 @@ def test_bf16_loss_and_gradients_are_as_good_as_the_originals(family):
     assert total(our_grads) <= FACTOR * total(their_grads)
 
 
-def test_what_is_replaced():
+def test_each_family_gets_the_ops_that_fit_its_modules():
     replaced = {f: {(e.part, e.op) for e in optimize(tiny(f)).replaced} for f in FAMILIES}
     for family, found in replaced.items():
         assert ("rotary", "rope") in found, family

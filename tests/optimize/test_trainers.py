@@ -43,7 +43,7 @@ def losses(trainer):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_hugging_face_trainer(architecture, accumulation, tmp_path):
+def test_hugging_faces_trainer_trains_an_optimized_model_as_the_plain_one(architecture, accumulation, tmp_path):
     from transformers import Trainer, TrainingArguments
 
     family, more = ARCHITECTURES[architecture]
@@ -71,7 +71,7 @@ def test_hugging_face_trainer(architecture, accumulation, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_trl_sft_trainer(architecture, tmp_path):
+def test_trls_sft_trainer_trains_an_optimized_model_as_the_plain_one(architecture, tmp_path):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers

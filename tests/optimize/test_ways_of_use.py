@@ -40,7 +40,7 @@ def with_peft(model, **more):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("more", [{}, {"modules_to_save": ["lm_head"]}], ids=["lora", "lora and the head"])
-def test_peft(when, more):
+def test_optimize_before_or_after_peft_trains_the_same(when, more):
     model, mine = with_peft(tiny("qwen2"), **more), tiny("qwen2")
     if when == "before":
         optimize(mine)
@@ -70,7 +70,7 @@ def test_deepcopy_trains_its_own_weights_and_restores_alone():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant):
+def test_training_under_checkpointing_is_the_same(reentrant):
     model = tiny("gemma2")
     mine = copy.deepcopy(model)
     optimize(mine)
@@ -144,7 +144,7 @@ def test_evaluation_and_state_dict():
     torch.testing.assert_close(got.logits.argmax(-1), want.logits.argmax(-1))
 
 
-def test_save_and_load(tmp_path):
+def test_an_optimized_model_is_saved_and_loaded_as_a_plain_one(tmp_path):
     model = tiny("llama")
     optimize(model)
     model.save_pretrained(tmp_path)
@@ -161,7 +161,7 @@ def test_random_numbers_go_on_as_without_optimize(how):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_something_else():
+def test_what_is_no_known_model_is_reported_or_refused():
     assert "nothing in this model was recognised" in str(optimize(nn.Linear(2, 2)))
     with pytest.raises(UsageError, match="takes a model, not a str"):
         optimize("llama")
@@ -203,7 +203,7 @@ def test_berts_loss_under_autocast_is_fp32_with_its_gradients(cast):
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path):
+def test_losses_and_gradients_under_ddp_are_the_plain_models(tmp_path):
     """DDP over gloo: losses and gradients of both ranks are those of the original model."""
     script = tmp_path / "ddp.py"
     script.write_text(

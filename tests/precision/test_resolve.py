@@ -34,7 +34,7 @@ def test_an_override_records_its_line(h100):
     assert [f.code for f in resolved.warnings] == ["PR008"]
 
 
-def test_generate_follows_compute(h100):
+def test_generate_follows_compute_where_it_is_not_set(h100):
     resolved = resolve({"preset": "fp32", "base": "bf16", "compute": "bf16"}, device=h100)
     assert (resolved.precision.generate, resolved.reasons["generate"]) == ("bf16", "follows compute")
 
@@ -69,6 +69,16 @@ def test_base_is_a_setting_where_some_weights_are_frozen_without_an_adapter(h100
     assert resolve(settings, device=h100, adapter="none", frozen=True).precision.base == "fp32"
     with pytest.raises(UsageError, match="PR029"):
         resolve(settings, device=h100, adapter="none", frozen=False)
+
+
+@pytest.mark.parametrize(("adapter", "fix"), [("lora", "precision.base: fp16"), ("none", None)])
+def test_two_half_formats_are_refused_with_a_fix_that_is_accepted(h100, adapter, fix):
+    settings = {"preset": "bf16-mixed", "compute": "fp16", "loss_scaling": "dynamic"}
+    if fix is not None:
+        with pytest.raises(UsageError, match=f"PR009(.|\n)*fix +{fix}\n"):
+            resolve(settings, device=h100, adapter=adapter)
+        settings |= {"base": "fp16"}
+    assert resolve(settings, device=h100, adapter=adapter).precision.compute == "fp16"
 
 
 # code -> settings that break the rule, adapter, optimizer

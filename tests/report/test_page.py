@@ -71,7 +71,7 @@ def test_the_preflight_has_a_mood_for_every_check(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_colours_are_readable(dark: bool) -> None:
+def test_colours_have_the_contrast_that_wcag_asks_for(dark: bool) -> None:
     """WCAG 2.1 AA: 4.5 for text, 3 for lines of charts, against what they stand on."""
     light, darker = (
         dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in CSS.split("@media (prefers-color-scheme: dark)")[:2]

@@ -31,7 +31,7 @@ def test_base_against_tuned_loss(tmp_path: Path, losses: tuple, said: str, mood:
     found = verdict(read_run(run_folder(tmp_path / "run", metrics=[step(1), *evaluations(*losses)], precision=KEPT)))
     assert said in found.learnt
     assert found.mood == mood
-    assert found.kept == "The declared precision was kept in 2 of 2 roles."
+    assert found.precision == "The declared precision was kept in 2 of 2 roles."
 
 
 def test_the_step_that_early_stopping_took_is_the_one_compared(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_the_step_that_early_stopping_took_is_the_one_compared(tmp_path: Path) -
 def test_a_broken_contract_is_bad_whatever_was_learnt(tmp_path: Path) -> None:
     broken = KEPT | {"violations": [{"code": "DT003", "message": "m", "declared": "precision.grads: fp32"}]}
     found = verdict(read_run(run_folder(tmp_path / "run", metrics=evaluations(4.0, 3.0), precision=broken)))
-    assert found.kept == "The declared precision was broken: 1 violation."
+    assert found.precision == "The declared precision was broken: 1 violation."
     assert found.mood == "bad"
 
 
@@ -50,10 +50,10 @@ def test_roles_that_were_not_observed_are_named(tmp_path: Path) -> None:
     found = verdict(
         read_run(run_folder(tmp_path / "run", metrics=evaluations(4.0, 3.0), precision=KEPT | {"observed": {"base": {"bf16": 1}}}))
     )
-    assert found.kept == "The declared precision was kept in 1 of 2 roles; not observed: grads."
+    assert found.precision == "The declared precision was kept in 1 of 2 roles; not observed: grads."
 
 
 def test_what_was_observed_beside_the_roles_is_not_counted_as_a_role(tmp_path: Path) -> None:
     beside = KEPT | {"observed": {**KEPT["observed"], "outputs": {"bf16": 43}, "buffers": {"fp32": 2}}}
     found = verdict(read_run(run_folder(tmp_path / "run", metrics=evaluations(4.0, 3.0), precision=beside)))
-    assert found.kept == "The declared precision was kept in 2 of 2 roles."
+    assert found.precision == "The declared precision was kept in 2 of 2 roles."

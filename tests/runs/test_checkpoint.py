@@ -20,7 +20,7 @@ def checkpoint(step: int, size: int = 64) -> Checkpoint:
     )
 
 
-def test_round_trips(tmp_path):
+def test_a_saved_checkpoint_is_loaded_unchanged(tmp_path):
     store = CheckpointStore(tmp_path)
     store.save(checkpoint(3))
     loaded = store.load(3)

@@ -44,7 +44,7 @@ def test_failure_is_the_report_not_a_traceback(run):
     result.stdout.no_fnmatch_line("*def run(*")
 
 
-def test_marker_allows_codes(run):
+def test_marker_allows_the_codes_that_it_names(run):
     result = run(FAULTY + '\n@pytest.mark.ampcheck("AC002")\ndef test_linear(ampcheck):\n    assert not ampcheck(Linear, inputs()).ok\n')
     result.assert_outcomes(passed=1)
 

@@ -30,14 +30,14 @@ def test_rounds_fp32_as_torch_does(value):
     assert given.isnan() if math.isnan(value) else torch.equal(given, expected)
 
 
-def test_rounds_fp64_once():
+def test_fp64_is_rounded_to_bf16_once():
     # just above the midpoint of two bf16 numbers, by less than fp32 can hold: rounding twice would go down
     value = 1.0 + 2.0**-8 + 2.0**-40
     assert widen(narrow(np.float64(value))) == np.float32(1.0 + 2.0**-7)
     assert torch.tensor(value, dtype=torch.float64).float().bfloat16() == 1.0  # what rounding twice gives
 
 
-def test_truncates_when_asked():
+def test_truncation_cuts_the_low_bits():
     assert widen(truncate(np.float32(1.99999))) == np.float32(1.9921875)
 
 
@@ -91,7 +91,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("kind", EXPECTED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_arithmetic(kind, dtype):
+def test_arithmetic_is_pytorchs_in_every_dtype(kind, dtype):
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(200, generator=generator).to(dtype) for _ in range(2))
     out = torch.empty_like(x)
@@ -111,7 +111,7 @@ def casts(x, out, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize("into", [tl.float32, tl.float16, tl.float64, tl.int32, tl.int64])
-def test_casts_from_bf16(into):
+def test_casts_from_bf16_are_pytorchs(into):
     dtype = getattr(torch, {"fp32": "float32", "fp16": "float16", "fp64": "float64"}.get(into.name, into.name))
     x, out = torch.randn(64).mul(20).bfloat16(), torch.empty(64, dtype=dtype)
     with interpreted():
@@ -120,7 +120,7 @@ def test_casts_from_bf16(into):
 
 
 @pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.float64, torch.int32, torch.int64])
-def test_casts_to_bf16(source):
+def test_casts_to_bf16_are_pytorchs(source):
     x = (torch.randn(64, dtype=torch.float64) * 1000).to(source)
     out = torch.empty(64, dtype=torch.bfloat16)
     with interpreted():
@@ -307,7 +307,7 @@ def test_kernels_compile_after_they_were_interpreted():
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 130))
-def test_masked_tails(n):
+def test_masked_elements_of_the_last_block_are_not_written(n):
     x = torch.arange(n, dtype=torch.float32).bfloat16()
     out = torch.full((130,), torch.nan, dtype=torch.bfloat16)
     with interpreted():

@@ -1,21 +1,28 @@
-"""Planned bytes against those that two real processes send, and the formulas' own arithmetic."""
+"""Planned bytes against those that real processes send, and the formulas' own arithmetic."""
 
 from __future__ import annotations
 
 import re
+import socket
 
 import pytest
-from tests.distributed.processes import run
+from tests.distributed.processes import ended, run
+from tests.distributed.test_launchers import TORCHRUN, launched
 from transformers import AutoModelForCausalLM
 
+from isotype.config.schema import AdapterSection
+from isotype.model.adapter import attach_adapter
 from isotype.precision import PRESETS
+from isotype.precision.apply import cast_parameters
 from isotype.training import exchange
 from isotype.training.memory.distributed_plan import UnitBytes, unit_bytes
 
-UNITS = [UnitBytes(600, 600, 150, 0, kept=False), UnitBytes(200, 0, 0, 0, kept=True)]
+UNITS = [UnitBytes(600, 600, 150, 0, stays_gathered=False), UnitBytes(200, 0, 0, 0, stays_gathered=True)]
+STEPS = {"steps": 2, "batch_size": 2, "accumulate": 4, "eval_every": None}
+FULL = {"adapter": {"kind": "none"}}
 
 
-def test_the_formulas():
+def test_bytes_of_each_kind_are_those_of_the_formulas():
     fp32 = PRESETS["fp32"]
     assert exchange.replicated(UNITS, fp32, processes=4, nodes=1) == exchange.Exchange(2 * 600 * 3 // 4, 0)
     # all weights forward, those of the layer again backward, and its gradients: 800 + 600 + 600
@@ -24,15 +31,77 @@ def test_the_formulas():
     assert exchange.hybrid(UNITS, fp32, processes=4, nodes=2, passes=3) == exchange.Exchange(within + between, 2 * between)
 
 
+def test_a_weight_whose_rows_do_not_come_out_even_is_planned_with_its_padding(workshop):
+    """A rank of 4 on 16 processes: 12 of them hold rows of nothing, and send them."""
+    model = attach_adapter(AutoModelForCausalLM.from_pretrained(workshop.base), AdapterSection(r=4), seed=0)
+    whole, padded = (sum(unit.elements for unit in unit_bytes(model, parts)) for parts in (1, 16))
+    a, b = (sum(p.numel() for n, p in model.named_parameters() if name in n) for name in ("lora_A", "lora_B"))
+    assert whole == a + b
+    assert padded == 4 * a + b
+
+
+def planned(workshop, config, preset, *, parts):
+    """Units of the model that the run trains, in the dtypes that it has."""
+    model = AutoModelForCausalLM.from_pretrained(workshop.base)
+    if config.adapter.kind == "lora":
+        model = attach_adapter(model, config.adapter, seed=0)
+    cast_parameters(model, PRESETS[preset])
+    return unit_bytes(model, parts)
+
+
+def counted(said):
+    found = re.search(r"step 2 sent (\d+) bytes, (\d+) of them to other machines", said)
+    return int(found[1]), int(found[2])
+
+
+SETTINGS = {
+    "replicate, full": ("replicate", "bf16-mixed", 2, FULL),
+    "replicate, lora": ("replicate", "bf16-lora", 2, {}),
+    "shard, full": ("shard", "bf16-mixed", 2, FULL),
+    "shard, full, bf16, three processes": ("shard", "bf16-pure", 3, FULL | {"train": STEPS | {"accumulate": 3}}),
+    "shard, lora": ("shard", "bf16-lora", 4, {}),
+    "shard, lora, recomputed": ("shard", "fp32", 2, {"train": STEPS | {"gradient_checkpointing": "layers"}}),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_planned_bytes_of_replicate_are_those_sent(configured, workshop, tmp_path):
-    steps = {"steps": 2, "batch_size": 2, "accumulate": 4, "eval_every": None}
-    configured("run", adapter={"kind": "none"}, train=steps, parallel={"kind": "replicate"}, run={"sample_every": 0, "samples": []})
-    status, said = run(2, tmp_path / "run.yaml", counted=True)
+@pytest.mark.parametrize("case", SETTINGS)
+def test_planned_bytes_are_those_sent(case, configured, workshop, tmp_path):
+    kind, preset, processes, sections = SETTINGS[case]
+    sections = {"train": STEPS, "precision": {"preset": preset}, "run": {"sample_every": 0, "samples": []}} | sections
+    loaded = configured("run", parallel={"kind": kind}, **sections)
+    status, said = run(processes, tmp_path / "run.yaml", counted=True)
     assert status == 0, said
-    counted = int(re.search(r"step 2 sent (\d+) bytes", said)[1])
-    units = unit_bytes(AutoModelForCausalLM.from_pretrained(workshop.base))
-    fp32 = PRESETS["fp32"]
-    planned = exchange.replicated(units, fp32, processes=2, nodes=1).sent
-    assert abs(planned - counted) <= 0.02 * counted, (planned, counted)
+    sent, between = counted(said)
+    precision, passes = PRESETS[preset], loaded.config.train.accumulate // processes
+    if kind == "replicate":
+        made = exchange.replicated(planned(workshop, loaded.config, preset, parts=1), precision, processes=processes, nodes=1)
+    else:
+        units = planned(workshop, loaded.config, preset, parts=processes)
+        made = exchange.sharded(units, precision, processes=processes, nodes=1, passes=passes)
+    print(case, made.sent, sent)
+    assert abs(made.sent - sent) <= 0.02 * sent
+    assert made.between == between == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_planned_bytes_of_hybrid_are_those_sent(configured, workshop, tmp_path):
+    loaded = configured(
+        "run", parallel={"kind": "hybrid"}, train=STEPS, precision={"preset": "bf16-pure"}, run={"sample_every": 0, "samples": []}, **FULL
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    both = [launched(TORCHRUN, *where, given={"config": str(tmp_path / "run.yaml"), "counted": True}) for _ in range(2)]
+    ends = [ended(process) for process in both]
+    said = "".join(text for _, text in ends)
+    assert [status for status, _ in ends] == [0, 0], said
+    sent, between = counted(said)
+    units = planned(workshop, loaded.config, "bf16-pure", parts=2)
+    made = exchange.hybrid(units, PRESETS["bf16-pure"], processes=4, nodes=2, passes=1)
+    print(made, sent, between)
+    assert abs(made.sent - sent) <= 0.02 * sent
+    assert abs(made.between - 2 * between) <= 0.02 * made.between  # two processes of a machine

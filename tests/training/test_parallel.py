@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from tests.distributed.processes import environment
 
-from isotype.config.schema import RunConfig, TrainSection
+from isotype.config.schema import RunConfig
 from isotype.distributed.world import World
 from isotype.errors import UsageError
 from isotype.precision import PRESETS
@@ -52,6 +52,13 @@ def test_what_cannot_be_shared_is_refused_in_one_line(kind, train, where, why):
     assert refused.value.fix
 
 
+def test_a_model_of_pictures_is_not_shared(tmp_path):
+    (tmp_path / "model_index.json").write_text("{}")
+    pictures = {"model": {"name": str(tmp_path)}, "parallel": {"kind": "shard"}}
+    with pytest.raises(UsageError, match=r"parallel\.kind: shard with a model of pictures: its samples"):
+        as_configured(RunConfig.model_validate(pictures), world(2))
+
+
 def test_hybrid_has_a_model_in_each_machine():
     taken = as_configured(config("hybrid"), world(8, 2))
     assert (taken.nodes, taken.parts(8)) == (2, 4)
@@ -61,22 +68,22 @@ def test_auto_takes_the_whole_model_where_it_fits_and_says_why():
     def never():
         raise AssertionError("the bound is enough")
 
-    below = by_plan(GIB, 80 * GIB, never, train=TrainSection())
+    below = by_plan(GIB, 80 * GIB, never, config=RunConfig())
     assert str(below) == "replicate (auto: a process cannot take more than 1.00 GiB of 80.00 GiB)"
-    near = by_plan(70 * GIB, 80 * GIB, lambda: 60 * GIB, train=TrainSection())
+    near = by_plan(70 * GIB, 80 * GIB, lambda: 60 * GIB, config=RunConfig())
     assert (near.kind, near.reason) == (REPLICATE, "auto: a process takes 60.00 GiB of 80.00 GiB")
-    over = by_plan(90 * GIB, 80 * GIB, lambda: 75 * GIB, train=TrainSection())
+    over = by_plan(90 * GIB, 80 * GIB, lambda: 75 * GIB, config=RunConfig())
     assert (over.kind, over.reason) == (SHARD, "auto: the whole model would take 75.00 GiB of 80.00 GiB")
-    kept = by_plan(90 * GIB, 80 * GIB, lambda: 75 * GIB, train=TrainSection(optimizer="adamw8bit"))
+    kept = by_plan(90 * GIB, 80 * GIB, lambda: 75 * GIB, config=config("auto", optimizer="adamw8bit"))
     assert kept.kind == REPLICATE
     assert "is not shared because of train.optimizer: adamw8bit" in kept.reason
 
 
 def test_a_part_holds_its_share_all_scales_and_what_is_gathered():
-    units = [UnitBytes(400, 0, 0, 40, kept=False)] * 3 + [UnitBytes(100, 100, 25, 0, kept=True)]
-    whole = MemoryPlan(frozen=1240, trained=100, gradients=100, optimizer=200, activations=50, working=20, update=30, peak=1740)
+    units = [UnitBytes(400, 0, 0, 40, stays_gathered=False)] * 3 + [UnitBytes(100, 100, 25, 0, stays_gathered=True)]
+    whole = MemoryPlan(frozen=1320, trained=100, gradients=100, optimizer=200, activations=50, working=20, update=30, peak=1820)
     part = of_one_part(whole, units, PRESETS["fp32"], parts=4)
-    assert part.frozen == (1240 - 120) // 4 + 120
+    assert part.frozen == (1320 - 120) // 4 + 120
     assert (part.trained, part.gradients, part.optimizer) == (25, 25, 50)
     # the head, two layers, and the head's gradient as it is made and as it is sent
     assert part.gathered == gathered_bytes(units, PRESETS["fp32"]) == 100 + 800 + 200

@@ -16,8 +16,8 @@ from isotype.errors import RunError, UsageError
 from isotype.runs.folder import RunFolder
 from isotype.runs.metrics import Metrics
 from isotype.tasks.choose import train
+from isotype.training.disk_errors import refused_by_disk
 from isotype.training.loop import Loop
-from isotype.training.run import refused_by_disk
 
 
 @pytest.mark.parametrize("path", ["a\0b", "x" * 300, "/proc/run"])

@@ -21,6 +21,7 @@ from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.tasks.choose import train
 from isotype.tasks.language.task import LanguageTask
 from isotype.training import run as run_module
+from isotype.training.console import RunConsole
 
 _DIES_AT_STEP_4 = """
 import os, signal, sys
@@ -255,7 +256,7 @@ def test_a_disk_that_fills_up_names_the_last_good_checkpoint(configured, tmp_pat
 
 
 def test_json_output_is_one_object_on_stdout(configured, capsys):
-    assert train(configured(), json_output=True) == 0
+    assert train(configured(), console=RunConsole(json_output=True)) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["status"] == "done"
     assert "step 6/6" in captured.err

@@ -17,6 +17,7 @@ from isotype.distributed.world import ALONE, World
 from isotype.dtypes import to_torch
 from isotype.optimize import Manifest
 from isotype.precision.apply import apply_precision
+from isotype.precision.part import Part
 from isotype.precision.precision import Precision
 from isotype.training.feed import RowStream
 from isotype.training.task import Check, Evaluation, Outline, StepOutline, Words
@@ -84,9 +85,9 @@ class ToyTask:
         torch.manual_seed(self.config.train.seed)
         return nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1)).to(device, to_torch(precision.trainable))
 
-    def build_model(self, precision: Precision, device: torch.device, folder: Path) -> tuple[nn.Module, Manifest]:
+    def build_model(self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None) -> tuple[nn.Module, Manifest]:
         model = self.network(precision, device)
-        apply_precision(model, precision, device_type=device.type)
+        apply_precision(model, precision, device_type=device.type, part=part)
         return model, Manifest()
 
     def feed(self) -> RowStream[Row]:
@@ -139,10 +140,10 @@ class ToyTask:
     def save(self, model: nn.Module, folder: Path, precision: Precision) -> None:
         save_file({n: t.to(to_torch(precision.save_model)) for n, t in model.state_dict().items()}, folder / "model.safetensors")
 
-    def reload(self, folder: Path, precision: Precision, device: torch.device) -> nn.Module:
+    def reload(self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None) -> nn.Module:
         model = self.network(precision, device)
         model.load_state_dict(load_file(folder / "model.safetensors"))
-        apply_precision(model, precision, device_type=device.type)
+        apply_precision(model, precision, device_type=device.type, part=part)
         return model
 
     def header(self) -> list[tuple[str, str]]:

@@ -18,12 +18,12 @@ from ..errors import IsotypeError, UsageError
 from ..version import __version__
 
 ENGINE, RUNS, DOCTOR, ABOUT = "Train", "With a run", "Doctor", "About"  # the panels of --help
-# what a command may miss in an installation without extras -> the extra that brings it
+# a package that an installation without extras lacks -> the extra that installs it
 _EXTRA_OF = dict.fromkeys(
     ("torch", "transformers", "peft", "safetensors", "jinja2", "matplotlib", "tokenizers", "numpy", "huggingface_hub", "datasets"), "train"
 )
 _EXTRA_OF |= {"bitsandbytes": "quant", "triton": "kernels", "pytest": "testing", "hypothesis": "testing", "libcst": "fix"}
-# what needs torch, and was never run on another system (docs/platforms.md); the others run without torch on macOS and Windows too
+# commands that need torch and were never run on another system (docs/platforms.md); the others run without torch on macOS and Windows too
 LINUX_ONLY = frozenset(("train", "plan", "quickstart", "chat", "sample", "eval", "merge", "report", "trace", "conform", "kernels"))
 _SYSTEMS = {"win32": "Windows", "darwin": "macOS"}
 _PANEL_ORDER = (ENGINE, RUNS, DOCTOR, ABOUT)
@@ -71,7 +71,7 @@ def build_app() -> typer.Typer:
 def main() -> None:
     """The entry point: errors a user caused are one line on stderr, never a traceback (`ISOTYPE_TRACEBACK=1` shows it)."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a sample or a file's name that the terminal's encoding lacks must not end a run
+        if isinstance(stream, io.TextIOWrapper):  # characters that the terminal's encoding lacks must not end a run
             stream.reconfigure(errors="backslashreplace")
     try:
         build_app()()

@@ -23,8 +23,10 @@ def chat(
     run: Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's or a model's too.")],
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest answer in tokens.")] = 256,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="The share of probability drawn from.")] = 0.9,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object a line for each answer; nothing is streamed.")] = False,
+    top_p: Annotated[
+        float, typer.Option("--top-p", min=0.0, max=1.0, help="Sample from the most likely tokens up to this share of probability (top-p).")
+    ] = 0.9,
+    json_output: Annotated[bool, typer.Option("--json", help="Print each answer as one line of JSON; nothing is streamed.")] = False,
 ) -> None:
     """Talk with a run, under its own precision and template.
 
@@ -39,7 +41,7 @@ def chat(
     from ..runs.folder import require_run, without_run
 
     if without_run(run) is None:
-        require_run(run)  # before the seconds that loading takes
+        require_run(run)  # checked first, since loading takes seconds
     from ..training.quiet import quiet_libraries
 
     quiet_libraries()
@@ -72,7 +74,7 @@ def _answer(conversation: Conversation, said: str, *, json_output: bool) -> None
     try:
         answer = conversation.say(said)
     except KeyboardInterrupt:
-        print("\n(stopped: this question is forgotten)", file=sys.stderr)
+        print("\n(stopped; this question is not part of the conversation)", file=sys.stderr)
         return
     if json_output:
         print(json.dumps({"prompt": said, "answer": answer}), flush=True)

@@ -44,7 +44,7 @@ def conform(
         threshold = Severity.parse(fail_on)
     except ValueError as error:
         raise UsageError(f"--fail-on: {error}") from None
-    # what the checked file prints must not mix with the answer
+    # output of the checked file goes to stderr, so that it does not mix with the answer
     with contextlib.redirect_stdout(sys.stderr):
         from ..doctor.output import answer
         from ..testing.amp.check import ampcheck

@@ -1,4 +1,4 @@
-"""`isotype diff RUN1 RUN2`: which settings differ, and what came of it."""
+"""`isotype diff RUN1 RUN2`: which settings and results differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`isotype doctor PATH`: everything that applies to what is there."""
+"""`isotype doctor PATH`: runs every part of the doctor that applies to the files there."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..errors import UsageError
 from ..finding import Severity, exit_code, worst_first
 from .app import DOCTOR
 
-HELP = """Everything the doctor can say about a folder: configurations, source code, logs, Triton kernels.
+HELP = """Check a folder with every part of the doctor: configurations, source code, logs, Triton kernels.
 
-Kernels are compiled, for which their files are imported, and functions that lint accuses are cut out and executed, each in a bounded
-process of its own; `--static` leaves both out.
+Files with kernels are imported to compile them, and functions in which lint suspects a fault are executed, each in a separate process
+with limits on time and memory; `--static` does neither.
 
 Examples:
 
@@ -39,7 +39,9 @@ def register(app: typer.Typer) -> None:
 def doctor(
     path: Annotated[Path, typer.Argument(help="A folder or a file.")] = Path("."),
     static: Annotated[bool, typer.Option("--static", help="Import and execute nothing: leave kernels and proofs out.")] = False,
-    seconds: Annotated[float, typer.Option("--seconds", help="Time for compiling kernels; what is not reached is counted.")] = 120.0,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="Time for compiling kernels; those that are not reached are counted.")
+    ] = 120.0,
     fail_on: Annotated[str, typer.Option("--fail-on", help="Exit 1 from this severity on: error, warning or note.")] = "error",
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0.")] = False,
@@ -86,7 +88,7 @@ def doctor(
 
 
 def _progress() -> tuple[Callable[[str], None], Callable[[], None]]:
-    """What is being done, on stderr: on a terminal one line that is written over, elsewhere a line every ten seconds."""
+    """Shows the progress on stderr: on a terminal in one line that is overwritten, elsewhere in a new line every ten seconds."""
     terminal, last = sys.stderr.isatty(), [time.monotonic()]
 
     def tell(line: str) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from .app import ABOUT
 
-HELP = """Show versions and devices, and warn of versions with known dtype faults and of pairs that do not go together.
+HELP = """Show versions and devices, and warn of versions with known dtype faults and of versions that do not work together.
 
 Examples:
 

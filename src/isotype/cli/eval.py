@@ -24,7 +24,7 @@ def evaluate(
     ] = None,
     data: Annotated[str | None, typer.Option("--data", help="FILE, as an option.", show_default=False)] = None,
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", min=1, help="Rows in one pass; the result does not depend on it.")
+        int | None, typer.Option("--batch-size", min=1, help="Rows per forward pass; the result does not depend on it.")
     ] = None,
     on_bad_row: Annotated[
         str | None,
@@ -57,7 +57,7 @@ def evaluate(
     from ..runs.folder import kind_of_run, require_run, without_run
 
     if without_run(run) is None:
-        require_run(run)  # before the seconds that loading takes
+        require_run(run)  # checked first, since loading takes seconds
     if kind_of_run(run) == DIFFUSION:
         if on_bad_row is not None:
             raise UsageError(f"--on-bad-row has no effect: {run} is a diffusion run")

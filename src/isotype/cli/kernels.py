@@ -35,7 +35,7 @@ def kernels(
         "", "--arch", help="Architectures, with commas: sm_80,sm_90,sm_100,gfx942 (default: TARGETS in the file, or sm_90)."
     ),
     binary: bool = typer.Option(
-        False, "--binary", help="Also to machine code: registers, spills, shared memory (seconds a kernel and target)."
+        False, "--binary", help="Also compile to machine code: registers, spills, shared memory (takes seconds per kernel and target)."
     ),
     json_output: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
     fail_on: str = typer.Option("error", "--fail-on", help="Exit 1 from this severity on: error, warning or note."),

@@ -1,4 +1,5 @@
-"""`isotype lint PATH...`: dtype faults in source code, found without importing it; with `--prove`, by executing parts of it apart."""
+"""`isotype lint PATH...`: dtype faults in source code, found without importing it; with `--prove`, also by executing parts of it in a
+separate process."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def lint(
     extend_select: str = typer.Option("", help="These as well."),
     ignore: str = typer.Option("", help="Never these."),
     exclude: str = typer.Option("", help="Glob patterns of files and folders to leave out, comma separated."),
-    possible: bool = typer.Option(False, "--possible", help="Also, as notes, what no run proves and nothing here is seen to reach."),
+    possible: bool = typer.Option(False, "--possible", help="Also show, as notes, findings of the grade `possible`."),
     prove: bool = typer.Option(
         False, "--prove", help="Execute functions cut out of the files, in a bounded process of its own without network (needs torch)."
     ),

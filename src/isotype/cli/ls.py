@@ -46,7 +46,7 @@ def ls(
     cells = [[_cell(run[key]) for key in _COLUMNS] for run in runs]
     console = Console()
     widths = [max(len(name), *(len(row[i]) for row in cells)) for i, name in enumerate(_COLUMNS.values())]
-    # a run is named to be given to the next command: what is cut on a narrow screen are model and data
+    # the next command needs the name of a run: on a narrow screen model and data are cut instead
     left = max(16, console.width - sum(widths[:-2]) - 2 * len(widths)) if console.is_terminal else 2 * max(widths)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in _COLUMNS.values():

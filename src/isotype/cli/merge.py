@@ -11,7 +11,7 @@ import typer
 
 from .app import RUNS
 
-NOISY = 0.05  # of the adapter's effect: beyond it a wider dtype is worth its size
+NOISY = 0.05  # share of the adapter's effect; above it a wider dtype is advised
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +26,7 @@ def merge(
 ) -> None:
     """Merge an adapter into its base, as an ordinary Hugging Face folder that other engines load; of a diffusion run, as a pipeline's.
 
-    A 4-bit base is dequantised; the sum is taken in fp32 and cast once. Says how much of the adapter's effect the cast drowned, and
+    A 4-bit base is dequantised; the sum is taken in fp32 and cast once. Prints how much of the adapter's effect the cast loses, and
     compares the merged model's loss with the adapter's.
 
     Examples:
@@ -67,4 +67,4 @@ def merge(
     advice = "; --dtype fp32 keeps all of it" if merged.noise > NOISY else ""
     print(f"merged    {merged.weights} weights into {merged.folder}, {merged.dtype}: {merged.why}")
     print(f"noise     rounding to {merged.dtype} is {merged.noise:.1%} of the adapter's effect on the weights{advice}")
-    print(f"checked   loss {merged.merged_loss:.4f}, with the adapter apart {merged.adapter_loss:.4f}")
+    print(f"checked   loss {merged.merged_loss:.4f}, with the adapter not merged {merged.adapter_loss:.4f}")

@@ -1,4 +1,4 @@
-"""`isotype quickstart`: from nothing to a tuned model and its report, offline; with `--diffusion` one that draws."""
+"""`isotype quickstart`: trains a small model and an adapter, offline, and writes their reports; with `--diffusion` a model that draws."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def quickstart(
 ) -> None:
     """Train a small model on Python's own documentation, then a LoRA adapter on questions about it: offline, minutes on a CPU.
 
-    Leaves the text (or pictures), both configuration files, both runs and their reports in the folder. Given again, it goes on where it
-    was.
+    Leaves the text (or pictures), both configuration files, both runs and their reports in the folder. If the command is repeated, it
+    continues where it stopped.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`isotype report RUN`: writes the page of a run again, also of one that died."""
+"""`isotype report RUN`: writes the report of a run again, also of a run that failed."""
 
 from __future__ import annotations
 

@@ -20,11 +20,17 @@ def sample(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(help="A run's folder, finished or not; an adapter's or a model's too.")],
     prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="Prompts; the run's own by default.")] = None,
-    prompts: Annotated[Path | None, typer.Option("--prompts", help="A file with a prompt a line.")] = None,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help="A file with one prompt per line.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest answer in tokens.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[
-        float, typer.Option("--top-p", min=0.0, max=1.0, help="With a temperature: the share of probability drawn from.")
+        float,
+        typer.Option(
+            "--top-p",
+            min=0.0,
+            max=1.0,
+            help="With a temperature: sample from the most likely tokens up to this share of probability (top-p).",
+        ),
     ] = 1.0,
     seed: Annotated[int, typer.Option("--seed", help="Of the draw.")] = 0,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
@@ -67,10 +73,10 @@ def sample(
     loaded = load_run(run)
     texts = texts or list(loaded.config.run.samples)
     alone = without_run(run) is not None
-    # where there is no run to say that its rows were chats, a prompt is a question to the template's assistant
+    # without a run that records its kind of rows, a prompt is a user's message in a chat
     template = loaded.tokenizer.chat_template if alone or _chats(run) else None
     if not texts and alone:
-        raise UsageError(f"{run}: not a run, so that it has no prompts of its own", fix=f'isotype sample {run} "a question"')
+        raise UsageError(f"{run}: not the folder of a run, so it has no prompts of its own", fix=f'isotype sample {run} "a question"')
     if texts:
         asked = prompts_from(texts, loaded.tokenizer, chat_template=template)
     else:
@@ -91,7 +97,7 @@ def _draw(run: Path, texts: list[str], *, context: typer.Context, seed: int, jso
     """Pictures as files in RUN/drawn, numbered on from those that are there."""
     for option in ("tokens", "temperature", "top_p"):
         source = context.get_parameter_source(option)
-        if source is not None and source.name != "DEFAULT":  # by name: typer brings its own copy of click's enum
+        if source is not None and source.name != "DEFAULT":  # compared by name: typer has its own copy of click's enum
             raise UsageError(f"--{option.replace('_', '-')} has no effect: {run} is a diffusion run")
     from ..tasks.diffusion.loaded import draw_with
     from ..training.quiet import quiet_libraries
@@ -115,7 +121,7 @@ def _draw(run: Path, texts: list[str], *, context: typer.Context, seed: int, jso
 
 
 def _chats(run: Path) -> bool:
-    """Whether the run's rows were chats: then a prompt is a question to the template's assistant."""
+    """Whether the run's rows were chats. A prompt is then a user's message in a chat."""
     from ..report.record import read_run
 
     return bool(read_run(run).data.get("template"))

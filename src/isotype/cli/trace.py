@@ -45,11 +45,11 @@ def register(app: typer.Typer) -> None:
         parsed = Target.parse(target)
         arguments = list(context.args)
         if parsed.function is not None and arguments:
-            # nothing here is the program's: options may stand behind FILE.py:FUNCTION too
+            # a function takes no arguments, so options after FILE.py:FUNCTION are Isotype's too
             with context.command.make_context("trace", [*arguments, target], parent=context.parent) as inner:
                 if inner.args:
                     raise UsageError(f"{target}: a function takes no arguments, got {' '.join(inner.args)}")
-                # by name: newer typer carries a click of its own, so there are two such enumerations
+                # compared by name: newer versions of typer have their own copy of click's enum
                 given = {key: value for key, value in inner.params.items() if _source(inner, key) != "DEFAULT"}
             json_output, map_file = given.get("json_output", json_output), given.get("map_file", map_file)
             fail_on = given.get("fail_on", fail_on)

@@ -93,7 +93,7 @@ def train(
     gpus: Gpus = None,
     json_output: Json = False,
 ) -> None:
-    from ..distributed.restart import run_to_go_on_with
+    from ..entry.settings import of_this_start
     from ..training.preflight.codes import parse_skips
 
     with _said_once():
@@ -102,8 +102,8 @@ def train(
             settings, model=model, data=data, out=out, preset=preset, steps=steps, resume=resume, consent=yes, no_cache=no_cache,
             device="cuda" if gpus else None,
         )  # fmt: skip
-        if resume is None and not dry_run and (resume := run_to_go_on_with(loaded.config.run.folder)) is not None:
-            loaded = _loaded(None, model=None, data=None, out=None, preset=None, steps=None, resume=resume)
+        if not dry_run:
+            loaded, resume = of_this_start(loaded, resume)
         status = None if dry_run else _launched(loaded, processes, gpus)
     if status is not None:
         raise typer.Exit(status)
@@ -114,9 +114,10 @@ def train(
             raise UsageError("--skip has no effect with --dry-run: a plan runs no preflight")
         _print_plan(loaded, json_output)
         return
-    from ..tasks.choose import train as run
+    from ..entry.start import start
+    from ..training.console import RunConsole
 
-    raise typer.Exit(run(loaded, resume=resume, json_output=json_output, skips=skips))
+    raise typer.Exit(start(loaded, resume=resume, console=RunConsole(json_output=json_output), skips=skips).status)
 
 
 def plan(

@@ -1,4 +1,4 @@
-"""What a key takes, in words: `a whole number of at least 1`, `one of sdpa eager flash flex`. Read off the schema. Imports no torch."""
+"""What a key takes, in words: `a whole number of at least 1`, `one of sdpa eager flash flex`. Taken from the schema. Imports no torch."""
 
 from __future__ import annotations
 

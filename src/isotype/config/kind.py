@@ -19,7 +19,7 @@ ONLY: Mapping[str, tuple[str, ...]] = {
     ),
     LANGUAGE: (
         "data.", "model.revision", "model.init", "model.config", "model.tokenizer", "model.attention", "model.allow_unquantised",
-        "model.trust_remote_code", "adapter.start_from", "adapter.modules_to_save", "run.sample_tokens",
+        "model.compile", "model.trust_remote_code", "adapter.start_from", "adapter.modules_to_save", "run.sample_tokens",
     ),
 }  # fmt: skip
 INSTEAD = {

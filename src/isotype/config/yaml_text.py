@@ -1,7 +1,7 @@
-"""YAML in and out: mappings whose keys remember their lines, and values written so that they read back the same. Imports no torch.
+"""Reads and writes YAML: mappings with the line of each key, and values in a form that reads back the same. Imports no torch.
 
-YAML 1.2 throughout: `1e-4` is a number, `no` and `on` are text. Reading goes through ruamel's node tree, since only that knows lines
-and keeps duplicate keys apart.
+YAML 1.2 throughout: `1e-4` is a number, `no` and `on` are text. Reading goes through ruamel's node tree, since only the tree has line
+numbers and duplicate keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
 MAX_DEPTH = 32
-MAX_VALUES = 10_000  # in one key: anchors let ten lines stand for billions
+MAX_VALUES = 10_000  # values in one key: with anchors, ten lines can stand for billions of values
 
 
 class YamlError(ValueError):
@@ -68,7 +68,7 @@ def _compose(text: str) -> Node | None:
         mark = error.problem_mark or error.context_mark
         raise YamlError(f"broken YAML: {error.problem or error.context}", mark.line + 1 if mark else None) from None
     except (YAMLError, ValueError, RecursionError, IndexError, AttributeError, TypeError, AssertionError, KeyError) as error:
-        # ruamel's scanner lets some of its own mistakes through on hostile text
+        # on malformed text ruamel's scanner raises other exceptions than its own
         raise YamlError(f"broken YAML: {next(iter(str(error).splitlines()), type(error).__name__)}") from None
     return node
 
@@ -103,7 +103,7 @@ def _value(node: Node, depth: int = 0, made: list[int] | None = None) -> Any:
         problem = getattr(error, "problem", None) or next(iter(str(error).splitlines()), type(error).__name__)
         raise YamlError(f"{node.value!r}: {problem}", line) from None
     if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
-        raise YamlError("half of a surrogate pair is no text", line)
+        raise YamlError("half of a surrogate pair is not text", line)
     return value
 
 

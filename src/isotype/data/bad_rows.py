@@ -18,7 +18,7 @@ from ..errors import UsageError
 
 FILE = "bad_rows.jsonl"
 PLACES = 40  # named in one error
-KEPT = 10_000  # of a source, by place and reason; all are counted
+MOST_LISTED = 10_000  # of a source, by place and reason; all are counted
 EMPTY = "the answer is empty"
 FIX = "data.on_bad_row: skip leaves them out, counts them and lists them in the run's bad_rows.jsonl"
 
@@ -60,7 +60,7 @@ class BadRows:
 
     kinds: Counter[str] = field(default_factory=Counter)
     empty: int = 0
-    kept: list[BadRow] = field(default_factory=list)
+    listed: list[BadRow] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -71,25 +71,25 @@ class BadRows:
             self.empty += 1
         else:
             self.kinds[kind_of(row.reason)] += 1
-        if len(self.kept) < KEPT:
-            self.kept.append(row)
+        if len(self.listed) < MOST_LISTED:
+            self.listed.append(row)
 
     def as_json(self) -> dict[str, Any]:
-        rows = [[row.place, row.reason, row.fix, row.empty] for row in self.kept]
+        rows = [[row.place, row.reason, row.fix, row.empty] for row in self.listed]
         return {"kinds": dict(self.kinds), "empty": self.empty, "rows": rows}
 
     def update(self, said: dict[str, Any]) -> None:
         """Adds what `as_json` of another gave."""
         self.kinds.update(said["kinds"])
         self.empty += said["empty"]
-        self.kept += [BadRow(*row) for row in said["rows"]]
+        self.listed += [BadRow(*row) for row in said["rows"]]
 
     def refuse(self, *, sound: int) -> None:
         """Raises  UsageError that names every kind, and up to PLACES places; nothing where no row is bad.
 
         sound  rows that can be used: with none, leaving out the bad ones is no help
         """
-        bad = [row for row in self.kept if not row.empty]
+        bad = [row for row in self.listed if not row.empty]
         fix = FIX if sound else NONE_SOUND
         if self.count == 1 and bad:
             raise bad[0].error(fix=fix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from .. import json_objects
@@ -49,7 +50,7 @@ def sharegpt_messages(value: Any, place: str, *, system: Any = None) -> tuple[Me
     return ({"role": "system", "content": system}, *found)
 
 
-def tool_list(row: Message, place: str) -> list[Any] | None:
+def tool_list(row: Mapping[str, Any], place: str) -> list[Any] | None:
     """The row's tools as the template takes them: a list of descriptions; None for none. `functions` is OpenAI's older name."""
     value = row.get("tools")
     if value is None and isinstance(row.get("functions"), list):
@@ -68,7 +69,7 @@ def is_learnt(message: Message) -> bool:
 
 
 def parsed_json(value: Any, at: str) -> Any:
-    """A list or object that a table's cell holds as JSON; anything else as it is. Raises RowError for a key given twice."""
+    """Parses a table's cell that holds a list or object as JSON; returns anything else unchanged. Raises RowError for a key given twice."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             found = json_objects.loads(value)
@@ -81,7 +82,7 @@ def parsed_json(value: Any, at: str) -> Any:
 
 
 def kind(value: Any) -> str:
-    """What a wrong value is, in JSON's words."""
+    """The kind of a wrong value, in JSON's terms."""
     if value is None:
         return "null"
     names = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}

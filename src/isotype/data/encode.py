@@ -232,13 +232,13 @@ class Encoder:
         """A part's tokens are those by which the text up to its end is longer; where that changes earlier ones, it is tokenised alone."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
-        begin = start = kept = 0  # characters and tokens up to which earlier parts are settled
+        begin = start = settled = 0  # characters and tokens up to which earlier parts are settled
         for edge in [*edges, len(text)]:
             grown = self.ids(text[begin:edge])
-            if ids[kept:] != grown[: len(ids) - kept]:
-                begin, kept = start, len(ids)
+            if ids[settled:] != grown[: len(ids) - settled]:
+                begin, settled = start, len(ids)
                 grown = self.ids(text[begin:edge])
-            new = grown[len(ids) - kept :]
+            new = grown[len(ids) - settled :]
             ids += new
             offsets += [(start, edge)] * len(new)
             start = edge
@@ -296,13 +296,13 @@ class Encoder:
 
         A tokenizer may merge the last character of one with the first of the other, or cut white space differently at the end of a text.
         """
-        cut_at, kept = 0, 0  # characters and tokens up to the last cut
+        cut_at, settled = 0, 0  # characters and tokens up to the last cut
         for span, prompt in zip(r.spans, prompts):
             if span.start == 0:
                 continue
             if cut_at:
                 prompt = self.ids(r.text[cut_at : span.start])
-            if ids[kept : kept + len(prompt)] == prompt:
+            if ids[settled : settled + len(prompt)] == prompt:
                 continue
             tally.borders += 1
             sides = [r.text[cut_at : span.start], r.text[span.start :]]
@@ -311,13 +311,13 @@ class Encoder:
                 for begin, end in ((cut_at, span.start), (span.start, len(r.text)))
             ]
             (left, left_at), (right, right_at) = self._encoded(sides, places)
-            ids = ids[:kept] + left + right
+            ids = ids[:settled] + left + right
             offsets = (
-                list(offsets[:kept])
+                list(offsets[:settled])
                 + [(a + cut_at, b + cut_at) for a, b in left_at]
                 + [(a + span.start, b + span.start) for a, b in right_at]
             )
-            cut_at, kept = span.start, kept + len(left)
+            cut_at, settled = span.start, settled + len(left)
         return ids, offsets
 
 

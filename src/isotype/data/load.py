@@ -91,7 +91,7 @@ def load_data(data: DataSection, tokenizer: Any, *, seed: int) -> LoadedData:
     if packed:
         rows, shares = packed, packed.shares(shares)
     template = encoder.template.text if encoder.template else None
-    return LoadedData(rows, evaluation, _prompts(shown, of, encoder), template, facts, shares, bad_rows=bad.kept)
+    return LoadedData(rows, evaluation, _prompts(shown, of, encoder), template, facts, shares, bad_rows=bad.listed)
 
 
 def encoder_for(data: DataSection, tokenizer: Any, sources: Sequence[Source]) -> Encoder:

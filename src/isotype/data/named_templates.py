@@ -1,4 +1,4 @@
-"""Chat templates by name, for tokenizers that bring none: `data.chat_template: chatml`.
+"""Chat templates by name, for tokenizers without one: `data.chat_template: chatml`.
 
 Each frames turns as the family's own models do, with the tokens that end a turn; tool calls and reasoning are not written. The frames are
 those of the public model cards of ChatML (Qwen 2), Llama 3, Gemma, Mistral and Zephyr.

@@ -1,8 +1,8 @@
 """Packing: several rows in one of `max_length` tokens, so that a batch holds no padding.
 
-Best fit, longest rows first: each goes where the least room is left. Rows of one source stay together, so that weights go on counting
-packed rows of each. What keeps the documents of a packed row apart is their positions, which begin at 0 in each
-(`training.batches.collate`); the first token of each is predicted by nothing, so its label is masked.
+Best fit, longest rows first: each goes where the least room is left. Rows of one source stay together, so that the weights of sources apply
+to packed rows. What keeps the documents of a packed row apart is their positions, which begin at 0 in each
+(`training.batches.collate`); nothing predicts the first token of each, so its label is masked.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class PackedRows(Sequence[Row]):
         return [Share(self.of_block.count(i), share.weight) for i, share in enumerate(shares)]
 
     def facts(self) -> dict[str, Any]:
-        tokens, places = int(self.lengths.sum()), len(self) * self.capacity
-        return {"rows": len(self.rows), "packed_rows": len(self), "filled": tokens / max(1, places), "length": self.capacity}
+        tokens, room = int(self.lengths.sum()), len(self) * self.capacity
+        return {"rows": len(self.rows), "packed_rows": len(self), "filled": tokens / max(1, room), "length": self.capacity}
 
 
 def pack(rows: TokenRows, capacity: int) -> PackedRows:

@@ -118,7 +118,7 @@ def text_lines(path: Path, name: str, meter: Meter | None = None) -> Iterator[tu
 
 
 def raw_lines(path: Path, name: str, meter: Meter | None = None) -> Iterator[tuple[int, int, bytes]]:
-    """Line numbers, places in the file and bytes of the lines of a plain or gzipped file."""
+    """Line numbers, offsets in the file and bytes of the lines of a plain or gzipped file."""
     offset = number = 0
     with _opened(path, meter) as file:
         try:

@@ -1,4 +1,5 @@
-"""A small model's parts, made on the spot: a byte-level BPE tokenizer with a ChatML template, and a Llama for two CPU cores."""
+"""Makes the parts of a small model: a byte-level BPE tokenizer with a ChatML template, and the configuration of a Llama for two CPU
+cores."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ CHATML = """\
 def train_tokenizer(texts: Iterable[str], *, vocabulary: int = 4096) -> Any:
     """A byte-level BPE tokenizer of `texts`, with ChatML's special tokens and template; the end of a turn is also the end of a text.
 
-    Digits stay single, as in Llama: a small vocabulary has better uses than numbers.
+    Every digit is a token of its own, as in Llama, to save vocabulary.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -83,7 +83,7 @@ def stdlib_text() -> tuple[str, ...]:
             texts[f"{head}\n\n{item.doc}"] = None
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions leave it out
+    except ImportError:  # some distributions of Python lack it
         pass
     else:
         texts |= dict.fromkeys(inspect.cleandoc(topic) for _, topic in sorted(topics.items()))
@@ -172,7 +172,7 @@ def _pairs_of(item: Documented, summary: str, *, new: bool) -> Iterator[Pair]:
         call = f"`{short}{item.signature}`"
         answer = f"Call it as {call}." if item.signature != "()" else f"It takes no arguments: {call}."
         yield Pair(item.name, _SIGNATURE[number // 7 % len(_SIGNATURE)].format(name=item.name), answer)
-    # The other way round, for a third of them: enough to ask for a name, too few to drown the descriptions.
+    # A third of the questions ask for the name, the others for the description.
     if new and item.kind != "method" and number % 3 == 0 and short not in summary and len(summary) <= 200:
         form = _WHICH[number // 3 % len(_WHICH)]
         yield Pair(item.name, form.format(kind=item.kind, module=item.module, summary=summary), f"`{item.name}`.")

@@ -106,15 +106,15 @@ class StreamedRows:
             tokens, _, tally = tokenised(self.cursors.examples(self.data.shuffle_buffer), self.encoder)
             if self.data.on_bad_row == "error":
                 tally.bad.refuse(sound=len(tokens))
-            self.on_bad_rows(tally.bad.kept)
+            self.on_bad_rows(tally.bad.listed)
         except UsageError as error:
             raise RunError(
                 f"the stream cannot be read on: {error.message}",
                 fix="mend the row, or leave such rows out: isotype train --resume FOLDER data.on_bad_row=skip",
             ) from error
         digests = tokens.column("digest").tolist()
-        kept = np.array([not is_held_out(d, self.held_out, self.seed) for d in digests], bool)
-        rows = tokens.select(kept)
+        trained = np.array([not is_held_out(d, self.held_out, self.seed) for d in digests], bool)
+        rows = tokens.select(trained)
         self.rows = pack(rows, self.data.max_length) if self.data.packing else rows
         self._order = list(range(len(self.rows)))
         if self.data.shuffle:
@@ -181,7 +181,7 @@ def load_stream(
     prompts = _prompts(asked or examples[:SAMPLES], evaluation if len(evaluation) else train, encoder)
     stream = StreamedRows(data, sources, encoder, seed=seed, held_out=share)
     template = encoder.template.text if encoder.template else None
-    return LoadedData(rows, evaluation, prompts, template, facts, bad_rows=bad.kept, stream=stream)
+    return LoadedData(rows, evaluation, prompts, template, facts, bad_rows=bad.listed, stream=stream)
 
 
 def check_streamable(sources: Sequence[Source]) -> None:
@@ -206,7 +206,7 @@ def tokenised(examples: Iterator[Example | BadRow], encoder: Encoder) -> tuple[T
     seen: list[Example] = []
     tally, writer = Tally(), TokenWriter()
 
-    def kept() -> Iterator[Example]:
+    def trained() -> Iterator[Example]:
         for one in examples:
             if isinstance(one, BadRow):
                 note_bad(one, tally)
@@ -214,7 +214,7 @@ def tokenised(examples: Iterator[Example | BadRow], encoder: Encoder) -> tuple[T
             seen.append(one)
             yield one
 
-    for _, row, cut in encoder.rows(kept(), tally):
+    for _, row, cut in encoder.rows(trained(), tally):
         writer.add(row, example=-1, cut=cut)
     return TokenRows([writer.block({"tally": tally.as_json()})]), seen, tally
 

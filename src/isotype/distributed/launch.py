@@ -75,10 +75,10 @@ def _start(command: Sequence[str], rank: int, size: int, listening: socket.socke
     }  # fmt: skip
     # each would take every core
     environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))
-    kept = (alive, listening.fileno()) if rank == 0 else (alive,)
+    inherited = (alive, listening.fileno()) if rank == 0 else (alive,)
     streams: dict[str, Any] = {} if rank == 0 else {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
     # a separate session: Ctrl-C reaches it once, from this process
-    started: subprocess.Popen[bytes] = subprocess.Popen(list(command), env=environ, pass_fds=kept, start_new_session=True, **streams)
+    started: subprocess.Popen[bytes] = subprocess.Popen(list(command), env=environ, pass_fds=inherited, start_new_session=True, **streams)
     return started
 
 

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..dtypes import name, to_torch
 from ..errors import UsageError
-from ..precision.apply import inner_model, is_block
+from ..precision.apply import inner_model, is_block, is_quantised
 from ..precision.own_part import own_part
+from ..precision.part import Part
 from .world import World
 
 
@@ -92,10 +93,17 @@ def mesh_of(world: World, device: torch.device, *, nodes: int = 1) -> Any:
     return init_device_mesh(device.type, (nodes, world.size // nodes), mesh_dim_names=("replicate", "shard"))
 
 
-def keep_own_part(model: nn.Module, mesh: Any, *, reduce: str) -> list[nn.Module]:
+def part_of(mesh: Any, look: Callable[[nn.Module], None]) -> Part:
+    """What this process keeps of a model that the processes of `mesh` share. `look`: called with the model before it is cast."""
+    sharing = mesh.ndim - 1  # before it, in a hybrid mesh, are the machines
+    return Part(mesh.get_local_rank(sharing), mesh.size(sharing), look)
+
+
+def keep_own_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[nn.Module]:
     """Cuts `model`, in place, into units of which this process keeps its rows: with adapter, ops, precision and recomputation.
 
-    Its weights may lie on the CPU: each unit's part goes to the mesh's device, and the unit's memory is freed. Nothing is exchanged.
+    Its weights may lie on the CPU, or in files that are mapped there, of which the own rows are read. Each unit's part goes to the mesh's
+    device, and the unit's memory is freed. Nothing is exchanged.
 
     reduce  the dtype in which gradients are summed
     ->      the units, for `Sharding`
@@ -111,6 +119,10 @@ def keep_own_part(model: nn.Module, mesh: Any, *, reduce: str) -> list[nn.Module
     for full, module in [*units_of(inner), ("the model's own weights", inner)]:
         own = {n: p for n, p in module.named_parameters() if id(p) not in inside}
         refuse_two_dtypes(full, own)
+        for parameter in own.values():
+            if parameter.device.type == "cpu" and not is_quantised(parameter):
+                # fully_shard moves whole weights to the device
+                parameter.data = part.narrowed(parameter.data, parameter.dtype)
         # the root holds the head
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not inner)
         inside |= {id(p) for p in module.parameters()}
@@ -125,7 +137,7 @@ def units_of(inner: nn.Module) -> list[tuple[str, nn.Module]]:
     inside = ""
     for full, module in inner.named_modules():
         if isinstance(module, nn.ModuleList) and not (inside and full.startswith(inside)):
-            blocks = [(f"{full}.{place}", block) for place, block in module.named_children() if is_block(block)]
+            blocks = [(f"{full}.{name}", block) for name, block in module.named_children() if is_block(block)]
             found += blocks
             # experts and other lists inside a layer belong to its unit: which of them run depends on the rows
             inside = f"{full}." if blocks else inside

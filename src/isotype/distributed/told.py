@@ -1,4 +1,4 @@
-"""Errors as JSON, so that what one process raised is raised by all of them."""
+"""Encodes errors as JSON, so that every process can raise the error of one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def as_json(error: BaseException) -> dict[str, Any]:
 
 
 def from_json(told: dict[str, Any], *, of: str | None = None) -> BaseException:
-    """The error again; what was no IsotypeError becomes a RunError. `of`: the process that raised it, to be named in the message."""
+    """Decodes the error; one that is no IsotypeError becomes a RunError. `of`: the process that raised it, for the message."""
     if told["kind"] == "KeyboardInterrupt":
         return KeyboardInterrupt()
     kind = getattr(errors, told["kind"], RunError)

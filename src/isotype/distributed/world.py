@@ -37,7 +37,7 @@ LOOK = 0.5  # seconds between two looks for failures while waiting
 MOST_PAUSE = 0.05  # seconds between two looks for what is waited for
 SUSPECT = 2.0  # seconds without a sign of life after which a process is looked at more closely
 _RUNS = itertools.count()  # runs one after the other in the same processes have keys of their own
-LEAVING = 10.0  # seconds that the first process waits for the others to end, because the store ends with it
+LEAVING = 10.0  # seconds that the first process waits, after an error, for the others to read it: the store ends with this process
 
 
 class World:
@@ -227,11 +227,15 @@ class JoinedWorld(World):
             self._store.set(f"failed/{self.rank}", json.dumps(told.as_json(error)))
 
     def close(self) -> None:
+        """All processes leave together: a closed connection would end an exchange in which another process still is."""
         import torch.distributed as dist
 
-        with suppress(Exception):
+        with suppress(Exception):  # another one may be gone, and with the first one the store
             self._store.set(f"left/{self.rank}", "")
-            if self.first:  # the store may be this process's own: the others are let go first
+            if self._lost is None and not self._failed:
+                for rank in range(self.size):
+                    self._wait(f"left/{rank}", of=rank)
+            elif self.first:
                 self._see_off(LEAVING if self._lost is None else 1.0)
         self._watch.stop()
         if self._owned and dist.is_initialized():
@@ -401,7 +405,7 @@ def _store(seat: Seat, wait: timedelta) -> Any:
 
 
 def _world_of_group(device: str, timeout: float) -> World:
-    """Around a process group that somebody else made and will end. Its variables are read only for the place on the machine."""
+    """Around a process group that somebody else made and will end. Its variables are read only for the rank on the machine."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 

@@ -1,4 +1,4 @@
-"""Gives the process back as a run found it: a run in a notebook or a sweep must not change what runs after it.
+"""Restores the state of the process after a run: a run in a notebook or a sweep must not change what runs after it.
 
 A run seeds the generators, may forbid nondeterministic algorithms, and silences libraries. It also depends on settings of the process that
 a caller may have changed: the default dtype and the gradient mode. It begins with PyTorch's own defaults for these.
@@ -19,7 +19,7 @@ LIBRARIES = ("peft", "bitsandbytes")
 
 @contextmanager
 def own_process_state() -> Iterator[None]:
-    """Inside: fp32 as default dtype, gradients recorded. Afterwards everything as before."""
+    """Sets the default dtype to fp32 and records gradients. Restores everything on exit."""
     import numpy as np
     import torch
     import transformers

@@ -38,3 +38,15 @@ def load_settings(
     loaded = load(file, arguments, flags or {}, preset=preset, resolved=resume is not None, **options)
     refuse_incomplete(loaded)
     return loaded
+
+
+def of_this_start(loaded: LoadedConfig, resume: Path | None) -> tuple[LoadedConfig, Path | None]:
+    """The settings, and the folder of the run to go on with: where torchrun repeats a command after a process died, its own run's.
+
+    Raises  UsageError where the repeated command could not find its run
+    """
+    from ..distributed.restart import run_to_go_on_with
+
+    if resume is not None or (begun := run_to_go_on_with(loaded.config.run.folder)) is None:
+        return loaded, resume
+    return load_settings(None, preset=None, resume=begun, how_to_change=""), begun

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ..config.schema import RunConfig, Section
 from ..errors import UsageError
 from .run import Run
-from .settings import load_settings
+from .settings import load_settings, of_this_start
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -47,6 +47,7 @@ def train(
     parallel: Given = None,
     preset: str | None = None,
     resume: str | Path | None = None,
+    accept_changes: bool = False,
     skip: Mapping[str, str] | None = None,
     callbacks: Sequence[Callback] = (),
     objective: Callable[[nn.Module, Any], Tensor] | None = None,
@@ -61,11 +62,12 @@ def train(
                parallel.kind), a mapping, or its class
     preset     lora, qlora, full, full-bf16, or a precision
     resume     a run's folder to go on with; sections are what is to change
+    accept_changes  with resume: accepts changes that make it another run, as `--yes` does
     skip       checks of the preflight to leave out, code to reason
-    callbacks  objects of `isotype.Callback`: what they may and may not do stands there
-    objective  objective(model, batch) -> float[], the losses of a micro-batch summed over `batch.weight` tokens, in place of the
-               cross-entropy; the batch has `inputs` for the model and `labels`. Evaluation keeps the cross-entropy.
-    Raises     UsageError, PreflightError, RunError, DtypeError, each with its fix
+    callbacks  objects of `isotype.Callback`; its docstring says what they may and may not do
+    objective  objective(model, batch) -> float[], the losses of a micro-batch summed over `batch.weight` tokens or pictures,
+               instead of the loss of the task. A batch of tokens has `inputs` for the model and `labels`. Evaluation keeps the task's loss.
+    Raises     UsageError, PreflightError, RunError, DtypeError, each with its fix; KeyboardInterrupt for Ctrl-C before step 1
 
     Random state, the default dtype, deterministic mode, warnings and log levels are afterwards what they were before the call.
     """
@@ -73,6 +75,10 @@ def train(
         from ..training.callbacks import check_callbacks
 
         check_callbacks(callbacks)
+    if skip:
+        from ..training.preflight.codes import check_skips
+
+        check_skips(skip)
     given = {
         "model": model,
         "data": data,
@@ -93,16 +99,20 @@ def train(
     before = None if resume is None else Path(resume)
     if before is not None and preset is not None:
         raise UsageError("preset: a resumed run has its own", fix=HOW_TO_CHANGE)
-    loaded = load_settings(file, flags=flags, preset=preset, resume=before, how_to_change=HOW_TO_CHANGE, source=SOURCE)
-    from ..runs.folder import RunFolder
-    from ..tasks.choose import train as run_task
-    from ..training.run import run_folder
+    if accept_changes and before is None:
+        raise UsageError("accept_changes has no effect without resume", fix="isotype.train(resume=..., accept_changes=True)")
+    loaded = load_settings(
+        file, flags=flags, preset=preset, resume=before, how_to_change=HOW_TO_CHANGE, source=SOURCE, consent=accept_changes
+    )
+    loaded, before = of_this_start(loaded, before)
     from .process_state import own_process_state
+    from .start import start
 
-    folder: RunFolder = run_folder(loaded, before)
     with own_process_state():
-        run_task(loaded, resume=before, skips=skip or {}, callbacks=callbacks, objective=objective)
-    return Run(folder.path)
+        ended = start(loaded, resume=before, skips=skip, callbacks=callbacks, objective=objective)
+    if not ended.begun:
+        raise KeyboardInterrupt("before step 1: there is no run")
+    return Run(ended.folder)
 
 
 def _flags(name: str, value: Any) -> dict[str, Any]:

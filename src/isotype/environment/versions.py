@@ -1,4 +1,4 @@
-"""What this process runs on: versions, devices, and the variables that decide precision behind a configuration's back.
+"""The environment of this process: versions, devices, and environment variables that change the precision.
 
 `environment()` becomes a run's `env.json`; `requirements()` turns one back into pins. torch is imported only to look at devices.
 """
@@ -69,7 +69,7 @@ def devices() -> list[dict[str, Any]]:
         for index in range(torch.cuda.device_count()):
             try:
                 found.append(detect(f"cuda:{index}").as_json())
-            except IsotypeError as error:  # an architecture that is not in the table is still worth naming
+            except IsotypeError as error:  # an architecture that is not in the table is named too
                 found.append({"kind": "unknown", "name": torch.cuda.get_device_name(index), "reason": str(error)})
     return found
 
@@ -98,7 +98,7 @@ def _import_torch() -> Any:
 
 
 def _sources() -> dict[str, str]:
-    """Distributions that no index has: name -> where they were installed from."""
+    """Distributions that no package index has: name -> where they were installed from."""
     found = {}
     for distribution in metadata.distributions():
         text = distribution.read_text("direct_url.json")

@@ -1,1 +1,1 @@
-"""What one does with a run: chat, sample, evaluate, merge."""
+"""Uses a run: chat, sample, evaluate, merge."""

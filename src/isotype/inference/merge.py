@@ -137,8 +137,8 @@ def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], flo
 
 def _stored_buffers(inner: nn.Module) -> dict[str, Tensor]:
     """Buffers that belong to the model's file, such as the constants of Apertus' activation or the router bias of DeepSeek V3."""
-    kept = inner.state_dict(keep_vars=True)
-    named = {name: buffer for name, buffer in inner.named_buffers(remove_duplicate=False) if name in kept}
+    persistent = inner.state_dict(keep_vars=True)
+    named = {name: buffer for name, buffer in inner.named_buffers(remove_duplicate=False) if name in persistent}
     return {plain: buffer.detach() for name, buffer in named.items() if (plain := _plain_name(name)) is not None}
 
 
@@ -161,13 +161,13 @@ def _delta(layer: Any, adapter: str) -> Tensor:
         delta: Tensor = layer.get_delta_weight(adapter)
         return delta.float()
     parameter = layer.get_param()  # PEFT gives the change of a bare parameter in that parameter's dtype
-    kept = parameter.data
-    parameter.data = kept.float()
+    narrow = parameter.data
+    parameter.data = narrow.float()
     try:
         wide: Tensor = layer.get_delta_weight(adapter)
         return wide
     finally:
-        parameter.data = kept
+        parameter.data = narrow
 
 
 def _adapted_weights(inner: nn.Module) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _refuse_unmergeable(model: nn.Module) -> None:
 
 
 def dequantised(parameter: Tensor) -> Tensor:
-    """fp32, whatever it is kept in."""
+    """fp32, whatever its own dtype."""
     if is_quantised(parameter):
         from bitsandbytes.functional import dequantize_4bit
 

@@ -1,4 +1,4 @@
-"""Where autocast runs: accelerate puts it on one object's forward, and `generate` goes past it. Here it moves to the inner model.
+"""Moves autocast to the inner model. accelerate wraps the forward of one object only, and `generate` bypasses that wrapper.
 
 Which wrapper accelerate would build is decided by `Accelerator.native_amp`, an attribute of this trainer's accelerator. fp16 keeps it: the
 gradient scaler asks for the same attribute when it unscales.
@@ -16,7 +16,7 @@ from ..precision.precision import Precision
 
 
 class WideLogits:
-    """Forward hook of the inner model: logits leave in fp32, as accelerate's wrapper gives them. Deferred logits only note the dtype."""
+    """Forward hook of the inner model: returns logits in fp32, as accelerate's wrapper does. Deferred logits only record the dtype."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         logits = getattr(output, "logits", None)

@@ -1,7 +1,8 @@
-"""`attach(trainer, precision=...)` and `detach(trainer)`: one owner of precision, Isotype's ops, guards, and all of it undone.
+"""`attach(trainer, precision=...)` and `detach(trainer)`: give a trainer one owner of precision, Isotype's ops and guards, and undo all of
+it.
 
-It happens when the trainer is complete, because PEFT and TRL build inside the trainer what is to be fused; on instances only; and either
-whole or not at all.
+`attach` needs a complete trainer, because PEFT and TRL build the layers to be fused inside it. It changes instances only, and if a part
+fails, it undoes the others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .methods import overridden
 from .owners import claims, resolve_for
 from .pure import PureWeights
 from .record import Record
-from .refusals import ATTACHED, check_skips, check_trainer
+from .refusals import ATTACHED, check_preflight, check_trainer
 from .weights import Weights
 
 # models beside the trained one that a trainer runs without gradients: TRL's reference and teacher
@@ -53,15 +54,15 @@ def attach(
     Raises      UsageError in one sentence, and the trainer is as it was
     """
     check_trainer(trainer)
-    skips = check_skips(skip or {}, preflight=preflight, record=record)
+    skips = check_preflight(skip or {}, preflight=preflight, record=record)
     resolved = resolve_for(trainer, precision)
     attached = Attachment(trainer, resolved, claims(trainer, resolved.precision))
     try:
         guards = _put_on(attached, reversible=reversible)
         if record:
-            kept = Record(attached, guards, preflight=preflight, skip=skips)
-            attached.undo.append(kept.remove)
-            kept.install()
+            recorder = Record(attached, guards, preflight=preflight, skip=skips)
+            attached.undo.append(recorder.remove)
+            recorder.install()
     except BaseException:
         _take_off(attached)
         raise
@@ -72,7 +73,7 @@ def attach(
 
 
 def detach(trainer: Any) -> list[str]:
-    """Undoes `attach`: the next step is an untouched trainer's, bit for bit. Gives a line for what could not be put back.
+    """Undoes `attach`: the next step is an untouched trainer's, bit for bit. Returns a line for each thing that could not be restored.
 
     Raises  UsageError for a trainer that is not attached, or is training
     """

@@ -1,4 +1,4 @@
-"""What `attach` did to a trainer: printed once, kept for `detach`."""
+"""What `attach` changed in a trainer: printed once, and used by `detach`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Attachment:
 
     claims     every owner of precision with its value and what became of it
     manifests  model ("model", "ref_model", ...) -> what `optimize` replaced there
-    notes      what else is worth a line
-    undo       in reverse order, what takes it away again
+    notes further lines to print
+    undo functions that undo the changes, called in reverse order
     pure       where low-precision weights are trained: what holds their gradients
     """
 

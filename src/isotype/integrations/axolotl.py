@@ -1,4 +1,4 @@
-"""axolotl's way in: `plugins: [isotype.integrations.axolotl.IsotypePlugin]`, and `isotype_precision: bf16-lora` beside it.
+"""Plugin for axolotl: `plugins: [isotype.integrations.axolotl.IsotypePlugin]`, and `isotype_precision: bf16-lora` beside it.
 
 axolotl calls `post_trainer_create` when its trainer is complete. Nothing here imports axolotl until axolotl imports it.
 """

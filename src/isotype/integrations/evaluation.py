@@ -1,8 +1,8 @@
-"""Evaluation under the precision: the loss is a mean over tokens, and `bf16_full_eval` casts no weight.
+"""Evaluation under the precision: the loss is a mean over tokens, and `bf16_full_eval` leaves the weights as they are.
 
 Trainer averages the batches' means, so that its evaluation loss depends on the batch size; here each batch counts with its tokens. Only
-where batches have `labels` of tokens (a preference trainer's loss is per row already), and not for a `compute_loss` of the user's own: what
-that is a mean of is not known.
+where batches have `labels` of tokens (a preference trainer's loss is per row already), and not for a user's own `compute_loss`, since what
+it averages over is not known.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What ran in the first step of an attached trainer: fused calls and others, with the reason; and the dtypes of the second.
+"""Records the first step of an attached trainer, with the number of fused calls and of others and their reason, and the dtypes of the
+second step.
 
 Neither changes what is computed: their hooks are marked as observing, so that fused code runs as in every other step.
 """
@@ -44,7 +45,7 @@ class FirstSteps:
         if self.steps == 1:
             self._begin_counting()
         elif self.steps == 2:
-            # accelerate's optimizer is around the one whose step is watched
+            # accelerate's optimizer wraps the one whose step is observed
             optimizer = getattr(self.attached.trainer.optimizer, "optimizer", self.attached.trainer.optimizer)
             self.seen = self._stack.enter_context(self.observer.watch(step, optimizer=optimizer, gradient=self.attached.gradient))
 
@@ -57,7 +58,7 @@ class FirstSteps:
         self._materialised, self._before = Counter(materialised), self._heads()
 
     def end(self) -> None:
-        """After the update of a step that was watched."""
+        """After the update of an observed step."""
         self.stop()
         if self.seen is not None:
             return
@@ -67,7 +68,7 @@ class FirstSteps:
             self.calls["head", f"logits computed: {where}"] += count
 
     def stop(self) -> None:
-        """Takes every hook off."""
+        """Removes every hook."""
         self.watching = False
         for hook in self._hooks:
             hook.remove()

@@ -1,6 +1,7 @@
-"""What watches a trainer's steps: a non-finite loss or gradient stops the run, and the logs say whether updates took.
+"""Guards of a trainer's steps: a non-finite loss or gradient stops the run, and the logs show the share of weights that each update
+changed.
 
-The loss is looked at after each micro-batch, before any weight moves; Trainer's own filter, which logs 0.0 instead, is off meanwhile.
+The loss is looked at after each micro-batch, before any weight moves; Trainer's own filter, which logs 0.0 instead, is switched off.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .trainer_words import in_trainers_words
 
 
 class LastCall:
-    """Forward pre-hook of the inner model: what it was called with last, to find the module where a number stopped being finite."""
+    """Forward pre-hook of the inner model: records its last inputs, to find the module in which a value became non-finite."""
 
     def __init__(self) -> None:
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -35,7 +36,7 @@ class LastCall:
 
 
 class Guards(TrainerCallback):
-    """One trainer's guards. `install` puts them on, `remove` takes them off.
+    """One trainer's guards. `install` adds them, `remove` removes them.
 
     gradient  where a parameter's summed gradient is
     extra     metrics for the trainer's next training log
@@ -74,7 +75,7 @@ class Guards(TrainerCallback):
         return loss
 
     def _clip_grad_norm(self, original: Callable[..., Any], model: nn.Module) -> Any:
-        """torch's own two halves of clipping, with a look between them: clipping by nan would make every gradient nan."""
+        """torch's two functions for clipping, with a check of the norm between them: clipping by nan would make every gradient nan."""
         trainer = self.trainer
         if self._scaled or type(trainer)._clip_grad_norm is not Trainer._clip_grad_norm:
             return original(model)
@@ -94,12 +95,12 @@ class Guards(TrainerCallback):
 
     @property
     def _buffered(self) -> bool:
-        """Gradients are not in `.grad`: what holds them clips them."""
+        """Gradients are not in `.grad`: the object that holds them clips them."""
         return any(isinstance(callback, PureWeights) for callback in self.trainer.callback_handler.callbacks)
 
     @property
     def _scaled(self) -> bool:
-        """Under loss scaling an overflow is expected now and then: the scaler skips that update."""
+        """Under loss scaling an overflow is expected occasionally: the scaler skips that update."""
         return getattr(self.trainer.accelerator, "scaler", None) is not None
 
     def _check(self, norm: Any) -> None:

@@ -1,7 +1,7 @@
 """Logits of a trainer's own loss are deferred, whether or not its forward has labels: `compute_loss` of ORPO, of CPO, of a user.
 
-What the loss makes of them without all logits (a gather, a logsumexp, a cross-entropy) is computed so; whatever else it reads is computed,
-and counted with its line.
+Operations that do not need all logits (a gather, a logsumexp, a cross-entropy) are computed without them. For any other operation the
+logits are computed, and counted with the line that needed them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replacing a method on one trainer, and putting it back (no class is touched); and which methods are a user's own."""
+"""Replacing a method on one trainer, and putting it back (no class is touched); and finds methods that a user has defined."""
 
 from __future__ import annotations
 

@@ -148,8 +148,10 @@ def claims(trainer: Any, precision: Precision) -> list[Claim]:
     adapters = [p for n, p in trained if is_adapter(n)]
     rest = [p for n, p in trained if not is_adapter(n)]
     if rest:
-        kept = " rounded stochastically" if precision.rounding == "stochastic" else ""
-        found.append(Claim("checkpoint, trained", dtypes_of(rest), f"trainable {precision.trainable}{kept}" + _vanishing(trainer, rest)))
+        rounding = " rounded stochastically" if precision.rounding == "stochastic" else ""
+        found.append(
+            Claim("checkpoint, trained", dtypes_of(rest), f"trainable {precision.trainable}{rounding}" + _vanishing(trainer, rest))
+        )
     if adapters:
         by = "TRL's cast" if _cast_by_trl(trainer, adapters) else "PEFT"
         found.append(Claim(f"{by}, adapters", dtypes_of(adapters), f"{precision.trainable} masters" + _vanishing(trainer, adapters)))

@@ -1,7 +1,7 @@
 """The preflight of an attached trainer: Isotype's own checks on the trainer's model, arguments and rows, before step 1.
 
-Checks that need a run file are left out, and those that the trainer cannot be rehearsed for, each with its reason. Nothing is drawn,
-updated or logged by it: a run with preflight is the run without, bit for bit.
+Checks that need a run file are left out, and those that the trainer cannot be rehearsed for, each with its reason. It draws, updates and
+logs nothing: a run with the preflight is bit-identical to one without.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _why_not_rehearsed(trainer: Any, rows: TrainerRows) -> str:
 
 @contextmanager
 def numbers_restored(trainer: Any) -> Iterator[None]:
-    """The trainer's own counters and metrics, as they were: TRL's `compute_loss` adds to them."""
+    """Restores the trainer's own counters and metrics on exit: TRL's `compute_loss` adds to them."""
     before = {name: copy.deepcopy(value) for name, value in vars(trainer).items() if _numbers(value)}
     try:
         yield

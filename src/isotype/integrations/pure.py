@@ -1,7 +1,7 @@
 """`bf16-pure` in a trainer: bf16 weights, gradients summed in fp32 buffers, and an AdamW that rounds stochastically.
 
-The optimizer goes in by the trainer's own `optimizer_cls_and_kwargs`. A trainer sums gradients in `.grad`, in the weights' dtype; here a
-hook takes each one into its buffer, clipping works on the buffers, and the optimizer reads them.
+The trainer gets the optimizer through its own `optimizer_cls_and_kwargs`. A trainer sums gradients in `.grad`, in the weights' dtype. Here
+a hook adds each gradient to its buffer; clipping and the optimizer use the buffers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
 class ResumableAdamW(MixedAdamW):
-    """Keeps the moments' dtype when a checkpoint is loaded, where torch gives them the weights'."""
+    """Keeps the moments' dtype when a checkpoint is loaded; torch would cast them to the weights' dtype."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -84,7 +84,7 @@ class PureWeights(TrainerCallback):
         self.accumulator.close()
 
     def _clip_grad_norm(self, original: Callable[..., Any], model: nn.Module) -> Tensor:
-        """As torch's clipping, on the buffers."""
+        """The same as torch's clipping, on the buffers."""
         gradients = self.accumulator.gradients()
         norm = get_total_norm(gradients)
         if bool(norm.isfinite()):  # the guards stop the run otherwise, and name what was not finite

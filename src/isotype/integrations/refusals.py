@@ -1,4 +1,4 @@
-"""What `attach` refuses before it changes anything: each in one sentence with what to do."""
+"""Refuses trainers that `attach` cannot handle, before anything is changed; each message has a fix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from packaging.version import Version
 from torch import nn
 
 from ..errors import UsageError
-from ..training.preflight.codes import parse_skips
+from ..training.preflight.codes import check_skips
 
 ATTACHED = "_isotype_attachment"
 # package -> (first version, first version that is not tested any more)
@@ -18,7 +18,8 @@ TESTED = {"transformers": ("5.17", "6"), "accelerate": ("1.10", "2"), "peft": ("
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raises  UsageError for what is no Trainer, is attached or training already, is wrapped, or was never tested."""
+    """Raises UsageError for an object that is not a Trainer, and for a trainer that is attached already, is training, is wrapped, or has a
+    version that was never tested."""
     try:
         from transformers import Trainer
     except ImportError:
@@ -35,13 +36,13 @@ def check_trainer(trainer: Any) -> None:
     _check_model(trainer)
 
 
-def check_skips(skip: Mapping[str, str], *, preflight: bool, record: bool) -> dict[str, str]:
+def check_preflight(skip: Mapping[str, str], *, preflight: bool, record: bool) -> dict[str, str]:
     """Raises  UsageError for an unknown check, one without a reason, and settings without effect."""
     if preflight and not record:
         raise UsageError("preflight=True has no effect with record=False: its record is preflight.json", fix="preflight=False too")
     if skip and not preflight:
         raise UsageError(f"skip={dict(skip)} has no effect with preflight=False", fix="preflight=True")
-    return parse_skips([f"{code}={why}" for code, why in skip.items()])
+    return check_skips(skip)
 
 
 def _check_versions(trainer: Any) -> None:
@@ -65,7 +66,7 @@ def _check_model(trainer: Any) -> None:
         raise UsageError(
             f"the trainer's model is wrapped in {type(model).__name__} already", fix="give the trainer the plain model: it wraps it"
         )
-    # accelerate wraps a model once: what it wrapped would stay around Isotype's precision
+    # accelerate wraps a model once, and its wrapper would stay around Isotype's precision
     if trainer.model_wrapped is not model or any(m is model for m in trainer.accelerator._models):
         raise UsageError(
             "accelerate has prepared this trainer's model already (evaluate() or train() ran)",

@@ -1,4 +1,4 @@
-"""ms-swift's way in: `--external_plugins PATH_OF_THIS_FILE --callbacks isotype`; `ISOTYPE_PRECISION` names the precision.
+"""Callback for ms-swift: `--external_plugins PATH_OF_THIS_FILE --callbacks isotype`; `ISOTYPE_PRECISION` names the precision.
 
 ms-swift runs the file and finds the callback by its name in `swift.callbacks.callbacks_map`, which it calls with its arguments and the
 trainer. `python -m isotype.integrations.swift` prints the path.
@@ -17,7 +17,7 @@ NAME = "isotype"
 
 
 class SwiftCallback(TrainerCallback):
-    """What ms-swift makes of the name: the trainer is there, and attached to when it is first used."""
+    """The class that ms-swift finds by its name. It attaches to the trainer when it is first called."""
 
     def __init__(self, args: Any, trainer: Any) -> None:
         attach_at_first_use(trainer, os.environ.get("ISOTYPE_PRECISION", "auto"))

@@ -1,4 +1,4 @@
-"""The rows of a trainer's dataset as token rows, where they are tokens: what checks of labels, ends and positions look at."""
+"""The rows of a trainer's dataset as token rows, where they are tokens: the input of the checks of labels, end tokens and positions."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def _token_rows(rows: list[Any]) -> list[Row]:
             labels = ids if mask is None else tuple(i if m else IGNORED for i, m in zip(ids, mask))
         if len(labels) != len(ids):  # an encoder-decoder's
             return []
-        kept = _ids(row["attention_mask"]) if row.get("attention_mask") is not None else None
-        if kept is not None:
-            there = [k for k, seen in enumerate(kept) if seen]
+        mask = _ids(row["attention_mask"]) if row.get("attention_mask") is not None else None
+        if mask is not None:
+            there = [k for k, seen in enumerate(mask) if seen]
             ids, labels = tuple(ids[k] for k in there), tuple(labels[k] for k in there)
         prompt = next((k for k, label in enumerate(labels) if label != IGNORED), len(labels))
         made.append(Row(ids, labels, prompt))

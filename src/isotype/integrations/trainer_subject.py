@@ -1,25 +1,30 @@
-"""A trainer in the form in which Isotype's preflight looks at a run: its arguments, its step, its rows."""
+"""Presents a trainer to Isotype's preflight as a run: its arguments, its step, its rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..config.schema import DataSection, ModelSection, RunConfig, TrainSection
 from ..data.rows import IGNORED, LoadedData, SamplePrompt
+from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
 from ..errors import RunError
 from ..precision.accumulate import GradientAccumulator
+from ..precision.resolve import Resolved
 from ..training.finite import non_finite_error
+from ..training.loss_scale import LossScale
+from ..training.milestones import Milestones
 from ..training.preflight.subject import Subject
 from ..training.step import gradient_norm
-from ..training.task import Evaluation
+from ..training.task import Check, Evaluation
 from ..training.undisturbed import evaluation_mode, random_state_restored
 from .attachment import Attachment
 from .trainer_rows import TrainerRows
@@ -53,8 +58,9 @@ class TrainerStepper:
         self.trainer, self.compute = attached.trainer, attached.precision.compute
         self.model: nn.Module = self.trainer.model
         self.optimizer = self.trainer.optimizer
-        self.loss_scale = None
-        self.sharding = None  # one process has the whole model
+        self.loss_scale: LossScale | None = None  # under accelerate's scaler no step is rehearsed
+        self.sharding: Sharding | None = None  # one process has the whole model
+        self.world = ALONE
         dtype = attached.precision.trainable
         # of weights in their gradients' dtype: those stay in .grad
         self.accumulator = attached.pure.accumulator if attached.pure else GradientAccumulator(self.model.parameters(), dtype=dtype)
@@ -88,7 +94,7 @@ class TrainerStepper:
 
 
 class TrainerTask:
-    """What the checks ask of a kind of run, answered by the trainer."""
+    """The task of an attached trainer: answers what the checks ask of a task."""
 
     def __init__(self, attached: Attachment, rows: TrainerRows) -> None:
         self.trainer, self.rows_of, self.model = attached.trainer, rows, attached.trainer.model
@@ -106,7 +112,7 @@ class TrainerTask:
         self.data = LoadedData(train, evaluated, [], None, facts)
         self.prompts: list[SamplePrompt] = []
 
-    def checks(self) -> dict[str, Any]:
+    def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return {}
 
     def largest(self, count: int) -> Sequence[Any]:
@@ -142,22 +148,32 @@ def tokenizer_of(trainer: Any) -> Any | None:
     return found if hasattr(found, "added_tokens_decoder") else None
 
 
-def subject_of(attached: Attachment, rows: TrainerRows, folder: Path, *, resuming: bool) -> Subject[Any]:
-    args = attached.trainer.args
-    config = SimpleNamespace(
-        train=SimpleNamespace(
+@dataclass(frozen=True)
+class AttachedRun:
+    """The parts of an attached trainer that the checks use."""
+
+    model: nn.Module
+    resolved: Resolved
+    device: torch.device
+    stepper: TrainerStepper
+
+
+def subject_of(attached: Attachment, rows: TrainerRows, folder: Path, *, resuming: bool) -> Subject[TrainerTask]:
+    """The trainer's own arguments under the names of a run file. Only those that the checks read are translated."""
+    trainer, args = attached.trainer, attached.trainer.args
+    config = RunConfig(
+        model=ModelSection(name=getattr(trainer.model.config, "_name_or_path", "") or "the trainer's model"),
+        data=DataSection(train="the trainer's train_dataset", max_length=max(1, _longest(rows.train))),
+        train=TrainSection(
             learning_rate=args.learning_rate, optimizer="adamw", batch_size=args.per_device_train_batch_size,
             eval_batch_size=args.per_device_eval_batch_size,
         ),
-        data=SimpleNamespace(max_length=_longest(rows.train), packing=False, loss_on="assistant"),
     )  # fmt: skip
-    prepared = SimpleNamespace(
-        model=attached.trainer.model, resolved=attached.resolved, device=args.device, stepper=TrainerStepper(attached)
-    )  # fmt: skip
-    plan = SimpleNamespace(total=attached.trainer.state.max_steps, sample_every=1, eval_every=1)
+    stepper = TrainerStepper(attached)
     return Subject(
-        config=cast(Any, config), task=cast(Any, TrainerTask(attached, rows)), prepared=cast(Any, prepared), plan=cast(Any, plan),
-        folder=folder, resuming=resuming,
+        config=config, task=TrainerTask(attached, rows), folder=folder, resuming=resuming,
+        prepared=AttachedRun(trainer.model, attached.resolved, args.device, stepper),
+        plan=Milestones(trainer.state.max_steps, eval_every=1, save_every=0, sample_every=1),
     )  # fmt: skip
 
 

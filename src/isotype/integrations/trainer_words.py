@@ -1,4 +1,4 @@
-"""The names of Isotype's settings in what its checks say, as a trainer's arguments are called."""
+"""Translates the names of Isotype's settings in messages of checks into names of a trainer's arguments."""
 
 from __future__ import annotations
 

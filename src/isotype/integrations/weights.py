@@ -1,4 +1,4 @@
-"""The weights' dtypes under a precision, and the way back to what they were."""
+"""Casts weights to the dtypes of a precision, and restores them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Weights:
         return sum(t.numel() * t.element_size() for t in self.originals.values())
 
     def restore(self) -> list[str]:
-        """Gives every parameter its dtype back, and its value where nothing changed it since; says what is not as it was."""
+        """Gives every parameter its dtype back, and its value where nothing changed it since; returns a line for each thing that was not
+        restored."""
         for parameter, dtype in reversed(self.dtypes):
             original = self.originals.get(id(parameter))
             if original is not None and torch.equal(original.to(parameter.dtype), parameter.data.cpu()):

@@ -11,6 +11,7 @@ siblings   how the first of them passes the others their outputs
 mlp        a gated MLP in one function
 gated      whether an MLP's layers can run as that function
 products   fp32 sums of narrow operands
+narrow     A and B in the products' dtype, cast once for all micro-batches of a step
 """
 
 from .attach import fuse_lora, unfuse_lora

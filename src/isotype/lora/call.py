@@ -1,4 +1,4 @@
-"""What one call of a plain layer computes with, looked up at that call: tensors, scale, dropout, dtypes."""
+"""The values that one call of a plain layer uses, read at that call: tensors, scale, dropout, dtypes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def call_of(layer: Any, x: Tensor) -> Call:
     adapter, a, b, dropout, base = plain_parts(layer)
     quantised = type(base) is not nn.Linear
     if quantised and not base.compute_type_is_set:
-        # bitsandbytes' layer takes the first input's dtype for good where none was given
+        # bitsandbytes' layer adopts the first input's dtype permanently if it was given none
         base.set_compute_type(x)
         base.compute_type_is_set = True
     return Call(
@@ -79,7 +79,7 @@ def bare_call_of(base: Any) -> Call:
 
 
 def wants_fp32_branch(layer: nn.Module, wanted: bool) -> None:
-    """Remembers on the layer that its adapter branch is asked for in fp32."""
+    """Marks the layer: its adapter branch is to be computed in fp32."""
     vars(layer).pop(_BRANCH, None)
     if wanted:
         vars(layer)[_BRANCH] = True

@@ -15,7 +15,11 @@ from ..ops.backend import cpp_allowed
 from ..ops.compiled import CppKernels, fallbacks
 from ..ops.library import library_op
 
-KERNELS = CppKernels(__file__, native="p", shrink="pppiiiiiiif", expand="pppiiiiiiif", gradient="pppiiiiiiif")
+KERNELS = CppKernels(__file__, in_graphs=True, native="p", shrink="pppiiiiiiif", expand="pppiiiiiiif", gradient="pppiiiiiiif")
+
+
+# the answer of `native`, for graphs: Dynamo cannot trace the question
+_known: dict[str, bool] = {}
 
 
 @cache
@@ -26,7 +30,8 @@ def native() -> bool:
     # no tensor, which would be one without data while memory is planned
     answer = ctypes.c_int64()
     KERNELS("native", ctypes.addressof(answer))
-    return bool(answer.value)
+    _known["native"] = bool(answer.value)
+    return _known["native"]
 
 
 def why_not() -> str:
@@ -44,6 +49,8 @@ def runs(*tensors: Tensor) -> bool:
     for t in tensors:
         if t.dtype is not torch.bfloat16 or not t.is_cpu:
             return False
+    if torch.compiler.is_compiling():
+        return _known.get("native", False)
     return cpp_allowed() and native()
 
 

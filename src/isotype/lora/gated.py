@@ -1,4 +1,4 @@
-"""A gated MLP's three layers in one function, where that is what the model would compute: asked at every call."""
+"""Runs a gated MLP's three layers in one function, where the result is the model's; checked at every call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Several LoRA linears of one input (Q, K and V; gate and up) in one autograd function: x meets every A in one product.
 
-Saved for backward: x once, x Aᵀ of all projections together, the weights, A and B as cast down, and a byte an element for each dropout.
-The input's gradient is one sum. The pieces are functions of their own because the gated MLP (`mlp`) puts them together otherwise.
+Saved for backward: x once (or what x is made from: `ops.remade`), x Aᵀ of all projections together, the weights, A and B as cast down, and
+a byte an element for each dropout. The input's gradient is one sum. The pieces are functions of their own because the gated MLP (`mlp`)
+puts them together otherwise.
 
 T tokens, K in features, O out features of a projection, R ranks of all projections together.
 """
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from ..ops.autocast import autocast_off, no_view
 from ..ops.recompute import projected, projections_are_kept, unwritten
+from ..ops.remade import kept_for, made_again
 from . import inside
 from .dtypes import LoraDtypes
 from .linear import adapted_product, after_dropout, base_product, base_weight, out_features
+from .narrow import narrow, stacked
 from .products import add_product_, adds_in_place, gradient_product, scaled_product
 
 
@@ -72,21 +75,24 @@ class Branches(NamedTuple):
     bs: list[Tensor | None]
 
 
-def cast_down(flat: Sequence[Tensor | None], dtype: torch.dtype, features: int) -> tuple[Tensor, list[Tensor | None]]:
+Narrow = tuple[Tensor, list[Tensor | None]]
+
+
+def cast_down(flat: Sequence[Tensor | None], dtype: torch.dtype, features: int) -> Narrow:
     """Every A in one tensor, and each B, in the products' dtype."""
-    a_narrow = [a.to(dtype) for a in flat[2::TENSORS] if a is not None]
-    bs = [None if b is None else b.to(dtype) for b in flat[3::TENSORS]]
-    if not a_narrow:
+    every_a = [a for a in flat[2::TENSORS] if a is not None]
+    bs = [None if b is None else narrow(b, dtype) for b in flat[3::TENSORS]]
+    if not every_a:
         weight = flat[0]
         assert weight is not None
         return torch.empty(0, features, dtype=dtype, device=weight.device), bs
-    return a_narrow[0] if len(a_narrow) == 1 else torch.cat(a_narrow), bs
+    return stacked(every_a, dtype), bs
 
 
-def branches(x_TK: Tensor, flat: Sequence[Tensor | None]) -> Branches:
+def branches(x_TK: Tensor, flat: Sequence[Tensor | None], down: Narrow | None = None) -> Branches:
     """The adapters' part of `multiply` that backward needs too."""
     keeps = flat[4::TENSORS]
-    a_RK, bs = cast_down(flat, x_TK.dtype, x_TK.shape[1])
+    a_RK, bs = cast_down(flat, x_TK.dtype, x_TK.shape[1]) if down is None else down
     if not a_RK.shape[0]:
         return Branches(x_TK[:, :0], a_RK, bs)
     if all(keep is None for keep in keeps):
@@ -110,12 +116,14 @@ def multiply(
     scales: Sequence[float],
     states: Sequence[Any],
     ready: Sequence[Tensor] | None = None,
+    down: Narrow | None = None,
 ) -> Multiplied:
     """Every projection of x, in x's dtype.
 
     ready  what `with_adapters` gave for tokens of which x is a tile
+    down   what `cast_down` gave, for all tiles
     """
-    made = branches(x_TK, flat)
+    made = branches(x_TK, flat, down)
     ready = with_adapters(x_TK, flat, scales, states) if ready is None else ready
     if ready is not None:
         both = inside.inputs(x_TK, made.xa_TR)
@@ -251,7 +259,8 @@ class LoraGroup(torch.autograd.Function):
             ys = tuple(no_view(y.to(dtypes.out), (*x.shape[:-1], y.shape[-1])) for y in made.ys)
         projected(*ys)
         saved_x = x_TK if wants_input(ctx.needs_input_grad[4:]) else None
-        ctx.save_for_backward(saved_x, made.xa_TR, made.a_RK, *made.bs, *flat[0::TENSORS], *flat[4::TENSORS])
+        ctx.make_x, kept_x = kept_for(x, saved_x)
+        ctx.save_for_backward(made.xa_TR, made.a_RK, *made.bs, *flat[0::TENSORS], *flat[4::TENSORS], *kept_x)
         ctx.scales, ctx.states, ctx.dtypes, ctx.x_shape, ctx.x_dtype = scales, states, dtypes, x.shape, x.dtype
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
         # an output nobody used has no gradient, and costs no product
@@ -262,8 +271,8 @@ class LoraGroup(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         n, needs = len(dys), ctx.needs_input_grad[4:]
-        x_TK, xa_TR, a_RK, *rest = ctx.saved_tensors
-        bs, weights, keeps = rest[:n], rest[n : 2 * n], rest[2 * n :]
+        xa_TR, a_RK, *rest = ctx.saved_tensors
+        bs, weights, keeps, kept_x = rest[:n], rest[n : 2 * n], rest[2 * n : 3 * n], rest[3 * n :]
         if all(dy is None for dy in dys):
             return (None,) * (4 + len(needs))
         slices = parts(bs)
@@ -271,6 +280,7 @@ class LoraGroup(torch.autograd.Function):
             came = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
             narrow = [None if dy is None else dy.to(ctx.dtypes.compute) for dy in came]
             dxa_TR = branch_gradient(narrow, bs, ctx.scales, xa_TR)
+            x_TK = kept_x[0] if ctx.make_x is None else made_again(ctx.make_x, kept_x).reshape(-1, a_RK.shape[1]).to(ctx.dtypes.compute)
             grads = tensor_gradients(x_TK, xa_TR, dxa_TR, narrow, came, ctx.scales, keeps, slices, needs, ctx.leaf_dtypes)
             dx = None
             if ctx.needs_input_grad[0]:

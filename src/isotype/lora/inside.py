@@ -1,6 +1,6 @@
 """An adapter inside the product's K dimension: [x | x Aᵀ] @ [W | s B]ᵀ is x Wᵀ + s (x Aᵀ) Bᵀ in one product, summed in fp32, rounded once.
 
-No pass over the output is left, for the price of a copy of x beside its product with A and of R more columns to sum over. Bytes and FLOPs
+It saves a pass over the output, and costs a copy of x beside its product with A, and R more columns to sum over. Bytes and FLOPs
 decide for each shape (`pays`): yes for a 4-bit layer's gate and up, whose outputs are 3.5 times as wide as the x they share; no for a
 projection no wider than its input, nor for a dense weight, which would be copied too. There the adapter's product comes first, and the
 large one is summed onto it (`linear.adapted_product`).
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..environment.planned import stands_for
 from ..ops.backend import fused_runs, saves
+from .narrow import narrow
 from .quantised import widened_beside
 
 # FLOPs in the time of a byte: of dense bf16 and HBM as published, A100 153, H100 SXM 295, H200 206, B200 281
@@ -70,7 +71,7 @@ def weights(
     columns, start, made = tail(sum(b.shape[1] for b in bs)), 0, []
     for weight, state, b, scale in zip(packed, states, bs, scales):
         both = widened_beside(weight, state, dtype, columns)
-        scaled = (b.to(dtype).float() * scale).to(dtype)
+        scaled = (narrow(b, dtype).float() * scale).to(dtype)
         both[:, -columns:] = F.pad(scaled, (start, columns - start - b.shape[1]))
         made.append(both)
         start += b.shape[1]

@@ -1,6 +1,7 @@
 """`lora_linear`: x Wᵀ + bias + scale (x Aᵀ) Bᵀ in one autograd function.
 
-Saved for backward: x, x Aᵀ (tokens x rank), the weight itself, A and B as cast down, and a byte an element where there is dropout.
+Saved for backward: x (or what x is made from: `ops.remade`), x Aᵀ (tokens x rank), the weight itself, A and B as cast down, and a
+byte per element where there is dropout.
 Adapter gradients come from products summed in fp32. The scale multiplies sums, not rounded values.
 
 T tokens, K in features, O out features, R rank.
@@ -17,9 +18,11 @@ from torch import Tensor
 from ..errors import ShapeError
 from ..ops.autocast import autocast_off, no_view
 from ..ops.recompute import output_is_unused, unwritten
+from ..ops.remade import kept_for, made_again
 from . import wide_branch
 from .dtypes import LoraDtypes, decide
 from .inside import before_or_inside
+from .narrow import narrow
 from .products import add_product_, adds_in_place, gradient_product, scaled_product
 from .quantised import dequantised, product_4bit
 
@@ -101,7 +104,7 @@ class LoraLinear(torch.autograd.Function):
                 branch_TK, a, b = x_TK, a_RK.float(), b_OR.float()
                 xa_TR = wide_branch.add_branch(y_TO, branch_TK, keep_TK, a, b, branch_scale)
             else:
-                branch_TK, a, b = narrow_TK, a_RK.to(dtypes.compute), b_OR.to(dtypes.compute)
+                branch_TK, a, b = narrow_TK, narrow(a_RK, dtypes.compute), narrow(b_OR, dtypes.compute)
                 xa_TR = scaled_product(after_dropout(branch_TK, keep_TK), a.t())
                 if unused:
                     # a recompute: backward needs x's product with A and nothing else
@@ -110,7 +113,8 @@ class LoraLinear(torch.autograd.Function):
                     y_TO = adapted_product(narrow_TK, weight, bias, quant_state, xa_TR, b, branch_scale)
         saved_x = branch_TK if needs_a or needs_weight else None
         saved_weight = weight if needs_x else None
-        ctx.save_for_backward(saved_x, saved_weight, a, b, xa_TR if needs_b else None, keep_TK if needs_x or needs_a else None)
+        ctx.make_x, kept_x = kept_for(x, saved_x)
+        ctx.save_for_backward(saved_weight, a, b, xa_TR if needs_b else None, keep_TK if needs_x or needs_a else None, *kept_x)
         ctx.branch_scale, ctx.quant_state, ctx.dtypes, ctx.x_shape, ctx.x_dtype = branch_scale, quant_state, dtypes, x.shape, x.dtype
         ctx.leaf_dtypes = weight.dtype, None if bias is None else bias.dtype, a_RK.dtype, b_OR.dtype
         return no_view(y_TO.to(dtypes.out), (*x.shape[:-1], y_TO.shape[-1]))
@@ -118,7 +122,7 @@ class LoraLinear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x_TK, weight, a, b, xa_TR, keep_TK = ctx.saved_tensors
+        weight, a, b, xa_TR, keep_TK, *kept_x = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:5]
         weight_dtype, bias_dtype, a_dtype, b_dtype = ctx.leaf_dtypes
         compute, scale = ctx.dtypes.compute, ctx.branch_scale
@@ -126,6 +130,9 @@ class LoraLinear(torch.autograd.Function):
         with autocast_off(dy):
             dy_TO = dy.reshape(-1, dy.shape[-1])
             narrow_TO = dy_TO.to(compute)
+            x_TK = kept_x[0] if ctx.make_x is None else made_again(ctx.make_x, kept_x).reshape(-1, a.shape[1])
+            if ctx.make_x is not None and not ctx.dtypes.wide:
+                x_TK = x_TK.to(compute)
             if needs_weight:
                 dweight = (narrow_TO.t() @ x_TK.to(compute)).to(weight_dtype)
             if needs_bias:

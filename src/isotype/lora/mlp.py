@@ -27,6 +27,7 @@ from .group import (
     TENSORS,
     Branches,
     Multiplied,
+    Narrow,
     Projection,
     branch_gradient,
     branches,
@@ -65,9 +66,13 @@ def _forward(
     *,
     unused: bool = False,
     ready: Sequence[Tensor] | None = None,
+    down: tuple[Narrow | None, Narrow | None] = (None, None),
 ) -> tuple[Multiplied, Branches, Tensor]:
-    """(gate and up, what backward needs of down, the output, or no values where it is unused)."""
-    inner = multiply(x_TK, flat[:-TENSORS], scales[:-1], states[:-1], ready)
+    """(gate and up, what backward needs of down, the output, or no values where it is unused).
+
+    down  `_adapters`, where they are cast for all tiles
+    """
+    inner = multiply(x_TK, flat[:-TENSORS], scales[:-1], states[:-1], ready, down[0])
     gate, up = halves(inner.ys)
     if unused:
         weight = flat[-TENSORS]
@@ -75,7 +80,7 @@ def _forward(
         return inner, _branch_of_product(kind, gate, up, flat[-TENSORS:]), unwritten(
             (x_TK.shape[0], out_features(weight, states[-1])), x_TK, x_TK.dtype
         )  # fmt: skip
-    made = multiply(gated_product(kind, gate, up), flat[-TENSORS:], scales[-1:], states[-1:])
+    made = multiply(gated_product(kind, gate, up), flat[-TENSORS:], scales[-1:], states[-1:], down=down[1])
     return inner, Branches(made.xa_TR, made.a_RK, made.bs), made.ys[0]
 
 
@@ -85,13 +90,14 @@ def _forward_in_tiles(
     """As `_forward`, a tile of tokens at a time; gate and up are given as tensors that hold nothing."""
     # once for all tiles
     ready, wide_weights = _widened(x_TK, flat, scales, states)
+    down = _adapters(x_TK, flat, states)
     wide = list(flat)
     wide[0::TENSORS] = wide_weights
     dense = (None,) * len(states)
     inner_xas, outer_xas, outputs = list[Tensor](), list[Tensor](), list[Tensor]()
     for rows in _tiles(x_TK.shape[0]):
         # gate and up of one tile at a time: what this gives is dropped with it
-        first, outer, y_TO = _forward(kind, x_TK[rows], wide, scales, dense, ready=ready)
+        first, outer, y_TO = _forward(kind, x_TK[rows], wide, scales, dense, ready=ready, down=down)
         widths, a_RK, bs = [y.shape[1] for y in first.ys], first.a_RK, first.bs
         inner_xas.append(first.xa_TR)
         outer_xas.append(outer.xa_TR)
@@ -99,6 +105,13 @@ def _forward_in_tiles(
         del first, y_TO
     inner = Multiplied([unwritten((x_TK.shape[0], n), x_TK, x_TK.dtype) for n in widths], torch.cat(inner_xas), a_RK, bs)
     return inner, outer._replace(xa_TR=torch.cat(outer_xas)), torch.cat(outputs)
+
+
+def _adapters(x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]) -> tuple[Narrow, Narrow]:
+    """A and B as cast down, of gate and up and of down."""
+    widths = [out_features(w, s) for w, s in zip(flat[0::TENSORS], states) if w is not None]
+    features = widths[0] if len(widths) == 3 else widths[0] // 2
+    return cast_down(flat[:-TENSORS], x_TK.dtype, x_TK.shape[1]), cast_down(flat[-TENSORS:], x_TK.dtype, features)
 
 
 def _widened(
@@ -190,8 +203,7 @@ def _nothing_but_adapters(x_TK: Tensor, flat: Sequence[Tensor | None], states: S
     """What a recompute saves for a backward that starts at x: only A and B as cast down. Backward computes every tensor of token size."""
     tokens, dtype = x_TK.shape[0], x_TK.dtype
     widths = [out_features(w, s) for w, s in zip(flat[0::TENSORS], states) if w is not None]
-    a_RK, inner_bs = cast_down(flat[:-TENSORS], dtype, x_TK.shape[1])
-    a_RI, outer_bs = cast_down(flat[-TENSORS:], dtype, widths[0] if len(widths) == 3 else widths[0] // 2)
+    (a_RK, inner_bs), (a_RI, outer_bs) = _adapters(x_TK, flat, states)
     ys = [unwritten((tokens, width), x_TK, dtype) for width in widths[:-1]]
     xa_TR, ha_TR = (unwritten((tokens, a.shape[0]), x_TK, dtype) for a in (a_RK, a_RI))
     return Multiplied(ys, xa_TR, a_RK, inner_bs), Branches(ha_TR, a_RI, outer_bs), unwritten((tokens, widths[-1]), x_TK, dtype)
@@ -226,7 +238,7 @@ class _Whole(NamedTuple):
         dx_TK = None if x_dtype is None else torch.empty(x_TK.shape, dtype=x_dtype, device=x_TK.device)
         for rows in _tiles(x_TK.shape[0]):
             x, dy = x_TK[rows], dy_TK[rows].to(x_TK.dtype)
-            inner = multiply(x, flat, self.scales[:-1], none, self.ready)
+            inner = multiply(x, flat, self.scales[:-1], none, self.ready, (self.a_RK, list(self.bs[:-1])))
             dha = branch_gradient([dy], self.bs[-1:], self.scales[-1:], dy.new_empty(dy.shape[0], self.a_RI.shape[0]))
             down = parts(self.bs[-1:])
             dh = input_gradient(dha, self.a_RI, [dy], self.wide[-1:], [None], [None], down, x.dtype)

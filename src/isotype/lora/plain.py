@@ -109,8 +109,8 @@ def why_not_fused(layer: Any) -> str | None:
     if torch.compiler.is_compiling():
         # a graph has guards of its own
         return _look(layer)
-    kept: Plain | None = vars(layer).get(_PLAIN)
-    if kept is not None and kept.holds(layer):
+    known: Plain | None = vars(layer).get(_PLAIN)
+    if known is not None and known.holds(layer):
         return None
     reason = _look(layer)
     # past nn.Module's own __setattr__

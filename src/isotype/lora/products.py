@@ -98,7 +98,9 @@ def adds_in_place(dtype: torch.dtype, left_TR: Tensor, right_RN: Tensor) -> bool
 
 def add_product_(y_TN: Tensor, left_TR: Tensor, right_RN: Tensor, scale: float = 1.0) -> Tensor:
     """y + scale * left @ right in place, in their one dtype: the sum is rounded once."""
-    if adds_in_place(y_TN.dtype, left_TR, right_RN) and y_TN.stride(-1) == 1:
+    # A graph's y is a product's result. Dynamo cannot answer for strides in a backward: it traces that again, and the autocast that was
+    # switched off around it stays off for what follows (torch 2.13)
+    if adds_in_place(y_TN.dtype, left_TR, right_RN) and (torch.compiler.is_compiling() or y_TN.stride(-1) == 1):
         cpp.expand_(y_TN, left_TR, right_RN, scale)
         return y_TN
     return y_TN.addmm_(left_TR, right_RN, alpha=scale)

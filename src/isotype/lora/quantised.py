@@ -1,6 +1,6 @@
 """A bitsandbytes 4-bit weight: its product, the copy that backward needs, and a linear layer over both.
 
-A weight is widened once a use: for forward's product, and for backward's. Under gradient checkpointing on a CPU the recompute's copy is
+A weight is widened once for forward's product and once for backward's. Under gradient checkpointing on a CPU the recompute's copy is
 kept for the backward that follows it, and goes with it: three copies become two, for one layer's weights held wide while that layer is
 worked on. On a GPU widening is one launch at 85% of the bandwidth, 1% of a step of Llama-3.1-8B's for 318 MB held: it is done again.
 
@@ -24,7 +24,7 @@ _WIDE_COPY = "_isotype_wide"
 
 
 class WideCopy:
-    """A widened weight that waits for `uses` backward products."""
+    """A widened weight that is stored for `uses` backward products."""
 
     def __init__(self, wide: Tensor, packed: Tensor) -> None:
         self.wide, self.version, self.uses = wide, packed._version, 0
@@ -110,7 +110,7 @@ def _shared_copy(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
 
 
 class Linear4bit(torch.autograd.Function):
-    """x Wᵀ + bias for a frozen 4-bit W; saves nothing but the packed weight."""
+    """x Wᵀ + bias for a frozen 4-bit W; saves the packed weight only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, state: Any) -> Tensor:
@@ -141,7 +141,7 @@ def forward_4bit(self: Any, x: Tensor) -> Tensor:
         own: Tensor = type(self).forward(self, x)
         return own
     if not self.compute_type_is_set:
-        # bitsandbytes' layer takes the first input's dtype for good where none was given
+        # bitsandbytes' layer adopts the first input's dtype permanently if it was given none
         self.set_compute_type(x)
         self.compute_type_is_set = True
     product: Tensor = Linear4bit.apply(x.to(self.compute_dtype or x.dtype), self.weight, self.bias, state)

@@ -1,7 +1,7 @@
-"""Layers that read one input: the first computes all of them, the others hand out what it made if they are given that very tensor.
+"""Layers with the same input: the first computes all of them, and the others return its results if they are given the same tensor.
 
-No attention or MLP class is touched, and nothing has to be true for the result to be right: a sibling given another tensor, in another
-mode, or with weights changed since, computes its own.
+No attention or MLP class is changed, and the result is always correct: a sibling that is given another tensor, is in another mode, or whose
+weights have changed since, computes its own result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FOLLOWERS, _READY = "_isotype_followers", "_isotype_ready"
 
 
 def link(parent: nn.Module, is_member: Any) -> None:
-    """Tells the first of a group's layers which siblings follow it, where every one is a member."""
+    """Records in the first layer of a group which siblings follow it, where every one is a member."""
     for names in CROSS_GROUPS if getattr(parent, "is_cross_attention", False) else GROUPS:
         layers: list[Any] = [getattr(parent, name, None) for name in names]
         if all(layer is not None and is_member(layer) for layer in layers) and len({layer.in_features for layer in layers}) == 1:
@@ -43,7 +43,7 @@ def followers(layer: nn.Module) -> tuple[Any, ...]:
 
 
 class _Ready:
-    """An output on its way to a sibling; a copy or a pickle of the model does not take it along."""
+    """An output that is stored for a sibling; it is not part of a copy or a pickle of the model."""
 
     def __init__(self, x: Tensor, y: Tensor, moment: tuple[Any, ...]) -> None:
         self.x, self.y, self.moment = x, y, moment
@@ -56,18 +56,18 @@ class _Ready:
 
 
 def leave(layer: Any, x: Tensor, y: Tensor, tensors: tuple[Tensor | None, ...]) -> None:
-    """Leaves `y` for the sibling's own call."""
+    """Stores `y` for the sibling's own call."""
     setattr(layer, _READY, _Ready(x, y, _moment(x, tensors)))
 
 
 def forget(layer: Any) -> None:
-    """Drops what was left and never asked for."""
+    """Drops stored outputs that were never used."""
     if getattr(layer, _READY, None) is not None:
         delattr(layer, _READY)
 
 
 def take(layer: Any, x: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor | None:
-    """What was left for this call, or None; gone after it."""
+    """Returns and removes the output that was stored for this call, or None."""
     ready = getattr(layer, _READY, None)
     if ready is None:
         return None

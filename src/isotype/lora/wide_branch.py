@@ -1,6 +1,6 @@
 """The adapter branch in fp32 beside a narrow base product: one block of rows at a time, so that no activation is widened whole.
 
-For adapters whose dtype is not the product's and no autocast to decide between them: PEFT widens the whole input then.
+For adapters whose dtype differs from the product's without autocast, where PEFT widens the whole input.
 
 T tokens, K in features, O out features, R rank.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from .products import row_blocks
 
 
-def _kept(x_TK: Tensor, keep_TK: Tensor | None, rows: slice) -> Tensor:
+def _after_dropout(x_TK: Tensor, keep_TK: Tensor | None, rows: slice) -> Tensor:
     block = x_TK[rows].float()
     return block if keep_TK is None else block * keep_TK[rows]
 
@@ -28,7 +28,7 @@ def add_branch(y_TO: Tensor, x_TK: Tensor, keep_TK: Tensor | None, a_RK: Tensor,
     """
     xa_TR = torch.empty(x_TK.shape[0], a_RK.shape[0], dtype=torch.float32, device=x_TK.device)
     for rows in row_blocks(x_TK.shape[0], x_TK.shape[1] + y_TO.shape[1], x_TK.device):
-        xa_TR[rows] = _kept(x_TK, keep_TK, rows) @ a_RK.t()
+        xa_TR[rows] = _after_dropout(x_TK, keep_TK, rows) @ a_RK.t()
         y_TO[rows] = torch.addmm(y_TO[rows].float(), xa_TR[rows], b_OR.t(), alpha=scale).to(y_TO.dtype)
     return xa_TR
 
@@ -63,7 +63,7 @@ def gradients(
         dxa_fp32 = dy_fp32 @ b_OR
         if da is not None:
             assert x_TK is not None
-            x_fp32 = _kept(x_TK, keep_TK, rows)
+            x_fp32 = _after_dropout(x_TK, keep_TK, rows)
             da.addmm_(dxa_fp32.t(), x_fp32, alpha=scale)
         if dx_TK is not None:
             share = dxa_fp32 @ a_RK if keep_TK is None else (dxa_fp32 @ a_RK).mul_(keep_TK[rows])

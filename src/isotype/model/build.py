@@ -11,6 +11,7 @@ from ..config.schema import RunConfig
 from ..optimize import Manifest, optimize
 from ..optimize.base import base_notes as notes_of_optimize
 from ..precision.apply import apply_precision
+from ..precision.part import Part
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_share
 from .adapter import attach_adapter
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
 
 
 def build_model(
-    config: RunConfig, precision: Precision, source: Source, tokenizer: PreTrainedTokenizerBase, device: torch.device
-) -> tuple[nn.Module, Manifest]:
-    """Returns the model and the manifest of the replaced modules."""
+    config: RunConfig, precision: Precision, source: Source, tokenizer: PreTrainedTokenizerBase, device: torch.device,
+    part: Part | None = None,
+) -> tuple[nn.Module, Manifest]:  # fmt: skip
+    """Returns the model and the manifest of the replaced modules.
+
+    part  what this process will keep of the model, where several share it
+    """
     every_weight = config.adapter.kind == "none"
-    base = load_base(source, precision, attention=config.model.attention, device=device, trainable=every_weight)
+    base = load_base(source, precision, attention=config.model.attention, device=device, trainable=every_weight, mapped=part is not None)
     notes = base_notes(source, precision)
     if precision.base == "nf4":
         check_share(base.requires_grad_(False), consent=config.model.allow_unquantised, kept_in=precision.unquantised)
@@ -41,5 +46,5 @@ def build_model(
         else Manifest(notes=["model.optimize: false", *notes_of_optimize(model, precision)])
     )
     manifest.notes += notes
-    apply_precision(model, precision, device_type=device.type)
+    apply_precision(model, precision, device_type=device.type, part=part)
     return model, manifest

@@ -27,6 +27,7 @@ from ..precision.quantised_base import check_base, of_config
 from ..runs.checkpoint.atomic_folder import fault, write_folder
 from . import attention as attention_choice
 from .added_tokens import add_tokens, grow_embeddings, grown_config, weight_of
+from .in_file import declare, depends_on_dtype, dtype_of_files
 from .trainable_architecture import refuse_other_objectives
 
 if TYPE_CHECKING:
@@ -115,17 +116,50 @@ def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrai
     return Source(str(folder), None, source.trust_remote_code)
 
 
-def load_base(source: Source, precision: Precision, *, attention: str, device: torch.device, trainable: bool) -> PreTrainedModel:
-    """The base model on `device`; every weight in `trainable`'s dtype when all are trained, else in the base's, quantised for nf4."""
+def load_base(
+    source: Source, precision: Precision, *, attention: str, device: torch.device, trainable: bool, mapped: bool = False
+) -> PreTrainedModel:
+    """The base model on `device`; every weight in `trainable`'s dtype when all are trained, else in the base's, quantised for nf4.
+
+    mapped  weights may keep the dtype of their file: they are then read when they are used, and the caller casts them
+    """
     options = attention_choice.attention_options(attention, device)
-    dtype = precision.trainable if trainable else precision.unquantised
+    dtype = to_torch(precision.trainable if trainable else precision.unquantised)
     # transformers would load it unchanged, and ignore the requested dtype
     quantised_before = bool(base_notes(source, precision))
-    options["dtype"] = to_torch(dtype)
-    if precision.base == "nf4" and not trainable:
+    options["dtype"] = dtype
+    quantises = precision.base == "nf4" and not trainable
+    if mapped and not quantises and not quantised_before:
+        in_files = _as_in_files(source, attention, options)
+        if in_files is not None:
+            return in_files
+    if quantises:
         if not quantised_before:
             options["quantization_config"] = _nf4(precision)
         options["device_map"] = {"": device}
+    model = _load(source, attention, options)
+    if "device_map" not in options:
+        model.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to in a way that hides its first argument from mypy
+    # a rotary table in half precision is wrong from position 256 on; it is a buffer, and buffers stay as transformers made them
+    return model
+
+
+def _as_in_files(source: Source, attention: str, options: dict[str, Any]) -> PreTrainedModel | None:
+    """The model with weights in the dtype of their files, and `options["dtype"]` in its configuration; None where that would be another
+    model than the one that is loaded in `options["dtype"]`."""
+    with _explained(source.name, "model", source.revision, attention):
+        dtype = dtype_of_files(source.name, source.revision)
+    if dtype is None or dtype == options["dtype"]:
+        return None
+    model = _load(source, attention, options | {"dtype": dtype})
+    if depends_on_dtype(model):
+        return None
+    declare(model.config, options["dtype"])
+    return model
+
+
+def _load(source: Source, attention: str, options: dict[str, Any]) -> PreTrainedModel:
+    """Raises  UsageError where the files lack a weight of the model"""
     with _explained(source.name, "model", source.revision, attention):
         made: Any = AutoModelForCausalLM.from_pretrained(  # a pair with output_loading_info, which its type does not say
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, output_loading_info=True, **options
@@ -137,9 +171,6 @@ def load_base(source: Source, precision: Precision, *, attention: str, device: t
         # transformers fills these with random numbers and a warning
         what = f"{len(absent)} weights are missing or have another shape, {absent[0]} first"
         raise UsageError(f"model {source.name}: {what}: not a whole causal language model")
-    if "device_map" not in options:
-        model.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to in a way that hides its first argument from mypy
-    # a rotary table in half precision is wrong from position 256 on; it is a buffer, and buffers stay as transformers made them
     return model
 
 
@@ -255,9 +286,9 @@ def _explain(name: str, what: str, error: BaseException) -> UsageError:
     text = " ".join(str(c) for c in causes)
     if Path(name).exists():
         if not (Path(name) / "config.json").is_file():
-            kept = ", ".join(sorted(p.name for p in Path(name).iterdir())[:6]) if Path(name).is_dir() else "a file"
+            there = ", ".join(sorted(p.name for p in Path(name).iterdir())[:6]) if Path(name).is_dir() else "a file"
             return UsageError(
-                f"{what} {name}: no config.json there ({kept or 'an empty folder'})", fix="give the folder of a saved Hugging Face model"
+                f"{what} {name}: no config.json there ({there or 'an empty folder'})", fix="give the folder of a saved Hugging Face model"
             )
         return _damaged(name, what, error)
     if "custom code" in text:

@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from .attention.function import attention as attention
     from .contract import OpContract as OpContract
     from .cross_entropy.function import cross_entropy as cross_entropy
+    from .gated_residual.function import gated_residual as gated_residual
+    from .gelu.function import gelu as gelu
     from .gelu_mul.function import gelu_mul as gelu_mul
     from .linear_cross_entropy.function import TokenStatistics as TokenStatistics
     from .linear_cross_entropy.function import linear_cross_entropy as linear_cross_entropy
     from .linear_log_probs.function import TokenLogProbs as TokenLogProbs
     from .linear_log_probs.function import linear_log_probs as linear_log_probs
+    from .modulated_layer_norm.function import modulated_layer_norm as modulated_layer_norm
     from .rms_norm.function import add_rms_norm as add_rms_norm
     from .rms_norm.function import rms_norm as rms_norm
     from .rope.function import rope as rope
@@ -37,6 +40,9 @@ _LAZY = {
     "rope": "isotype.ops.rope.function",
     "silu_mul": "isotype.ops.silu_mul.function",
     "gelu_mul": "isotype.ops.gelu_mul.function",
+    "gelu": "isotype.ops.gelu.function",
+    "modulated_layer_norm": "isotype.ops.modulated_layer_norm.function",
+    "gated_residual": "isotype.ops.gated_residual.function",
 }
 __all__ = [*_LAZY]
 

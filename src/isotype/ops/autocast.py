@@ -1,4 +1,4 @@
-"""What an op asks of autocast: which dtype it would compute in, and to be left alone after that."""
+"""How an op uses autocast: it reads the dtype that autocast would use, and then switches autocast off."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[object]:
-    """A block in which no op on `x`'s device is cast behind the op's back; free where autocast is already off."""
+    """Switches autocast off on `x`'s device; costs nothing where it is already off."""
     if planned.is_planned(x.device):
         return planned.autocast_off()
     return torch.autocast(x.device.type, enabled=False) if _is_on(x.device.type) else nullcontext()
@@ -42,7 +42,8 @@ def wide(*dtypes: torch.dtype) -> torch.dtype:
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` in `dtype`, and `x` itself where that is its own: how a result leaves an autograd function's forward.
 
-    In a graph of torch 2.11 a forward whose output is a `.to` that changes nothing has no gradient: every input gets zeros, without a word.
+    In a graph of torch 2.11 a forward whose output is a `.to` that changes nothing has no gradient: every input gets zeros, without an
+    error.
     """
     return x if x.dtype == dtype else x.to(dtype)
 

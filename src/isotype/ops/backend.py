@@ -43,7 +43,7 @@ _without: ContextVar[str | None] = ContextVar("isotype_ops_without", default=Non
 
 @contextmanager
 def without(saving: Saving) -> Iterator[None]:
-    """Within this block the work is done that this saves elsewhere: for comparisons."""
+    """Switches one saving off within the block, for comparisons."""
     token = _without.set(saving)
     try:
         yield
@@ -83,7 +83,9 @@ def widens_products(operand: torch.dtype, kind: str, index: int | None) -> bool:
 
 
 def keeps_fp32_sums(operand: torch.dtype, device: torch.device) -> bool:
-    return widens_products(operand, stands_for(device), device.index)
+    # Dynamo traces a cached function's body, and warns of the cache
+    ask = widens_products.__wrapped__ if torch.compiler.is_compiling() else widens_products
+    return ask(operand, stands_for(device), device.index)
 
 
 def rows_can_be_counted(x: Tensor) -> bool:
@@ -92,12 +94,14 @@ def rows_can_be_counted(x: Tensor) -> bool:
 
 
 def cpp_allowed() -> bool:
-    """Whether C++ kernels may run now: not in a graph, and not where another path is asked for."""
-    return not torch.compiler.is_compiling() and _forced.get() in (None, "cpp")
+    """Whether C++ kernels may run now: not where another path is asked for, which a graph cannot read."""
+    return torch.compiler.is_compiling() or _forced.get() in (None, "cpp")
 
 
 def cpp_runs(kernels: CppKernels, *tensors: Tensor) -> bool:
-    """Whether the op's C++ kernels run on these tensors: not for fp64, not in a graph, and only where a compiler built them."""
+    """Whether the op's C++ kernels run on these tensors: not for fp64, in a graph only some, and only where a compiler built them."""
+    if torch.compiler.is_compiling():
+        return kernels.take(*tensors)
     if not cpp_allowed():
         return False
     if (isinstance(tensors[0], FakeTensor) and tensors[0].device.type != "cpu") or is_planned(tensors[0].device):

@@ -1,4 +1,4 @@
-"""Builds a C++ source of the package into a shared library, once a machine: the result is kept on disk and shared by processes."""
+"""Builds a C++ source of the package into a shared library, once per machine: the result is stored on disk and shared by processes."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def cpu_compiler() -> str | None:
 def folder() -> Path:
     """Where libraries are kept: ISOTYPE_CACHE, or `isotype` in the user's cache folder, or a temporary one where neither can be written.
 
-    ISOTYPE_CACHE=none, which keeps no tokens (`data.cache`), leaves them in the temporary one: they cannot be run from nowhere.
+    ISOTYPE_CACHE=none, which keeps no tokens (`data.cache`), stores them in the temporary one, since a library must be a file.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     given = os.environ.get("ISOTYPE_CACHE")
-    kept = [] if given == "none" else [Path(given).expanduser(), home / "isotype"] if given else [home / "isotype"]
+    folders = [] if given == "none" else [Path(given).expanduser(), home / "isotype"] if given else [home / "isotype"]
     user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()  # Windows has no numbers for users
-    for place in (*kept, Path(tempfile.gettempdir()) / f"isotype-{user}"):
+    for place in (*folders, Path(tempfile.gettempdir()) / f"isotype-{user}"):
         try:
             # of this user alone: what lies there is run
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def folder() -> Path:
 
 
 def built_files() -> list[Path]:
-    """The libraries in the folder, with what builds left beside them; of no use to others, and built again where one is missing."""
+    """The libraries in the folder and the files that builds left beside them. Nothing else uses them, and a missing one is built again."""
     return sorted(path for path in folder().iterdir() if _OURS.fullmatch(path.name))
 
 
@@ -103,7 +103,8 @@ def library(source: Path) -> ctypes.CDLL:
 def locked(path: Path) -> Iterator[None]:
     """One process builds while the others of this machine (the ranks of a run, test workers) wait.
 
-    Without `flock` (Windows) each builds for itself: the result is renamed into place, so that the last one wins and all are whole.
+    Without `flock` (Windows) each builds for itself: the result is renamed into place, so that the last one replaces the others and no file
+    is incomplete.
     """
     try:
         import fcntl
@@ -116,8 +117,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 @cache
-def say_building(kept: Path) -> None:
-    print(f"isotype: compiling C++ kernels for this processor, once; they are kept in {kept}", file=sys.stderr, flush=True)
+def say_building(folder: Path) -> None:
+    print(f"isotype: compiling C++ kernels for this processor, once; they are kept in {folder}", file=sys.stderr, flush=True)
 
 
 def build(compiler: str, source: Path, built: Path) -> None:

@@ -1,6 +1,6 @@
-"""An op's C++ kernels on a CPU: built when first needed, plain PyTorch where that fails, and never silent about which.
+"""An op's C++ kernels on a CPU: built when first needed. Where that fails, plain PyTorch runs, and the manifest says so.
 
-A row-wise formula in plain PyTorch reads and writes memory at every step, wide; fused, it reads and writes each tensor once, narrow.
+A row-wise formula in plain PyTorch reads and writes wide tensors at every step; a fused kernel reads and writes each narrow tensor once.
 """
 
 from __future__ import annotations
@@ -34,17 +34,22 @@ class CppKernels:
 
     p  a tensor, or None for a null pointer     d  a dtype     i  an int     f  a float
     Every function takes the number of threads last, which is torch's.
+
+    in_graphs  whether compiled graphs call them too, where a compiler had built them before. The row-wise formulas are left to PyTorch's
+               compiler, which fuses them with what stands beside them.
     """
 
-    def __init__(self, file: str, **functions: str) -> None:
+    def __init__(self, file: str, *, in_graphs: bool = False, **functions: str) -> None:
+        self.in_graphs, self.built = in_graphs, False
         self.source = Path(file).parent / "kernels.cpp"
         self.op = self.source.parent.name
         self.functions = functions
         self.library: ctypes.CDLL | None = None
 
     def take(self, *tensors: Tensor) -> bool:
-        """Whether these tensors can go in: on a CPU, of dtypes they know, and a compiler has built them."""
-        return all(t.device.type == "cpu" and t.dtype in DTYPES for t in tensors) and self.loaded()
+        """Whether the kernels take these tensors: on a CPU, of dtypes that the kernels have, and the kernels are built."""
+        usable = self.in_graphs and self.built if torch.compiler.is_compiling() else self.loaded()
+        return usable and all(t.device.type == "cpu" and t.dtype in DTYPES for t in tensors)
 
     def loaded(self) -> bool:
         if self.library is None and self.op not in _fallbacks:
@@ -57,6 +62,7 @@ class CppKernels:
             for name, arguments in self.functions.items():
                 function = getattr(self.library, name)
                 function.argtypes, function.restype = [*(kinds[kind] for kind in arguments), ctypes.c_int], None
+            self.built = True
         return self.library is not None
 
     def __call__(self, name: str, *arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""ISOTYPE_DEBUG=1 compares every call of an op with its contract. It is read as the ops are imported; without it they are as written."""
+"""ISOTYPE_DEBUG=1 compares every call of an op with its contract. It is read when the ops are imported; without it they are unchanged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The gated products by name, with a backward that gives the product again: for a caller that saved gate and up alone.
 
-`silu_mul` and `gelu_mul` stay the ops; this is what a larger autograd function puts inside itself, autograd and autocast being its own.
+`silu_mul` and `gelu_mul` stay the ops; these functions are for use inside a larger autograd function, which handles autograd and autocast
+itself.
 """
 
 from __future__ import annotations

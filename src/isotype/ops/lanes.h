@@ -141,6 +141,32 @@ inline void each_vector(int64_t count, F&& f) {
   if (i < count) f(i, count - i);
 }
 
+// --- neighbours: lanes 2k and 2k + 1
+
+struct Lanes {
+  i32 swapped = {}, lower = {}, upper = {};
+  f32 sign = {};
+  Lanes() {
+    for (int k = 0; k < LANES; ++k) {
+      swapped[k] = k ^ 1;
+      lower[k] = k / 2;
+      upper[k] = LANES / 2 + k / 2;
+      sign[k] = k % 2 ? 1.0f : -1.0f;
+    }
+  }
+};
+
+// x with its lanes in the order of `at`
+inline f32 ordered(f32 x, i32 at) {
+#if defined(__clang__)
+  f32 y;
+  for (int k = 0; k < LANES; ++k) y[k] = x[at[k]];
+  return y;
+#else
+  return __builtin_shuffle(x, at);
+#endif
+}
+
 // --- functions
 
 inline float sum(f32 x) {

@@ -12,7 +12,7 @@ from torch import Tensor
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Multiprocessors assumed where no device says: in the interpreter, and when launches are only compiled
+# Number of multiprocessors assumed where there is no device: in the interpreter, and when launches are only compiled
 _ELSEWHERE = 32
 
 

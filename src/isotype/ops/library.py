@@ -1,4 +1,4 @@
-"""Functions made ops of PyTorch's, so that compiled graphs, tracers, fake tensors and dispatch modes see one op and its outputs."""
+"""Registers functions as ops of PyTorch, so that compiled graphs, tracers, fake tensors and dispatch modes see one op and its outputs."""
 
 from __future__ import annotations
 

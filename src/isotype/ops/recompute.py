@@ -1,7 +1,8 @@
 """What a recomputed layer leaves out: results that backward does not need, or that were kept.
 
 A layer under checkpointing, or a half of one, runs twice: for its output, and again inside backward for what its gradients need. Ops ask
-here which run it is. Nothing is left out where a hook reads what a layer gives: it would read values that were never computed.
+here which run it is. Nothing is left out where a hook reads what a layer gives: it would read values that were never computed. Nor in a
+compiled graph, which is the same for both runs.
 """
 
 from __future__ import annotations
@@ -121,14 +122,21 @@ class _Readers(TorchDispatchMode):
         return result
 
 
+def _now() -> RecomputedLayer | None:
+    """The layer that runs now; None outside recomputed layers and in a compiled graph."""
+    return None if torch.compiler.is_compiling() or not _running else _running[-1]
+
+
 def is_recomputed() -> bool:
     """Whether what runs now is a layer's forward that will be run again: what it saves for backward is dropped."""
-    return bool(_running) and not _running[-1].recomputing
+    layer = _now()
+    return layer is not None and not layer.recomputing
 
 
 def is_recomputing() -> bool:
     """Whether what runs now is a layer's forward inside backward."""
-    return bool(_running) and _running[-1].recomputing
+    layer = _now()
+    return layer is not None and layer.recomputing
 
 
 def output_is_unused(node: Any) -> bool:
@@ -136,9 +144,9 @@ def output_is_unused(node: Any) -> bool:
 
     node  the autograd function's own context, which becomes the output's `grad_fn`
     """
-    if not _running:
+    layer = _now()
+    if layer is None:
         return False
-    layer = _running[-1]
     position, layer.products = layer.products, layer.products + 1
     if layer.recomputing:
         return position == layer.unused and saves("outputs that nobody reads")
@@ -148,15 +156,16 @@ def output_is_unused(node: Any) -> bool:
 
 def hooks_read_here() -> None:
     """Tells the layer that runs now that a hook reads a result inside it."""
-    if _running:
-        _running[-1].hooked = True
+    layer = _now()
+    if layer is not None:
+        layer.hooked = True
 
 
 def projected(*outputs: Tensor) -> None:
     """Tells the layer that runs now that these are made by products whose outputs a recompute can leave out, if attention's inputs are
     kept."""
-    if is_recomputed():
-        layer = _running[-1]
+    layer = _now()
+    if layer is not None and not layer.recomputing:
         layer.groups += 1
         if layer.readers is not None:
             layer.readers.follow(*outputs)
@@ -164,12 +173,14 @@ def projected(*outputs: Tensor) -> None:
 
 def projections_are_kept() -> bool:
     """Whether this is a recompute in which attention reads its kept query, key and value, and nobody what makes them."""
-    return bool(_running) and _running[-1].recomputing and _running[-1].skips_projections
+    layer = _now()
+    return layer is not None and layer.recomputing and layer.skips_projections
 
 
 def reading(reader: str) -> AbstractContextManager[None]:
     """Around what may read query, key and value: a `rotation`, whose results are followed in their place, or an `attention`."""
-    readers = _running[-1].readers if _running else None
+    layer = _now()
+    readers = None if layer is None else layer.readers
     return nullcontext() if readers is None else _inside(readers, reader)
 
 
@@ -184,7 +195,7 @@ def _inside(readers: _Readers, reader: str) -> Any:
 
 def attention_inputs(*inputs: Tensor) -> tuple[Tensor, ...]:
     """Query, key and value as given, or those of the forward that is recomputed now."""
-    layer = _running[-1] if _running else None
+    layer = _now()
     if layer is None or layer.projections is None:
         return inputs
     if layer.recomputing:
@@ -196,9 +207,9 @@ def attention_inputs(*inputs: Tensor) -> tuple[Tensor, ...]:
 
 def attention_results(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """`compute()`, or what it gave in the forward that is recomputed now."""
-    if not _running or not _running[-1].keep_attention:
+    layer = _now()
+    if layer is None or not layer.keep_attention:
         return compute()
-    layer = _running[-1]
     if not layer.recomputing:
         made = compute()
         # aliases: autograd writes the graph onto the very tensors that a function returns

@@ -5,6 +5,7 @@ norms, gated, rotary, head   one kind of module each: recognise it by structure,
 deferred   logits not yet computed
 generation `model.generate` in the middle of training
 base       the manifest's notes on the weights of the base
+regions, compile_layers  decoder layers as graphs of `torch.compile`, which a run asks for (`model.compile`)
 place      the walk over a model
 """
 

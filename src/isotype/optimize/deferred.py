@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ..environment import planned
@@ -29,6 +28,7 @@ from ..ops import cross_entropy, linear_cross_entropy
 from ..ops.autocast import autocast_dtype, autocast_off, product_dtype
 from .deferred_log_probs import log_softmax
 from .deferred_loss import DeferredLoss
+from .deferred_tensor import DeferredTensor
 from .deferred_values import answered, argmax, gather, logsumexp, mean
 from .deferred_views import VIEWS, Views, again, needs_the_memory
 from .weight_changes import change_count
@@ -113,11 +113,10 @@ def _as_then(recipe: Recipe) -> AbstractContextManager[Any]:
     return planned.autocast(recipe.hidden.device.type, recipe.cast)
 
 
-class DeferredLogits(Tensor):
+class DeferredLogits(DeferredTensor):
     """See the module's docstring. Made by `defer`."""
 
     recipe: Recipe
-    computed: Tensor | None
     views: Views
     made_from: tuple[Any, Callable[[Tensor], Tensor]] | None  # what it is a view of, and how
     in_place: bool  # whether `computed` is that view
@@ -150,11 +149,7 @@ class DeferredLogits(Tensor):
         return self.computed
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+    def answered(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
         rule = _RULES.get(func)
         first = args[0] if args else kwargs.get("input")
         if rule is not None and isinstance(first, DeferredLogits):
@@ -163,26 +158,17 @@ class DeferredLogits(Tensor):
                 return first.viewed(known, again(func, args[1:], {k: v for k, v in kwargs.items() if k != "input"}))
             if known is not None:
                 return known
-        name = getattr(func, "__name__", str(func))
         if needs_the_memory(func, kwargs):
-            _give_memory(name, (*args, *kwargs.values()))
-
-        def real(x: Any) -> Any:
-            return x.materialise(name) if isinstance(x, DeferredLogits) else x
-
-        return func(*tree_map(real, args), **tree_map(real, kwargs))
+            _give_memory(getattr(func, "__name__", str(func)), (*args, *kwargs.values()))
+        return None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it as the C function that stands in its place, without cls
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # C++ callers that never met __torch_function__ (an autograd.Function's inputs, for one)
-        def real(x: Any) -> Any:
-            return x.materialise(str(func)) if isinstance(x, DeferredLogits) else x
-
         if func._schema.is_mutable:
             _give_memory(str(func), (*args, *(kwargs or {}).values()))
-        return func(*tree_map(real, args), **tree_map(real, kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
@@ -394,9 +380,4 @@ _RULES: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: _register_hook,
     **dict.fromkeys((Tensor.index_select, torch.index_select), _index_select),
     Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]  # a property to Python, an attribute to its annotation
-}
-_METADATA = {
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device),
-    *(Tensor.element_size, Tensor.is_contiguous, Tensor.__len__, torch.is_floating_point, torch.numel),
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "is_sparse", "is_meta", "_base")),
 }

@@ -12,19 +12,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ..ops.autocast import autocast_dtype
+from .deferred_tensor import DeferredTensor
 from .deferred_values import any_class, is_last, one_class_a_row, per_row, row_means
 
 
-class DeferredLogProbs(Tensor):
+class DeferredLogProbs(DeferredTensor):
     """See the module's docstring. Made by `log_softmax`. logits: a DeferredLogits; cast: log_softmax's own dtype, or None."""
 
     logits: Any
     factor: float
     cast: torch.dtype | None
-    computed: Tensor | None
 
     @staticmethod
     def __new__(cls, logits: Any, factor: float, cast: torch.dtype | None, dtype: torch.dtype) -> DeferredLogProbs:
@@ -41,32 +40,12 @@ class DeferredLogProbs(Tensor):
         return self.computed
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+    def answered(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
         rule = _RULES.get(func)
         first = args[0] if args else kwargs.get("input")
         if rule is not None and isinstance(first, DeferredLogProbs) and first.computed is None and first.logits.computed is None:
-            known = rule(*args, **kwargs)
-            if known is not None:
-                return known
-        name = getattr(func, "__name__", str(func))
-
-        def real(x: Any) -> Any:
-            return x.materialise(name) if isinstance(x, DeferredLogProbs) else x
-
-        return func(*tree_map(real, args), **tree_map(real, kwargs))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as the C function that stands in its place, without cls
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        def real(x: Any) -> Any:
-            return x.materialise(str(func)) if isinstance(x, DeferredLogProbs) else x
-
-        return func(*tree_map(real, args), **tree_map(real, kwargs or {}))
+            return rule(*args, **kwargs)
+        return None
 
 
 def log_softmax(x: Any, dim: Any = None, *args: Any, dtype: torch.dtype | None = None, **rest: Any) -> DeferredLogProbs | None:
@@ -135,8 +114,4 @@ _RULES: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _rows,
     F.nll_loss: _nll_loss,
     Tensor.requires_grad.__get__: lambda x: x.logits.requires_grad,  # type: ignore[attr-defined]  # a property to Python, an attribute to its annotation
-}
-_METADATA = {
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__, torch.is_floating_point, torch.numel),
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "is_sparse", "is_meta")),
 }

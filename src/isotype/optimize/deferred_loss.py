@@ -1,8 +1,9 @@
-"""A summed loss of deferred logits, not yet computed: what it is divided by next belongs inside the op.
+"""A summed loss of deferred logits, not yet computed, so that its divisor can be applied inside the op.
 
-transformers, Trainer and our own loop divide a sum by the counted tokens of a whole accumulation window, which the micro-batch at hand
-cannot know. Divided afterwards, its bf16 gradient is rounded a second time: 2.8e-3 of error where plain PyTorch has 2.3e-3. So the sum
-waits for one operation: a division or a product by a number goes into the op before it narrows (`num_items`); anything else gets the real
+transformers, Trainer and our own loop divide a sum by the counted tokens of a whole accumulation window, which is not known in a single
+micro-batch. Divided afterwards, its bf16 gradient is rounded a second time: 2.8e-3 of error where plain PyTorch has 2.3e-3. So the sum is
+computed only at the next operation: a division or a product by a number goes into the op before it narrows (`num_items`); anything else
+gets the real
 sum.
 """
 
@@ -13,16 +14,16 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+
+from .deferred_tensor import DeferredTensor
 
 Divisor: TypeAlias = int | float | Tensor
 
 
-class DeferredLoss(Tensor):
+class DeferredLoss(DeferredTensor):
     """Stands for `compute(None)`, the sum; `compute(n)` is the sum divided by n, rounded once."""
 
     compute: Callable[[Divisor | None], Tensor]
-    computed: Tensor | None
 
     @staticmethod
     def __new__(cls, compute: Callable[[Divisor | None], Tensor], dtype: torch.dtype, device: torch.device) -> DeferredLoss:
@@ -30,7 +31,7 @@ class DeferredLoss(Tensor):
         made.compute, made.computed = compute, None
         return made
 
-    def materialise(self) -> Tensor:
+    def materialise(self, asked_by: str = "materialise") -> Tensor:
         """The real sum, computed once, with its graph: it was asked for where gradients were on."""
         if self.computed is None:
             with torch.enable_grad():
@@ -47,37 +48,20 @@ class DeferredLoss(Tensor):
         return quotient
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+    def answered(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
         rule = _RULES.get(func)
         if rule is not None and not kwargs and isinstance(args[0], DeferredLoss) and args[0].computed is None and torch.is_grad_enabled():
-            known = rule(*args)
-            if known is not None:
-                return known
-        return func(*tree_map(_real, args), **tree_map(_real, kwargs))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as the C function that stands in its place, without cls
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        # C++ callers that never met __torch_function__
-        return func(*tree_map(_real, args), **tree_map(_real, kwargs or {}))
+            return rule(*args)
+        return None
 
 
 def _spent(by: Divisor | None) -> Tensor:
     raise AssertionError("the sum is known already")
 
 
-def _real(x: Any) -> Any:
-    return x.materialise() if isinstance(x, DeferredLoss) else x
-
-
 def _divided(x: DeferredLoss, by: Any) -> Tensor | None:
     plain = isinstance(by, Tensor) and type(by) is Tensor and by.dim() == 0 and not by.requires_grad and not by.is_complex()
-    # 0 / 0 and its kind are PyTorch's to give
+    # PyTorch computes 0 / 0 and the like
     return x.divided(by) if plain or (_is_number(by) and by != 0) else None
 
 
@@ -98,4 +82,3 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _times),
     Tensor.float: _as_is,
 }
-_METADATA = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "is_meta")} | {Tensor.dim}

@@ -1,7 +1,7 @@
 """Values of single rows of deferred logits, without the logits: selected logits, logsumexp, means, the most likely class.
 
-Preference losses are made of these: TRL's ORPO and CPO gather a logit, subtract a logsumexp and log a mean. T rows, H hidden, V vocabulary.
-`x` is a `DeferredLogits` everywhere. Each function gives None where only the real logits will do.
+Preference losses use these: TRL's ORPO and CPO gather a logit, subtract a logsumexp and log a mean. T rows, H hidden, V vocabulary.
+`x` is a `DeferredLogits` everywhere. Each function returns None where it needs the real logits.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..ops import linear_log_probs
 from ..ops.autocast import autocast_off, product_dtype, wide
 from ..ops.linear_cross_entropy.weighted import HeadOfClasses
 
-# What answered for deferred logits: op -> times
+# how often each op computed a value of deferred logits
 answered: Counter[str] = Counter()
-# no target is this: a class that is out of range is an error, as PyTorch's gather makes it one
+# never a valid target: a class that is out of range is an error, as in PyTorch's gather
 NEVER_IGNORED = -(2**31)
 
 
@@ -53,7 +53,7 @@ class SelectedLogits(torch.autograd.Function):
 def as_then(x: Any, *, used: bool) -> Iterator[Any]:
     """The recipe, once checked, with autocast and gradients as they were when the head was called.
 
-    used  a gradient may go past the logits: their own will not exist
+    used a gradient may bypass the logits, which then have none themselves
     """
     r = x.recipe
     r.check()

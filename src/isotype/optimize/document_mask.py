@@ -1,4 +1,4 @@
-"""A mask that says where packed documents begin, in the place of a mask of positions x positions.
+"""A mask that holds the starts of packed documents, instead of a mask of positions x positions.
 
 transformers hands a mask of four dimensions to every layer as it is. This one holds the documents' bounds, which `attention` alone reads:
 only a model all of whose attention layers run that op is given one (`attention.why_no_document_mask`).

@@ -53,17 +53,17 @@ def placement(part: str, path: str, module: nn.Module, op: str | None, reason: s
     return Placement(part, path, type(module).__name__, op, reason)
 
 
-def put(module: nn.Module, forward: Callable[..., Any], settings: Any, places: int = 1) -> None:
+def put(module: nn.Module, forward: Callable[..., Any], settings: Any, entries: int = 1) -> None:
     """`forward(self, ...)` becomes the instance's forward; `settings` is what it reads back with `settings_of`.
 
-    places  the number of entries of the manifest that it belongs to
+    entries  the number of entries of the manifest that it belongs to
     """
-    put_method(module, InstanceMethod(forward, module), settings, places)
+    put_method(module, InstanceMethod(forward, module), settings, entries)
 
 
-def put_method(module: nn.Module, method: InstanceMethod, settings: Any, places: int) -> None:
+def put_method(module: nn.Module, method: InstanceMethod, settings: Any, entries: int) -> None:
     # in the instance's __dict__, past nn.Module's __setattr__, which would register a module found in settings
-    module.__dict__[_MARK] = settings, places, method
+    module.__dict__[_MARK] = settings, entries, method
     method.put()
 
 
@@ -73,12 +73,13 @@ def settings_of(module: nn.Module) -> Any:
 
 
 def take_back(module: nn.Module) -> int:
-    """Undoes `put`, below whatever others have put around it since; the number of places, 0 where there was nothing to undo."""
+    """Undoes `put`, also below what others have put around it since. Returns the number of its entries in the manifest, 0 where there was
+    nothing to undo."""
     if _MARK not in module.__dict__:
         return 0
-    _, places, method = module.__dict__.pop(_MARK)
+    _, entries, method = module.__dict__.pop(_MARK)
     method.take_back()
-    count: int = places
+    count: int = entries
     return count
 
 

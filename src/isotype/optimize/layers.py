@@ -23,6 +23,7 @@ from ..placement import Placement
 from . import norms
 from .attention import implementation_of
 from .instances import foreign, placement, put, same, settings_of, stand_in, taken
+from .regions import region
 
 logger = logging.get_logger(__name__)
 PART = "layer"
@@ -130,16 +131,16 @@ def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
         return type(self).forward(self, hidden_states, *args, **kwargs)
     given = {**dict(s.defaults), **dict(zip(s.names, args)), **kwargs}
     if not recomputed:
-        return _whole(self, s, given, hidden_states)
-    _without_cache(given)
+        return region(self, _whole)(self, s, given, hidden_states)
+    without_cache(given)
     split: Callable[..., Tensor] | None = vars(self).get(_SPLIT)
     if split is None:
-        return self._gradient_checkpointing_func(partial(_whole, self, s, given), hidden_states)
+        return self._gradient_checkpointing_func(partial(region(self, _whole), self, s, given), hidden_states)
     middle = split(partial(_first_half, self, s, given), hidden_states)
     return split(partial(_second_half, self, s), middle)
 
 
-def _without_cache(given: dict[str, Any]) -> None:
+def without_cache(given: dict[str, Any]) -> None:
     """A recompute would fill the cache a second time. transformers' layers take it away too, and say so once."""
     taken = [name for name in _CACHES if given.get(name) is not None] + (["use_cache"] if given.get("use_cache") else [])
     if taken:

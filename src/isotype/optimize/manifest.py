@@ -10,7 +10,7 @@ from ..placement import Placement
 
 @dataclass(slots=True)
 class Manifest:
-    """What `optimize` did to a model; `print(manifest)` shows it, one line for modules that are alike."""
+    """What `optimize` changed in a model; `print(manifest)` prints one line for modules that are alike."""
 
     precision: str = ""
     entries: list[Placement] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Which mask a model needs, decided once for a model as it is: two walks over all its modules, 17 ms for 2,665 of them, at each batch.
 
-The decision is kept with what it rests on, and made again when that has changed: the configuration, the modules, and of each attention its
-implementation, its forward, its dropout and whether it is causal.
+The decision is stored with what it depends on, and made again when that has changed: the configuration, the modules, and of each attention
+its implementation, its forward, its dropout and whether it is causal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from .attention import implementation_of, why_no_document_mask
 from .document_mask import why_mask_is_read
 
-_KEPT = "_isotype_mask_needs"
+_DECISION = "_isotype_mask_needs"
 # of a configuration: what `why_mask_is_read` and the attention layers ask it for
 _ASKED = (
     "_attn_implementation", "attn_logit_softcapping", "is_encoder_decoder", "use_bidirectional_attention", "output_router_logits",
@@ -29,8 +29,8 @@ class MaskNeeds(NamedTuple):
     why_no_documents: str | None
 
 
-class _Kept:
-    """A decision with the modules that it rests on; a copy or a pickle of the model does not take it along."""
+class _Decision:
+    """A decision with the modules that it depends on; a copy or a pickle of the model does not take it along."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = list(model.modules())
@@ -62,8 +62,8 @@ def _plain(value: Any) -> Any:
 
 def mask_needs(model: nn.Module) -> MaskNeeds:
     """The decision for the model as it is now."""
-    kept: _Kept | None = vars(model).get(_KEPT)
-    if kept is None or kept.facts != kept.current():
+    known: _Decision | None = vars(model).get(_DECISION)
+    if known is None or known.facts != known.current():
         # past nn.Module's own __setattr__
-        kept = vars(model)[_KEPT] = _Kept(model)
-    return kept.needs
+        known = vars(model)[_DECISION] = _Decision(model)
+    return known.needs

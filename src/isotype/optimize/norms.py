@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..ops import add_rms_norm, rms_norm
 from ..ops.backend import saves
+from ..ops.remade import remember
 from ..placement import Placement
 from .instances import placement, put, same, settings_of, stand_in
 
@@ -19,9 +20,12 @@ PART = "norm"
 
 @dataclass(frozen=True)
 class NormSettings:
+    """remade  a LoRA layer or an attention that reads the output saves the norm's input in its place"""
+
     eps: float
     unit_offset: bool
     out_dtype: torch.dtype | None
+    remade: bool = False
 
 
 class Beside:
@@ -88,13 +92,15 @@ def norm_forward(self: Any, hidden_states: Tensor, *args: Any, beside: Beside | 
     if args or kwargs:
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return own
-    return rms_norm(hidden_states, self.weight, s.eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype)
+    norm = partial(rms_norm, eps=s.eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype)
+    made = norm(hidden_states, self.weight)
+    return remember(made, norm, hidden_states, self.weight) if s.remade else made
 
 
-def place(path: str, module: nn.Module, out_dtype: torch.dtype | None) -> Placement:
+def place(path: str, module: nn.Module, out_dtype: torch.dtype | None, *, remade: bool = False) -> Placement:
     """Puts `rms_norm` on the module at this path of the model, where it gives the module's output."""
     found = recognise(module)
     if found is None:
         return placement(PART, path, module, None, "its output is not RMSNorm's on a probe")
-    put(module, norm_forward, NormSettings(found.eps, found.unit_offset, out_dtype))
+    put(module, norm_forward, NormSettings(found.eps, found.unit_offset, out_dtype, remade))
     return placement(PART, path, module, "rms_norm", "1 + weight" if found.unit_offset else "")

@@ -15,8 +15,9 @@ from ..ops.compiled import missing
 from ..ops.probe import why_no_kernels
 from ..placement import Placement
 from ..precision import Precision
-from . import attention, gated, generation, head, layers, norms, rotary
+from . import attention, denoiser, gated, generation, head, layers, norms, rotary
 from .base import base_notes
+from .compile_layers import uncompile_layers
 from .instances import KERNEL_LIBRARIES, foreign, library_of, placement, put, take_back, taken
 from .manifest import Manifest
 from .private import Replacement, put_rebuilt
@@ -64,9 +65,11 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
     out_dtype: torch.dtype | None = to_torch(word) if word is not None else None
     manifest = Manifest(f"norms give {word}" if word else "")
     on_cpu = device_type == "cpu" if device_type else all(p.device.type == "cpu" for p in model.parameters())
-    why_not = missing("rms_norm", "rope", "silu_mul", "gelu_mul", "cross_entropy", "attention") if on_cpu else ""
+    ops = ("rms_norm", "rope", "silu_mul", "gelu_mul", "cross_entropy", "attention")
+    denoises = denoiser.is_denoiser(model)
+    why_not = missing(*ops, *(denoiser.OPS if denoises else ())) if on_cpu else ""
     if why_not:
-        # without their C++ kernels these ops are formulas of plain PyTorch: no faster than the model's own
+        # without their C++ kernels these ops are formulas in plain PyTorch, no faster than the model's own code
         but = " but for norms, whose output is declared" if out_dtype else ""
         manifest.notes.append(f"{why_not}: norms, rotary, attention and gated MLPs are left to the model on this CPU{but}")
     for device in sorted({p.device for p in model.parameters() if p.is_cuda}, key=str):
@@ -82,9 +85,9 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
         if is_4bit(module):
             manifest.entries.append(_four_bit(path, module))
         if not why_not or (out_dtype is not None and norms.is_candidate(module)):
-            manifest.entries += _row_ops(path, module, out_dtype)
+            manifest.entries += _row_ops(path, module, out_dtype, remade=denoises)
         if not why_not:
-            manifest.entries += _attention(path, module, tables, on_cpu)
+            manifest.entries += denoiser.place(path, module, out_dtype) if denoises else _attention(path, module, tables, on_cpu)
         if not why_not and layers.is_candidate(module):
             manifest.entries.append(layers.place(path, module))
         if path and hasattr(module, "num_experts") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
@@ -100,7 +103,7 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
 
 
 def declared(precision: Any) -> Any:
-    """The Precision that is meant, a dtype's word, or None."""
+    """The Precision for this argument, a dtype, or None."""
     if precision is None or isinstance(precision, Precision) or (isinstance(precision, str) and precision in TRAINING_FLOATS):
         return precision
     if isinstance(precision, torch.dtype):
@@ -110,7 +113,7 @@ def declared(precision: Any) -> Any:
     return Precision.parse(precision)
 
 
-def _row_ops(path: str, module: nn.Module, out_dtype: torch.dtype | None) -> list[Placement]:
+def _row_ops(path: str, module: nn.Module, out_dtype: torch.dtype | None, *, remade: bool) -> list[Placement]:
     if library_of(type(module)) in KERNEL_LIBRARIES:
         return [placement("foreign", path, module, None, str(foreign(module)))]
     for part, fits in ((norms.PART, norms.is_candidate), (gated.PART, gated.is_candidate)):
@@ -119,7 +122,7 @@ def _row_ops(path: str, module: nn.Module, out_dtype: torch.dtype | None) -> lis
         reason = taken(module)
         if reason is not None:
             return [placement(part, path, module, None, reason)]
-        return [norms.place(path, module, out_dtype) if part == norms.PART else gated.place(path, module)]
+        return [norms.place(path, module, out_dtype, remade=remade) if part == norms.PART else gated.place(path, module)]
     return []
 
 
@@ -146,8 +149,9 @@ def _four_bit(path: str, module: nn.Module) -> Placement:
 
 
 def restore(model: nn.Module) -> int:
-    """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of places."""
+    """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of entries of the manifest that were undone."""
     undone = unfuse_lora(model)
+    uncompile_layers(model.modules())
     for module in model.modules():
         undone += take_back(module)
         head.remove_hooks(module)

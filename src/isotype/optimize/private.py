@@ -1,4 +1,5 @@
-"""A forward rebuilt over private globals, in which a function that it calls by name is another: for functions that are no module's own.
+"""Rebuilds a forward with private globals, in which a function that it calls by name is replaced: for functions that are not methods of a
+module.
 
 The globals are a copy of the module's own. They live in a module registered in `sys.modules`, where Dynamo looks a function's globals up by
 name.
@@ -20,7 +21,7 @@ from .instances import put_method
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """What a global becomes: `make(the global, *options)`.
+    """The replacement of a global: `make(the global, *options)`.
 
     name     as the forward's globals have it
     make     a function or class of a module, so that a pickle finds it by name
@@ -33,7 +34,7 @@ class Replacement:
 
     @property
     def form(self) -> str:
-        """Tells one replacement of that name from another."""
+        """Distinguishes replacements of the same name."""
         return "-".join((self.name, self.make.__name__, *map(str, self.options)))
 
 
@@ -53,7 +54,7 @@ def rebuilt(forward: Any, replacements: list[Replacement]) -> FunctionType:
     module = sys.modules.get(name)
     if module is None:
         module = ModuleType(name, f"Globals of {forward.__module__} with {', '.join(r.name for r in replacements)} replaced.")
-        # __builtins__ comes along with the copy: Dynamo needs it
+        # the copy includes __builtins__, which Dynamo needs
         module.__dict__.update({k: v for k, v in forward.__globals__.items() if k not in ("__name__", "__loader__", "__spec__")})
         module.__dict__.update({r.name: r.make(forward.__globals__[r.name], *r.options) for r in replacements})
         sys.modules[name] = module

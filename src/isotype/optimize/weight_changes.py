@@ -1,4 +1,5 @@
-"""How often a weight has changed: by PyTorch's version counter, and by optimizers' steps, as fused ones leave the counter alone."""
+"""How often a weight has changed: by PyTorch's version counter, and by optimizers' steps, since fused optimizers do not change the
+counter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A page that is the docstring of its rule: the first line its title, the rest as it stands."""
+"""Makes a page of the docstring of a rule: the first line is its title."""
 
 from __future__ import annotations
 

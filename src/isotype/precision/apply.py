@@ -19,7 +19,8 @@ from ..dtypes import to_torch
 from ..environment import planned
 from ..instance_method import MadeMethod
 from .denoiser_blocks import denoiser_blocks
-from .kept import is_kept, kept_modules, names_kept
+from .keep_in_fp32 import is_kept_in_fp32, modules_kept_in_fp32, names_kept_in_fp32
+from .part import Part
 from .precision import Precision
 
 _STATE = "_isotype_precision"
@@ -77,34 +78,39 @@ def is_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) or type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
 
 
-def cast_parameters(model: nn.Module, precision: Precision) -> None:
+def cast_parameters(model: nn.Module, precision: Precision, part: Part | None = None) -> None:
     """Casts frozen floating parameters to `base` and trainable ones to `trainable`. Quantised parameters and buffers do not change.
 
-    Parameters that the model's class keeps in fp32 (`precision.kept`) become or stay fp32.
+    Parameters that the model's class keeps in fp32 (`precision.keep_in_fp32`) become or stay fp32.
+
+    part  of a model that will be shared: only the rows that this process keeps are cast
     """
+    if part is not None:
+        part.look(model)
     for full, parameter in model.named_parameters():
         if parameter.is_floating_point() and not is_quantised(parameter):
             dtype = to_torch(declared_dtype(model, full, parameter, precision))
             if parameter.dtype != dtype:
-                parameter.data = parameter.data.to(dtype)
+                parameter.data = parameter.data.to(dtype) if part is None else part.narrowed(parameter.data, dtype)
 
 
 def declared_dtype(model: nn.Module, full: str, parameter: Tensor, precision: Precision) -> str:
     """The dtype that `precision` declares for one floating parameter of `model` that is not quantised."""
     word = precision.trainable if parameter.requires_grad else precision.unquantised
-    return "fp32" if is_kept(full, names_kept(inner_model(model), to_torch(word))) else word
+    return "fp32" if is_kept_in_fp32(full, names_kept_in_fp32(inner_model(model), to_torch(word))) else word
 
 
-def apply_precision(model: nn.Module, precision: Precision, *, device_type: str, cast: bool = True) -> None:
+def apply_precision(model: nn.Module, precision: Precision, *, device_type: str, cast: bool = True, part: Part | None = None) -> None:
     """Makes `model` follow `precision` in training, evaluation and generation.
 
     Parameters are cast according to `requires_grad`, so attach adapters and freeze weights first. PEFT widens activations to the adapter's
     dtype; this is switched off, and the small matrices A and B are narrowed instead.
 
     cast  False if the caller has already cast the parameters
+    part  as in `cast_parameters`
     """
     if cast:
-        cast_parameters(model, precision)
+        cast_parameters(model, precision, part)
     inner = inner_model(model)
     if hasattr(inner, _STATE):
         raise ValueError("this model has a precision already")
@@ -116,7 +122,7 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str,
     if backbone is not None:
         setattr(backbone, _STATE, _BackboneState(state, backbone.__dict__.get("forward")))
         state.put(MadeMethod(_in_its_precision, (), backbone))
-    kept = kept_modules(inner, to_torch(precision.compute))
+    in_fp32 = modules_kept_in_fp32(inner, to_torch(precision.compute))
     for block in _blocks_of_transformers(inner):
         block.register_forward_hook(_NarrowFirst(to_torch(precision.compute)))
     for block in denoiser_blocks(inner):
@@ -126,7 +132,7 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str,
     for module in inner.modules():
         if precision.compute != "fp32" and _has_stacked_weights(module, to_torch(precision.compute)):
             state.put(MadeMethod(_multiplying_in, (to_torch(precision.compute),), module))
-        if is_narrowed(module, kept):
+        if is_narrowed(module, in_fp32):
             module.register_forward_hook(_Narrow(to_torch(precision.compute)))
         if hasattr(module, "cast_input_dtype_enabled"):
             state.change(module, "cast_input_dtype_enabled", False)
@@ -163,11 +169,11 @@ def _backbone(inner: nn.Module) -> nn.Module | None:
     return found if isinstance(found, nn.Module) and found is not inner else None
 
 
-def is_narrowed(module: nn.Module, kept: set[nn.Module]) -> bool:
+def is_narrowed(module: nn.Module, in_fp32: set[nn.Module]) -> bool:
     """Whether a module's output must leave in `compute`: norms and embeddings. A norm among those that the model keeps in fp32, and
     diffusers' FP32LayerNorm, answer in their input's dtype, which the model chose: some modulate the fp32 output and narrow the result
     themselves."""
-    answers_as_asked = module in kept or type(module).__name__ == "FP32LayerNorm"
+    answers_as_asked = module in in_fp32 or type(module).__name__ == "FP32LayerNorm"
     return (is_norm(module) and not answers_as_asked) or isinstance(module, nn.Embedding)
 
 
@@ -188,11 +194,11 @@ class _Narrow:
     """Forward hook that casts a floating output to the declared compute dtype. It is an object, so that deepcopy and pickle copy it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+        self.narrows_to = dtype
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, Tensor) and output.is_floating_point() and output.dtype != self.dtype:
-            return output.to(self.dtype)
+        if isinstance(output, Tensor) and output.is_floating_point() and output.dtype != self.narrows_to:
+            return output.to(self.narrows_to)
         return output
 
 

@@ -1,4 +1,4 @@
-"""The roles of each named precision. Every role of every preset is written out: a preset is a table row, not a program."""
+"""The roles of each named precision. Every role of every preset is written out, so that a preset can be read as a row of a table."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""What this process holds of a tensor that is distributed over several: FSDP2 gives each process some rows of every weight.
-
-On one process, and where every process holds the whole model, a tensor is its own part.
+"""The part of a distributed tensor that this process holds: FSDP2 gives each process some rows of every weight. Where each process holds
+the whole model, the part is the whole tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def own_rows(tensor: Tensor) -> range:
-    """Their numbers in the first dimension of the whole tensor."""
+    """Their indices in the first dimension of the whole tensor."""
     if not is_sharded(tensor):
         return range(tensor.shape[0] if tensor.dim() else 0)
     sharded: Any = tensor
@@ -48,19 +47,20 @@ def own_rows(tensor: Tensor) -> range:
 
 
 def first_element(tensor: Tensor) -> int:
-    """The place of the part's first element in the whole tensor, flattened."""
+    """Index of the part's first element in the whole tensor, flattened."""
     return own_rows(tensor).start * (tensor.numel() // max(1, tensor.shape[0])) if is_sharded(tensor) else 0
 
 
 def gathered_weights(model: nn.Module) -> Iterator[Tensor]:
-    """What FSDP puts in the place of a part while its unit runs: the same tensor each time, whose memory comes and goes."""
+    """The tensor that FSDP puts in the place of a part while its unit runs: the same tensor each time, whose memory is allocated and
+    freed."""
     for unit in _units(model):
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             yield from (p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
 
 
 def settle(model: nn.Module) -> None:
-    """Gives back what a forward without a backward has left gathered, so that every parameter is the part of it again."""
+    """Frees the weights that a forward without a backward has left gathered, so that every parameter is a part again."""
     for unit in _units(model):
         unit.reshard()
 

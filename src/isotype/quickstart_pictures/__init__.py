@@ -1,4 +1,4 @@
-"""`isotype quickstart --diffusion`: pictures of shapes, and a model that draws them, trained on the spot.
+"""`isotype quickstart --diffusion`: pictures of shapes, and a small model that learns to draw them.
 
 shapes      the pictures, drawn
 judge       says what a picture shows, from its pixels

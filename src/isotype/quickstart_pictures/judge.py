@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from .shapes import COLOURS, SHAPES, SIDE, Drawn
 
-MOST_APART = 0.3  # of the shape's pixels and its template's: more is no shape
+MOST_APART = 0.3  # share of pixels that differ from the template: above it the picture shows no shape
 MOST_OFF = 50  # of 255, the mean difference of the shape's pixels from its colour
 _INK = 0.35  # between white (0) and the colour (1)
 

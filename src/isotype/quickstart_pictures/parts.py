@@ -73,7 +73,7 @@ def _shapes(count: int, draw: random.Random) -> torch.Tensor:
 
 
 def _tokenizer() -> Any:
-    """A word is a token."""
+    """Each word is one token."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace

@@ -1,4 +1,4 @@
-"""`isotype quickstart --diffusion`: a small Flux from nothing, then a LoRA that teaches it a shape it never saw; no network.
+"""`isotype quickstart --diffusion`: a small Flux from random weights, then a LoRA that teaches it a shape it never saw; no network.
 
 The folder holds all that is needed to do it again by hand: the pictures, the pipeline, and two files, `full.yaml` and `lora.yaml`, that
 `isotype train` takes. Both stages are ordinary runs. A finished stage is not repeated and an interrupted one is resumed.
@@ -6,7 +6,6 @@ The folder holds all that is needed to do it again by hand: the pictures, the pi
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import shutil
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..entry.stage import quoted, run_stage
 from ..errors import UsageError
 from .shapes import COLOURS, SHAPES, SIDE, write_pictures
 
@@ -54,7 +54,7 @@ def quickstart_pictures(folder: Path, *, size: Size | None = None, preset: str =
         say(f"\n{what}  ({folder / file})")
         if stage == "lora":
             _make_base(folder)
-        if (status := _stage(folder / stage, folder / file, json_output=json_output)) != 0:
+        if (status := run_stage(folder / stage, folder / file, json_output=json_output)) != 0:
             say(f"go on with: isotype quickstart --diffusion --folder {folder}")
             return status
         results[stage] = json.loads((folder / stage / "result.json").read_text(encoding="utf-8"))
@@ -98,7 +98,7 @@ def _judged(run: Path, draws: int) -> dict[str, list[tuple[bool, bytes]]]:
 
 
 def _sheet(rows: Sequence[Sequence[bytes]]) -> Any:
-    """A picture of the pictures: a row a prompt, the first half before LoRA, the second after."""
+    """One picture of all drawn pictures: a row per prompt, the first half before LoRA, the second after."""
     from PIL import Image
 
     gap = 2
@@ -142,25 +142,12 @@ def _make_base(folder: Path) -> None:
     aside.rename(folder / BASE)
 
 
-def _stage(run: Path, file: Path, *, json_output: bool) -> int:
-    from ..config.load import load
-    from ..quickstart import finished
-    from ..tasks.choose import train
-
-    if finished(run):
-        print(f"done before: {run}", file=sys.stderr if json_output else sys.stdout)
-        return 0
-    # with --json, stdout belongs to the one object at the end
-    with contextlib.redirect_stdout(sys.stderr) if json_output else contextlib.nullcontext():
-        return train(load(file, [], {}), resume=run if (run / "resolved.yaml").is_file() else None)
-
-
 def _show(folder: Path, summary: dict[str, Any], say: Callable[[str], None]) -> None:
     say(f"\nright of {summary['draws']} pictures      before LoRA  after")
     for prompt in ASKED:
         say(f"  {prompt:<20}  {summary['before'][prompt]:>11}  {summary['after'][prompt]:>5}")
     say(f"\nall together {summary['share']:.0%} after LoRA")
-    say(f"pictures  {summary['sheet']}  (a row a prompt: the upper half before LoRA, the lower after)")
+    say(f"pictures  {summary['sheet']}  (a row per prompt: the upper half before LoRA, the lower after)")
     say(f"report    {summary['report']}")
     say(f"adapter   {folder / 'lora' / 'adapter' / 'pytorch_lora_weights.safetensors'}  on  {folder / BASE}")
     say(f'draw      isotype sample {folder / "lora"} "a blue {NEW}"')
@@ -168,71 +155,54 @@ def _show(folder: Path, summary: dict[str, Any], say: Callable[[str], None]) -> 
 
 
 def _full_yaml(folder: Path, size: Size, preset: str) -> str:
-    return f"""\
-# Every weight of a small Flux, from random ones.
-model:
-  name: {_quoted(folder / PIPELINE)}
-images:
-  train: {_quoted(folder / PICTURES / "before")}
-  resolution: {SIDE}
-  cache: {_quoted(folder / "cache")}
-diffusion:
-  max_text_length: 6
-adapter:
-  kind: none
-precision:
-  preset: {preset}
-{_train_yaml(size.full_steps, size.batch, 2e-3)}
-run:
-  folder: {_quoted(folder / "full")}
-  samples: [{", ".join(ASKED)}]
-  sample_every: {max(1, size.full_steps // 4)}
-  sample_steps: {_DRAWN_STEPS}
-  log_every: 10
-  keep: 1
-"""
+    return _yaml(
+        "Every weight of a small Flux, from random ones.",
+        folder, "full", PIPELINE, f"train: {quoted(folder / PICTURES / 'before')}", "kind: none", preset,
+        steps=size.full_steps, batch=size.batch, learning_rate=2e-3,
+    )  # fmt: skip
 
 
 def _lora_yaml(folder: Path, size: Size, preset: str) -> str:
-    preset = {"bf16-mixed": "bf16-lora"}.get(preset, preset)
+    images = f"""\
+train: [{{name: {quoted(folder / PICTURES / "new")}, repeats: {_REPEATS}}}]
+  regularisation: {quoted(folder / PICTURES / "before")}"""
+    return _yaml(
+        "An adapter on the model that full.yaml makes; put your own pictures into images.train to teach it something else.",
+        folder, "lora", BASE, images, "kind: lora\n  r: 64\n  alpha: 64", {"bf16-mixed": "bf16-lora"}.get(preset, preset),
+        steps=size.lora_steps, batch=size.batch, learning_rate=3e-3,
+    )  # fmt: skip
+
+
+def _yaml(
+    title: str, folder: Path, run: str, model: str, images: str, adapter: str, preset: str, *, steps: int, batch: int, learning_rate: float
+) -> str:
+    """The file of one stage. `model` and `run` are folders in `folder`; `images` and `adapter` are lines of their sections."""
+    quarter = max(1, steps // 4)
     return f"""\
-# An adapter on the model that full.yaml makes; put your own pictures into images.train to teach it something else.
+# {title}
 model:
-  name: {_quoted(folder / BASE)}
+  name: {quoted(folder / model)}
 images:
-  train: [{{name: {_quoted(folder / PICTURES / "new")}, repeats: {_REPEATS}}}]
-  regularisation: {_quoted(folder / PICTURES / "before")}
+  {images}
   resolution: {SIDE}
-  cache: {_quoted(folder / "cache")}
+  cache: {quoted(folder / "cache")}
 diffusion:
   max_text_length: 6
 adapter:
-  kind: lora
-  r: 64
-  alpha: 64
+  {adapter}
 precision:
   preset: {preset}
-{_train_yaml(size.lora_steps, size.batch, 3e-3)}
-run:
-  folder: {_quoted(folder / "lora")}
-  samples: [{", ".join(ASKED)}]
-  sample_every: {max(1, size.lora_steps // 4)}
-  sample_steps: {_DRAWN_STEPS}
-  log_every: 10
-  keep: 1
-"""
-
-
-def _train_yaml(steps: int, batch: int, learning_rate: float) -> str:
-    return f"""\
 train:
   steps: {steps}
   batch_size: {batch}
   learning_rate: {learning_rate}
   beta2: 0.99
-  eval_every: {max(1, steps // 4)}"""
-
-
-def _quoted(value: object) -> str:
-    """A YAML scalar: JSON's strings are YAML's double-quoted ones."""
-    return json.dumps(str(value))
+  eval_every: {quarter}
+run:
+  folder: {quoted(folder / run)}
+  samples: [{", ".join(ASKED)}]
+  sample_every: {quarter}
+  sample_steps: {_DRAWN_STEPS}
+  log_every: 10
+  keep: 1
+"""

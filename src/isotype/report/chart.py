@@ -13,11 +13,11 @@ from markupsafe import Markup
 
 from .plots import Guide, Plot, Point, Series, thinned
 
-COLUMNS = 48  # places of a chart that show their values under the pointer
+COLUMNS = 48  # columns of a chart that show their values under the pointer
 
 
 def line_chart(plot: Plot, *, width: int = 460, height: int = 190) -> Markup:
-    """Empty when nothing finite is there."""
+    """Empty when no value is finite."""
     finite = plot.finite
     if not finite:
         return Markup("")
@@ -127,12 +127,12 @@ class _Frame:
         """Invisible columns; under the pointer each shows a line and the values at its step."""
         values = [{x: y for x, y in s.points if math.isfinite(y)} for s in self.plot.series]
         steps = sorted({x for found in values for x in found})
-        kept = {x for s, found in zip(self.plot.series, values) if s.look == "dots" for x in found} if len(steps) > COLUMNS else set(steps)
-        kept |= set(steps[:: max(1, len(steps) // COLUMNS)]) | {steps[-1]}
-        if len(kept) > 3 * COLUMNS:
-            kept = set(sorted(kept)[:: len(kept) // COLUMNS])
+        drawn = {x for s, found in zip(self.plot.series, values) if s.look == "dots" for x in found} if len(steps) > COLUMNS else set(steps)
+        drawn |= set(steps[:: max(1, len(steps) // COLUMNS)]) | {steps[-1]}
+        if len(drawn) > 3 * COLUMNS:
+            drawn = set(sorted(drawn)[:: len(drawn) // COLUMNS])
         parts = []
-        places = [(self.x(step), step) for step in sorted(kept)]
+        places = [(self.x(step), step) for step in sorted(drawn)]
         for i, (x, step) in enumerate(places):
             start = (places[i - 1][0] + x) / 2 if i else self.left
             stop = (x + places[i + 1][0]) / 2 if i + 1 < len(places) else self.end

@@ -59,7 +59,7 @@ def _sources(side: dict[str, Any], mix: Any) -> list[dict[str, str]]:
 
 
 def examples(record: RunRecord) -> list[dict[str, Any]]:
-    """Training rows in parts, each learnt or not."""
+    """Training rows as parts of text, each marked as learnt or not."""
     found = []
     for row in record.examples:
         parts = [(str(part.get("text", "")), bool(part.get("learnt"))) for part in list_of(row.get("parts")) if isinstance(part, dict)]

@@ -44,7 +44,13 @@ def picture(record: RunRecord) -> bytes:
     if record.metrics:
         said = verdict(record)
         colour, back = MOODS[said.mood]
-        _lines(sheet, [line for text in (said.learnt, said.kept) for line in wrap(_clean(text), 140)], colour=colour, back=back, mono=False)
+        _lines(
+            sheet,
+            [line for text in (said.learnt, said.precision) for line in wrap(_clean(text), 140)],
+            colour=colour,
+            back=back,
+            mono=False,
+        )
     _tiles(sheet, tiles(record))
     if loss := loss_plot(record):
         _curves(sheet, sheet.axes(MARGIN, WIDTH - 2 * MARGIN, 3.1), loss)
@@ -52,8 +58,8 @@ def picture(record: RunRecord) -> bytes:
     every = plots(record)
     small = [plot for plot in every if plot.constant is None][:MOST_SMALL]
     for start in range(0, len(small), COLUMNS):
-        for place, plot in zip(sheet.columns(COLUMNS), small[start : start + COLUMNS]):
-            _curves(sheet, sheet.axes(*place, 2.0), plot)
+        for span, plot in zip(sheet.columns(COLUMNS), small[start : start + COLUMNS]):
+            _curves(sheet, sheet.axes(*span, 2.0), plot)
         sheet.down(2.0)
     if same := [f"{plot.title}: {plot.constant}" for plot in every if plot.constant is not None]:
         _lines(sheet, wrap(f"The same throughout: {',  '.join(same)}", 150), colour=SOFT, back=CARD, mono=False)
@@ -79,7 +85,7 @@ class _Sheet:
         return [(MARGIN + i * (width + GAP), width) for i in range(n)]
 
     def text(self, x: float, y: float, words: str, *, size: float = 10, colour: str = INK, mono: bool = False, **how: Any) -> Any:
-        """Words at `x` inches from the left and `y` below the current place; a dollar sign is a dollar sign."""
+        """Words at `x` inches from the left and `y` below the current height; a dollar sign is a dollar sign."""
         family = "DejaVu Sans Mono" if mono else "DejaVu Sans"
         return self.figure.text(
             x / WIDTH,
@@ -284,11 +290,11 @@ def _samples(sheet: _Sheet, record: RunRecord) -> None:
     for sample in shown:
         sheet.line(MARGIN + 0.18, y, _short(sample["prompt"]), size=9, weight="bold")
         ends = sample["answers"][:1] + sample["answers"][1:][-1:]
-        for place, one in enumerate(ends):
+        for index, one in enumerate(ends):
             left, right = (
-                (MARGIN + 0.18, middle - 0.1) if place == 0 and len(ends) > 1 else (middle if place else MARGIN + 0.18, WIDTH - 0.6)
+                (MARGIN + 0.18, middle - 0.1) if index == 0 and len(ends) > 1 else (middle if index else MARGIN + 0.18, WIDTH - 0.6)
             )
-            which = ("before, ", "after, ")[place] if len(ends) > 1 else ""
+            which = ("before, ", "after, ")[index] if len(ends) > 1 else ""
             sheet.text(left, y + 0.225, f"{which}step {one['step']}", size=8, colour=FAINT)
             sheet.line(left, y + 0.43, _short(one["text"]) or "nothing", right=right, size=9)
         y += 0.675

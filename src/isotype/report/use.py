@@ -47,7 +47,7 @@ def use(record: RunRecord) -> dict[str, Any]:
 
 
 def _of_diffusion(record: RunRecord, adapter: Path, model: Path, dtype: str) -> dict[str, Any]:
-    """diffusers reads the adapter by itself; a denoiser trained whole takes the place of the pipeline's."""
+    """Code for diffusers. It loads the adapter itself; a denoiser whose every weight was trained replaces the pipeline's."""
     base = str(record.setting("model", "name") or "PIPELINE")
     base = str(Path(base).resolve()) if Path(base).is_dir() else base
     code, commands = "", []

@@ -18,16 +18,16 @@ class Verdict:
     """One sentence on what was learnt, one on the precision, and the worse of their moods."""
 
     learnt: str
-    kept: str
+    precision: str
     mood: str
 
 
 def verdict(record: RunRecord) -> Verdict:
     """Base against tuned loss on the evaluation rows, and whether the declared precision was kept."""
     learnt, learnt_mood = _learnt(record)
-    kept, kept_mood = _kept(record)
-    worst = next(mood for mood in ("bad", "warn", "good") if mood in (learnt_mood, kept_mood))
-    return Verdict(learnt, kept, worst)
+    precision, precision_mood = _precision(record)
+    worst = next(mood for mood in ("bad", "warn", "good") if mood in (learnt_mood, precision_mood))
+    return Verdict(learnt, precision, worst)
 
 
 def _learnt(record: RunRecord) -> tuple[str, str]:
@@ -50,7 +50,7 @@ def _learnt(record: RunRecord) -> tuple[str, str]:
     return f"{said}.", "good" if tuned < base else "warn"
 
 
-def _kept(record: RunRecord) -> tuple[str, str]:
+def _precision(record: RunRecord) -> tuple[str, str]:
     table = precision(record)
     broken = len(table["violations"])
     if broken:

@@ -6,7 +6,7 @@ import math
 
 
 def plain(value: float) -> str:
-    """Short and without noise: `2.41`, `0.0002`, `1.2e-05`, `12,300`."""
+    """A number in a short form: `2.41`, `0.0002`, `1.2e-05`, `12,300`."""
     if not math.isfinite(value):
         return "not finite"
     size = abs(value)

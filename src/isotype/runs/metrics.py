@@ -41,5 +41,5 @@ class Metrics:
 
     def cut_after(self, step: int) -> None:
         """Removes the lines after `step`, which the resumed run will write again."""
-        kept = [row for row in self.read() if isinstance(row.get("step"), int) and row["step"] <= step]
-        write_text(self.file, "".join(json.dumps(row) + "\n" for row in kept))
+        remaining = [row for row in self.read() if isinstance(row.get("step"), int) and row["step"] <= step]
+        write_text(self.file, "".join(json.dumps(row) + "\n" for row in remaining))

@@ -1,4 +1,4 @@
-"""Which kind of run a configuration is, and its two verbs: `train` and `plan`."""
+"""Chooses the task of a configuration, and trains or plans it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from ..config.kind import DIFFUSION, kind_of
 from ..config.load import LoadedConfig
 from ..config.schema import RunConfig
 from ..training.callbacks import Callback
+from ..training.console import RunConsole
+from ..training.own_code import Objective
 from ..training.plan import Plan
 from ..training.plan import plan as plan_task
-from ..training.run import Objective
 from ..training.run import train as train_task
 from ..training.task import Task
 
@@ -28,13 +29,11 @@ def task_of(config: RunConfig) -> Task:
 
 
 def train(
-    loaded: LoadedConfig, *, resume: Path | None = None, json_output: bool = False, skips: Mapping[str, str] | None = None,
+    loaded: LoadedConfig, *, resume: Path | None = None, console: RunConsole | None = None, skips: Mapping[str, str] | None = None,
     callbacks: Sequence[Callback] = (), objective: Objective | None = None,
 ) -> int:  # fmt: skip
     """Runs a configuration to its end, or saves and returns 130 on Ctrl-C. Raises IsotypeError; returns the exit status."""
-    return train_task(
-        loaded, task_of(loaded.config), resume=resume, json_output=json_output, skips=skips, callbacks=callbacks, objective=objective
-    )
+    return train_task(loaded, task_of(loaded.config), resume=resume, console=console, skips=skips, callbacks=callbacks, objective=objective)
 
 
 def plan(loaded: LoadedConfig, *, device: str | None = None, ledger: bool = False, gpus: int | None = None) -> Plan:

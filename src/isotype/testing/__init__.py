@@ -1,6 +1,6 @@
 """Checks for anyone's own tests: `ampcheck`, `compile_matrix`, `expect`, the pytest plugin, hypothesis strategies.
 
-Attributes are imported when first used: a test that only wants `expect` pays for nothing else.
+Attributes are imported when first used: a test that uses only `expect` imports nothing else.
 """
 
 from __future__ import annotations

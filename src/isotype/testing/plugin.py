@@ -63,7 +63,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A ConformanceError prints its report: what failed is in there, the way through ampcheck is not."""
+    """A ConformanceError prints its report: the report shows the failure; the traceback would only show ampcheck."""
     result = yield
     info = call.excinfo
     if info is None or type(info.value).__name__ != "ConformanceError" or not hasattr(info.value, "report"):

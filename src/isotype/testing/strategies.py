@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 TRAINING = TRAINING_FLOATS  # fp32 bf16 fp16
-EDGES = (1, 2, 3, 7, 8, 16, 17)  # around what kernels are blocked by
+EDGES = (1, 2, 3, 7, 8, 16, 17)  # around the block sizes of kernels
 
 
 def dtypes(words: Sequence[str] = FLOATS) -> st.SearchStrategy[torch.dtype]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -51,14 +52,28 @@ def progress_line(step: int, total: int, row: dict[str, Any], eta: float | None,
 
 
 class RunConsole:
-    """Prints to stdout, or to stderr when stdout belongs to `--json`."""
+    """Prints to stdout, or to stderr when stdout belongs to `--json`.
 
-    def __init__(self, *, json_output: bool, silent: bool = False) -> None:
-        """silent  another process of the run has the terminal"""
-        self.console = Console(file=sys.stderr if json_output else sys.stdout, highlight=False, soft_wrap=True, quiet=silent)
-        self._silent = silent
+    result  how the run ended: its status, its folder and more; empty until `ended`
+    """
+
+    def __init__(self, *, json_output: bool = False) -> None:
+        self.console = Console(file=sys.stderr if json_output else sys.stdout, highlight=False, soft_wrap=True)
+        self.result: Mapping[str, Any] = {}
+        self._json = json_output
+        self._silent = False
         self._live: Live | None = None
         self._last_plain = 0
+
+    def silence(self) -> None:
+        """Prints nothing from here on: another process of the run has the terminal."""
+        self._silent = self.console.quiet = True
+
+    def ended(self, result: Mapping[str, Any]) -> None:
+        """Stores the result, and prints it as one JSON object on stdout where that was asked for."""
+        self.result = result
+        if self._json and not self._silent:
+            print(json.dumps(result))
 
     def __enter__(self) -> RunConsole:
         return self

@@ -1,8 +1,8 @@
 """The bytes that a step exchanges between processes, for each way to share the work.
 
 W processes, L of them on a machine, N = W / L machines; n forward passes of each process in a step. P are the bytes of all weights, H of
-the unit that stays gathered from forward to backward (norm and head), G the bytes of all gradients in `precision.reduce`. Counted is what a
-process sends (it receives as much) by ring algorithms: gathering or scattering x bytes over k processes sends x (k - 1) / k, summing them
+the unit that stays gathered from forward to backward (norm and head), G the bytes of all gradients in `precision.reduce`. Counts what a
+process sends with ring algorithms (it receives as much): gathering or scattering x bytes over k processes sends x (k - 1) / k, summing them
 on all sends twice that.
 
     replicate  2 G (W - 1) / W                                               once a step
@@ -55,7 +55,7 @@ def hybrid(units: Sequence[UnitBytes], precision: Precision, *, processes: int, 
 def _of_a_pass(units: Sequence[UnitBytes], precision: Precision) -> int:
     """What all processes of a ring together gather and scatter in one forward and backward."""
     forward = sum(unit.weights for unit in units)
-    backward = sum(unit.weights for unit in units if not unit.kept)
+    backward = sum(unit.weights for unit in units if not unit.stays_gathered)
     return forward + backward + _gradients(units, precision)
 
 

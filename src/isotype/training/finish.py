@@ -32,9 +32,7 @@ def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     loop.world.at(loop.progress.step, "the result")
     if prepared.sharding is not None:
         with loop.world.exchanging():
-            made = _finish(loop, prepared, loop.world)
-        # nobody leaves before the first one is through: gloo takes a closed connection for a failure of the last exchange
-        return loop.world.first_does(lambda: made)
+            return _finish(loop, prepared, loop.world)
     if not loop.world.first:
         _free(loop, prepared)
     return loop.world.first_does(lambda: _finish(loop, prepared, ALONE), patiently=True)

@@ -49,12 +49,12 @@ class MixedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # a closure would compute the loss again, which this loop does not
         every = ((parameter, group) for group in self.param_groups for parameter in group["params"])
-        for place, (parameter, group) in enumerate(every):
+        for index, (parameter, group) in enumerate(every):
             gradient = self._gradient(parameter)
             if gradient is not None:
-                self._update(parameter, gradient, group, place)
+                self._update(parameter, gradient, group, index)
 
-    def _update(self, p: nn.Parameter, gradient: Tensor, group: dict[str, Any], place: int) -> None:
+    def _update(self, p: nn.Parameter, gradient: Tensor, group: dict[str, Any], index: int) -> None:
         state = self.state[p]
         if not state:
             state["step"] = 0
@@ -68,7 +68,7 @@ class MixedAdamW(torch.optim.Optimizer):
         adamw_(
             own_part(p.detach()), gradient, own_part(state["exp_avg"]), own_part(state["exp_avg_sq"]), numbers,
             # another number for each parameter and step; both stay within 63 bits
-            seed=(self._seed * 1_000_003 + state["step"]) % 2**40 * 2**20 + place % 2**20 if self._stochastic else None,
+            seed=(self._seed * 1_000_003 + state["step"]) % 2**40 * 2**20 + index % 2**20 if self._stochastic else None,
             first=first_element(p),
         )  # fmt: skip
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..config.schema import RunConfig, TrainSection
+from ..config.kind import DIFFUSION, kind_of
+from ..config.schema import RunConfig
 from ..distributed.world import World
 from ..errors import UsageError
 from .memory.auto_recomputation import WITHIN
@@ -50,7 +51,7 @@ def as_configured(config: RunConfig, world: World) -> Parallel | None:
         return ALONE
     if kind in (AUTO, REPLICATE):
         return None if kind == AUTO else Parallel(REPLICATE, "parallel.kind")
-    if why := why_not_shared(config.train):
+    if why := why_not_shared(config):
         raise UsageError(f"parallel.kind: {kind} with {why}", fix="leave that away, or parallel.kind: replicate")
     if kind == SHARD:
         return Parallel(SHARD, "parallel.kind")
@@ -63,8 +64,11 @@ def as_configured(config: RunConfig, world: World) -> Parallel | None:
     return Parallel(HYBRID, "parallel.kind", world.nodes)
 
 
-def why_not_shared(train: TrainSection) -> str | None:
-    """The setting whose state cannot be shared, and why; or None."""
+def why_not_shared(config: RunConfig) -> str | None:
+    """The setting with which a model cannot be shared, and why; or None."""
+    train = config.train
+    if kind_of(config) == DIFFUSION:
+        return "a model of pictures: its samples and evaluation are not computed by all processes together yet"
     if train.optimizer == "adamw8bit":
         return "train.optimizer: adamw8bit: its states have a scale every 256 elements of a whole weight"
     if train.ema is not None:
@@ -72,7 +76,7 @@ def why_not_shared(train: TrainSection) -> str | None:
     return None
 
 
-def by_plan(most: int, has: int, peak: Callable[[], int], *, train: TrainSection) -> Parallel:
+def by_plan(most: int, has: int, peak: Callable[[], int], *, config: RunConfig) -> Parallel:
     """What `auto` takes: the whole model in each process where it fits, since a step then exchanges least.
 
     most  an upper bound of a process's bytes
@@ -86,6 +90,6 @@ def by_plan(most: int, has: int, peak: Callable[[], int], *, train: TrainSection
     if needs <= has * (1 - WITHIN):
         return Parallel(REPLICATE, f"auto: a process takes {shown(needs)} of {shown(has)}")
     why = f"auto: the whole model would take {shown(needs)} of {shown(has)}"
-    if cannot := why_not_shared(train):
+    if cannot := why_not_shared(config):
         return Parallel(REPLICATE, f"{why}, and is not shared because of {cannot}")
     return Parallel(SHARD, why)

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..config.compiled import wants_compiled
 from ..config.schema import RunConfig
 from ..environment.hardware import Hardware, by_name, detect
 from ..errors import UsageError
-from ..model import attention
 from ..precision.resolve import Resolved
+from .attention_line import attention_line
 from .ledger.step import Ledger, step_ledger
 from .memory.device import peak_memory, shown
 from .memory.plan import MemoryPlan
@@ -140,6 +141,8 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, l
     process = peak_memory(basis.device) if basis.device.type == "cpu" else 0
     checkpointing, memory = planned_checkpointing(task, basis, made, has=hardware.memory, besides=process)
     peak = memory.peak + process
+    if wants_compiled(config):
+        notes = [*notes, "model.compile: layers: the memory is that of the uncompiled step"]
     if hardware.memory and peak > hardware.memory:
         recompute = "train.gradient_checkpointing=layers, " if checkpointing.kind == NONE else ""
         advice = f"{recompute}a smaller train.batch_size with more train.accumulate, or --preset qlora"
@@ -152,7 +155,7 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, l
         hardware=hardware,
         resolved=basis.resolved,
         architecture=architecture,
-        attention=attention.said(made.model, config.model.attention),
+        attention=attention_line(made.model, config.model.attention, precision, device_type=basis.device.type),
         trainable=made.trainable,
         total=made.total,
         data=task.plan_facts(),

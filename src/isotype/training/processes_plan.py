@@ -1,4 +1,5 @@
-"""A run on many GPUs, planned without them: for each way to share the work, the memory of a process and the bytes that a step exchanges."""
+"""Plans a run on many GPUs without having them: the memory of a process and the bytes that a step exchanges, for each way to share the
+work."""
 
 from __future__ import annotations
 
@@ -80,17 +81,18 @@ def passes_of(task: Task, processes: int) -> Passes:
 def plan_processes(
     task: Task, basis: Basis, made: Outline, passes: Passes, processes: int, *, whole: tuple[Checkpointing, MemoryPlan]
 ) -> ProcessesPlan:
-    """task   of a configuration whose `train.batch_size` is `passes.rows`
+    """task its configuration has `passes.rows` as `train.batch_size`
     whole  the plan of a process that has the whole model
     """
     precision, has = basis.resolved.precision, basis.hardware.memory
     nodes, n = max(1, processes // OF_A_MACHINE), len(passes.own)
-    units = unit_bytes(made.model)
+    whole_units, units = unit_bytes(made.model, 1), unit_bytes(made.model, processes)
     exchanges = {
-        REPLICATE: exchange.replicated(units, precision, processes=processes, nodes=nodes),
+        REPLICATE: exchange.replicated(whole_units, precision, processes=processes, nodes=nodes),
         SHARD: exchange.sharded(units, precision, processes=processes, nodes=nodes, passes=n),
     }
     if nodes > 1:
+        units = unit_bytes(made.model, processes // nodes)
         exchanges[HYBRID] = exchange.hybrid(units, precision, processes=processes, nodes=nodes, passes=n)
     kinds = []
     for kind, bytes_ in exchanges.items():
@@ -99,7 +101,7 @@ def plan_processes(
         checkpointing, memory = planned_checkpointing(task, basis, made, has=has, besides=0, parts=parts) if shared else whole
         kinds.append(KindPlan(kind, memory, checkpointing, bytes_))
     peak, config = whole[1].peak, task.config
-    taken = by_plan(peak, has, lambda: peak, train=config.train)
+    taken = by_plan(peak, has, lambda: peak, config=config)
     if config.parallel.kind != "auto":
         taken = Parallel(config.parallel.kind, "parallel.kind")
     return ProcessesPlan(processes, nodes, n, passes.rows, kinds, taken)

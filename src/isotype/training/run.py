@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..config.compare import compare
-from ..config.load import LoadedConfig, load
+from ..config.load import LoadedConfig
 from ..config.schema import RunConfig
-from ..config.write import resolved_yaml
 from ..distributed.agree import (
     lines_of,
     refuse_differences,
@@ -23,48 +19,46 @@ from ..distributed.agree import (
     versions,
 )
 from ..distributed.seat import asked_but_not_started
-from ..distributed.world import ALONE, World, join
-from ..environment.hardware import detect, measured_matmul_peak
-from ..environment.versions import environment
+from ..distributed.world import World, join
+from ..environment.hardware import measured_matmul_peak
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
-from ..model import attention
-from ..model.adapter import trainable_share
 from ..precision.observe import Observer
-from ..precision.own_part import own_part
-from ..runs.checkpoint.atomic_folder import refused
-from ..runs.checkpoint.snapshot import rows_here
 from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, name_of
 from ..runs.untrusted import refuse_code_of
 from .callbacks import Callback
-from .console import RunConsole, duration, size
+from .compiling import compile_ahead
+from .console import RunConsole
 from .contention import contention
+from .disk_errors import refused_by_disk
 from .finish import finish
 from .interrupt import Interrupt
 from .loop import Loop
-from .memory.device import returns_freed_blocks
 from .milestones import Milestones
-from .own_code import OBJECTIVE, Objective, Own, compare_objectives
+from .own_code import Objective, Own, compare_objectives
 from .preflight.check import RECORD, preflight
 from .preflight.subject import Subject
 from .quiet import quiet_libraries
-from .same_data import DATA, compare_data
-from .setup import Prepared, prepare, resolve_precision
+from .resume import compare_with_before, restore
+from .same_data import compare_data
+from .setup import Prepared, prepare
+from .start_files import write_start
+from .summary import header_rows, say_result
 from .task import Task
 from .trackers.available import refuse_missing
 from .trackers.trackers import start
 
 INTERRUPTED = 130
-RESUMES = "resumes.json"
 
 
 def train(
-    loaded: LoadedConfig, task: Task, *, resume: Path | None = None, json_output: bool = False,
+    loaded: LoadedConfig, task: Task, *, resume: Path | None = None, console: RunConsole | None = None,
     skips: Mapping[str, str] | None = None, callbacks: Sequence[Callback] = (), objective: Objective | None = None,
 ) -> int:  # fmt: skip
     """Runs to the end, or saves and returns 130 on Ctrl-C. Raises IsotypeError; returns the exit status.
 
     task       the kind of run, of the same configuration (`isotype.tasks.choose`)
+    console    shows the progress, and gets the result (`RunConsole.ended`)
     skips      checks of the preflight to leave out, code to reason
     callbacks  called after steps, evaluations, saves and samples
     objective  computes the summed losses of a micro-batch instead of the task's function; evaluation still uses the task's
@@ -73,7 +67,8 @@ def train(
     """
     world = join(loaded.config.model.device, timeout=loaded.config.parallel.timeout)
     try:
-        return _train(loaded, task, world, resume=resume, json_output=json_output, skips=skips or {}, own=Own(callbacks, objective))
+        shown = console or RunConsole()
+        return _train(loaded, task, world, shown, resume=resume, skips=skips or {}, own=Own(callbacks, objective))
     except BaseException as error:
         world.failed(error)
         if isinstance(error, IsotypeError):
@@ -84,8 +79,10 @@ def train(
 
 
 def _train(
-    loaded: LoadedConfig, task: Task, world: World, *, resume: Path | None, json_output: bool, skips: Mapping[str, str], own: Own
+    loaded: LoadedConfig, task: Task, world: World, console: RunConsole, *, resume: Path | None, skips: Mapping[str, str], own: Own
 ) -> int:
+    if not world.first:
+        console.silence()
     refuse_missing(loaded.config.run.trackers)
     folder = RunFolder(Path(world.first_does(lambda: str(run_folder(loaded, resume).path))))
     if resume is not None and not folder.is_run:
@@ -95,7 +92,7 @@ def _train(
     with (
         folder.held() if world.first else contextlib.nullcontext(),
         Interrupt() as interrupt,
-        RunConsole(json_output=json_output, silent=not world.first) as console,
+        console,
     ):
         refuse_folder_of_another_machine(world, folder.path)
         if resume is None and folder.is_run:
@@ -103,7 +100,7 @@ def _train(
                 f"run.folder: {folder.path} has a run already", fix=f"isotype train --resume {folder.path}, or give another folder"
             )
         if resume is not None:
-            _compare_with_before(loaded, task, folder, console)
+            compare_with_before(loaded, task, folder, console)
             compare_objectives(loaded, own, folder, console)
         try:
             status, result = _run(loaded, task, folder, console, interrupt, world, resuming=resume is not None, skips=skips, own=own)
@@ -118,8 +115,8 @@ def _train(
             status, result = INTERRUPTED, _stopped_at_once(folder, console, trained=interrupt.training)
         except PreflightError:
             # nothing was started: the folder holds only the record, and the same command may be given again
-            if json_output and world.first:
-                print(json.dumps({"status": "refused", "folder": str(folder.path), "preflight": folder.read_json(RECORD)}))
+            if world.first:
+                console.ended({"status": "refused", "folder": str(folder.path), "preflight": folder.read_json(RECORD)})
             raise
         except Exception as error:
             console.settle()
@@ -131,8 +128,7 @@ def _train(
             if told is error:
                 raise
             raise told from error
-    if json_output and world.first:
-        print(json.dumps(result))
+    console.ended(result)
     return status
 
 
@@ -151,27 +147,6 @@ def _stopped_at_once(folder: RunFolder, console: RunConsole, *, trained: bool) -
         what = "interrupted at once, without a save" if trained else "interrupted before it went on"
         console.say(f"{what}: {where}. Go on with: isotype train --resume {folder.path}")
     return {"status": "interrupted", "folder": str(folder.path), "steps": step}
-
-
-def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:
-    """Turns a disk error in the run's folder into CK001 with the last good checkpoint, and one elsewhere into a usage error. Returns other
-    errors unchanged."""
-    gone = RunError(f"{folder.path}: the run's folder is gone", code="CK001", fix="start the run again")
-    if isinstance(error, IsotypeError):
-        # a file of the run could not be written, because its folder was removed
-        return gone if error.code == "CK001" and not folder.path.is_dir() else error
-    reason = refused(error)
-    if reason is None:
-        return error
-    name = str(error.filename) if isinstance(error, OSError) and error.filename else ""
-    if name and not Path(name).absolute().is_relative_to(folder.path.absolute()):
-        return UsageError(f"{name[:200]}: {reason}")
-    step, _ = CheckpointStore(folder.checkpoints).newest_whole()
-    good = f"last good checkpoint: {folder.checkpoints / f'step_{step}'}" if step is not None else "there is no checkpoint yet"
-    if not folder.path.is_dir():
-        return gone
-    message = f"{name}: {reason}" if name else reason
-    return RunError(f"{message}\n  saved     {good}", code="CK001", fix="free space or make it writable, then resume")
 
 
 def _run(
@@ -212,19 +187,20 @@ def _run(
         micro_batch=prepared.passes.rows,
     )  # fmt: skip
     with world.exchanging():
+        compile_ahead(subject)
         checked = preflight(subject, skips, world=world)
     if resuming and world.first:
         compare_data(task, folder, console)
-    world.first_does(lambda: _write_start(loaded, task, prepared, loop.plan, folder, world, own, resuming=resuming))
+    world.first_does(lambda: write_start(loaded, task, prepared, loop.plan, folder, world, own, resuming=resuming))
     shared = contention() if prepared.device.type == "cpu" and world.first else None
     said = [("cores", str(shared))] if shared else []
     if own.objective is not None:
-        said.append(("objective", f"{own.objective_name} in place of the cross-entropy, which evaluation keeps"))
+        said.append(("objective", f"{own.objective_name} instead of the loss of the task, which evaluation keeps"))
     console.header([*header_rows(task, prepared, loop.plan, folder, world), *said, *checked.header_rows()])
     if world.size == 1 and (note := asked_but_not_started()):
         console.say(f"warning   {note}")
     if resuming:
-        _restore(loop, console)
+        restore(loop, console)
     loop.trackers = trackers = start(config.run.trackers if world.first else [], folder.path, config.model_dump(), console.say)
     status = 1
     try:
@@ -262,7 +238,7 @@ def _to_the_end(
             result["report"] = str(write_report(folder.path).page)
         except Exception as error:  # any error here is only printed: the run is done and verified, and a report can be made again
             console.say(f"warning   no report: {error}; isotype report {folder.path} makes it")
-    _say_result(result, console)
+    say_result(result, console)
     return 0, result
 
 
@@ -297,139 +273,3 @@ def _loop(task: Task, prepared: Prepared, folder: RunFolder, console: RunConsole
         peak_flops=measured_matmul_peak(prepared.device.type, precision.compute),
         world=world,
     )
-
-
-def _write_start(
-    loaded: LoadedConfig, task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder, world: World, own: Own, *, resuming: bool
-) -> None:
-    """Writes the files that describe the run before its first step; `resolved.yaml` last, since it marks the folder as a run."""
-    (folder.path / "result.json").unlink(missing_ok=True)  # of the part that a resumed run goes on from
-    if not resuming:
-        folder.metrics.unlink(missing_ok=True)
-        folder.write_text("config.yaml", loaded.text)  # as given at first; a resumed run reads resolved.yaml
-    folder.write_json("env.json", environment())
-    folder.write_json("manifest.json", prepared.manifest.to_dict())
-    task.begin(folder.path, resuming=resuming)
-    for name, content in task.records().items():
-        folder.write_json(name, content)
-    trainable, total = trainable_share(prepared.model)
-    shared: dict[str, Any] = {"processes": world.size, "machines": world.nodes}
-    own_parts = {OBJECTIVE: own.objective_name, DATA: task.fingerprint()}
-    folder.write_json("plan.json", {**asdict(plan), "task": task.kind, "parameters": total, "trained": trainable, **own_parts, **shared})
-    reasons = {f"precision.{role}": reason for role, reason in prepared.resolved.reasons.items()}
-    reasons["precision.preset"] = prepared.resolved.why_preset
-    values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
-    values["precision.preset"] = prepared.resolved.preset
-    if loaded.config.model.attention == attention.AUTO and attention.is_known(prepared.model):
-        values["model.attention"] = attention.taken(prepared.model)
-        reasons["model.attention"] = attention.said(prepared.model, attention.AUTO)
-    if loaded.config.train.gradient_checkpointing == "auto":
-        settings = prepared.checkpointing.as_settings()
-        values |= settings
-        reasons |= dict.fromkeys(settings, prepared.checkpointing.reason)
-    folder.write_text(RESOLVED, resolved_yaml(loaded, reasons, values))
-
-
-def _compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole) -> None:
-    """Prints the differences from the configuration that the run was started with, and refuses those that would make it a different run."""
-    preset = resolve_precision(loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles).preset
-    changes = compare(load(folder.path / RESOLVED, [], {}).config, loaded.config, auto=preset)
-    forbidden = [c for c in changes if not c.allowed and not loaded.consent]
-    if forbidden:
-        raise UsageError(
-            "resuming would be another run:\n" + "\n".join(f"  {c}" for c in forbidden),
-            fix="resume without these, start a new run, or accept them: --yes",
-        )
-    for change in changes:
-        console.say(f"changed   {change}")
-
-
-def _restore(loop: Loop, console: RunConsole) -> None:
-    world = loop.world
-    step, passed = world.first_does(loop.store.newest_whole)
-    for reason in passed:
-        console.say(f"resume    {reason}: passed over")
-    if step is None:
-        if world.first:
-            loop.store.tidy(None)
-            loop.metrics.cut_after(-1)
-        console.say("resume    no whole checkpoint: starting from the beginning")
-        return
-    wrote = loop.restore(loop.store.load(step, rows_here(loop.model)))
-    if world.first:
-        loop.folder.write_json(RESUMES, {"steps": [*resumed_at(loop.folder.path), step]})
-        loop.store.tidy(loop.progress.best_step)
-    if wrote != world.size:
-        console.say(f"resume    saved by {_processes(wrote)}, goes on with {_processes(world.size)}: the same rows, other draws of dropout")
-    done = f", which was the last: train.steps={2 * step} or train.epochs=N goes on" if step >= loop.plan.total else ""
-    console.say(f"resume    from step {step}{done}")
-
-
-def resumed_at(folder: Path) -> list[int]:
-    """The steps from which a run was resumed; empty if it never was."""
-    try:
-        steps = json.loads((folder / RESUMES).read_text(encoding="utf-8"))["steps"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return []
-    return [step for step in steps if type(step) is int] if isinstance(steps, list) else []
-
-
-def _processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
-
-
-def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[str, str]]:
-    if world.size == 1:
-        return [("processes", f"1: parallel.kind: {kind} has no effect")] if kind in ("shard", "hybrid") else []
-    passes = prepared.passes
-    where = "on one machine" if world.nodes == 1 else f"on {world.nodes} machines"
-    each = f"{len(passes.own)} x {passes.rows} rows of each step"
-    return [("processes", f"{world.size} {where}, started by {world.launcher}, {world.backend}: {prepared.parallel}, each computes {each}")]
-
-
-def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder, world: World = ALONE) -> list[tuple[str, str]]:
-    """Environment, model, precision, data, memory and schedule: what will happen, on one screen."""
-    config = task.config
-    hardware, resolved, train = prepared.hardware, prepared.resolved, config.train
-    trainable, total = trainable_share(prepared.model)
-    p = resolved.precision
-    how = f"{config.adapter.kind} r={config.adapter.r}" if config.adapter.kind != "none" else "every weight"
-    weights = sum(own_part(p).numel() * p.element_size() for p in prepared.model.parameters())
-    rows = [
-        ("run", str(folder.path)),
-        ("device", f"{hardware.name}, torch {torch.__version__}"),
-        *_processes_row(world, prepared, config.parallel.kind),
-        ("model", f"{task.base_name}  {total:,} parameters, {trainable:,} trained ({trainable / total:.2%}, {how})"),
-        ("precision", f"{p}  ({resolved.why_preset})"),
-        ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
-        *task.header(),
-        *[("ops" if i == 0 else "", line) for i, line in enumerate(prepared.manifest.lines())],
-        *([("attention", line)] if (line := attention.said(prepared.model, config.model.attention)) else []),
-        ("recompute", str(prepared.checkpointing)),
-        (
-            "memory",
-            f"weights {size(weights)} of {size(hardware.memory)}; isotype plan estimates the peak, each step shows the measured one"
-            + ("; freed memory is given back at once, since it may become scarce" if returns_freed_blocks() else ""),
-        ),
-        (
-            "schedule",
-            f"{plan.total} steps of {train.batch_size} x {train.accumulate} rows, learning rate {train.learning_rate:g} {train.schedule}",
-        ),
-    ]
-    return [*rows, *[("warning", f"{f.code} {f.message}; {f.fix}") for f in resolved.warnings]]
-
-
-def _say_result(result: dict[str, Any], console: RunConsole) -> None:
-    where = result.get("adapter") or result.get("model")
-    best = result.get("best_eval_loss")
-    console.say()
-    console.say(
-        f"done      {result['steps']} steps in {duration(result['trained_seconds'])}"
-        + (f", best evaluation loss {best:.4f} at step {result['best_step']}" if best is not None else "")
-    )
-    console.say(f"saved     {where}")
-    console.say(
-        f"checked   loaded into a fresh base: loss {result['check']['reloaded_loss']:.4f}, trained {result['check']['trained_loss']:.4f}"
-    )
-    if "report" in result:
-        console.say(f"report    {result['report']}")

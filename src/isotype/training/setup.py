@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ..config.schema import RunConfig
+from ..config.compiled import check_compile, wants_compiled
 from ..config.sizes import bytes_of
 from ..distributed.agree import fingerprint_of_weights
 from ..distributed.passes import Passes
 from ..distributed.random_states import seed_of_rank
-from ..distributed.shard import Sharding, keep_own_part, mesh_of
+from ..distributed.shard import Sharding, keep_own_part, mesh_of, part_of
 from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
+from ..errors import UsageError
+from ..model.run_precision import resolve_precision
 from ..optimize import Manifest
+from ..optimize.compile_layers import compile_layers
+from ..optimize.layers import has_halves
 from ..precision.accumulate import GradientAccumulator
-from ..precision.resolve import Resolved, resolve
+from ..precision.resolve import Resolved
+from .ledger.rows import step_seconds
+from .ledger.step import rates_of, recorded
 from .memory.auto_recomputation import auto_checkpointing
 from .memory.device import memory_there, other_memory, return_freed_blocks, shown
 from .memory.distributed_plan import plan_part
@@ -61,23 +67,6 @@ class Prepared(Basis):
     parallel: Parallel = ONE_PROCESS
 
 
-def resolve_precision(
-    config: RunConfig, sources: Mapping[str, str], hardware: Hardware, task_roles: Mapping[str, str] | None = None
-) -> Resolved:
-    """The contract of this configuration on this hardware. Raises UsageError with every contradiction.
-
-    task_roles  `Task.roles` of its kind of run
-    """
-    return resolve(
-        config.precision.model_dump(),
-        device=hardware,
-        adapter=config.adapter.kind,
-        optimizer=config.train.optimizer,
-        sources=sources,
-        task_roles=task_roles,
-    )
-
-
 def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = None, *, world: World = ALONE) -> Basis:
     """Prepares device and precision, then the data. Cheap checks come first, so that a mistake is found in seconds. Raises UsageError.
 
@@ -89,6 +78,7 @@ def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = N
         hardware = replace(hardware, memory=hardware.memory // world.local_size)
     device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
     check_settings(config.train, device_type=device.type)
+    check_compile(config)
     resolved = resolve_precision(config, sources, hardware, task.roles)
     task.check(resolved.precision)
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
@@ -110,19 +100,30 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     with world.exchanging():
         mesh = mesh_of(world, basis.device, nodes=parallel.nodes) if parallel.shares else None
 
-    def build() -> tuple[nn.Module, Manifest]:
-        return task.build_model(precision, where, folder)
+    fingerprint = ""
 
-    def complete() -> tuple[nn.Module, Manifest, Checkpointing, str, list[nn.Module]]:
+    def look(model: nn.Module) -> None:
+        nonlocal fingerprint
+        fingerprint = fingerprint_of_weights(model)
+
+    part = None if mesh is None else part_of(mesh, look)
+
+    def build() -> tuple[nn.Module, Manifest]:
+        return task.build_model(precision, where, folder, part)
+
+    def complete() -> tuple[nn.Module, Manifest, Checkpointing, list[nn.Module]]:
         model, manifest = world.first_before_others(build) if config.model.init == "random" else build()
-        fingerprint = fingerprint_of_weights(model) if world.size > 1 else ""
         checkpointing = choose_checkpointing(task, basis, model, parts=parallel.parts(world.size))
         apply_checkpointing(model, checkpointing)
-        units = [] if mesh is None else keep_own_part(model, mesh, reduce=precision.reduce)
-        return model, manifest, checkpointing, fingerprint, units
+        if wants_compiled(config):
+            manifest.notes.append(compile_layers_of(model))
+        units = [] if part is None else keep_own_part(model, mesh, part, reduce=precision.reduce)
+        return model, manifest, checkpointing, units
 
-    # the whole model is in a machine's memory once, and then its parts
-    model, manifest, checkpointing, fingerprint, units = complete() if mesh is None else world.in_turn(complete)
+    # a model whose weights must be held whole (4-bit ones, files of several dtypes) is in a machine's memory once
+    model, manifest, checkpointing, units = complete() if mesh is None else world.in_turn(complete)
+    if world.size > 1 and mesh is None:
+        look(model)
     with world.exchanging():
         sharding = None if mesh is None else Sharding(model, units, world, mesh=mesh, replicas=parallel.nodes)
     accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce, summed=sharding)
@@ -141,12 +142,26 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     )  # fmt: skip
 
 
+def compile_layers_of(model: nn.Module) -> str:
+    """Compiles the model's layers; a line for the manifest. Raises UsageError."""
+    layers = checkpointable(model)
+    if not layers:
+        raise UsageError("model.compile: layers: this architecture marks no layers that could be compiled", fix="model.compile: none")
+    compile_layers(layers)
+    return (
+        f"{len(layers)} layers of {type(layers[0]).__name__} run as compiled graphs in training steps; observed steps, evaluation and "
+        "samples run uncompiled"
+    )
+
+
 def choose_parallel(task: Task, basis: Basis, world: World) -> Parallel:
     """The configured kind. `auto` plans the step as one process would compute it. All processes take what the first one decides."""
     config, precision, device = task.config, basis.resolved.precision, basis.device
     given = parallel_as_configured(config, world)
     if given is not None:
         return given
+    if wants_compiled(config):
+        return Parallel("replicate", "model.compile: layers")
 
     def decide() -> list[str]:
         made = task.outline(precision, device_type=device.type)
@@ -155,7 +170,7 @@ def choose_parallel(task: Task, basis: Basis, world: World) -> Parallel:
         def peak() -> int:
             return planned_checkpointing(task, basis, made, has=has, besides=0)[1].peak
 
-        found = by_plan(task.most_bytes(made.model, precision), has, peak, train=config.train)
+        found = by_plan(task.most_bytes(made.model, precision), has, peak, config=config)
         return [found.kind, found.reason]
 
     kind, reason = world.first_does(decide)
@@ -207,7 +222,28 @@ def planned_checkpointing(
         return checkpointing, simulate(checkpointing)
     layers = len(checkpointable(made.model))
     target = None if train.memory is None else bytes_of(train.memory)
-    return auto_checkpointing(simulate, layers=layers, has=has, besides=besides, device_type=basis.device.type, target=target)
+    return auto_checkpointing(
+        simulate, layers=layers, has=has, besides=besides, device_type=basis.device.type, target=target,
+        plain=wants_compiled(task.config), seconds=seconds_by_ledger(task, basis, made),
+    )  # fmt: skip
+
+
+def seconds_by_ledger(task: Task, basis: Basis, made: Outline) -> Callable[[Checkpointing], float] | None:
+    """Seconds of a micro-batch under a choice of recomputation; None on a CPU, for a GPU without published figures, and for a model whose
+    layers cannot be recomputed by halves."""
+    if basis.device.type == "cpu" or not any(has_halves(layer) for layer in checkpointable(made.model)):
+        return None
+    try:
+        rates = rates_of(basis.hardware)
+    except UsageError:
+        return None
+    precision = basis.resolved.precision
+    largest, one = task.step_outline(precision), task.config.train.model_copy(update={"accumulate": 1})
+
+    def seconds(checkpointing: Checkpointing) -> float:
+        return step_seconds(recorded(made, one, precision, largest, checkpointing=checkpointing, updates=False), rates)
+
+    return seconds
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from ..config.schema import TrainSection
 from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
 from ..errors import RunError
+from ..lora.narrow import copies_kept
 from ..precision.accumulate import GradientAccumulator
 from ..precision.observe import share_changed
 from ..precision.own_part import own_part
@@ -60,13 +62,16 @@ class Stepper:
         """Forward and backward of every micro-batch; returns their losses, summed, over `weight`: by default their own weights."""
         weight = max(1, sum(b.weight for b in batches) if weight is None else weight)
         total: Tensor | None = None
-        for batch in batches:
-            loss_sum = self.loss_sum(self.model, batch)
-            self.loss_dtype = loss_sum.dtype
-            # divided first: a deferred loss takes its divisor into the op, whose gradient is then rounded once
-            loss = loss_sum.float() / weight
-            (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
-            total = loss.detach() if total is None else total + loss.detach()
+        # Adapters are cast down once for all micro-batches. One alone would hold copies that only a recompute uses again; shards would hold
+        # those of weights that they give back
+        with copies_kept() if len(batches) > 1 and self.sharding is None else nullcontext():
+            for batch in batches:
+                loss_sum = self.loss_sum(self.model, batch)
+                self.loss_dtype = loss_sum.dtype
+                # divided first: a deferred loss takes its divisor into the op, whose gradient is then rounded once
+                loss = loss_sum.float() / weight
+                (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
+                total = loss.detach() if total is None else total + loss.detach()
         assert total is not None, "a step has at least one micro-batch"
         return total
 

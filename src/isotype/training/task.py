@@ -19,6 +19,7 @@ from ..config.schema import RunConfig, TrainSection
 from ..distributed.world import ALONE, World
 from ..finding import Finding
 from ..optimize import Manifest
+from ..precision.part import Part
 from ..precision.precision import Precision
 from .feed import Feed
 
@@ -154,10 +155,11 @@ class Task(Protocol):
     def load_data(self) -> None:
         """Everything but the model: tokenizer, rows, prompts. Raises UsageError."""
 
-    def build_model(self, precision: Precision, device: torch.device, folder: Path) -> tuple[nn.Module, Manifest]:
+    def build_model(self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None) -> tuple[nn.Module, Manifest]:
         """The model as it will be trained, and what Isotype replaced in it.
 
         folder  where a model that is made here (`model.init: random`) is kept, so that a resumed run starts from the same one
+        part    what this process will keep of the model, where several share it: other rows need no values
         """
 
     @property
@@ -225,8 +227,8 @@ class Task(Protocol):
     def save(self, model: nn.Module, folder: Path, precision: Precision) -> None:
         """Writes the adapter or the model with all that is needed to use it."""
 
-    def reload(self, folder: Path, precision: Precision, device: torch.device) -> nn.Module:
-        """Loads what `save` wrote in the way a user would, under the run's precision."""
+    def reload(self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None) -> nn.Module:
+        """Loads what `save` wrote in the way a user would, under the run's precision. `part`: as in `build_model`."""
 
     # what is told
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..distributed.shard import Sharding, keep_own_part
+from ..distributed.shard import Sharding, keep_own_part, part_of
 from ..distributed.world import ALONE, World
 from ..dtypes import eps, to_torch
 from ..errors import RunError
@@ -34,11 +34,18 @@ def verify_result(
     """
     mesh = None if sharding is None else sharding.mesh
 
-    def load() -> tuple[nn.Module, list[nn.Module]]:
-        model = task.reload(folder, precision, device if mesh is None else torch.device("cpu"))
+    def compare(model: nn.Module) -> None:
         if world.first:
             refuse_difference(folder, weights, model, to_torch(precision.save_adapter if adapter else precision.save_model))
-        return model, [] if mesh is None else keep_own_part(model, mesh, reduce=precision.reduce)
+
+    def load() -> tuple[nn.Module, list[nn.Module]]:
+        if mesh is None:
+            model = task.reload(folder, precision, device)
+            compare(model)
+            return model, []
+        part = part_of(mesh, look=compare)
+        model = task.reload(folder, precision, torch.device("cpu"), part)
+        return model, keep_own_part(model, mesh, part, reduce=precision.reduce)
 
     model, units = world.in_turn(load)
     if sharding is not None:

@@ -73,7 +73,7 @@ def _datasets(target: str) -> Handler:
 
 
 def _dataset(one: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """One entry of `datasets:` as one of data.train, and what of it has no counterpart."""
+    """One entry of `datasets:` as one of data.train, and the keys of it that have no counterpart."""
     notes = []
     files = one.get("data_files")
     path = str((files[0] if isinstance(files, list) else files) or one.get("path"))
@@ -117,7 +117,7 @@ def _val_set_size(draft: Draft, given: Given) -> None:
 
 
 def _times_an_epoch(target: str) -> Handler:
-    """`evals_per_epoch: 4`: the number of steps in an epoch is not known before the data is."""
+    """`evals_per_epoch: 4`: the number of steps in an epoch is not known before the data is read."""
 
     def handler(draft: Draft, given: Given) -> None:
         draft.not_offered(given, f"{target} in steps; by default ten evaluations in a run, each with a checkpoint")

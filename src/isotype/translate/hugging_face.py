@@ -315,7 +315,7 @@ KEYS: dict[str, Handler] = {
     "use_mps_device": not_offered("model.device is auto, cuda or cpu"),
     "max_memory": no_effect("one process uses one device"),
     "use_fast": no_effect("the model's own tokenizer"),
-    "torch_empty_cache_steps": no_effect("memory is planned; nothing is emptied on the way"),
+    "torch_empty_cache_steps": no_effect("memory is planned, so that no cache has to be emptied"),
 }  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def _stage(draft: Draft, given: Given) -> None:
     if given.value == "pt":
         draft.set(given, "data.format", "text", "plain text, learnt whole")
     else:
-        draft.no_effect(given, "given answers are what is trained")
+        draft.no_effect(given, "training is on given answers")
 
 
 def _datasets(target: str) -> Handler:

@@ -64,7 +64,7 @@ def refusal(source: Source) -> str | None:
     if family and family not in FAMILIES:
         return f"{place['model_family']}: {family} is not offered: {', '.join(sorted(FAMILIES))}"
     if truth(said.get("train_text_encoder", False)):
-        return f"{place['train_text_encoder']}: text encoders are not trained: they are gone before the denoiser is loaded"
+        return f"{place['train_text_encoder']}: text encoders are not trained: they are freed before the denoiser is loaded"
     return None
 
 
@@ -142,9 +142,9 @@ def _vae_dtype(draft: Draft, given: Given) -> None:
 
 def _text_precision(draft: Draft, given: Given) -> None:
     if str(given.value) == "no_change":
-        draft.no_effect(given, "text encoders run once, in precision.text_encoder, and are gone")
+        draft.no_effect(given, "text encoders run once, in precision.text_encoder, and are then freed")
     else:
-        draft.not_offered(given, "quantised text encoders; they run once, before the denoiser is loaded, and are gone")
+        draft.not_offered(given, "quantised text encoders; they run once, before the denoiser is loaded, and are then freed")
 
 
 def _ema(draft: Draft, given: Given) -> None:

@@ -30,7 +30,7 @@ DATASET = "dataset"  # keys of the dataset file are `dataset.0.id`
 
 
 def keys_of_env(text: str, secrets: Secrets) -> list[Given]:
-    """Raises nothing: what is no assignment is passed over, as a shell that sources the file would run it."""
+    """Raises nothing: lines that are no assignments are skipped; a shell that sources the file would run them."""
     found: dict[str, Given] = {}
     for name, assignment in shell.read(text).variables.items():
         if name == "TRAINER_EXTRA_ARGS":

@@ -179,7 +179,7 @@ def test_fix_keeps_comments_line_ends_and_encoding(project):
 
 def test_rules_are_listed():
     listed = json.loads(run("--rules", "--json").stdout)["rules"]
-    assert {"code": "LT005", "name": "gradient-in-another-dtype", "severity": "note", "on": False, "fix": "none"} in listed
+    assert {"code": "LT009", "name": "norm-follows-weight-dtype", "severity": "warning", "on": False, "fix": "none"} in listed
 
 
 def test_needs_no_torch(project):

@@ -6,22 +6,27 @@ from isotype.doctor.lint.command import lint_command
 
 HEAD = "import torch\nimport triton\nimport triton.language as tl\n\n\n"
 KERNEL = """@triton.jit
-def sine(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+def fold(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + cols, mask=cols < n)
-    tl.store(y_ptr + cols, tl.sin(x))
+    total = tl.zeros((BLOCK,), dtype=x_ptr.dtype.element_ty)
+    for start in range(0, n, BLOCK):
+        total += tl.load(x_ptr + start + cols)
+    tl.store(y_ptr + cols, total)
 
 
 """
 CHOSEN = """@triton.jit
 def arctanh(x_ptr, n, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     cols = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + cols, mask=cols < n)
     if WIDE:
-        y = tl.log((1.0 + x.to(tl.float32)) / (1.0 - x.to(tl.float32)))
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, n, BLOCK):
+            total += tl.load(x_ptr + start + cols).to(tl.float32)
     else:
-        y = tl.log((1.0 + x) / (1.0 - x))
-    tl.store(x_ptr + cols, y, mask=cols < n)
+        total = tl.zeros((BLOCK,), dtype=x_ptr.dtype.element_ty)
+        for start in range(0, n, BLOCK):
+            total += tl.load(x_ptr + start + cols)
+    tl.store(x_ptr + cols, total)
 
 
 """
@@ -46,16 +51,16 @@ def count(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 """
-CAST = "def sin(x):\n    x32 = x.contiguous().to(torch.float32)\n    sine[(1,)](x32, torch.empty_like(x32), x.numel(), BLOCK=1024)\n"
+CAST = "def sin(x):\n    x32 = x.contiguous().to(torch.float32)\n    fold[(1,)](x32, torch.empty_like(x32), x.numel(), BLOCK=1024)\n"
 HELPED = """def prepare(x):
     return x.float(), x.dtype
 
 
 def sin(x):
     wide, dtype = prepare(x)
-    sine[(1,)](wide, torch.empty_like(wide), x.numel(), BLOCK=1024)
+    fold[(1,)](wide, torch.empty_like(wide), x.numel(), BLOCK=1024)
 """
-NAMED = "def sin(x_fp32):\n    sine[(1,)](x_fp32, torch.empty_like(x_fp32), x_fp32.numel(), BLOCK=1024)\n"
+NAMED = "def sin(x_fp32):\n    fold[(1,)](x_fp32, torch.empty_like(x_fp32), x_fp32.numel(), BLOCK=1024)\n"
 SAVED = """class Sine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -66,7 +71,7 @@ SAVED = """class Sine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        sine[(1,)](x, dy, x.numel(), BLOCK=1024)
+        fold[(1,)](x, dy, x.numel(), BLOCK=1024)
         return dy
 """
 
@@ -81,7 +86,7 @@ def told(tmp_path):
             (tmp_path / f"{name}.py").write_text(HEAD + text)
         return [
             f.code
-            for f in lint_command([tmp_path], select=["LT020", "LT021", "LT022", "LT023", "LT024"], possible=possible).findings
+            for f in lint_command([tmp_path], select=["LT020", "LT021", "LT022", "LT024"], possible=possible).findings
             if f.code.startswith("LT02")
         ]
 
@@ -91,8 +96,8 @@ def told(tmp_path):
 @pytest.mark.parametrize("launch", [CAST, HELPED, NAMED, SAVED])
 def test_a_launch_that_casts(told, launch):
     assert told(kernels=KERNEL) == [], "nobody launches it"
-    assert told(kernels=KERNEL, possible=True) == ["LT023"]
-    assert told(kernels=KERNEL + CAST.replace(".to(torch.float32)", "")) == ["LT023"]
+    assert told(kernels=KERNEL, possible=True) == ["LT024"]
+    assert told(kernels=KERNEL + CAST.replace(".to(torch.float32)", "")) == ["LT024"]
     assert told(kernels=KERNEL + launch) == []
 
 
@@ -105,27 +110,27 @@ def test_a_launch_that_casts(told, launch):
     ],
 )
 def test_a_launch_that_hands_bf16(told, launch):
-    assert told(kernels=KERNEL + launch) == ["LT023"]
+    assert told(kernels=KERNEL + launch) == ["LT024"]
 
 
 def test_a_launch_that_is_not_followed(told):
     launch = CAST.replace("x32 = x.contiguous().to(torch.float32)", "x32 = narrow(x)")
     assert told(kernels=KERNEL + launch) == []
-    assert told(kernels=KERNEL + launch, possible=True) == ["LT023"]
+    assert told(kernels=KERNEL + launch, possible=True) == ["LT024"]
 
 
 def test_launches_of_another_file(told):
-    assert told(kernels=KERNEL, ops="from .kernels import sine\n\n\n" + CAST) == []
-    assert told(kernels=KERNEL, ops="from .kernels import sine\n\n\n" + CAST.replace(".to(torch.float32)", "")) == ["LT023"]
-    other = KERNEL.replace("x = tl.load(x_ptr + cols, mask=cols < n)", "x = tl.load(x_ptr + cols, mask=cols < n).to(tl.float32)")
+    assert told(kernels=KERNEL, ops="from .kernels import fold\n\n\n" + CAST) == []
+    assert told(kernels=KERNEL, ops="from .kernels import fold\n\n\n" + CAST.replace(".to(torch.float32)", "")) == ["LT024"]
+    other = KERNEL.replace("x_ptr.dtype.element_ty", "tl.float32")
     assert told(kernels=KERNEL + CAST, ops=other + CAST.replace(".to(torch.float32)", "")) == [], "a kernel of its own of that name"
 
 
 def test_a_flag_chosen_by_the_dtype(told):
     launch = "def run(x):\n    wide = x.dtype in (torch.float16, torch.bfloat16)\n    arctanh[(1,)](x, x.numel(), BLOCK=64, WIDE=wide)\n"
     assert told(kernels=CHOSEN + launch) == []
-    assert told(kernels=CHOSEN + launch.replace("x.dtype in (torch.float16, torch.bfloat16)", "x.numel() > 64")) == ["LT023"]
-    assert told(kernels=CHOSEN.replace(".to(tl.float32)", "") + launch) == ["LT023", "LT023"], "the other branch does not cast either"
+    assert told(kernels=CHOSEN + launch.replace("x.dtype in (torch.float16, torch.bfloat16)", "x.numel() > 64")) == ["LT024"]
+    assert told(kernels=CHOSEN.replace(".to(tl.float32)", "") + launch) == ["LT024"], "the other branch does not cast either"
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("torch.float32", []), ("x.dtype", ["LT020"])])
@@ -141,9 +146,9 @@ def test_a_sum_into_what_the_launch_made(told, dtype, expected):
 
 
 def test_a_kernel_that_nothing_launches(told):
-    left_over = KERNEL.replace("def sine", "def cosine").replace("tl.sin", "tl.cos")
+    left_over = KERNEL.replace("def fold", "def left_over")
     assert told(kernels=left_over + KERNEL + CAST) == []
-    assert told(kernels=left_over + KERNEL + CAST, possible=True) == ["LT023", "LT023"]
+    assert told(kernels=left_over + KERNEL + CAST, possible=True) == ["LT024", "LT024"]
 
 
 DOT = """@triton.jit

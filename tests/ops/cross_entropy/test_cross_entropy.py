@@ -41,7 +41,7 @@ def test_reference_is_torchs_own(reduction, smoothing):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_gradcheck(options, reduction):
+def test_gradients_agree_with_finite_differences(options, reduction):
     logits, targets = make(5, 7)
     assert torch.autograd.gradcheck(
         lambda x: cross_entropy(x, targets[:5], reduction=reduction, **options), (logits.requires_grad_(),), fast_mode=False
@@ -61,7 +61,7 @@ def test_every_option_equals_the_reference_at_fp64(options):
 
 @pytest.mark.parametrize("shape", [(12, 50), (4096, 33), (3, 70001)], ids=str)
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["all"]], ids=["plain", "all"])
-def test_dtypes(shape, options):
+def test_loss_is_fp32_and_the_gradient_has_the_logits_dtype(shape, options):
     logits, targets = make(*shape)
 
     def plain(x):
@@ -116,7 +116,7 @@ def test_logits_are_never_written_and_a_second_backward_agrees():
     torch.testing.assert_close(leaf.grad, 2 * first)
 
 
-def test_second_consumer():
+def test_logits_that_something_else_reads_too_get_both_gradients():
     logits, targets = make()
     mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     for leaf, loss in ((mine, cross_entropy), (theirs, F.cross_entropy)):
@@ -150,7 +150,7 @@ def test_non_contiguous_and_leading_dimensions(dtype):
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_no_rows():
+def test_no_rows_give_a_loss_of_zero_and_an_empty_gradient():
     x = torch.randn(0, 5, requires_grad=True)
     loss = cross_entropy(x, torch.zeros(0, dtype=torch.long), reduction="sum")
     loss.backward()
@@ -200,7 +200,7 @@ def test_out_of_range_targets_raise():
         cross_entropy(torch.randn(2, 5), torch.tensor([0, -1]))
 
 
-def test_bad_arguments_raise():
+def test_bad_arguments_raise_errors_with_their_codes():
     x, t = torch.randn(2, 5), torch.tensor([0, 1])
     with pytest.raises(DtypeError, match="DT001"):
         cross_entropy(x, t.float())
@@ -218,7 +218,7 @@ def test_bad_arguments_raise():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant):
+def test_gradients_under_checkpointing_are_pytorchs(reentrant):
     logits, targets = make()
     mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     torch.utils.checkpoint.checkpoint(lambda x: cross_entropy(x * 2, targets), mine, use_reentrant=reentrant).backward()
@@ -226,7 +226,7 @@ def test_gradient_checkpointing(reentrant):
     torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_torch_func():
+def test_grad_and_hessian_of_torch_func_are_pytorchs():
     logits, targets = make()
 
     def loss(f):
@@ -242,7 +242,7 @@ def test_torch_func():
     )
 
 
-def test_second_derivatives():
+def test_second_derivatives_agree_with_finite_differences():
     logits, targets = make(5, 7)
     assert torch.autograd.gradgradcheck(lambda x: cross_entropy(x, targets[:5], **OPTIONS["all"]), (logits.requires_grad_(),))
 

@@ -25,7 +25,7 @@ def make(rows=20, dtype=torch.float64):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("which", ["classes", "tokens", "both"])
-def test_weights_are_pytorchs(reduction, smoothing, which):
+def test_a_weighted_loss_and_its_gradients_are_pytorchs(reduction, smoothing, which):
     results = []
     for op in ("mine", "plain"):
         logits, targets = make()
@@ -87,7 +87,7 @@ def test_bf16_gradients_are_as_good_as_plain_pytorchs():
         ({"class_weights": torch.ones(50), "label_smoothing": 0.1, "softcap": 5.0}, UsageError, "not available"),
     ],
 )
-def test_bad_weights(given, kind, words):
+def test_weights_of_a_wrong_shape_are_refused(given, kind, words):
     logits, targets = make()
     with pytest.raises(kind, match=words):
         cross_entropy(logits, targets, **given)

@@ -31,7 +31,7 @@ def make(tokens=20, hidden=8, classes=50, dtype=torch.float64):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_gradcheck(options, reduction):
+def test_gradients_agree_with_finite_differences(options, reduction):
     x, w, b, targets = make(6, 3, 7)
     assert torch.autograd.gradcheck(
         lambda x, w, b: linear_cross_entropy(x, w, targets, bias=b, reduction=reduction, chunk=2, **options),
@@ -41,7 +41,7 @@ def test_gradcheck(options, reduction):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("shape", [(20, 8, 50), (4160, 8, 33), (64, 128, 4099)], ids=str)
-def test_dtypes(shape, reduction):
+def test_loss_is_fp32_and_gradients_have_their_tensors_dtypes(shape, reduction):
     x, w, _, targets = make(*shape)
     tried = keeps_its_dtypes(
         lambda x, w: linear_cross_entropy(x, w, targets, reduction=reduction),
@@ -210,7 +210,7 @@ def test_chunk_size_changes_only_rounding(chunk):
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_statistics(options):
+def test_statistics_are_those_of_the_whole_logits(options):
     x, w, _, targets = make()
     x.requires_grad_()
     loss, stats = linear_cross_entropy(x, w, targets, statistics=True, chunk=6, **options)
@@ -260,7 +260,7 @@ def test_leading_dimensions_and_strides():
     torch.testing.assert_close(results[0], results[1])
 
 
-def test_bad_arguments_raise():
+def test_bad_arguments_raise_errors_that_name_them():
     x, w, b, targets = make()
     with pytest.raises(ShapeError, match="SH001 hidden"):
         linear_cross_entropy(x, w[:, :3], targets)
@@ -274,7 +274,7 @@ def test_bad_arguments_raise():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_gradient_checkpointing(reentrant, reduction):
+def test_gradients_under_checkpointing_are_the_same(reentrant, reduction):
     x, w, _, targets = make()
     results = []
     for wrapped in (True, False):
@@ -309,7 +309,7 @@ def test_compiles_without_a_graph_break(reduction, cast):
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_torch_func(options):
+def test_derivatives_of_torch_func_are_pytorchs(options):
     x, w, b, targets = make(6, 3, 7)
     keep = targets.clamp(min=0)
 

@@ -29,7 +29,7 @@ def plain(x, w, b, targets, reduction, class_weights, token_weights, smoothing, 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("which", ["classes", "tokens", "both"])
-def test_weights_are_pytorchs(reduction, smoothing, which):
+def test_a_weighted_loss_and_its_gradients_are_pytorchs(reduction, smoothing, which):
     results = []
     for op in ("mine", "plain"):
         x, w, b, targets = make()
@@ -93,7 +93,7 @@ def test_statistics_return_logsumexp_and_the_z_loss():
         ({"token_weights": torch.ones(20), "statistics": True}, UsageError, "linear_log_probs"),
     ],
 )
-def test_bad_weights(given, kind, words):
+def test_weights_of_a_wrong_shape_are_refused(given, kind, words):
     x, w, _, targets = make()
     with pytest.raises(kind, match=words):
         linear_cross_entropy(x, w, targets, **given)

@@ -38,7 +38,7 @@ def weighed(values):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("outputs", [("log_probs",), ("entropy",), ("logsumexp",), DIFFERENTIABLE], ids=str)
-def test_gradcheck(options, outputs):
+def test_gradients_agree_with_finite_differences(options, outputs):
     x, w, b, targets = make(6, 3, 7)
     assert torch.autograd.gradcheck(
         lambda x, w, b: tuple(v for v in linear_log_probs(x, w, targets, bias=b, outputs=outputs, chunk=2, **options) if v is not None),
@@ -79,7 +79,7 @@ def test_gradients_with_a_frozen_and_a_trainable_head(backend, trained, outputs)
             assert error(a.grad, b.grad) < 1e-5
 
 
-def test_dtypes():
+def test_values_are_fp32_and_gradients_have_their_tensors_dtypes():
     x, w, _, targets = make(64, 8, 300)
     tried = keeps_its_dtypes(
         lambda x, w: linear_log_probs(x, w, targets).log_probs,
@@ -228,7 +228,7 @@ def test_trls_own_op_agrees():
     ],
     ids=lambda x: str(x)[:20],
 )
-def test_bad_arguments(changes, error_type, word):
+def test_bad_arguments_are_refused(changes, error_type, word):
     x, w, _, targets = make()
     with pytest.raises(error_type, match=word):
         linear_log_probs(x, w, targets, **changes)

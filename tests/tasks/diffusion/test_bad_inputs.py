@@ -83,7 +83,7 @@ def found_again(loaded) -> int:
     task = task_of(loaded.config)
     settle(task, loaded.sources)
     task.encode(torch.device("cpu"))
-    return task.encoder.kept
+    return task.encoder.found
 
 
 def test_cut_pictures_may_be_left_out_and_are_listed(drawn, tmp_path):

@@ -106,7 +106,7 @@ def test_every_cut_picture_is_named_and_the_others_are_kept(drawn, tmp_path):
     settle(again, loaded.sources)
     with pytest.raises(UsageError):
         again.encode(torch.device("cpu"))
-    assert again.encoder.kept == 3
+    assert again.encoder.found == 3
 
 
 def square(side: int) -> Window:

@@ -203,4 +203,4 @@ def test_the_mask_a_model_needs_is_decided_once_and_again_when_the_model_has_cha
     assert needs() == ((None, None), True)
     # neither a copy nor a file takes the decision along
     assert vars(copy.deepcopy(model))["_isotype_mask_needs"] is None
-    assert pickle.loads(pickle.dumps(mask_needs._Kept(torch.nn.Linear(2, 2)))) is None
+    assert pickle.loads(pickle.dumps(mask_needs._Decision(torch.nn.Linear(2, 2)))) is None

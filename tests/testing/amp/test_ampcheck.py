@@ -94,7 +94,7 @@ def test_a_wrong_second_derivative_is_a_note_and_a_refused_one_is_accepted():
     assert not ampcheck(SiluMul, (drawn(4, 8), drawn(4, 8, seed=1))).findings
 
 
-def test_several_samples():
+def test_every_sample_of_several_is_tried():
     report = ampcheck(SiluMul, [(drawn(4, 8), drawn(4, 8, seed=1)), (drawn(2, 3, 8), drawn(2, 3, 8, seed=1))])
     assert report.tried == 32
 
@@ -123,7 +123,7 @@ class HalfHearted(RMSNorm):
         return (x.float() * (rstd + 0.05) * weight.float()).to(x.dtype)
 
 
-def test_reference_judges_numerics():
+def test_a_result_worse_than_the_references_is_reported():
     ampcheck(rms_norm, (drawn(4, 8), drawn(8)), reference=rms_norm_reference)
     report = ampcheck(lambda x, w: HalfHearted.apply(x, w, 1e-6), (drawn(4, 8), drawn(8)), reference=rms_norm_reference, raises=False)
     assert "AC006" in report.codes()
@@ -179,7 +179,7 @@ def test_reference_decides_which_combinations_must_run():
 NORM = OpContract("x: F[*n d], weight: W[d] -> F[*n d]", inside="fp32", grads={"x": "F", "weight": "W"}, autocast="ignored")
 
 
-def test_contract_kept():
+def test_a_function_that_keeps_its_contract_passes():
     ampcheck(rms_norm, (drawn(4, 8), drawn(8)), reference=rms_norm_reference, contract=NORM)
 
 
@@ -190,7 +190,7 @@ class WideGradient(RMSNorm):
         return dx, dw.float(), None
 
 
-def test_contract_gradient_broken():
+def test_a_gradient_of_another_dtype_than_the_contracts_is_reported():
     report = ampcheck(lambda x, w: WideGradient.apply(x, w, 1e-6), (drawn(4, 8), drawn(8)), contract=NORM, raises=False)
     (finding,) = report.at_least(Severity.WARNING)
     assert finding.code == "AC014"
@@ -208,7 +208,7 @@ def test_contract_gradient_broken():
         ("x: F[*n d], weight: W[d] -> F[*n d], fp32[*n]", "ignored", "returns 1 floating outputs; 2 are declared"),
     ],
 )
-def test_contract_output_broken(signature, autocast, message):
+def test_an_output_that_breaks_the_contract_is_reported(signature, autocast, message):
     report = ampcheck(rms_norm, (drawn(4, 8), drawn(8)), contract=OpContract(signature, autocast=autocast), raises=False)
     assert "AC014" in report.codes()
     assert message in report.render()
@@ -247,7 +247,7 @@ def test_random_functions_are_not_compared_across_dtypes():
     assert any("seeds" in why for why in report.skipped)
 
 
-def test_leaves_nothing_behind():
+def test_ampcheck_restores_all_global_state():
     before = torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), Function.__dict__["apply"]
     x = drawn(4, 8)
     ampcheck(SiluMul, (x, drawn(4, 8, seed=1)))

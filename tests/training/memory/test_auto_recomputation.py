@@ -85,3 +85,59 @@ def test_far_below_the_memory_limit_no_plan_is_made(configured, tmp_path, monkey
     assert train(configured()) == 0
     resolved = (tmp_path / "run" / "resolved.yaml").read_text()
     assert re.search(r"gradient_checkpointing: none +# auto: the step cannot take more than", resolved)
+
+
+def keeping(checkpointing):
+    """As `simulated`; a layer that keeps attention saves 4 MiB instead of 5, one that keeps everything 3."""
+    saved = 3 if checkpointing.halves else 4 if checkpointing.keep_attention else 5
+    return replace(NOTHING, peak=(100 - saved * len(checkpointing.layers)) * MiB)
+
+
+def by_ledger(everything, attention=2.0):
+    def seconds(checkpointing):
+        each = everything if checkpointing.halves else attention if checkpointing.keep_attention else 3.0
+        return 100 + each * len(checkpointing.layers)
+
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("target", "everything", "layers", "kept"),
+    [
+        # ten layers of 1.0 against six of 3.0 that keep nothing
+        (70, 1.0, 10, "all"),
+        # ten layers of 1.7 take longer than eight of 2.0 that keep attention
+        (70, 1.7, 8, True),
+        # sixteen layers that keep everything save 48, too little; thirteen that keep attention take less time than ten of 3.0
+        (50, 0.0, 13, True),
+        # and sixteen of those save 64
+        (32, 0.0, 14, False),
+    ],
+)
+def test_auto_keeps_everything_where_that_fits_and_takes_less_time(target, everything, layers, kept):
+    found, plan = auto_checkpointing(
+        keeping, layers=LAYERS, has=0, besides=0, device_type="cuda", target=target * MiB, seconds=by_ledger(everything)
+    )
+    assert found.as_settings()["train.keep_attention"] == kept
+    assert len(found.layers) == layers
+    assert plan.peak == keeping(found).peak <= target * MiB
+    assert ("saves" in found.reason and "by the ledger" in found.reason) == bool(kept)
+
+
+def test_auto_asks_no_ledger_where_all_memory_is_enough():
+    def refuse(checkpointing):
+        raise AssertionError("a ledger was recorded")
+
+    found, _ = auto_checkpointing(keeping, layers=LAYERS, has=0, besides=0, device_type="cuda", target=100 * MiB, seconds=refuse)
+    assert found.kind == "none"
+
+
+def test_compiled_layers_keep_nothing_and_stay_on_the_device():
+    def choose(target):
+        found, _ = auto_checkpointing(
+            keeping, layers=LAYERS, has=0, besides=0, device_type="cuda", target=target * MiB, plain=True, seconds=by_ledger(0.0)
+        )
+        return found
+
+    assert choose(99) == replace(choose(99), kind="layers", layers=(0,), keep_attention=False, halves=False)
+    assert choose(1).kind == "layers"

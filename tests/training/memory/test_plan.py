@@ -114,7 +114,7 @@ def test_bf16_pure_and_nf4_hold_less():
     assert quantised.trained == lora.trained
 
 
-def test_eight_bit_states():
+def test_eight_bit_states_have_scales_and_small_tensors_fp32_states():
     config, precision = load(None, ["train.optimizer=adamw8bit"]).config, Precision()
     assert optimizer_bytes(1 << 20, config.train, precision) == pytest.approx(2 * (1 << 20) * (1 + 4 / 256))
     assert optimizer_bytes(100, config.train, precision) == 800

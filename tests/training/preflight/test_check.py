@@ -54,7 +54,7 @@ def test_a_run_with_preflight_is_bit_identical_to_one_without(configured, tmp_pa
         *itertools.product(["fp32", "bf16-mixed", "bf16-pure", "fp16-mixed"], ["none"]),
     ],
 )
-def test_no_false_alarm(subject, preset, adapter):
+def test_right_runs_get_no_finding_of_any_check(subject, preset, adapter):
     sections = {"none": {"kind": "none"}, "lora": {}, "modules_to_save": {"modules_to_save": ["embed_tokens", "lm_head"]}}[adapter]
     outcome = preflight(subject(precision={"preset": preset}, adapter=sections), {})
     assert outcome.findings == []

@@ -40,5 +40,5 @@ def test_a_new_adapter_gives_no_finding(subject):
         ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct", False),
     ],
 )
-def test_names(one, other, same):
+def test_names_of_one_model_in_two_places_are_the_same_model(one, other, same):
     assert same_model(one, other) is same

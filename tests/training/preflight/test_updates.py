@@ -22,7 +22,7 @@ def test_bf16_weights_rounded_to_nearest(subject, rate, severity):
     assert dict(finding.details)["still"].startswith("5 of 21 tensors"), "a norm's weight is 1 and does not move"
 
 
-def test_weights_that_move(subject):
+def test_updates_that_change_their_weights_are_not_reported(subject):
     assert list(vanishing_updates(subject(adapter=FULL, precision=NEAREST, train={"learning_rate": 1e-2}))) == []
     assert list(vanishing_updates(subject("b", adapter=FULL, precision={"preset": "bf16-pure"}, train={"learning_rate": 1e-5}))) == []
     assert list(vanishing_updates(subject("c", adapter=FULL, precision={"preset": "bf16-mixed"}, train={"learning_rate": 1e-6}))) == []

@@ -21,19 +21,9 @@ from .unknown_tools import unknown_tool
 from .versions import is_version_file, read_versions
 
 SKIPPED_FOLDERS = {
-    ".git",
-    "node_modules",
-    "__pycache__",
-    "site-packages",
-    ".venv",
-    "venv",
-    "wandb",
-    ".mypy_cache",
-    ".ruff_cache",
-    "build",
-    "dist",
+    ".git", "node_modules", "__pycache__", "site-packages", ".venv", "venv", "wandb", ".mypy_cache", ".ruff_cache", "build", "dist",
     ".cache",
-}
+}  # fmt: skip
 # what a run leaves: its configuration is in two of its files, the others say what came of it
 _RUN, _ITS_CONFIGURATION = {"resolved.yaml", "plan.json", "manifest.json", "env.json"}, {"resolved.yaml", "config.yaml"}
 LARGEST = 8 << 20  # bytes of a text file that may be a configuration
@@ -41,24 +31,9 @@ MOST_FILES = 5000
 _TRAINING = re.compile(r"bf16|fp16|mixed_precision|learning_rate|load_in_4bit|bfloat16|float16")
 _RECIPE = re.compile(r"^(?:Dockerfile|Containerfile)(?:\.\w+)?$|^\w+\.(?:D|d)ockerfile$|^(?:GNU)?[Mm]akefile$|^[Jj]ustfile$")
 _SUFFIXES = {
-    ".json",
-    ".yaml",
-    ".yml",
-    ".toml",
-    ".env",
-    ".sh",
-    ".bash",
-    ".slurm",
-    ".sbatch",
-    ".py",
-    ".ipynb",
-    ".bin",
-    ".safetensors",
-    ".txt",
-    ".lock",
-    ".cfg",
-    ".jsonc",
-}
+    ".json", ".yaml", ".yml", ".toml", ".env", ".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb", ".bin", ".safetensors", ".txt",
+    ".lock", ".cfg", ".jsonc",
+}  # fmt: skip
 
 
 class Collection:

@@ -6,15 +6,9 @@ from .record import Record
 from .settings import Facts, Setting, dtype_of
 
 MODEL_DTYPE = (
-    "model.dtype",
-    "model.torch_dtype",
-    "hf.dtype",
-    "hf.torch_dtype",
-    "hf.model_init_kwargs.dtype",
-    "hf.model_init_kwargs.torch_dtype",
-    "hf.model_dtype",
-    "model.model_kwargs.torch_dtype",
-)
+    "model.dtype", "model.torch_dtype", "hf.dtype", "hf.torch_dtype", "hf.model_init_kwargs.dtype", "hf.model_init_kwargs.torch_dtype",
+    "hf.model_dtype", "model.model_kwargs.torch_dtype",
+)  # fmt: skip
 
 
 CHECKPOINT_DTYPE = (

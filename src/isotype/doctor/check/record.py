@@ -11,19 +11,9 @@ from .devices import Device
 from .settings import Facts, Setting
 
 ROLES = (
-    "parameters",
-    "trained",
-    "gradients",
-    "accumulation",
-    "reduction",
-    "optimizer",
-    "compute",
-    "loss scaling",
-    "norms",
-    "storage",
-    "evaluation",
-    "ema",
-)
+    "parameters", "trained", "gradients", "accumulation", "reduction", "optimizer", "compute", "loss scaling", "norms", "storage",
+    "evaluation", "ema",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +78,6 @@ class Record:
 
 
 _TOOLS = (
-    "hf",
-    "simpletuner",
-    "axolotl",
-    "llamafactory",
-    "torchtune",
-    "torchtitan",
-    "lightning",
-    "kohya",
-    "script",
-    "isotype",
-    "deepspeed",
+    "hf", "simpletuner", "axolotl", "llamafactory", "torchtune", "torchtitan", "lightning", "kohya", "script", "isotype", "deepspeed",
     "accelerate",
-)
+)  # fmt: skip

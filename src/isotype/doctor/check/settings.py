@@ -19,6 +19,9 @@ class Setting:
     file: str | None = None
     line: int | None = None
 
+    def __str__(self) -> str:
+        return str(self.value)
+
     @property
     def place(self) -> Place:
         return Place(file=self.file, line=self.line, symbol=self.key)

@@ -7,31 +7,16 @@ from .settings import Document
 
 # Variables that SimpleTuner maps to arguments, of those that precision rests on.
 MAPPED = {
-    "MODEL_TYPE": "model_type",
-    "MODEL_FAMILY": "model_family",
-    "MODEL_NAME": "pretrained_model_name_or_path",
-    "MIXED_PRECISION": "mixed_precision",
-    "OPTIMIZER": "optimizer",
-    "LEARNING_RATE": "learning_rate",
-    "BASE_MODEL_PRECISION": "base_model_precision",
-    "GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
-    "USE_EMA": "use_ema",
-    "ALLOW_TF32": "allow_tf32",
-    "USE_DORA": "use_dora",
-    "LORA_TYPE": "lora_type",
-    "ACCELERATE_CONFIG_PATH": "accelerate_config",
+    "MODEL_TYPE": "model_type", "MODEL_FAMILY": "model_family", "MODEL_NAME": "pretrained_model_name_or_path",
+    "MIXED_PRECISION": "mixed_precision", "OPTIMIZER": "optimizer", "LEARNING_RATE": "learning_rate",
+    "BASE_MODEL_PRECISION": "base_model_precision", "GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps", "USE_EMA": "use_ema",
+    "ALLOW_TF32": "allow_tf32", "USE_DORA": "use_dora", "LORA_TYPE": "lora_type", "ACCELERATE_CONFIG_PATH": "accelerate_config",
     "ACCELERATE_EXTRA_ARGS": "accelerate_extra_args",
-}
+}  # fmt: skip
 _ONLY_HERE = {
-    "TRAINER_EXTRA_ARGS",
-    "BASE_MODEL_PRECISION",
-    "PURE_BF16",
-    "TRAINING_NUM_PROCESSES",
-    "VALIDATION_PROMPT",
-    "MODEL_FAMILY",
-    "FLUX",
+    "TRAINER_EXTRA_ARGS", "BASE_MODEL_PRECISION", "PURE_BF16", "TRAINING_NUM_PROCESSES", "VALIDATION_PROMPT", "MODEL_FAMILY", "FLUX",
     "DATALOADER_CONFIG",
-}
+}  # fmt: skip
 
 
 def is_config_env(names: set[str]) -> bool:

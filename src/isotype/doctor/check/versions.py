@@ -10,19 +10,9 @@ _REQUIREMENT = re.compile(r"^\s*(?P<name>[A-Za-z0-9][\w.-]*)\s*(?:\[[^\]]*\])?\s
 _CONDA = re.compile(r"^\s*-\s*(?P<name>[A-Za-z0-9][\w.-]*)\s*={1,2}\s*(?P<version>[0-9][\w.+]*)")
 _NAME = re.compile(r"^\s*-?\s*([A-Za-z0-9][\w.-]*)")
 WATCHED = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "bitsandbytes",
-    "deepspeed",
-    "peft",
-    "trl",
-    "triton",
-    "torchtune",
-    "lightning",
-    "torchtitan",
+    "torch", "transformers", "accelerate", "bitsandbytes", "deepspeed", "peft", "trl", "triton", "torchtune", "lightning", "torchtitan",
     "simpletuner",
-)
+)  # fmt: skip
 
 
 def is_version_file(name: str) -> bool:

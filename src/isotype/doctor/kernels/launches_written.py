@@ -14,33 +14,13 @@ from ...dtypes import parse
 from .unwrap import place_of
 
 _POINTER_WORD = {
-    "int64": "*i64",
-    "int32": "*i32",
-    "int16": "*i16",
-    "int8": "*i8",
-    "uint8": "*u8",
-    "bool": "*i1",
-    "fp64": "*fp64",
-    "fp32": "*fp32",
-    "bf16": "*bf16",
-    "fp16": "*fp16",
-}
+    "int64": "*i64", "int32": "*i32", "int16": "*i16", "int8": "*i8", "uint8": "*u8", "bool": "*i1", "fp64": "*fp64", "fp32": "*fp32",
+    "bf16": "*bf16", "fp16": "*fp16",
+}  # fmt: skip
 _MAKERS = (
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "new_empty",
-    "new_zeros",
-    "arange",
-    "to",
-    "float",
-    "tensor",
-)
+    "empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "arange", "to",
+    "float", "tensor",
+)  # fmt: skip
 _FLOAT_NAMES = ("eps", "scale", "alpha", "softcap", "dropout_p", "beta", "temperature")
 
 

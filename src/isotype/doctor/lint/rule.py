@@ -105,8 +105,10 @@ class Rule:
 
     @classmethod
     def page(cls) -> str:
-        """The docstring as Markdown: a title, the facts, the sections."""
+        """The docstring as Markdown: a title, the facts, the sections; one on the fix where the docstring has none: there is none."""
         title, _, body = _dedented(cls.__doc__ or "").partition("\n")
+        if "\nFix safety\n" not in body:
+            body = body.replace("\nKnown problems\n", "\nFix safety\n----------\nThere is no automatic fix.\n\nKnown problems\n")
         named = ", but for a file that is named itself" if cls.by_name and not cls.on else ""
         facts = f"severity {cls.severity}, {'on' if cls.on else 'off'} by default{named}, automatic fix: {cls.fix_safety}"
         if cls.first_look:

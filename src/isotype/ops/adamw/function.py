@@ -44,7 +44,7 @@ def adamw_(
     gradient      any float [*n]
     mean, square  any float [*n]   the moments
     seed          of the noise that rounds a bf16 weight stochastically; None for rounding to nearest
-    first         the place of the tensors' first element in the whole ones, where they are one process's parts of them
+    first         index of the tensors' first element in the whole ones, where they are one process's parts of them
 
     The kernel and plain PyTorch draw different noise of the same distribution.
     """

@@ -1,7 +1,7 @@
 """AdamW as one kernel: every tensor is read once and written once, with stochastic rounding into a bf16 weight.
 
-In plain PyTorch the same update is 16 launches and holds four fp32 copies of the tensor at its worst: 8.4 GB for a bf16 embedding of
-128,256 x 4,096. The noise is Philox of (seed, place): a function of both alone, whatever the launch looks like.
+In plain PyTorch the same update is 16 launches and holds up to four fp32 copies of the tensor: 8.4 GB for a bf16 embedding of
+128,256 x 4,096. The noise is Philox of (seed, index of the element) and depends on nothing else.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def adamw_kernel(
     denominator_fp32 = tl.sqrt(v_fp32 * correction.to(tl.float32)) + eps.to(tl.float32)
     w_fp32 = w_fp32 * decay.to(tl.float32) - size.to(tl.float32) * m_fp32 / denominator_fp32
     if STOCHASTIC:
-        # one Philox call gives four neighbours their 32 bits, of which 16 are added to those that bf16 drops
+        # one Philox call gives four neighbouring elements 32 random bits each; 16 of them are added to the bits that bf16 drops
         quarter = before + first // 4 + tl.arange(0, BLOCK // 4)
         a, b, c, d = tl.randint4x(seed, quarter.to(tl.uint32))
         noise = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK,)) & 0xFFFF

@@ -17,15 +17,15 @@ class AdamwNumbers(NamedTuple):
 
     @property
     def decay(self) -> float:
-        """What the weight is multiplied by first."""
+        """The factor of the weight decay."""
         return 1 - self.lr * self.weight_decay
 
     @property
     def size(self) -> float:
-        """Of the step, with the first moment's bias correction."""
+        """The size of the step, with the first moment's bias correction."""
         return self.lr / (1 - self.beta1**self.step)
 
     @property
     def correction(self) -> float:
-        """Of the second moment."""
+        """The bias correction of the second moment."""
         return 1 / (1 - self.beta2**self.step)

@@ -58,7 +58,7 @@ def adamw_reference_(
     """Updates weight, mean and square in place.
 
     seed   of the noise that rounds a bf16 weight stochastically; None rounds to nearest
-    first  the place of the tensors' first element in the whole ones, where they are parts
+    first  index of the tensors' first element in the whole ones, where they are parts
     """
     n = numbers
     g_fp32 = gradient.float()

@@ -1,4 +1,4 @@
-"""Which back end computes an attention, from what is known without looking at a value: the device, dtypes, sizes and what is asked for.
+"""Chooses the back end of an attention from the device, dtypes, sizes and options, without reading a value.
 
 `cpp`    the C++ kernels of this op: bf16 on a CPU
 `cudnn`  cuDNN's kernel, for plain causal attention on Hopper and Blackwell; it builds a plan for each new length (about 170 ms)
@@ -21,7 +21,7 @@ from ...environment.planned import is_planned, stands_for
 Backend = Literal["cpp", "cudnn", "flash", "flex", "sdpa", "plain"]
 
 _HALF = (torch.bfloat16, torch.float16)
-# what a plan assumes of a GPU that is not here: Hopper
+# the GPU that a plan assumes where none is present: Hopper
 PLANNED = (9, 0)
 
 

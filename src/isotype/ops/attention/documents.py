@@ -30,8 +30,8 @@ class Documents(NamedTuple):
     @classmethod
     def of(cls, lengths: Iterable[int]) -> Documents:
         """From the documents' lengths in order; empty ones are left out. On the CPU."""
-        kept = [n for n in lengths if n]
-        return cls(torch.tensor([0, *kept], dtype=torch.int32).cumsum(0, dtype=torch.int32), max(kept, default=0))
+        lengths = [n for n in lengths if n]
+        return cls(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), max(lengths, default=0))
 
     def to(self, device: torch.device) -> Documents:
         return self._replace(bounds=self.bounds.to(device, non_blocking=True))

@@ -16,6 +16,7 @@ from ..autocast import autocast_dtype, autocast_off
 from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs
 from ..debug import checked_in_debug
 from ..recompute import attention_inputs, attention_results, projections_are_kept, reading
+from ..remade import kept_for, made_again
 from . import cpp, cuda, flex
 from .choice import Backend, on_a_gpu
 from .contract import ATTENTION
@@ -24,7 +25,8 @@ from .reference import attention_reference, in_window
 
 
 class Attention(torch.autograd.Function):
-    """Saves query, key, value, the output, and one fp32 logsumexp a query: never a [queries x keys] matrix."""
+    """Saves query, key, value (or what they are made from: `ops.remade`), the output, and one fp32 logsumexp a query: never a
+    [queries x keys] matrix."""
 
     @staticmethod
     def forward(
@@ -49,25 +51,32 @@ class Attention(torch.autograd.Function):
         with autocast_off(q_BNSD), reading("attention"):
             q_BNSD, k_BMTD, v_BMTD = attention_inputs(q_BNSD, k_BMTD, v_BMTD)
             out_BNSD, *saved = attention_results(run)
-        ctx.save_for_backward(q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, *saved)
+        kept = [kept_for(t, t) for t in (q_BNSD, k_BMTD, v_BMTD)]
+        ctx.makes = [(make, len(tensors)) for make, tensors in kept]
+        ctx.save_for_backward(mask, out_BNSD, *(t for _, tensors in kept for t in tensors), *saved)
         ctx.causal, ctx.scale, ctx.backend, ctx.documents, ctx.window = causal, scale, backend, documents, window
         return out_BNSD
 
     @staticmethod
     def backward(ctx: Any, dy_BNSD: Tensor) -> tuple[Tensor | None, ...]:
-        q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, *saved = ctx.saved_tensors
+        mask, out_BNSD, *saved = ctx.saved_tensors
+        inputs = list[Tensor]()
+        for make, count in ctx.makes:
+            kept, saved = saved[:count], saved[count:]
+            inputs.append(kept[0] if make is None else made_again(make, kept))
+        q_BNSD, k_BMTD, v_BMTD = inputs
         rest = (None,) * 6
         if differentiated_again():
             if ctx.documents is not None:
                 mask = ctx.documents.mask(q_BNSD.shape[0], q_BNSD.shape[2])
             again = partial(attention_reference, mask=mask, causal=ctx.causal, scale=ctx.scale, window=ctx.window)
             return *reference_gradients(again, (q_BNSD, k_BMTD, v_BMTD), dy_BNSD), *rest
-        inputs = (dy_BNSD, q_BNSD, k_BMTD, v_BMTD, out_BNSD, tuple(saved))
+        given = (dy_BNSD, q_BNSD, k_BMTD, v_BMTD, out_BNSD, tuple(saved))
         with autocast_off(q_BNSD):
             if ctx.backend == "flash":
-                return *cuda.flash_backward(*inputs, ctx.documents, ctx.window, ctx.causal, ctx.scale), *rest
+                return *cuda.flash_backward(*given, ctx.documents, ctx.window, ctx.causal, ctx.scale), *rest
             if ctx.backend == "cudnn":
-                return *cuda.cudnn_backward(*inputs, ctx.causal, ctx.scale), *rest
+                return *cuda.cudnn_backward(*given, ctx.causal, ctx.scale), *rest
             grads = cpp.attention_backward(q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, saved[0], dy_BNSD, ctx.causal, ctx.scale)
         return *grads, *rest
 

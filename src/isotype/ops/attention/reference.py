@@ -36,6 +36,6 @@ def attention_reference(
         allowed = allowed if window is None else in_window(allowed, window)
         allowed = allowed if mask is None else allowed & mask
         share_BNST = score_BNST.masked_fill(~allowed, -torch.inf).softmax(-1)
-        # a query with no key at all attends to nothing
+        # a query without any key gets zeros
         share_BNST = share_BNST.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
         return (share_BNST @ value_BNTD).to(query_BNSD.dtype)

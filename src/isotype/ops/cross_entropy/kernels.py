@@ -1,7 +1,8 @@
 """Cross-entropy kernels: one program a row, two passes over the vocabulary in blocks. V vocabulary, offsets in int64.
 
 Every value is widened to fp32 once, where it is loaded, and narrowed once, where it is stored: no value changes dtype inside a branch or a
-loop, which is what broke large-vocabulary kernels elsewhere. Scalars are pinned to fp32: a compiler may hand a Python float over as fp64.
+loop; that fault broke large-vocabulary kernels in other libraries. Scalars are pinned to fp32: a compiler may hand a Python float over as
+fp64.
 Flags are constexpr, so that an absent feature costs nothing.
 """
 

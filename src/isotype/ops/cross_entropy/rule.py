@@ -63,7 +63,7 @@ class LossRule:
 
     @property
     def arguments(self) -> RuleArguments:
-        """As a library op takes the rule: it takes no object of ours, only numbers and lists of them."""
+        """The rule as arguments of a library op, which takes only numbers and lists of numbers."""
         return self.ignore_index, (self.label_smoothing, self.logit_scale, self.softcap, self.z_loss)
 
     @property

@@ -1,26 +1,9 @@
-// gelu(gate) * up and its backward, exact and by tanh: each tensor read once, each result written once, one exp and one division an element.
-#include "lanes.h"
+// gelu(gate) * up and its backward, exact and by tanh: each tensor read once, each result written once.
+#include "gelu.h"
 
 using namespace isotype;
 
 namespace {
-
-struct Gelu {
-  f32 value, slope;
-};
-
-template <bool TANH>
-inline Gelu gelu(f32 x) {
-  if (TANH) {
-    // (1 + tanh(u)) / 2 = sigmoid(2u), which does not cancel for a negative u
-    const f32 s = sigmoid(x * (1.59576912f + 0.0713548163f * x * x));
-    return {x * s, s + x * s * (1.0f - s) * (1.59576912f + 0.214064449f * x * x)};
-  }
-  f32 density;
-  const f32 p = normal_cdf(x, density);
-  // far out both factors are exact, and their product is not 0 times inf
-  return {x * p, p + x * density};
-}
 
 template <bool TANH>
 void run_forward(int64_t dtype, const void* gate, const void* up, void* out, int64_t rows, int64_t columns, int64_t gate_stride,

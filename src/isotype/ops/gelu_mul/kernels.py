@@ -26,9 +26,19 @@ def halfway(g_fp32, TANH: tl.constexpr):
 
 
 @triton.jit
+def slope(g_fp32, cdf_fp32, TANH: tl.constexpr):
+    """gelu's derivative at g, where `halfway` is cdf."""
+    if TANH:
+        slope_fp32 = cdf_fp32 + g_fp32 * cdf_fp32 * (1.0 - cdf_fp32) * 1.5957691216057308 * (1.0 + 0.134145 * g_fp32 * g_fp32)
+    else:
+        slope_fp32 = cdf_fp32 + g_fp32 * tl.exp(-0.5 * g_fp32 * g_fp32) * 0.3989422804014327
+    return slope_fp32
+
+
+@triton.jit
 def gelu_mul_forward_kernel(gate, up, out, gate_stride, up_stride, columns, blocks, TANH: tl.constexpr, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    # the place of a block takes 64 bits, a place in it 32
+    # the index of a block's first element takes 64 bits, an index in the block 32
     first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     inside = i < tl.minimum(columns - first, BLOCK).to(tl.int32)
@@ -43,7 +53,7 @@ def gelu_mul_backward_kernel(
     TANH: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    # the place of a block takes 64 bits, a place in it 32
+    # the index of a block's first element takes 64 bits, an index in the block 32
     first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     inside = i < tl.minimum(columns - first, BLOCK).to(tl.int32)
@@ -51,10 +61,7 @@ def gelu_mul_backward_kernel(
     u_fp32 = tl.load(up + (row * up_stride + first) + i, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
     d_fp32 = tl.load(dy + (row * dy_stride + first) + i, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
     cdf_fp32 = halfway(g_fp32, TANH)
-    if TANH:
-        slope_fp32 = cdf_fp32 + g_fp32 * cdf_fp32 * (1.0 - cdf_fp32) * 1.5957691216057308 * (1.0 + 0.134145 * g_fp32 * g_fp32)
-    else:
-        slope_fp32 = cdf_fp32 + g_fp32 * tl.exp(-0.5 * g_fp32 * g_fp32) * 0.3989422804014327
+    slope_fp32 = slope(g_fp32, cdf_fp32, TANH)
     to = row * columns + first
     tl.store(dgate + to + i, (d_fp32 * u_fp32 * slope_fp32).to(dgate.dtype.element_ty), mask=inside)
     tl.store(dup + to + i, (d_fp32 * g_fp32 * cdf_fp32).to(dup.dtype.element_ty), mask=inside)

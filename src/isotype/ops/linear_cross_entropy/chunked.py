@@ -37,8 +37,9 @@ class Forward(NamedTuple):
     top1_T: Tensor
 
 
-def kept_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """In which a gradient waits for backward: fp32 where fp16's range could not hold it before its scale is known."""
+def stored_gradient_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of a gradient that is computed in forward and stored until backward: fp32 for fp16 inputs, since
+    fp16 could not hold it before its scale is known."""
     return torch.float32 if dtype == torch.float16 else operand_dtype(dtype, device)
 
 
@@ -48,15 +49,15 @@ def like(
     """Outputs of the right shapes and dtypes, zeroed where ignored rows stay zero. The first chunk writes the whole head's gradient."""
     tokens, classes = hidden_TH.shape[0], weight_VH.shape[0]
     fp32 = wide(hidden_TH.dtype)
-    kept = kept_dtype(hidden_TH.dtype, hidden_TH.device)
+    stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     loss_T = hidden_TH.new_zeros(tokens, dtype=fp32)
     counted = tokens if want_statistics else 0
     return Forward(
         loss_T,
         torch.zeros_like(loss_T),
-        hidden_TH.new_zeros(hidden_TH.shape if want_dhidden else (0,), dtype=kept),
+        hidden_TH.new_zeros(hidden_TH.shape if want_dhidden else (0,), dtype=stored),
         # one chunk needs no accumulator: the product's own fp32 sum is rounded once
-        hidden_TH.new_empty(weight_VH.shape if want_dweight else (0,), dtype=kept if tokens <= chunk else fp32),
+        hidden_TH.new_empty(weight_VH.shape if want_dweight else (0,), dtype=stored if tokens <= chunk else fp32),
         hidden_TH.new_zeros(classes if want_dbias else 0, dtype=fp32),
         hidden_TH.new_zeros(counted, dtype=fp32),
         hidden_TH.new_zeros(counted, dtype=fp32),
@@ -115,8 +116,8 @@ def forward_with_gradients(
     """Losses a row, and the gradients asked for as if every row's upstream gradient were `upstream`. Ignored rows are not computed."""
     out = like(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, want_statistics, chunk)
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
-    kept_N = rows_to_compute(targets_T, rule)
-    count = targets_T.numel() if kept_N is None else kept_N.numel()
+    counted_N = rows_to_compute(targets_T, rule)
+    count = targets_T.numel() if counted_N is None else counted_N.numel()
     if not count:
         out.dweight_VH.zero_()
     weight_VH = weight_VH.to(operand)
@@ -129,7 +130,7 @@ def forward_with_gradients(
     head = HeadGradient(out.dweight_VH, back)
     compute = paths(logits)
     for start in range(0, count, chunk):
-        rows: slice | Tensor = slice(start, min(start + chunk, count)) if kept_N is None else kept_N[start : start + chunk]
+        rows: slice | Tensor = slice(start, min(start + chunk, count)) if counted_N is None else counted_N[start : start + chunk]
         x_NH, targets_N = hidden_TH[rows].to(operand), targets_T[rows]
         z_NV = product(x_NH, weight_VH.t(), logits[: x_NH.shape[0]])
         if bias_V is not None:
@@ -139,7 +140,7 @@ def forward_with_gradients(
             out.loss_T[rows], out.lse_T[rows] = loss, lse
         if want_statistics:
             log_prob, entropy, top1 = rows_eager.token_statistics(z_NV, targets_N, lse, rule)
-            if kept_N is None:
+            if counted_N is None:
                 ignored = targets_N == rule.ignore_index
                 log_prob, entropy, top1 = log_prob.masked_fill(ignored, 0), entropy.masked_fill(ignored, 0), top1.masked_fill(ignored, -1)
             out.log_prob_T[rows], out.entropy_T[rows], out.top1_T[rows] = log_prob, entropy, top1
@@ -166,8 +167,8 @@ def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | None:
     rows are computed and masked. A caller that knows its labels on the host selects the rows before the op."""
     if not rows_can_be_counted(targets_T):
         return None
-    kept_N = (targets_T != rule.ignore_index).nonzero().squeeze(-1)
-    return None if kept_N.numel() == targets_T.numel() else kept_N
+    counted_N = (targets_T != rule.ignore_index).nonzero().squeeze(-1)
+    return None if counted_N.numel() == targets_T.numel() else counted_N
 
 
 def backward_by_vocabulary(
@@ -182,8 +183,8 @@ def backward_by_vocabulary(
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias for any upstream gradient a row, in fp32 or the product's dtype; empty where not wanted."""
-    kept_N = rows_to_compute(targets_T, rule)
-    rows: slice | Tensor = slice(None) if kept_N is None else kept_N
+    counted_N = rows_to_compute(targets_T, rule)
+    rows: slice | Tensor = slice(None) if counted_N is None else counted_N
     targets_N, lse_N = targets_T[rows], lse_T[rows]
     dloss_N = dloss_T[rows].to(wide(hidden_TH.dtype)).masked_fill(targets_N == rule.ignore_index, 0)
 
@@ -191,11 +192,11 @@ def backward_by_vocabulary(
         given = dloss_N if factor is None else dloss_N * factor
         paths(z).cross_entropy_backward(z, targets_N, lse_N, given, rule, out, weight_VH.shape[0], first)
 
-    return by_vocabulary(hidden_TH, weight_VH, bias_V, kept_N, largest(dloss_N), gradient, want_dhidden, want_dweight)
+    return by_vocabulary(hidden_TH, weight_VH, bias_V, counted_N, largest(dloss_N), gradient, want_dhidden, want_dweight)
 
 
 def largest(*upstream_N: Tensor) -> Tensor:
-    """The largest upstream gradient of any row: what a narrow gradient of the logits must be kept in range of."""
+    """The largest upstream gradient of any row: the range of a narrow gradient of the logits must hold it."""
     tiny = torch.finfo(upstream_N[0].dtype).tiny
     return torch.stack([u.abs().amax() if u.numel() else u.new_ones(()) for u in upstream_N]).amax().clamp_min(tiny)
 
@@ -204,7 +205,7 @@ def by_vocabulary(
     hidden_TH: Tensor,
     weight_VH: Tensor,
     bias_V: Tensor | None,
-    kept_N: Tensor | None,
+    counted_N: Tensor | None,
     unit: Tensor,
     gradient: Callable[[Tensor, Tensor, int, Tensor | None], None],
     want_dhidden: bool,
@@ -212,20 +213,20 @@ def by_vocabulary(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias from those of the logits, which are computed again, a block of the vocabulary at a time.
 
-    kept_N    the rows that are not ignored, or None for all of them
+    counted_N    the rows that are not ignored, or None for all of them
     unit      the size of their upstream gradients
     gradient  (z, out, first, factor): writes the gradient of the block's logits `z` to `out`; `first` is the class of column 0, and every
               upstream gradient is multiplied by `factor` where there is one
     """
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
     result, fp32 = result_dtype(operand, device), wide(hidden_TH.dtype)
-    rows: slice | Tensor = slice(None) if kept_N is None else kept_N
+    rows: slice | Tensor = slice(None) if counted_N is None else counted_N
     x_NH = hidden_TH[rows].to(operand)
     into, back = gradient_factors(operand, unit)
     factor = None if back is None else into / unit
     classes, size = weight_VH.shape[0], extent(weight_VH.shape[0], x_NH.shape[0], result.itemsize, device, head=True)
     dx_NH = torch.zeros(x_NH.shape, dtype=fp32, device=device)
-    dweight_VH = torch.empty(weight_VH.shape if want_dweight else (0,), dtype=kept_dtype(hidden_TH.dtype, device), device=device)
+    dweight_VH = torch.empty(weight_VH.shape if want_dweight else (0,), dtype=stored_gradient_dtype(hidden_TH.dtype, device), device=device)
     dbias_V = torch.zeros(classes if bias_V is not None else 0, dtype=fp32, device=device)
     for start in range(0, classes, size):
         block = slice(start, min(start + size, classes))

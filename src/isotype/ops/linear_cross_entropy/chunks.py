@@ -1,4 +1,4 @@
-"""How much of the logits exists at once: from shapes and constants alone, never from free memory, so that a run repeats."""
+"""The number of logits in memory at once: from shapes and constants alone, never from free memory, so that a run repeats."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from .weighted import weighted_losses
 
 
 class TokenStatistics(NamedTuple):
-    """What the logits said of each token, without a gradient; an ignored token has 0, and -1 as its class.
+    """Statistics of each token from its logits, without a gradient; an ignored token has 0, and -1 as its class.
 
     log_probs  fp32[*n]   of the target
     entropy    fp32[*n]   nats
@@ -81,7 +81,7 @@ def _fake_backward(
     fp32 = wide(hidden_TH.dtype)
     return (
         hidden_TH.new_empty(hidden_TH.shape if rest[-2] else (0,), dtype=fp32),
-        weight_VH.new_empty(weight_VH.shape if rest[-1] else (0,), dtype=chunked.kept_dtype(hidden_TH.dtype, hidden_TH.device)),
+        weight_VH.new_empty(weight_VH.shape if rest[-1] else (0,), dtype=chunked.stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)),
         weight_VH.new_empty(weight_VH.shape[0] if bias_V is not None else 0, dtype=fp32),
     )
 
@@ -258,7 +258,7 @@ def linear_cross_entropy(
 def counted_items(
     targets_T: Tensor, reduction: str, num_items: int | float | Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """What the mean is divided by, and what a sum probably will be, as a scalar tensor where the targets are."""
+    """The divisor of the mean, and the probable divisor of a sum, as a scalar tensor on the device of the targets."""
     if isinstance(num_items, Tensor):
         return num_items.detach().to(targets_T.device, dtype).reshape(())
     if num_items is not None:

@@ -1,4 +1,4 @@
-"""What the head's forward takes besides its results, for whoever plans memory: one chunk of logits, and of their gradient."""
+"""Bytes that the head's forward needs besides its results, for memory plans: one chunk of logits, and of their gradient."""
 
 from __future__ import annotations
 

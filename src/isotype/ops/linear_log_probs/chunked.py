@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..autocast import wide
 from ..cross_entropy.rule import LossRule
-from ..linear_cross_entropy.chunked import by_vocabulary, kept_dtype, largest, rows_to_compute
+from ..linear_cross_entropy.chunked import by_vocabulary, largest, rows_to_compute, stored_gradient_dtype
 from ..linear_cross_entropy.products import (
     gradient_factors,
     operand_dtype,
@@ -36,10 +36,10 @@ class Forward(NamedTuple):
 
 def like(hidden_TH: Tensor, wanted: Wanted, gradient_of: str) -> Forward:
     """Outputs of the right shapes and dtypes; ignored rows stay 0."""
-    kept = kept_dtype(hidden_TH.dtype, hidden_TH.device)
+    stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     return Forward(
         room(hidden_TH.shape[0], wide(hidden_TH.dtype), hidden_TH.device, wanted),
-        torch.zeros(hidden_TH.shape if gradient_of else (0,), dtype=kept, device=hidden_TH.device),
+        torch.zeros(hidden_TH.shape if gradient_of else (0,), dtype=stored, device=hidden_TH.device),
     )
 
 
@@ -59,8 +59,8 @@ def forward(
     """
     out = like(hidden_TH, wanted, gradient_of)
     device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
-    kept_N = rows_to_compute(targets_T, rule)
-    count = targets_T.numel() if kept_N is None else kept_N.numel()
+    counted_N = rows_to_compute(targets_T, rule)
+    count = targets_T.numel() if counted_N is None else counted_N.numel()
     weight_VH = weight_VH.to(operand)
     result = result_dtype(operand, device)
     bias_V = None if bias_V is None else bias_V.to(result)
@@ -71,7 +71,7 @@ def forward(
     into, back = gradient_factors(operand, one)
     compute = paths(logits)
     for start in range(0, count, chunk):
-        rows: slice | Tensor = slice(start, min(start + chunk, count)) if kept_N is None else kept_N[start : start + chunk]
+        rows: slice | Tensor = slice(start, min(start + chunk, count)) if counted_N is None else counted_N[start : start + chunk]
         ignored = targets_T[rows] == rule.ignore_index
         x_NH, targets_N = hidden_TH[rows].to(operand), targets_T[rows].masked_fill(ignored, 0)
         z_NV = product(x_NH, weight_VH.t(), logits[: x_NH.shape[0]])
@@ -109,8 +109,8 @@ def backward(
     upstream_T  of the log-probabilities, of logsumexp and of the entropies; None where there is none
     """
     fp32 = wide(hidden_TH.dtype)
-    kept_N = rows_to_compute(targets_T, rule)
-    rows: slice | Tensor = slice(None) if kept_N is None else kept_N
+    counted_N = rows_to_compute(targets_T, rule)
+    rows: slice | Tensor = slice(None) if counted_N is None else counted_N
     ignored = targets_T[rows] == rule.ignore_index
     targets_N, lse_N = targets_T[rows].masked_fill(ignored, 0), lse_T[rows].masked_fill(ignored, torch.inf)
     entropy_N = None if entropy_T is None else entropy_T[rows]
@@ -121,4 +121,4 @@ def backward(
         paths(z).backward(z, targets_N, lse_N, Upstream(scaled[0], scaled[1], scaled[2], entropy_N), rule, out, first)
 
     unit = largest(*(u for u in given if u is not None))
-    return by_vocabulary(hidden_TH, weight_VH, bias_V, kept_N, unit, gradient, want_dhidden, want_dweight)
+    return by_vocabulary(hidden_TH, weight_VH, bias_V, counted_N, unit, gradient, want_dhidden, want_dweight)

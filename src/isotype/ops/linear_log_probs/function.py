@@ -16,7 +16,7 @@ from ..cross_entropy.arguments import check_targets
 from ..cross_entropy.rule import RULE, LossRule, RuleArguments
 from ..debug import checked_in_debug
 from ..library import library_op
-from ..linear_cross_entropy.chunked import kept_dtype, scaled
+from ..linear_cross_entropy.chunked import scaled, stored_gradient_dtype
 from ..linear_cross_entropy.chunks import extent
 from ..linear_cross_entropy.products import operand_dtype, result_dtype
 from . import chunked
@@ -84,7 +84,7 @@ def _fake_backward(
     fp32 = wide(hidden_TH.dtype)
     return (
         hidden_TH.new_empty(hidden_TH.shape if rest[-2] else (0,), dtype=fp32),
-        weight_VH.new_empty(weight_VH.shape if rest[-1] else (0,), dtype=kept_dtype(hidden_TH.dtype, hidden_TH.device)),
+        weight_VH.new_empty(weight_VH.shape if rest[-1] else (0,), dtype=stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)),
         weight_VH.new_empty(weight_VH.shape[0] if bias_V is not None else 0, dtype=fp32),
     )
 

@@ -1,6 +1,7 @@
 """A 4-bit weight to a float dtype in one launch: packed values, their scales, and the scales' own quantisation.
 
-bitsandbytes takes three: the scales to fp32, their offset, the weight. Bytes moved for n elements: n / 2 packed, n / 64 of scales and, in
+bitsandbytes needs three launches: the scales to fp32, their offset, the weight. Bytes moved for n elements: n / 2 packed, n / 64 of scales
+and, in
 bf16, 2 n written. The tables (16 and 256 values) stay in the first-level cache.
 """
 

@@ -9,7 +9,7 @@ from ..compiled import CppKernels
 from ..library import library_op
 
 KERNELS = CppKernels(__file__, forward="ddppppppiiiif", backward="ddpppppppiiiiii")
-# at most so many partial sums of the weight's gradient, and no fewer rows in each than pay for one
+# most partial sums of the weight's gradient, and the fewest rows that are worth a partial sum
 _PARTIAL_SUMS, _ROWS = 64, 16
 
 

@@ -40,7 +40,7 @@ def _paths(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Paths:
     if triton_runs(x) and weight.dtype != torch.float64:
         from . import kernels
 
-        # a row that does not fit takes plain PyTorch: no model has one, and a loop over it would read it twice
+        # a longer row runs as plain PyTorch: no model has one, and a kernel with a loop would read it twice
         return kernels if kernels.fits(x) else eager
     return cpp if out_dtype != torch.float64 and cpp_runs(cpp.KERNELS, x, weight) else eager
 

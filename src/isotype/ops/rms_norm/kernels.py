@@ -82,7 +82,7 @@ def fits(x_TH: Tensor) -> bool:
     return x_TH.shape[-1] <= LONGEST
 
 
-def _tile(hidden: int) -> tuple[int, int]:
+def tile_of(hidden: int) -> tuple[int, int]:
     """(rows, columns) of a tile."""
     block = triton.next_power_of_2(hidden)
     return max(1, TILE // block), block
@@ -100,7 +100,7 @@ def rms_norm_forward(
     out = torch.empty(x_TH.shape, dtype=out_dtype, device=x_TH.device)
     scale_T1 = torch.empty(rows, 1, dtype=torch.float32, device=x_TH.device)
     if x_TH.numel():
-        rows_each, block = _tile(hidden)
+        rows_each, block = tile_of(hidden)
         rms_norm_forward_kernel[(triton.cdiv(rows, rows_each),)](
             x_TH, x_TH if residual_TH is None else residual_TH, weight_H, out, scale_T1, x_TH if residual_TH is None else total_TH,
             rows, hidden, eps,
@@ -126,7 +126,7 @@ def rms_norm_backward(
     dx_TH = torch.empty_like(x_TH)
     if not x_TH.numel():
         return dx_TH, torch.zeros_like(weight_H) if want_dweight else None
-    rows_each, block = _tile(hidden)
+    rows_each, block = tile_of(hidden)
     tiles = triton.cdiv(rows, rows_each)
     tiles_each = triton.cdiv(tiles, min(tiles, PROGRAMS * multiprocessors(x_TH.device))) if want_dweight else 1
     programs = triton.cdiv(tiles, tiles_each)

@@ -21,9 +21,17 @@ void rotate_halves(const T* x, T* y, const float* cos, const float* sin, float s
 
 template <class T>
 void rotate_neighbours(const T* x, T* y, const float* cos, const float* sin, float sign, int64_t pairs) {
-  // through fp32 buffers: the compiler vectorises the strided loop over plain floats
+  const Lanes lanes;
+  int64_t i = 0;
+  for (; i + LANES <= pairs; i += LANES) {
+    const f32 c = load(cos + i), s = load(sin + i) * sign;
+    const f32 first = load(x + 2 * i), second = load(x + 2 * i + LANES);
+    store(y + 2 * i, first * ordered(c, lanes.lower) + ordered(first, lanes.swapped) * (ordered(s, lanes.lower) * lanes.sign));
+    store(y + 2 * i + LANES, second * ordered(c, lanes.upper) + ordered(second, lanes.swapped) * (ordered(s, lanes.upper) * lanes.sign));
+  }
+  // what does not fill a vector goes through fp32 buffers: the compiler vectorises the strided loop over plain floats
   float in[2 * LANES], out[2 * LANES];
-  for (int64_t i = 0; i < pairs; i += LANES) {
+  for (; i < pairs; i += LANES) {
     const int64_t left = 2 * (pairs - i);
     for (int64_t k = 0; k < 2 * LANES && k < left; k += LANES) store(in + k, load(x + 2 * i + k, left - k, 0.0f));
     for (int64_t k = 0; k < LANES && k < left / 2; ++k) {

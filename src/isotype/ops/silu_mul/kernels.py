@@ -20,7 +20,7 @@ BLOCK = 1024
 @triton.jit
 def silu_mul_forward_kernel(gate, up, out, gate_stride, up_stride, columns, blocks, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    # the place of a block takes 64 bits, a place in it 32
+    # the index of a block's first element takes 64 bits, an index in the block 32
     first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     inside = i < tl.minimum(columns - first, BLOCK).to(tl.int32)
@@ -34,7 +34,7 @@ def silu_mul_backward_kernel(
     gate, up, dy, dgate, dup, out, gate_stride, up_stride, dy_stride, columns, blocks, PRODUCT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    # the place of a block takes 64 bits, a place in it 32
+    # the index of a block's first element takes 64 bits, an index in the block 32
     first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     inside = i < tl.minimum(columns - first, BLOCK).to(tl.int32)

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..own_part import gathered_weights
 from ..precision import Precision
 from . import operators as ops
-from .judge import Call, JudgedStep
+from .call import JudgedStep
+from .judge import Judge
 from .lineage import BUFFER, FLOAT_INPUT, INPUT, NOTHING, STATE, WEIGHT, Lineage, plain_tensors
 from .observation import Observation
 from .regions import Regions
@@ -84,7 +85,7 @@ class Arithmetic(TorchDispatchMode):
             return  # the loop around the model: a sampler's choice of a token, a pipeline's scheduler and VAE
         op = ops.operator(func)
         inputs, outputs = plain_tensors([args, kwargs], []), plain_tensors(out, [])
-        Call(self.step, op, func, args, kwargs, inputs, outputs).judge()
+        Judge(self.step, op, func, args, kwargs, inputs, outputs).judge()
 
 
 class _BesideCompiler(Arithmetic):

@@ -24,7 +24,7 @@ def quantised_operands(inputs: Sequence[Tensor], lineages: Lineages) -> list[Ten
 
 
 def shifted(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], lineage: Lineage) -> tuple[float, bool]:
-    """The constant that a value holds after this operator, and whether a large one was taken off again."""
+    """The constant that a value holds after this operator, and whether a large one was subtracted again."""
     constant = _constant(args[1]) if name in ("add", "sub") and len(args) == 2 else None
     if constant is None:
         return 0.0, False

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...dtypes import FLOATS, itemsize, name, to_torch
 from ..apply import declared_dtype, inner_model, is_narrowed, is_norm, is_quantised
-from ..kept import kept_modules
+from ..keep_in_fp32 import modules_kept_in_fp32
 from ..precision import Precision
 from .arithmetic import arithmetic_mode
 from .callers import Caller
@@ -207,10 +207,10 @@ class Observer:
         compute = getattr(self.precision, role)
         generating = role == "generate"  # norms and embeddings leave in `compute` then too: only products are judged
         outermost = inner_model(self.model)
-        kept = kept_modules(outermost, to_torch(self.precision.compute))
+        in_fp32 = modules_kept_in_fp32(outermost, to_torch(self.precision.compute))
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            declared = isinstance(module, nn.Linear) or (not generating and is_narrowed(module, kept))
+            declared = isinstance(module, nn.Linear) or (not generating and is_narrowed(module, in_fp32))
             for tensor in floating_tensors(output):
                 dtype = name(tensor.dtype)
                 if not generating:

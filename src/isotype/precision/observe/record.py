@@ -17,8 +17,8 @@ def noted(before: Mapping[str, Any], seen: Observation) -> dict[str, Any]:
     stepped = bool(new["total"].get("compute"))
 
     def newest(key: str, roles: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {role: value for role, value in before.get(key, {}).items() if role not in new["total"] and role not in roles}
-        return {**kept, **roles}
+        unchanged = {role: value for role, value in before.get(key, {}).items() if role not in new["total"] and role not in roles}
+        return {**unchanged, **roles}
 
     return {
         "observed": newest("observed", new["dtypes"]),

@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 def stored_once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(tensors on the CPU that share no memory, other name -> the name under which the same tensor is kept)."""
-    kept: dict[str, Tensor] = {}
+    """(tensors on the CPU that share no memory, other name -> the name under which the same tensor is saved)."""
+    saved: dict[str, Tensor] = {}
     same: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
     memory: set[int] = set()
@@ -24,12 +24,12 @@ def stored_once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
             continue
         value = tensor.detach().contiguous().cpu()
         storage = value.untyped_storage().data_ptr()
-        kept[name] = value.clone() if storage in memory else value
+        saved[name] = value.clone() if storage in memory else value
         if tensor.numel():
             memory.add(storage)
-    return kept, same
+    return saved, same
 
 
 def under_every_name(tensors: dict[str, Tensor], same: Mapping[str, str]) -> dict[str, Tensor]:
     """Undoes `stored_once`: the names of one tensor hold the same object again. Raises KeyError for a name without a tensor."""
-    return tensors | {name: tensors[kept] for name, kept in same.items()}
+    return tensors | {name: tensors[saved] for name, saved in same.items()}

@@ -46,10 +46,10 @@ def restore_random_state(tensors: dict[str, Tensor], state: dict[str, Any]) -> N
 
 def trainable_tensors(model: nn.Module) -> dict[str, Tensor]:
     """`model.NAME` -> every trainable parameter, and the buffers that a state dict keeps."""
-    kept = set(model.state_dict(keep_vars=True))
+    persistent = set(model.state_dict(keep_vars=True))
     tensors = {f"model.{name}": p for name, p in model.named_parameters() if p.requires_grad}
     return tensors | {
-        f"buffer.{name}": b for name, b in model.named_buffers() if name in kept and "quant" not in name and "absmax" not in name
+        f"buffer.{name}": b for name, b in model.named_buffers() if name in persistent and "quant" not in name and "absmax" not in name
     }
 
 

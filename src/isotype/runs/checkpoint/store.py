@@ -20,7 +20,7 @@ from .shared_tensors import stored_once, under_every_name
 
 _STEP = re.compile(r"^step_(\d+)$")
 STATE = "state.json"
-SAME = "same_tensors"  # in STATE: name -> the name in TENSORS under which the same tensor is kept
+SAME = "same_tensors"  # in STATE: name -> the name in TENSORS under which the same tensor is saved
 
 
 @dataclass(frozen=True)

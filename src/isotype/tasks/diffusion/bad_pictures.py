@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ...data.bad_rows import FILE, PLACES, BadRow
 from ...errors import UsageError
 
-MOST_SKIPPED = 0.05  # of the pictures; more is a mistake of the data as a whole
+MOST_SKIPPED = 0.05  # of the pictures; more means that the data as a whole is wrong
 
 
 class BadPictures:
@@ -25,11 +25,7 @@ class BadPictures:
             self.rows.setdefault(row.place, row)
 
     def settle(self, good: int, *, fix: str | None = None) -> None:
-        """Raises UsageError naming them, unless they may be left out.
-
-        good  pictures that can be used
-        fix   what mends them, where they are an error
-        """
+        """Raises UsageError naming them, unless they may be left out. good number of pictures that can be used fix the fix of the error"""
         if not self.rows:
             return
         share = len(self.rows) / (len(self.rows) + good)

@@ -1,7 +1,7 @@
 """What a denoiser is given: rows of the data with the numbers drawn for them, as tensors.
 
 Everything drawn for a row is a function of the seed and of its position in the stream. So 4 x 2 rows are the same as 1 x 8, a resumed run
-draws what the undisturbed one did, and nothing that happens between steps changes it.
+draws the same numbers as an uninterrupted one, and nothing that happens between steps changes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .windows import Size
 
 @dataclass(frozen=True)
 class Row:
-    """Keys of the store, of which one is drawn each time: `latents` of each window, `mirrored` of its mirror image (empty where pictures
+    """Keys of the store; one of each kind is drawn each time: `latents` of each window, `mirrored` of its mirror image (empty where
+    pictures
     are not mirrored), `text` of each caption. `weight`: of its loss."""
 
     latents: tuple[str, ...]
@@ -32,14 +33,30 @@ class Row:
 
 @dataclass(frozen=True)
 class Placed:
-    """A row where the stream handed it out."""
+    """A row with its position in the stream."""
 
     row: Row
     position: int
 
 
+class CountedByPictures:
+    """A batch whose weight, and whose units for the speed, are its pictures."""
+
+    @property
+    def rows(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> int:
+        return self.rows
+
+    @property
+    def units(self) -> int:
+        return self.rows
+
+
 @dataclass(frozen=True)
-class Batch:
+class Batch(CountedByPictures):
     """latents, noise  F[N C H W]   `precision.latents`
     sigma           F[N]         the same
     text            tensors of the family, [N ...] each
@@ -58,14 +75,6 @@ class Batch:
     def rows(self) -> int:
         return len(self.latents)
 
-    @property
-    def weight(self) -> int:
-        return self.rows
-
-    @property
-    def units(self) -> int:
-        return self.rows
-
     def __str__(self) -> str:
         return f"{self.rows} pictures of {' x '.join(map(str, self.latents.shape[1:]))} latents"
 
@@ -77,7 +86,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class MixedBatch:
+class MixedBatch(CountedByPictures):
     """Rows of several sizes: a batch of each, in the order of their first rows."""
 
     parts: tuple[Batch, ...]
@@ -85,14 +94,6 @@ class MixedBatch:
     @property
     def rows(self) -> int:
         return sum(part.rows for part in self.parts)
-
-    @property
-    def weight(self) -> int:
-        return self.rows
-
-    @property
-    def units(self) -> int:
-        return self.rows
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.parts))
@@ -109,7 +110,7 @@ def parts_of(batch: Batch | MixedBatch) -> tuple[Batch, ...]:
 class PictureStream(RowStream[Row]):
     """Rows with their positions; the position is the whole state, as in any stream of rows.
 
-    together  rows of a step: so many in turn have one size, as long as there are enough; those left over come last
+    together  number of rows of a step. So many consecutive rows have the same size while there are enough; the others come last
     """
 
     def __init__(self, rows: Sequence[Row], *, seed: int, shuffle: bool, together: int = 1) -> None:
@@ -131,7 +132,7 @@ class PictureStream(RowStream[Row]):
         turns = epoch_order(len(groups), seed=self.seed + 1, epoch=epoch, shuffle=self.shuffle)
         return [*(index for turn in turns for index in groups[turn]), *rest]
 
-    def take(self, count: int) -> list[Placed]:  # type: ignore[override]  # rows with their place
+    def take(self, count: int) -> list[Placed]:  # type: ignore[override]  # rows with their position
         first = self.position
         return [Placed(row, first + i) for i, row in enumerate(super().take(count))]
 

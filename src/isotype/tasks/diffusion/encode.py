@@ -47,7 +47,7 @@ class Encoder:
     """One run's encoding.
 
     text_length  longest caption in T5 tokens
-    observed     (role, tensor) -> dtype, of what ran; `made` and `kept` count entries made now and found
+    observed     (role, tensor) -> dtype, of what ran; `made` and `found` count the entries made now and those found in the store
     """
 
     folder: PipelineFolder
@@ -57,7 +57,7 @@ class Encoder:
     text_length: int
     observed: dict[tuple[str, str], str] = field(default_factory=dict)
     made: int = 0
-    kept: int = 0
+    found: int = 0
 
     def captions(self, captions: Sequence[str]) -> dict[str, str]:
         """caption -> key of its embeddings."""
@@ -106,16 +106,16 @@ class Encoder:
         for picture in watched(pictures, "reading pictures", meter):
             meter.done += 1
             try:
-                kept = self._windows(picture, shaped, shapes)
+                windows = self._windows(picture, shaped, shapes)
             except (BadPicture, OSError) as error:
                 bad.add([BadRow(picture.where, _reason(error))])
                 rows.append([])
                 continue
-            plain, mirrored = ([key for key, one in kept.items() if one.mirrored is side] for side in (False, True))
-            todo |= kept
+            plain, mirrored = ([key for key, one in windows.items() if one.mirrored is side] for side in (False, True))
+            todo |= windows
             row = Row(
                 tuple(plain), tuple(mirrored), tuple(text[caption] for caption in picture.captions),
-                next(iter(kept.values())).window.size, picture.weight,
+                next(iter(windows.values())).window.size, picture.weight,
             )  # fmt: skip
             rows.append([row] * picture.repeats)
         missing = self._missing({key: key for key in todo})
@@ -123,7 +123,7 @@ class Encoder:
         return [[row for row in some if refused.isdisjoint(row.latents + row.mirrored)] for some in rows]
 
     def _windows(self, picture: Picture, shaped: Mapping[str, Any], shapes: Shapes) -> dict[str, _Todo]:
-        """Key -> what is kept under it: every window of a picture, and its mirror image. Raises BadPicture, OSError."""
+        """Key -> what is stored under it: every window of a picture, and its mirror image. Raises BadPicture, OSError."""
         content = picture.content.fingerprint()
         mask = picture.mask.fingerprint() if picture.mask is not None else None
         size = shapes.sizes[0] if len(shapes.sizes) == 1 else bucket_of(*shown_size(picture.content.read()), shapes.sizes)
@@ -162,7 +162,7 @@ class Encoder:
 
     def _missing(self, keys: Mapping[str, str]) -> list[str]:
         missing = [what for what, key in keys.items() if not self.store.has(key)]
-        self.made, self.kept = self.made + len(missing), self.kept + len(keys) - len(missing)
+        self.made, self.found = self.made + len(missing), self.found + len(keys) - len(missing)
         return missing
 
     def _note(self, role: str, tensor: str, dtype: torch.dtype) -> None:

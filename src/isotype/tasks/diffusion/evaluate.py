@@ -34,7 +34,7 @@ def evaluate(
     world     its processes take the batches in turn, and all return the same
     """
     drawn = [(i * draws + k, row, level) for i, row in enumerate(rows) for k, level in enumerate(fixed_levels(draws))]
-    drawn.sort(key=lambda one: one[1].size)  # a pass has rows of few sizes
+    drawn.sort(key=lambda one: one[1].size)  # sorted, so that the rows of a pass have few sizes
     sums = {part_name(level, draws): 0.0 for level in fixed_levels(draws)}
     with evaluation_mode(model):
         for start in range(world.rank * batch_size, len(drawn), world.size * batch_size):

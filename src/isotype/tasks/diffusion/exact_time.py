@@ -1,7 +1,7 @@
 """Keeps the noise level exact in denoisers that round it to the dtype of their hidden states.
 
 Flux computes `timestep.to(hidden_states.dtype) * 1000`: in bf16 1000 noise levels become 498, up to 3.5 of 1000 off. The instance's forward
-notes what it was given, and the sinusoidal embedding takes that. No class is changed.
+records the exact level, and the sinusoidal embedding uses it. No class is changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one picture costs in a denoiser's forward pass, counted on the meta device: nothing is computed and no weights are needed."""
+"""Counts the FLOPs and bytes of a denoiser's forward pass for one picture, on the meta device, without weights."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def min_snr(snr_T: Tensor, gamma: float, *, kind: str) -> Tensor:
 
 
 def declared(scheduler: Mapping[str, Any]) -> str | None:
-    """The objective that the content of scheduler_config.json declares; None for one that is not known."""
+    """The objective that scheduler_config.json declares; None for an unknown one."""
     if "FlowMatch" in str(scheduler.get("_class_name")):
         return FLOW_MATCHING
     return _DECLARED.get(str(scheduler.get("prediction_type", "epsilon")))

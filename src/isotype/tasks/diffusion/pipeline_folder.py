@@ -99,7 +99,7 @@ class PipelineFolder:
             return AutoencoderKL.from_pretrained(self.path, subfolder="vae", dtype=dtype, use_safetensors=True)
 
     def pipeline(self, dtype: torch.dtype, **parts: Any) -> Any:
-        """The pipeline with `parts` in place of what lies in the folder; None for those that are not needed."""
+        """The pipeline with `parts` instead of those in the folder; None for parts that are not needed."""
         import diffusers
 
         with self._explained("pipeline"):
@@ -120,14 +120,14 @@ class PipelineFolder:
                 yield
         except (UsageError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # files of strangers surface as anything
+        except Exception as error:  # a damaged or malicious file can raise any exception
             said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise UsageError(f"model.name: {self.path}: {part}: {said[:300]}", fix=_AGAIN) from error
 
 
 def widen_buffers(model: torch.nn.Module, folder: Path) -> None:
-    """Puts floating buffers back in fp32, with the numbers of the folder's files: loading in a narrower dtype rounds them, and a table of
-    positions is no weight."""
+    """Puts floating buffers back in fp32, with the numbers of the folder's files: loading in a narrower dtype rounds them, and tables of
+    positions must stay exact."""
     narrow = {name for name, b in model.named_buffers() if b.is_floating_point() and b.dtype in (torch.bfloat16, torch.float16)}
     for file in folder.glob("*.safetensors") if narrow else ():
         with safe_open(file, framework="pt") as opened:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...dtypes import to_torch
 from ...model.load import require_bitsandbytes
-from ...precision.kept import is_kept, names_kept
+from ...precision.keep_in_fp32 import is_kept_in_fp32, names_kept_in_fp32
 from ...precision.precision import Precision
 from .families import Family
 from .pipeline_folder import PipelineFolder
@@ -34,9 +34,9 @@ def block_layers(denoiser: Any, classes: tuple[str, ...]) -> dict[str, nn.Linear
 
 def quantised_layers(denoiser: Any, family: Family, precision: Precision) -> dict[str, nn.Linear]:
     """name -> each linear layer that nf4 takes: those of the blocks, but for what the model keeps in fp32."""
-    kept = names_kept(denoiser, to_torch(precision.unquantised))
+    in_fp32 = names_kept_in_fp32(denoiser, to_torch(precision.unquantised))
     layers = block_layers(denoiser, family.blocks_of(denoiser))
-    return {name: layer for name, layer in layers.items() if not is_kept(name, kept)}
+    return {name: layer for name, layer in layers.items() if not is_kept_in_fp32(name, in_fp32)}
 
 
 def quantise(denoiser: Any, family: Family, precision: Precision, device: torch.device) -> None:

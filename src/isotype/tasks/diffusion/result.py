@@ -13,6 +13,7 @@ from ...config.schema import RunConfig
 from ...dtypes import to_torch
 from ...errors import RunError, UsageError
 from ...model.adapter import load_adapter, save_adapter
+from ...precision.part import Part
 from ...precision.precision import Precision
 from .build import put_under
 from .pipeline_folder import PipelineFolder, widen_buffers
@@ -24,8 +25,8 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def save_lora(model: Any, folder: Path, precision: Precision, pipeline: PipelineFolder) -> None:
-    """A PEFT folder, and beside it the adapter under diffusers' names where the pipeline can load that. Rank, alpha and the rest stand in
-    that file's metadata: without them diffusers would take alpha for the rank."""
+    """A PEFT folder, and beside it the adapter under diffusers' names where the pipeline can load that. That file's metadata has rank,
+    alpha and the other settings: without them diffusers would take the rank as alpha."""
     from peft.utils import get_peft_model_state_dict
 
     save_adapter(model, folder, precision)
@@ -48,7 +49,9 @@ def save_denoiser(model: Any, folder: Path, precision: Precision) -> None:
     (folder / "precision.json").write_text(precision.as_file())
 
 
-def load_result(folder: Path, pipeline: PipelineFolder, config: RunConfig, precision: Precision, device: torch.device) -> nn.Module:
+def load_result(
+    folder: Path, pipeline: PipelineFolder, config: RunConfig, precision: Precision, device: torch.device, part: Part | None = None
+) -> nn.Module:
     """The saved adapter on a freshly loaded denoiser by `load_lora_weights` (by PEFT where the pipeline has none), or the saved denoiser,
     under the run's precision.
 
@@ -67,7 +70,7 @@ def load_result(folder: Path, pipeline: PipelineFolder, config: RunConfig, preci
         widen_buffers(denoiser, pipeline.path / pipeline.denoiser_part)
         model = denoiser
     model.to(device)
-    put_under(model, denoiser, pipeline.family, config, precision, device_type=device.type)
+    put_under(model, denoiser, pipeline.family, config, precision, device_type=device.type, part=part)
     return model.eval()
 
 
@@ -89,8 +92,8 @@ class NamedAsPeft(nn.Module):
 
 
 def put_adapter(denoiser: Any, folder: Path, pipeline: PipelineFolder) -> None:
-    """Loads the adapter as diffusers does, and checks it: diffusers fills what the file lacks with whatever is in memory, and leaves out
-    what the model has no place for. Raises RunError SV001.
+    """Loads the adapter as diffusers does, and checks it: diffusers leaves tensors that the file lacks uninitialised, and ignores tensors
+    that no part of the model takes. Raises RunError SV001.
 
     diffusers narrows the adapter to the denoiser's dtype; afterwards each tensor is the file's own.
     """

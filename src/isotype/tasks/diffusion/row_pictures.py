@@ -49,7 +49,7 @@ def pictures_of_rows(file: Path, columns: Mapping[str, str] | None, key: str, co
 
 
 def _rows(file: Path) -> Iterator[tuple[Record, tuple[int, int]]]:
-    """Rows, and in Parquet their row group and their place in it."""
+    """Rows, and in Parquet their row group and their position in it."""
     if ending(file) == ".parquet":
         yield from _parquet_rows(file)
         return

@@ -1,6 +1,5 @@
-"""Latents and text embeddings, each under a key of everything that shaped it, in memory or in a folder that is held to a bound.
-
-A file is written aside and renamed, so that a run that is killed leaves whole entries only, and the next one goes on from them.
+"""Latents and text embeddings, each under a key of everything that shaped it, in memory or in a folder of limited size. A file is written
+under another name and renamed, so that a killed run leaves complete entries only, which the next run uses.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def key_of(parts: Any) -> str:
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """A hash of the content of files, each read once in a process while its size and time stay."""
+    """A hash of the content of files. Each file is read once per process unless its size or time changes."""
     digest = hashlib.sha256()
     for path in sorted(files):
         stat = path.stat()
@@ -64,7 +63,7 @@ class Store:
         path = self._path(key)
         try:
             load(path.read_bytes())
-            os.utime(path)  # the last use, for whoever clears the folder by age
+            os.utime(path)  # records the last use, since entries are removed by age
         except FileNotFoundError:
             return False
         except (OSError, SafetensorError, ValueError):
@@ -75,15 +74,15 @@ class Store:
 
     def put(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Raises  UsageError where the disk refuses."""
-        kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         if self.folder is None:
-            self._memory[key] = kept
+            self._memory[key] = stored
             return
         path = self._path(key)
         aside = path.with_name(f".{key}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            aside.write_bytes(save(kept))
+            aside.write_bytes(save(stored))
             os.replace(aside, path)
         except OSError as error:
             raise UsageError(

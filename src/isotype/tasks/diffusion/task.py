@@ -21,6 +21,7 @@ from ...errors import UsageError
 from ...model.adapter import check_branch
 from ...optimize import Manifest
 from ...precision.apply import inner_model
+from ...precision.part import Part
 from ...precision.precision import Precision
 from ...training.memory.bound import held_bytes
 from ...training.memory.quantised_outline import quantise_outline
@@ -143,17 +144,17 @@ class DiffusionTask:
     def new_encoder(self, device: torch.device) -> Encoder:
         return Encoder(self.folder, self.precision, device, Store.of(self.config.images.cache), self.text_length)
 
-    def build_model(self, precision: Precision, device: torch.device, folder: Path) -> tuple[nn.Module, Manifest]:
+    def build_model(self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None) -> tuple[nn.Module, Manifest]:
         self.encode(device)
-        return self.denoiser(precision, device)
+        return self.denoiser(precision, device, part)
 
-    def denoiser(self, precision: Precision, device: torch.device) -> tuple[nn.Module, Manifest]:
+    def denoiser(self, precision: Precision, device: torch.device, part: Part | None = None) -> tuple[nn.Module, Manifest]:
         """The model that is trained, with the folder's weights."""
         if self.config.adapter.kind == "none":
             loaded = self.folder.denoiser(to_torch(precision.trainable)).to(device)
         else:
             loaded = frozen_denoiser(self.folder, precision, device)
-        model, manifest = built(loaded, self.folder.family, self.config, precision, device_type=device.type)
+        model, manifest = built(loaded, self.folder.family, self.config, precision, device_type=device.type, part=part)
         self.watch_time(model)
         return model, manifest
 
@@ -349,16 +350,16 @@ class DiffusionTask:
         else:
             save_denoiser(model, folder, precision)
 
-    def reload(self, folder: Path, precision: Precision, device: torch.device) -> nn.Module:
-        return load_result(folder, self.folder, self.config, precision, device)
+    def reload(self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None) -> nn.Module:
+        return load_result(folder, self.folder, self.config, precision, device, part)
 
     # what is told
 
     def header(self) -> list[tuple[str, str]]:
-        made, kept = self.encoder.made, self.encoder.kept
+        made, found = self.encoder.made, self.encoder.found
         where = f" in {self.encoder.store.folder}" if self.encoder.store.folder else " in memory"
         first, _, *more = self.plan_lines()
-        cached = f"{made} latents and embeddings made, {kept} found{where}"
+        cached = f"{made} latents and embeddings made, {found} found{where}"
         return [("data", first), *(("", line) for line in (*more, cached, self.levels_line()))]
 
     def levels_line(self) -> str:
@@ -366,7 +367,7 @@ class DiffusionTask:
         return f"{self.objective}; evaluated at {draws} fixed ones"
 
     def records(self) -> Mapping[str, Any]:
-        return {"data.json": {**self.plan_facts(), "made": self.encoder.made, "found": self.encoder.kept}}
+        return {"data.json": {**self.plan_facts(), "made": self.encoder.made, "found": self.encoder.found}}
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
         BadRowFile(folder / FILE, resuming=resuming).write(self.gathered.bad.rows.values())

@@ -1,4 +1,4 @@
-"""Which part of a picture is trained on: its aspect bucket, and the windows that are kept of it."""
+"""Chooses the parts of a picture that are trained on: its aspect bucket, and the windows in it."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def buckets(resolution: int, *, max_aspect: float, multiple: int) -> list[Size]:
 
 
 def bucket_of(width: int, height: int, sizes: Sequence[Size]) -> Size:
-    """The shape nearest to a picture's, by the logarithm of width over height; of equal ones the larger."""
+    """The shape nearest to a picture's, by the logarithm of width over height; of two equally near ones the larger."""
     aspect = math.log(width / height)
     return min(sizes, key=lambda size: (round(abs(math.log(size.width / size.height) - aspect), 9), -size.area))
 
 
 def windows(size: Size, crop: Literal["center"] | int, *, seed: int, content: str) -> list[Window]:
-    """The windows that are kept of a picture. Those at random depend on the seed and the picture's content only."""
+    """The windows of a picture that are trained on. Those at random depend on the seed and the picture's content only."""
     if crop == "center":
         return [Window(size)]
     digest = hashlib.sha256(f"crop:{seed}:{content}".encode()).digest()

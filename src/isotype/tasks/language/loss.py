@@ -56,7 +56,7 @@ def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor, *, dtype: str = "fp32"
 
     logits_BTV  float[B T V]
     labels_BT   int[B T]      -100 where there is no loss; the label at t is predicted at t - 1
-    counted     int[N]        the flattened places whose next token is supervised; where given, and the device is not a CPU, only those
+    counted     int[N]        the flattened positions whose next token is supervised; where given, and the device is not a CPU, only those
                               rows are computed. On a CPU the loss finds them itself
     ->          float[]       in `dtype`, `precision.loss`
     inside      `dtype`

@@ -116,11 +116,11 @@ def step_outline(
 
 def _sampling(length: int) -> Callable[[nn.Module, torch.device], None]:
     def run(model: nn.Module, device: torch.device) -> None:
-        """The pass over a prompt as long as it will be with its answer: at its end the cache is as large as it gets."""
+        """Runs the prompt with its answer in one pass: at its end the cache has its largest size."""
         ids = torch.empty(1, length, dtype=torch.long, device=device)
         with evaluation_mode(model), generating(model):
-            kept = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-            del kept
+            outputs = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+            del outputs
 
     return run
 
@@ -130,7 +130,7 @@ def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Ba
     mask, positions = (None, mask_BT) if packing else (mask_BT, None)
     supervised = rows * (length - 1)
     counted = torch.empty(supervised, dtype=torch.long, device=device)
-    # as many documents as rows: how many there really are changes no tensor's size but their bounds'
+    # assumes one document per row: the number of documents changes only the size of the tensor of their bounds
     documents = Documents.rows(rows, length, device)._replace(whole_rows=False) if packing else None
     return Batch(ids_BT, mask, labels_BT, rows * length, supervised, positions, counted, documents)
 

@@ -15,6 +15,7 @@ from ...model.load import Source, load_base
 from ...model.saved_form import cast_once, embedding_and_head, refuse_untrue_config, write_config
 from ...optimize import optimize
 from ...precision.apply import apply_precision
+from ...precision.part import Part
 from ...precision.precision import Precision
 
 
@@ -30,18 +31,22 @@ def save_model(model: Any, folder: Path, precision: Precision) -> None:
     (folder / "precision.json").write_text(precision.as_file())
 
 
-def load_result(folder: Path, source: Source, precision: Precision, *, config: ModelSection, device: torch.device) -> nn.Module:
+def load_result(
+    folder: Path, source: Source, precision: Precision, *, config: ModelSection, device: torch.device, part: Part | None = None
+) -> nn.Module:
     """The saved adapter on a freshly loaded base, or the saved model, under the run's precision.
 
     Code that came with the base lies beside a saved model, and is trusted there as it was in the base.
+
+    part  what this process will keep of the model, where several share it
     """
     if (folder / "adapter_config.json").is_file():
-        base = load_base(source, precision, attention=config.attention, device=device, trainable=False)
+        base = load_base(source, precision, attention=config.attention, device=device, trainable=False, mapped=part is not None)
         model: nn.Module = load_adapter(base, folder)
     else:
         saved = Source(str(folder), trust_remote_code=source.trust_remote_code)
-        model = load_base(saved, precision, attention=config.attention, device=device, trainable=True)
+        model = load_base(saved, precision, attention=config.attention, device=device, trainable=True, mapped=part is not None)
     if config.optimize:
         optimize(model, precision, lora_branch=config.lora_branch)
-    apply_precision(model, precision, device_type=device.type)
+    apply_precision(model, precision, device_type=device.type, part=part)
     return model

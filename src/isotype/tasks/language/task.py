@@ -23,6 +23,7 @@ from ...model.adapter import check_branch, save_adapter
 from ...model.build import build_model
 from ...model.load import Source, base_source, check_vocabulary, load_architecture, load_tokenizer
 from ...optimize import Manifest
+from ...precision.part import Part
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base, check_share, of_config
 from ...runs.folder import RunFolder
@@ -80,11 +81,11 @@ class LanguageTask:
             self.tokenizer.chat_template = data.chat_template
         self.prompts = prompts_of_run(config.run, data, self.tokenizer)
 
-    def build_model(self, precision: Precision, device: torch.device, folder: Path) -> tuple[nn.Module, Manifest]:
+    def build_model(self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None) -> tuple[nn.Module, Manifest]:
         config, self.device_type = self.config, device.type
         dtype = precision.trainable if config.adapter.kind == "none" else precision.unquantised
         self.source = base_source(config.model, self.tokenizer, folder=folder, seed=config.train.seed, dtype=dtype)
-        return build_model(config, precision, self.source, self.tokenizer, device)
+        return build_model(config, precision, self.source, self.tokenizer, device, part)
 
     @property
     def rows(self) -> int:
@@ -164,8 +165,8 @@ class LanguageTask:
             save_model(model, folder, precision)
         self.tokenizer.save_pretrained(str(folder))
 
-    def reload(self, folder: Path, precision: Precision, device: torch.device) -> nn.Module:
-        return load_result(folder, self.source, precision, config=self.config.model, device=device)
+    def reload(self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None) -> nn.Module:
+        return load_result(folder, self.source, precision, config=self.config.model, device=device, part=part)
 
     # what is told
 

@@ -168,9 +168,9 @@ def _reused_output(subject: Subject, sample: Sample, setting: Setting) -> list[F
     first = attempt(subject, sample, setting, forward_only=True)
     if not first.ran:
         return []
-    kept = [t.detach().clone() for t in first.outputs]
+    before = [t.detach().clone() for t in first.outputs]
     second = attempt(subject, sample, setting, relative_noise=0.25, forward_only=True)
-    if not second.ran or all(same(now.detach(), then) for now, then in zip(first.outputs, kept)):
+    if not second.ran or all(same(now.detach(), then) for now, then in zip(first.outputs, before)):
         return []
     place = method_at_fault(subject, attempt(subject, sample, setting), "forward")
     return [

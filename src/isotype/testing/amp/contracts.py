@@ -78,7 +78,7 @@ def _output_faults(
 
 
 def _gradient_faults(outcome: Outcome, setting: Setting, contract: OpContract, letters: dict[str, str]) -> list[Fault]:
-    """Only gradients that reach an argument itself are judged: what a cast in between made of them is not the op's to promise."""
+    """Only gradients that reach an argument directly are judged; the op does not decide the result of a cast in between."""
     by_tensor = {id(t): n for n, t in outcome.tensors.items()}
     faults = []
     for call in outcome.calls:

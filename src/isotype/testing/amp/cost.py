@@ -1,4 +1,4 @@
-"""What a run costs, counted instead of timed: the same on every machine, however busy."""
+"""Counts the cost of a run instead of timing it, so that the result is the same on every machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """AC019 to AC021: no rows at all, memory that was never written, and the gradient of a gradient.
 
-Only hand-written functions, and functions with a reference, are asked: what plain PyTorch does at its edges is PyTorch's.
+Only hand-written functions and functions with a reference are checked, since edge cases of plain PyTorch are not faults of the user.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _yardstick(numerics: Numerics) -> tuple[Subject, Any] | None:
 
 
 def _without_rows(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
-    """A micro-batch of which nothing is left, an expert without tokens: what plain PyTorch gives, or a refusal of its own."""
+    """Inputs without rows (an empty micro-batch, an expert without tokens) must give the result of plain PyTorch, or a deliberate error."""
     sample, plain = emptied(numerics.sample), _yardstick(numerics)
     if sample is None or plain is None:
         return []
@@ -101,7 +101,7 @@ def _alike_without_rows(given: Tensor, right: Tensor) -> bool:
 
 
 def unwritten_memory(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
-    """AC021. Asked first: what differs because of it would look like many other faults."""
+    """AC021. Checked first, since this fault would look like many others."""
     if not (baseline.functions or numerics.plain is not None):
         return []
     given = attempt(numerics.subject, numerics.sample, setting, around=poisoned)
@@ -117,8 +117,8 @@ def unwritten_memory(numerics: Numerics, setting: Setting, baseline: Outcome) ->
             "AC021",
             f"{spot.symbol} returns memory it never wrote in its {', '.join(wrong)}",
             spot,
-            "with fresh memory filled with NaN, NaN is in the result: an element was left as `torch.empty` handed it out. Mostly that "
-            "is zero, or last step's value, and nobody notices",
+            "with fresh memory filled with NaN, NaN is in the result: an element was left as `torch.empty` handed it out. It is usually "
+            "zero or a value of the last step, so that nobody notices",
             "write every element, masked rows and the tail of the last block too, or allocate with torch.zeros",
         )
     ]
@@ -150,7 +150,7 @@ def _second_derivatives(numerics: Numerics, baseline: Outcome) -> list[Fault]:
             "terms of a second derivative (a gradient penalty, a Hessian) are missing without a word",
             "put @once_differentiable (torch.autograd.function) on backward, which then refuses; or, where torch.is_grad_enabled() in "
             "backward (create_graph=True), compute the gradients from the saved inputs with plain operators",
-            Severity.NOTE,  # no trainer asks for one
+            Severity.NOTE,  # no trainer needs one
         )
     ]
 
@@ -172,8 +172,8 @@ def _twice_differentiated(subject: Subject, sample: Sample, names: list[str], ar
             first = torch.autograd.grad(outputs, wanted, incoming, create_graph=True, allow_unused=True)
             total = sum((g * incoming_gradient(g, 10 + i)).sum() for i, g in enumerate(first) if g is not None and g.requires_grad)
             if isinstance(total, Tensor):
-                total.backward()  # autograd.grad would never come by @once_differentiable's refusal
-    except Exception:  # whatever it raises, it refuses
+                total.backward()  # autograd.grad would not reach @once_differentiable's error
+    except Exception:  # any exception is a refusal
         return None
     return {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in zip(names, wanted)}
 

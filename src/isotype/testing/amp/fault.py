@@ -1,4 +1,4 @@
-"""What a rule finds: a finding with the key under which the same one, seen again, is told once; and the method that it lies in."""
+"""What a rule finds: a finding, the key by which repetitions of it are reported once, and the method that has the fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def fault(code: str, message: str, place: Place, cause: str, fix: str, severity:
 
 
 def method_at_fault(subject: Subject, outcome: Outcome, stage: str) -> Place:
-    """The hand-written method at fault, where there is one."""
+    """The hand-written method that has the fault, if there is one."""
     if outcome.calls:
         function = outcome.calls[0].function
         return method_place(function, stage, owner_of_method(function, stage))

@@ -36,8 +36,8 @@ def first_dtype_faults(numerics: Numerics) -> list[Fault]:
     place = subject.place
     if place.file is None or not is_users(place.file):
         return []
-    kept = _kept(module, numerics)
-    named = f" ({', '.join(kept)})" if kept else ""
+    held = _held_in_first_dtype(module, numerics)
+    named = f" ({', '.join(held)})" if held else ""
     return [
         fault(
             "AC024",
@@ -79,7 +79,7 @@ def _alike(left: list[Tensor], right: list[Tensor]) -> bool:
     )
 
 
-def _kept(module: nn.Module, numerics: Numerics) -> list[str]:
+def _held_in_first_dtype(module: nn.Module, numerics: Numerics) -> list[str]:
     """Attributes, with their module's path, that hold a bf16 tensor after a call in bf16 and a cast of the module back to fp32."""
     own = copy.deepcopy(module).to(torch.bfloat16)
     _call(own, numerics, torch.bfloat16)

@@ -1,7 +1,7 @@
-"""AC006, AC007: results worse than the dtypes excuse, at the length given and at thousands of rows.
+"""AC006, AC007: results with larger errors than their dtypes explain, at the given length and at thousands of rows.
 
-The truth is the reference (or the function itself) in fp64 on the very values the narrow dtypes hold. What is excused is `SLACK` times
-the error that the yardstick makes at the same dtypes: the reference, else the function's plain twin. Where there is neither, what a
+The truth is the reference (or the function itself) in fp64 on the very values the narrow dtypes hold. The allowed error is `SLACK` times
+that of the yardstick at the same dtypes: the reference, else the function's plain twin. Where there is neither, what a
 rounding of the inputs does to the result. No tolerance is typed anywhere else.
 """
 
@@ -32,7 +32,7 @@ FEW = 8  # results of fewer numbers may be near the truth by luck
 
 @dataclass(frozen=True)
 class Excess:
-    """A result further from the truth than is excused. Errors are relative to the truth's norm."""
+    """A result whose error is larger than allowed. Errors are relative to the truth's norm."""
 
     result: str
     error: float
@@ -123,7 +123,7 @@ class Numerics:
         return self.plain is not None or self.twin_agrees
 
     def measure(self, outcome: Outcome, setting: Setting, *, blind: bool = False) -> Measured:
-        """blind: plain code is no yardstick of itself."""
+        """Without one, plain code cannot be judged."""
         truth = self.truth(setting)
         yardstick, label = (None, _BLIND) if blind else self._yardstick(setting)
         unit = torch.finfo(setting.lowest(self.sample)).eps / 2

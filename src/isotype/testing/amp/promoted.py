@@ -1,6 +1,6 @@
 """AC025: an output wider than everything that was given, because forward mixes in a table made without a dtype.
 
-A cast that is written down (`.float()` before a loss, a router in fp32) is a decision, and quiet.
+An explicit cast (`.float()` before a loss, a router in fp32) is intended and not reported.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Promotions(TorchDispatchMode):
 
 
 def promoted_outputs(numerics: Numerics, setting: Setting, outcome: Outcome) -> list[Fault]:
-    """Looks at a setting in which everything given is one low dtype, without autocast."""
+    """Checks a setting in which all inputs have one low dtype, without autocast."""
     subject, sample = numerics.subject, numerics.sample
     given = sample.met(setting.by_group)
     low = setting.lowest(sample)

@@ -1,6 +1,5 @@
-"""AC005, AC012, AC013, AC015, AC016, AC018, AC023: results that must agree with the function's own under another circumstance.
-
-No truth is needed: freezing an input, scaling the loss, another memory layout, checkpointing or compiling must not change a gradient.
+"""AC005, AC012, AC013, AC015, AC016, AC018, AC023: results that must not change under another condition. No exact result is needed:
+freezing an input, scaling the loss, another memory layout, checkpointing or compiling must not change a gradient.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def _forgotten(numerics: Numerics, baseline: Outcome) -> list[Fault]:
             f"{place.symbol} gives no gradient for {shown}",
             place,
             f"{shown} asked for a gradient and the result depends on it, but backward returned None in its place: an optimizer skips "
-            "such a parameter without a word, and it keeps its first values",
+            "such a parameter without a warning, and it keeps its first values",
             "return its gradient from backward, at the place that the tensor has among forward's arguments (ctx.needs_input_grad says "
             "whether it is wanted)",
         )
@@ -112,8 +111,8 @@ def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> l
             place = Place(file=failure.place.file, line=failure.place.line, symbol=failure.function or place.symbol)
             message = f"{place.symbol} raises when {frozen} is frozen: {first_line(outcome.error)}"
         else:
-            kept = [n for n in trainable if n != frozen]
-            wrong = [n for n in kept if not numerics.alike(f"gradient of {n}", outcome.grads.get(n), baseline.grads[n], setting)]
+            others = [n for n in trainable if n != frozen]
+            wrong = [n for n in others if not numerics.alike(f"gradient of {n}", outcome.grads.get(n), baseline.grads[n], setting)]
             if not wrong:
                 continue
             missing = [n for n in wrong if outcome.grads.get(n) is None]

@@ -1,8 +1,8 @@
 """AC006 for functions of one tensor, element by element (an activation, a soft cap), and for results that are not finite.
 
 Norms hide what such a function loses: a hand-written GELU in bf16 is off by a few roundings where it is small, a soft cap's gradient is
-noise where it saturates. So every element's error is counted in roundings: one of the result, and what one of the input changes, which
-no code can help. Plain code needs a reference, or a loss that no arrangement of the formula excuses.
+noise where it saturates. So every element's error is counted in roundings: one of the result, and the change that one rounding of the input
+makes, which no code can avoid. Plain code needs a reference, or a loss that no arrangement of the formula excuses.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def scalar_losses(numerics: Numerics, setting: Setting) -> list[Fault]:
 
 
 def not_finite(outcome: Outcome, numerics: Numerics, setting: Setting) -> list[Fault]:
-    """A result that is inf or NaN where it is right to be a number that its dtype holds."""
+    """A result that is inf or NaN where the exact result is within its dtype's range."""
     truth = numerics.truth(setting)
     for result, given in outcome.results().items():
         exactly = truth.get(result)

@@ -25,7 +25,7 @@ _OPTIONS = ("reference", "params", "contract")
 
 @dataclass(frozen=True)
 class Target:
-    """What to check: the function, its inputs, and whatever of `reference`, `params` and `contract` came with it."""
+    """What to check: the function, its inputs, and its `reference`, `params` and `contract` where given."""
 
     function: Any
     inputs: Any

@@ -1,4 +1,4 @@
-"""Triton kernels on a CPU, with right numbers: Triton's interpreter, repaired, for kernels decorated in the ordinary way.
+"""Runs Triton kernels on a CPU with correct numbers: Triton's interpreter with repairs, for kernels with the usual decorator.
 
     with interpreted():
         silu_mul_forward[grid](gate, up, out, n, BLOCK=128)      # CPU tensors

@@ -1,7 +1,7 @@
 """The interpreter's operators with bf16 computed as numbers: every operator widens, computes, and rounds once.
 
 Triton 3.9's own interpreter keeps bf16 as raw bits, truncates fp32 to bf16, and adds, multiplies, compares, reduces and multiplies
-matrices on the bits themselves; it sums fp16 in fp32; and it leaves Python floats bare, so that `.to` on an argument fails.
+matrices on the bits themselves; it sums fp16 in fp32; and it does not wrap Python floats, so that `.to` on an argument fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .bf16 import narrow, truncate, widen
 Handle = stock.TensorHandle
 Builder = stock.InterpreterBuilder
 
-# An interpreter as Triton 3.6 has it, where more is missing than in 3.9
+# the interpreter of Triton 3.6, which lacks more than that of 3.9
 OLDER = not hasattr(Builder, "get_bf16")
 
 # Operators whose operands and result share a dtype; comparisons among them give int1.
@@ -218,7 +218,7 @@ def argument(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def repairs() -> Iterator[tuple[Any, str, Any]]:
-    """(owner, attribute, its replacement), for everything that is wrong."""
+    """(owner, attribute, its replacement), for each fault."""
     for name in ELEMENTWISE:
         attribute = f"create_{name}"
         if hasattr(Builder, attribute):

@@ -1,4 +1,4 @@
-"""The rows of a ledger: launches of one step with their bytes and FLOPs, and the time that stated efficiencies make of them."""
+"""The rows of a ledger: launches of one step with their bytes and FLOPs, and their times, computed from stated efficiencies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Rates:
     A copy's 85% of PCIe is what pinned memory gives large blocks elsewhere; it was not measured either.
     Shares: products 0.80 and copies 0.90 were measured on an H200 (788 TFLOP/s at 8192 x 8192 x 8192, 4.3 TB/s); elementwise kernels are
     assumed to reach 85% of a copy. Attention's are cuDNN's on an H100 as Shah et al. 2024 (FlashAttention-3, figures 5 and 6) plot them for
-    causal heads of 128. No step of a model was measured: a ledger's times compare, they do not promise.
+    causal heads of 128. No step of a model was measured: a ledger's times are for comparison, not predictions.
     """
 
     flops: float
@@ -69,7 +69,7 @@ def step_seconds(rows: Iterable[Row], rates: Rates) -> float:
 
 
 def work(rows: Iterable[Row], rates: Rates, *, kind: str | None = None) -> dict[str, float]:
-    """Seconds of forward, backward with its recomputes, and update: of all that is no copy, or of one kind."""
+    """Seconds of forward, backward with its recomputes, and update: of everything except copies, or of one kind of launch."""
     found = {"forward": 0.0, "backward": 0.0, "update": 0.0}
     for row in rows:
         if row.kind != "copy" if kind is None else row.kind == kind:

@@ -15,7 +15,7 @@ from ...instance_method import InstanceMethod
 
 def put_switch(block: nn.Module) -> None:
     """Makes a block ask its `gradient_checkpointing` and `_gradient_checkpointing_func` at every call, as transformers' layers do."""
-    if not isinstance(block.__dict__.get("forward"), InstanceMethod):
+    if getattr(block.__dict__.get("forward"), "__func__", None) is not _forward:
         InstanceMethod(_forward, block).put()
 
 

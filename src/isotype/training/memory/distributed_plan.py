@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...config.schema import TrainSection
 from ...distributed.shard import units_of
@@ -26,18 +26,21 @@ from .recomputation import Checkpointing
 class UnitBytes:
     """Of one FSDP unit: its weights, those of them that are trained, the trained elements, and the scales of 4-bit weights.
 
-    kept  gathered from forward to backward, and not a second time
+    All as they travel: rows that do not come out even are padded to equal parts.
+
+    stays_gathered  from forward to backward, and is not gathered a second time
     """
 
     weights: int
     trained: int
     elements: int
     scales: int
-    kept: bool
+    stays_gathered: bool
 
 
-def unit_bytes(model: nn.Module) -> list[UnitBytes]:
-    """Of every unit of a model as `distributed.shard` would cut it, the root last; the model may be on the meta device."""
+def unit_bytes(model: nn.Module, parts: int) -> list[UnitBytes]:
+    """Of every unit of a model as `distributed.shard` would cut it for so many processes, the root last; the model may be on the meta
+    device."""
     inner = inner_model(model)
     inside: set[int] = set()
     found = []
@@ -47,14 +50,21 @@ def unit_bytes(model: nn.Module) -> list[UnitBytes]:
         trained = [p for p in own if p.requires_grad]
         found.append(
             UnitBytes(
-                sum(p.numel() * p.element_size() for p in own),
-                sum(p.numel() * p.element_size() for p in trained),
-                sum(p.numel() for p in trained),
+                sum(padded_elements(p, parts) * p.element_size() for p in own),
+                sum(padded_elements(p, parts) * p.element_size() for p in trained),
+                sum(padded_elements(p, parts) for p in trained),
                 sum(t.numel() * t.element_size() for p in own for t in scales_of(p)),
-                kept=module is inner,
+                stays_gathered=module is inner,
             )
         )
     return found
+
+
+def padded_elements(weight: Tensor, parts: int) -> int:
+    """The elements of a weight whose rows are filled up to equal parts, as FSDP2 keeps and sends them."""
+    if parts == 1 or weight.dim() == 0 or weight.numel() == 0:
+        return weight.numel()
+    return weight.numel() // len(weight) * parts * -(-len(weight) // parts)
 
 
 def plan_part(
@@ -63,9 +73,9 @@ def plan_part(
 ) -> MemoryPlan:  # fmt: skip
     """`plan_memory` for a process that shares its model with others; the same for `parts` 1."""
     if parts > 1:
-        # with the gradients of an earlier micro-batch there, what a backward adds is no gradient: those are of a part only
+        # with gradients of an earlier micro-batch present, a backward adds no gradient buffers: they exist for the own part only
         train = train.model_copy(update={"accumulate": max(2, train.accumulate)})
-    units = unit_bytes(made.model)
+    units = unit_bytes(made.model, parts)
     plan = plan_memory(made, train, precision, largest, checkpointing=checkpointing, device_type=device_type, earlier=earlier)
     return of_one_part(plan, units, precision, parts=parts)
 
@@ -75,18 +85,18 @@ def of_one_part(plan: MemoryPlan, units: list[UnitBytes], precision: Precision, 
     if parts == 1:
         return plan
     scales = sum(unit.scales for unit in units)
-
-    def share(size: int) -> int:
-        return -(-size // parts)
-
+    trained = sum(unit.trained for unit in units) // parts
+    frozen = sum(unit.weights for unit in units) // parts - trained
+    # with their padding, states and gradients grow as the trained weights do
+    own = trained / plan.trained if plan.trained else 0.0
     gathered = gathered_bytes(units, precision)
     shared = replace(
         plan,
-        frozen=share(plan.frozen - scales) + scales,
-        trained=share(plan.trained),
-        gradients=share(plan.gradients),
-        optimizer=share(plan.optimizer),
-        update=share(plan.update),
+        frozen=frozen + scales,
+        trained=trained,
+        gradients=round(plan.gradients * own),
+        optimizer=round(plan.optimizer * own),
+        update=round(plan.update * own),
         gathered=gathered,
     )
     step = max(plan.activations + plan.working, plan.evaluation, plan.sampling or 0)
@@ -94,9 +104,9 @@ def of_one_part(plan: MemoryPlan, units: list[UnitBytes], precision: Precision, 
 
 
 def gathered_bytes(units: list[UnitBytes], precision: Precision) -> int:
-    """The most that is there of other processes' parts at a time."""
-    kept = sum(unit.weights for unit in units if unit.kept)
-    layers = sorted((unit for unit in units if not unit.kept), key=lambda unit: unit.weights)
+    """The most bytes of other processes' parts that a process holds at a time."""
+    whole = sum(unit.weights for unit in units if unit.stays_gathered)
+    layers = sorted((unit for unit in units if not unit.stays_gathered), key=lambda unit: unit.weights)
     # as autograd makes it, in the weights' dtype, and as it is sent
     sent = max((unit.trained + unit.elements * to_torch(precision.reduce).itemsize for unit in units), default=0)
-    return kept + sum(unit.weights for unit in layers[-2:]) + sent
+    return whole + sum(unit.weights for unit in layers[-2:]) + sent

@@ -33,18 +33,32 @@ CODES: Mapping[str, str] = {
 NOT_SKIPPED = {"PF008": "the run would read outside its embeddings"}
 
 
+def check_skip(code: str, given: str) -> None:
+    """Raises  UsageError for a code that no check has, or whose check cannot be left out. `given`: the words of the user."""
+    if code not in CODES:
+        near = get_close_matches(code.upper(), CODES, n=1)
+        raise UsageError(f"{given}: no such check", fix=f"did you mean {near[0]}?" if near else f"one of: {' '.join(CODES)}")
+    if code in NOT_SKIPPED:
+        raise UsageError(f"{given}: cannot be skipped: {NOT_SKIPPED[code]}", fix=f"isotype explain {code}")
+
+
+def check_skips(skip: Mapping[str, str]) -> dict[str, str]:
+    """A mapping of code to reason, as Python gives it. Raises  UsageError as `parse_skips` does"""
+    for code, reason in skip.items():
+        check_skip(code, f"skip={{{code!r}: ...}}")
+        if not str(reason).strip():
+            raise UsageError(f"skip={{{code!r}: {reason!r}}}: a reason is needed", fix="say why it does not matter here")
+    return dict(skip)
+
+
 def parse_skips(given: Sequence[str], why: str | None = None) -> dict[str, str]:
     """`["PF004=shared disk", "PF011"]` -> code to reason; `why` is the reason of those that give none. Raises UsageError."""
     skips: dict[str, str] = {}
-    bare = []
+    bare: list[str] = []
     for word in given:
         code, equals, reason = word.partition("=")
         code = code.strip().upper()
-        if code not in CODES:
-            near = get_close_matches(code, CODES, n=1)
-            raise UsageError(f"--skip {word}: no such check", fix=f"did you mean {near[0]}?" if near else f"one of: {' '.join(CODES)}")
-        if code in NOT_SKIPPED:
-            raise UsageError(f"--skip {code}: cannot be skipped: {NOT_SKIPPED[code]}", fix=f"isotype explain {code}")
+        check_skip(code, f"--skip {word}")
         if code in skips or code in bare:
             raise UsageError(f"--skip {code}: given twice")
         if reason.strip():

@@ -13,11 +13,13 @@ from ..memory.auto_recomputation import WITHIN
 from ..memory.device import memory_there, other_memory, shown
 from ..memory.distributed_plan import plan_part
 from ..memory.recomputation import NONE
+from ..setup import Prepared
 from .subject import Subject
 
 
 def out_of_memory(subject: Subject[Any]) -> Iterator[Finding]:
     prepared, config, task = subject.prepared, subject.config, subject.task
+    assert isinstance(prepared, Prepared), "the loop's own run: an attached trainer's memory is not planned"
     precision, device = prepared.resolved.precision, prepared.device.type
     has = memory_there(prepared.hardware.memory, prepared.device)
     besides = other_memory(prepared.model, prepared.device)

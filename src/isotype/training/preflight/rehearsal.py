@@ -19,9 +19,8 @@ from ...distributed.world import ALONE
 from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
 from ...precision.own_part import own_part
-from ..setup import Prepared
 from ..undisturbed import random_state_restored
-from .subject import Subject
+from .subject import CheckedRun, Subject
 
 # what a model's code raises for its inputs; RuntimeError is torch's, OutOfMemoryError and NotImplementedError among it
 STEP_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
@@ -29,7 +28,7 @@ _SHOWN = 3  # names of tensors in a finding
 
 
 @contextmanager
-def undone(prepared: Prepared) -> Iterator[None]:
+def undone(prepared: CheckedRun) -> Iterator[None]:
     """Restores, on exit, all state that a step, an evaluation or a generation changes."""
     model, stepper = prepared.model, prepared.stepper
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]

@@ -1,19 +1,82 @@
-"""`Subject`: the prepared run that every check of the preflight gets."""
+"""`Subject`: the prepared run that every check of the preflight gets, and the protocols of its parts.
+
+The loop's own task and stepper satisfy them, and so do those of an attached trainer (`isotype.integrations`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
 
 from ...config.schema import RunConfig
+from ...distributed.shard import Sharding
+from ...distributed.world import ALONE, World
+from ...errors import RunError
+from ...precision.accumulate import GradientAccumulator
+from ...precision.resolve import Resolved
 from ..milestones import Milestones
-from ..setup import Prepared
-from ..task import Batch, Task
+from ..step import LossScale
+from ..task import Batch, Check, Evaluation, Sample
 
-AnyTask = TypeVar("AnyTask", bound=Task, covariant=True)
+
+class CheckedTask(Protocol):
+    """The part of a `training.task.Task` that the checks use."""
+
+    def checks(self) -> Mapping[str, tuple[Check, ...]]: ...
+
+    def largest(self, count: int) -> Sequence[Any]: ...
+
+    def collate(self, rows: Sequence[Any]) -> Batch: ...
+
+    def rehearse_evaluation(self, model: nn.Module, device: torch.device, *, dtype: str) -> Evaluation | None: ...
+
+    @property
+    def samples(self) -> int: ...
+
+    def sample(self, model: nn.Module, device: torch.device, *, shortened: bool = False, world: World = ALONE) -> Sequence[Sample]: ...
+
+
+class CheckedStepper(Protocol):
+    """The part of a `training.step.Stepper` that the checks use: forward and backward, then one update."""
+
+    accumulator: GradientAccumulator
+    loss_scale: LossScale | None
+    sharding: Sharding | None
+    world: World
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    def accumulate(self, batches: Sequence[Any]) -> Tensor: ...
+
+    def norm(self) -> Tensor: ...
+
+    def non_finite(self, batches: Sequence[Any], *, step: int, what: str) -> RunError: ...
+
+
+class CheckedRun(Protocol):
+    """The part of `training.setup.Prepared` that the checks use."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def resolved(self) -> Resolved: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def stepper(self) -> CheckedStepper: ...
+
+
+AnyTask = TypeVar("AnyTask", bound=CheckedTask, covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +88,7 @@ class Subject(Generic[AnyTask]):
 
     config: RunConfig
     task: AnyTask
-    prepared: Prepared
+    prepared: CheckedRun
     plan: Milestones
     folder: Path
     resuming: bool = False

@@ -18,7 +18,7 @@ class TensorBoard:
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self._folder, self._settings = folder / "tensorboard", settings
         self._writer: Any = None
-        self.place = f"tensorboard --logdir {folder}"
+        self.address = f"tensorboard --logdir {folder}"
 
     def _open(self, step: int) -> Any:
         if self._writer is None:

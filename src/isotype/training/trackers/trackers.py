@@ -17,10 +17,10 @@ Say = Callable[[str], None]
 
 
 class Tracker(Protocol):
-    """`scalars` are named `train/loss`, `eval/loss`; `place` is the folder or address where the user finds them."""
+    """`scalars` are named `train/loss`, `eval/loss`; `address` is the folder or page where the user finds them."""
 
     name: str
-    place: str
+    address: str
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
     def samples(self, step: int, samples: Sequence[Sample]) -> None: ...
@@ -80,5 +80,5 @@ def start(names: Sequence[str], folder: Path, settings: Mapping[str, Any], say: 
                 from .wandb import WeightsAndBiases
 
                 found.append(WeightsAndBiases(folder, settings, say))
-            say(f"tracker   {found[-1].name}: {found[-1].place}")
+            say(f"tracker   {found[-1].name}: {found[-1].address}")
     return Trackers(found, say)

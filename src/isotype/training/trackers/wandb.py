@@ -41,13 +41,13 @@ class WeightsAndBiases:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         write_text(folder / ID, self._run.id + "\n")
-        self.place = str(self._run.url or "") if mode == "online" else f"{mode}, wandb sync {Path(self._run.dir).parent}"
+        self.address = str(self._run.url or "") if mode == "online" else f"{mode}, wandb sync {Path(self._run.dir).parent}"
 
     def _start(self, folder: Path, settings: Mapping[str, Any], mode: Any) -> Any:
-        kept = folder / ID
+        file = folder / ID
         return self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", "isotype"), name=os.environ.get("WANDB_NAME", folder.resolve().name), dir=str(folder),
-            id=kept.read_text(encoding="utf-8").strip() if kept.is_file() else None, resume="allow", mode=mode, config=dict(settings),
+            id=file.read_text(encoding="utf-8").strip() if file.is_file() else None, resume="allow", mode=mode, config=dict(settings),
             settings=self._wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, init_timeout=TIMEOUT),
         )  # fmt: skip
 

@@ -17,7 +17,7 @@ def masked(row):
     return replace(row, labels=(IGNORED,) * len(row.labels))
 
 
-def test_clean_data(subject):
+def test_right_rows_get_no_finding(subject):
     one = subject()
     assert [*nothing_to_learn(one), *prompts_learnt(one), *end_never_learnt(one)] == []
 

@@ -29,7 +29,7 @@ def grown(workshop, tmp_path):
     return {"name": str(tmp_path / "grown")}
 
 
-def test_clean(subject):
+def test_right_rows_and_embeddings_get_no_finding(subject):
     one = subject()
     assert [*beyond_the_embeddings(one), *untrained_new_tokens(one), *missing_template(one)] == []
 

@@ -62,27 +62,9 @@ def read(data: bytes) -> dict[str, Any]:
 
 _MARK = object()
 _PUSH_ARGUMENT = {
-    "BININT",
-    "BININT1",
-    "BININT2",
-    "INT",
-    "LONG",
-    "LONG1",
-    "LONG4",
-    "BINFLOAT",
-    "FLOAT",
-    "STRING",
-    "BINSTRING",
-    "SHORT_BINSTRING",
-    "UNICODE",
-    "BINUNICODE",
-    "SHORT_BINUNICODE",
-    "BINUNICODE8",
-    "BINBYTES",
-    "SHORT_BINBYTES",
-    "BINBYTES8",
-    "BYTEARRAY8",
-}
+    "BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4", "BINFLOAT", "FLOAT", "STRING", "BINSTRING", "SHORT_BINSTRING",
+    "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
+}  # fmt: skip
 _PUSH_CONSTANT = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _IGNORED = {"PROTO", "FRAME", "STOP", "NEXT_BUFFER", "READONLY_BUFFER"}
 

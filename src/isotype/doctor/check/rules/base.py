@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial, wraps
 
-from ....finding import Finding, Severity
+from ....finding import Finding, Place, Severity
 from ....pages.docstrings import docstring_page
 from ..record import Record
 from ..settings import Setting
@@ -15,16 +17,23 @@ ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
 
 
 def rule(code: str) -> Callable[[Rule], Rule]:
+    """Registers a function under its code, which its findings get."""
+
     def register(function: Rule) -> Rule:
         assert code not in RULES, code
-        RULES[code] = function
-        return function
+
+        @wraps(function)
+        def coded(record: Record) -> Iterator[Finding]:
+            for finding in function(record):
+                yield replace(finding, code=code)
+
+        RULES[code] = coded
+        return coded
 
     return register
 
 
 def found(
-    code: str,
     severity: Severity,
     message: str,
     *settings: Setting | None,
@@ -47,12 +56,11 @@ def found(
         details.append(("today", wins))
     if holds:
         details.append(("holds for", holds))
-    finding = Finding(code=code, severity=severity, message=message, cause=cause, fix=fix, details=tuple(details))
-    return (
-        finding
-        if not given
-        else Finding(code=code, severity=severity, message=message, place=given[0].place, cause=cause, fix=fix, details=tuple(details))
-    )
+    place = given[0].place if given else Place()
+    return Finding(code="", severity=severity, message=message, place=place, cause=cause, fix=fix, details=tuple(details))
+
+
+error, warning, note = (partial(found, severity) for severity in (ERROR, WARNING, NOTE))
 
 
 def page(code: str) -> str | None:

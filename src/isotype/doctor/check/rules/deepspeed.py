@@ -8,8 +8,8 @@ from ....finding import Finding
 from ..model_settings import launcher_mode, mixed_flag
 from ..record import Record
 from ..settings import dtype_of, truth
-from ..sharded import deepspeed_setting, uses_deepspeed, zero_stage
-from .base import ERROR, WARNING, found, rule
+from ..sharded import deepspeed_setting, zero_stage
+from .base import ERROR, WARNING, error, found, rule, warning
 
 
 @rule("CF050")
@@ -38,9 +38,7 @@ def deepspeed_and_trainer(r: Record) -> Iterator[Finding]:
             continue  # bf16: auto, or left out, becomes true where the GPU has it
         if value and flag is None:
             against = f.on(f"{tool}.{other}") or f.given(f"{tool}.{half}") or f.given(f"{tool}.{other}")
-            yield found(
-                "CF050",
-                ERROR,
+            yield error(
                 (f"DeepSpeed has {half}.enabled true, the trainer {f'{other} true' if against and other in against.key else f'no {half}'}"),
                 section,
                 against,
@@ -54,9 +52,7 @@ def deepspeed_and_trainer(r: Record) -> Iterator[Finding]:
                 wins="the trainer refuses to start",
             )
         elif not value and flag is not None and "pure_bf16" not in flag.key:
-            yield found(
-                "CF050",
-                ERROR,
+            yield error(
                 f"DeepSpeed has {half}.enabled false, the trainer {flag.key} true",
                 section,
                 flag,
@@ -88,9 +84,7 @@ def deepspeed_switches_off(r: Record) -> Iterator[Finding]:
         other = deepspeed_setting(f, f"{'fp16' if half == 'bf16' else 'bf16'}.enabled")
         asked = launcher if launcher is not None and str(launcher.value).lower() == half else None
         if asked is not None and flag is None and other is not None and truth(other.value) is True:
-            yield found(
-                "CF051",
-                ERROR,
+            yield error(
                 f"the launcher says {half}, DeepSpeed's file {'fp16' if half == 'bf16' else 'bf16'}",
                 other,
                 asked,
@@ -100,9 +94,7 @@ def deepspeed_switches_off(r: Record) -> Iterator[Finding]:
                 wins="accelerate refuses to start",
             )
         elif asked is not None and section is not None and truth(section.value) is False and flag is None:
-            yield found(
-                "CF051",
-                WARNING,
+            yield warning(
                 f"the launcher says {half}, DeepSpeed's {half}.enabled is false",
                 section,
                 asked,
@@ -120,9 +112,7 @@ def deepspeed_switches_off(r: Record) -> Iterator[Finding]:
             next((s for d in f.documents if d.tool == "deepspeed" for s in d.settings.values()), None)
             or f.under("hf.deepspeed.zero_optimization")[0]
         )
-        yield found(
-            "CF051",
-            WARNING,
+        yield warning(
             f"DeepSpeed's file has neither a bf16 nor an fp16 section, the trainer {flag.key}",
             flag,
             deepspeed,
@@ -161,9 +151,7 @@ def deepspeed_accumulation_dtype(r: Record) -> Iterator[Finding]:
         and asked != model
         and not (model == "bf16" and asked == "fp32" and _on(r, "bf16") and deepspeed_setting(f, "bf16.immediate_grad_update"))
     ):
-        yield found(
-            "CF052",
-            ERROR,
+        yield error(
             f"grad_accum_dtype {asked} for a {model} model without ZeRO",
             accumulated,
             stage_by,
@@ -173,9 +161,7 @@ def deepspeed_accumulation_dtype(r: Record) -> Iterator[Finding]:
             wins="DeepSpeed stops with NotImplementedError",
         )
     elif asked not in ("bf16", "fp16", "fp32"):
-        yield found(
-            "CF052",
-            ERROR,
+        yield error(
             f"grad_accum_dtype: {accumulated.value} is no dtype that DeepSpeed accumulates in",
             accumulated,
             cause="DeepSpeed looks the word up among fp32, fp16 and bf16 (float32, half, torch.bfloat16, ...) and stops at any other",
@@ -184,7 +170,6 @@ def deepspeed_accumulation_dtype(r: Record) -> Iterator[Finding]:
         )
     elif stage and asked in ("bf16", "fp16") and asked != model:
         yield found(
-            "CF052",
             ERROR if (model, asked) == ("bf16", "fp16") else WARNING,
             f"{model} gradients are accumulated in {asked} (grad_accum_dtype)",
             accumulated,
@@ -219,9 +204,7 @@ def deepspeed_amp(r: Record) -> Iterator[Finding]:
     stage, stage_by = zero_stage(r.facts)
     half = next((deepspeed_setting(r.facts, f"{h}.enabled") for h in ("fp16", "bf16") if _on(r, h)), None)
     if stage or half is not None:
-        yield found(
-            "CF053",
-            ERROR,
+        yield error(
             f"DeepSpeed's amp with {'ZeRO' if stage else half.key if half else ''}",
             amp,
             stage_by if stage else half,
@@ -248,9 +231,7 @@ def deepspeed_bf16_states(r: Record) -> Iterator[Finding]:
     )
     states_on, masters_on = states is not None and truth(states.value), masters is not None and truth(masters.value)
     if (states_on and not masters_on) or ((states_on or masters_on) and not zero_stage(r.facts)[0]):
-        yield found(
-            "CF054",
-            ERROR,
+        yield error(
             "bf16 optimizer states need bf16 master weights and ZeRO",
             states if states_on else masters,
             masters if states_on else None,
@@ -262,15 +243,9 @@ def deepspeed_bf16_states(r: Record) -> Iterator[Finding]:
 
 
 _FP16_ONLY = {
-    "loss_scale",
-    "initial_scale_power",
-    "loss_scale_window",
-    "hysteresis",
-    "min_loss_scale",
-    "consecutive_hysteresis",
-    "auto_cast",
+    "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "consecutive_hysteresis", "auto_cast",
     "fp16_master_weights_and_grads",
-}
+}  # fmt: skip
 
 
 @rule("CF055")
@@ -287,9 +262,7 @@ def deepspeed_foreign_keys(r: Record) -> Iterator[Finding]:
         for key, setting in document.settings.items():
             section, _, last = key.rpartition(".")
             if last in _FP16_ONLY and section.rpartition(".")[2] == "bf16" and (document.tool == "deepspeed" or "deepspeed" in key):
-                yield found(
-                    "CF055",
-                    ERROR,
+                yield error(
                     f"{last} does not belong in DeepSpeed's bf16 section",
                     setting,
                     cause=f"{last} is an fp16 loss scaling key; bf16 has none, and extra keys are refused",
@@ -311,75 +284,12 @@ def communication_dtype(r: Record) -> Iterator[Finding]:
     setting = deepspeed_setting(r.facts, "communication_data_type")
     if setting is not None and str(setting.value) not in ("fp16", "bf16", "fp32", "fp8"):
         meant = dtype_of(setting.value) or "fp32"
-        yield found(
-            "CF056",
-            ERROR,
+        yield error(
             f"communication_data_type: {setting.value} is not known",
             setting,
             cause="DeepSpeed takes fp16, bf16 and fp32 here",
             fix=f'"communication_data_type": "{meant}"',
             wins="DeepSpeed stops",
-        )
-
-
-@rule("CF057")
-def zero3_and_adapters(r: Record) -> Iterator[Finding]:
-    """fp32 adapters on a bf16 base under ZeRO-3
-
-    **Why it matters.** PEFT makes adapters fp32. ZeRO-3 keeps small parameters together, and its first optimizer step fails on two dtypes.
-
-    **Example.** LoRA on a bf16 model with `zero_optimization.stage: 3`.
-
-    **What to do.** `autocast_adapter_dtype=False`.
-    """
-    stage, by = zero_stage(r.facts)
-    f = r.facts
-    if (
-        stage == 3
-        and r.tool == "hf"
-        and r.adapter
-        and r.value("parameters") in ("bf16", "fp16")
-        and r.by("parameters") is not None
-        and not f.off("peft.autocast_adapter_dtype", "hf.autocast_adapter_dtype")
-        and f.get("hf.trainable_dtype") is None
-    ):
-        yield found(
-            "CF057",
-            ERROR,
-            f"fp32 adapters on a {r.value('parameters')} base under ZeRO-3",
-            by,
-            r.adapter_by,
-            r.by("parameters"),
-            cause=(
-                "PEFT's adapters are fp32 (autocast_adapter_dtype) beside half-precision weights: ZeRO-3's "
-                "persistent parameters mix dtypes, and the first step raises a TypeError"
-            ),
-            fix="get_peft_model(..., autocast_adapter_dtype=False), or ZeRO-2",
-        )
-
-
-@rule("CF061")
-def autocast_around_deepspeed(r: Record) -> Iterator[Finding]:
-    """torch.autocast around a DeepSpeed engine that is not told of it
-
-    **Why it matters.** Newer DeepSpeed switches the outer autocast off inside the engine, with one warning; older ones assert.
-
-    **Example.** `with torch.autocast("cuda", dtype=torch.bfloat16): engine(x)` and no `torch_autocast` in the file.
-
-    **What to do.** `"torch_autocast": {"enabled": true}`, or `bf16`, not both.
-    """
-    f = r.facts
-    autocast, engine = f.get("code.autocast"), f.get("code.deepspeed.initialize")
-    if autocast and engine and uses_deepspeed(f) and deepspeed_setting(f, "torch_autocast.enabled") is None:
-        yield found(
-            "CF061",
-            WARNING,
-            "torch.autocast around a DeepSpeed engine without torch_autocast",
-            autocast,
-            engine,
-            cause="DeepSpeed switches an outer autocast off inside its engine",
-            fix='"torch_autocast": {"enabled": true, "dtype": "bfloat16"} in the DeepSpeed config, or its bf16 section and no autocast',
-            wins="DeepSpeed's own precision",
         )
 
 
@@ -400,9 +310,7 @@ def deepspeed_parameter_dtype(r: Record) -> Iterator[Finding]:
     model = "bf16" if _on(r, "bf16") else "fp16" if _on(r, "fp16") else "fp32"
     asked = dtype_of(setting.value)
     if asked != model:
-        yield found(
-            "CF062",
-            ERROR,
+        yield error(
             f"param_dtype is {asked or setting.value}, DeepSpeed's sections make the model {model}",
             setting,
             deepspeed_setting(r.facts, f"{model}.enabled"),

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from ....dtypes import torch_word
 from ....finding import Finding
 from ..record import Record
-from ..settings import Setting, dtype_of, truth
-from ..sharded import deepspeed_setting, uses_deepspeed
-from .base import ERROR, WARNING, found, rule
+from ..settings import Setting, truth
+from ..sharded import deepspeed_setting
+from .base import ERROR, WARNING, error, found, rule
 
 _PAIRS = (
     ("hf.bf16", "hf.fp16"),
@@ -50,9 +50,7 @@ def both_halves(r: Record) -> Iterator[Finding]:
         bf16, fp16 = f.on(one), f.on(other)
         if bf16 and fp16:
             silent = "pure_bf16" in one
-            yield found(
-                "CF001",
-                ERROR,
+            yield error(
                 f"{fp16.key} and {bf16.key} are both on",
                 fp16,
                 bf16,
@@ -64,9 +62,7 @@ def both_halves(r: Record) -> Iterator[Finding]:
             )
     for name, fp16, bf16 in _siblings(r):
         if name not in {fp16_name for _, fp16_name in _PAIRS}:
-            yield found(
-                "CF001",
-                ERROR,
+            yield error(
                 f"{fp16.key} and {bf16.key} are both on",
                 fp16,
                 bf16,
@@ -76,9 +72,7 @@ def both_halves(r: Record) -> Iterator[Finding]:
             )
     bf16, fp16 = deepspeed_setting(f, "bf16.enabled"), deepspeed_setting(f, "fp16.enabled")
     if bf16 and fp16 and truth(bf16.value) and truth(fp16.value):
-        yield found(
-            "CF001",
-            ERROR,
+        yield error(
             "DeepSpeed's fp16 and bf16 sections are both enabled",
             fp16,
             bf16,
@@ -90,9 +84,7 @@ def both_halves(r: Record) -> Iterator[Finding]:
         for train, evaluate in (("hf.bf16", "hf.fp16_full_eval"), ("hf.fp16", "hf.bf16_full_eval")):
             flag, full = f.on(train), f.on(evaluate)
             if flag and full:
-                yield found(
-                    "CF001",
-                    ERROR,
+                yield error(
                     f"{flag.key} with {full.key} enables both of DeepSpeed's sections",
                     full,
                     flag,
@@ -105,38 +97,6 @@ def both_halves(r: Record) -> Iterator[Finding]:
                     fix=f"evaluate in the same half as training: remove {full.key}",
                     wins="DeepSpeed refuses to start",
                 )
-
-
-@rule("CF002")
-def fp16_weights_trained(r: Record) -> Iterator[Finding]:
-    """fp16 weights are trained under a GradScaler
-
-    **Why it matters.** Loss scaling needs gradients that are wider than fp16 to unscale into. With fp16 weights the gradients are fp16, and
-    torch stops at the first step: "Attempting to unscale FP16 gradients".
-
-    **Example.** `fp16: true` with `dtype: float16` and no adapter; SimpleTuner with `mixed_precision=fp16`.
-
-    **What to do.** Load in float32 (fp16 stays for the products), or train in bf16, or train an adapter.
-    """
-    if r.value("trained") == "fp16" and r.value("loss scaling") == "dynamic" and not uses_deepspeed(r.facts):
-        by, scaler = r.by("trained"), r.by("loss scaling")
-        yield found(
-            "CF002",
-            ERROR,
-            "fp16 weights are trained with fp16 mixed precision: its GradScaler cannot unscale fp16 gradients",
-            by,
-            scaler,
-            r.adapter_by,
-            cause=(
-                "fp16 makes a GradScaler; the weights that are trained are float16, so their gradients are too: "
-                '"Attempting to unscale FP16 gradients"'
-            ),
-            fix=(
-                "load the weights in float32 (dtype: float32), or use bf16 (bf16: true, fp16: false), or train a "
-                "LoRA adapter, which is fp32"
-            ),
-            wins="torch stops at the first optimizer step",
-        )
 
 
 @rule("CF003")
@@ -158,9 +118,7 @@ def other_half_than_the_weights(r: Record) -> Iterator[Finding]:
         return
     unsloth = any(d.attributes.get("unsloth") for d in r.facts.documents)
     if trained == "bf16" and r.value("loss scaling") == "dynamic":
-        yield found(
-            "CF003",
-            ERROR,
+        yield error(
             "fp16 mixed precision with bf16 weights: its GradScaler cannot unscale bf16 gradients",
             r.by("compute"),
             r.by("trained"),
@@ -175,7 +133,6 @@ def other_half_than_the_weights(r: Record) -> Iterator[Finding]:
     elif held in ("bf16", "fp16") and r.by("parameters") is not None:
         by, compute_by = r.by("parameters"), r.by("compute")
         yield found(
-            "CF003",
             ERROR if unsloth else WARNING,
             f"{held} weights under {compute} mixed precision",
             compute_by,
@@ -184,29 +141,4 @@ def other_half_than_the_weights(r: Record) -> Iterator[Finding]:
             + (", and Unsloth refuses the pair" if unsloth else ""),
             fix=f"match them: {held}: true in place of {compute}: true, or load with dtype {torch_word(compute)}",
             wins="Unsloth stops with a TypeError" if unsloth else "autocast casts the weights in every forward",
-        )
-
-
-@rule("CF048")
-def scaler_without_fp16(r: Record) -> Iterator[Finding]:
-    """A GradScaler under bf16 autocast
-
-    **Why it matters.** bf16 has fp32's exponent range: nothing underflows, and a scaler can only skip steps. With bf16 gradients
-    its CUDA kernel raises on many versions.
-
-    **Example.** `torch.autocast("cuda", dtype=torch.bfloat16)` with `GradScaler()`.
-
-    **What to do.** Drop the scaler, or `GradScaler(enabled=False)`.
-    """
-    f = r.facts
-    scaler, dtype = f.get("code.GradScaler"), f.get("code.autocast.dtype")
-    if scaler and truth(scaler.value) is True and dtype and dtype_of(dtype.value) == "bf16":
-        yield found(
-            "CF048",
-            WARNING,
-            "a GradScaler under bf16 autocast",
-            scaler,
-            dtype,
-            cause="bf16 needs no loss scaling, and the scaler's CUDA kernel has no bf16 on many versions",
-            fix="remove the GradScaler, or GradScaler(enabled=False)",
         )

@@ -10,7 +10,7 @@ from ..model_settings import BNB
 from ..record import Record
 from ..settings import dtype_of
 from ..sharded import fsdp_version, uses_fsdp
-from .base import ERROR, NOTE, WARNING, found, rule
+from .base import ERROR, WARNING, error, found, rule
 
 
 @rule("CF015")
@@ -48,7 +48,6 @@ def one_dtype_in_a_unit(r: Record) -> Iterator[Finding]:
     ):
         if stored in ("uint8", "int8", None) or (held and stored != held):
             yield found(
-                "CF015",
                 WARNING if version == 2 else ERROR,
                 f"FSDP with 4-bit weights stored as {stored or 'uint8'}",
                 storage or r.quantised_by,
@@ -64,9 +63,7 @@ def one_dtype_in_a_unit(r: Record) -> Iterator[Finding]:
                 fix=f"bnb_4bit_quant_storage: {torch_word(held or 'bf16')}, equal to the model's dtype",
             )
     elif storage is not None and r.quantised == 4 and held and stored != held:
-        yield found(
-            "CF015",
-            ERROR,
+        yield error(
             f"FSDP with 4-bit weights stored as {stored}",
             storage,
             r.quantised_by,
@@ -77,9 +74,7 @@ def one_dtype_in_a_unit(r: Record) -> Iterator[Finding]:
         )
     norms = f.on("llamafactory.upcast_layernorm")
     if norms is not None:
-        yield found(
-            "CF015",
-            ERROR,
+        yield error(
             "upcast_layernorm with FSDP",
             norms,
             fsdp,
@@ -88,9 +83,7 @@ def one_dtype_in_a_unit(r: Record) -> Iterator[Finding]:
         )
     bits = f.get("llamafactory.quantization_bit")
     if bits is not None and r.adapter and f.on("llamafactory.bf16", "llamafactory.fp16", "llamafactory.pure_bf16") is None:
-        yield found(
-            "CF015",
-            ERROR,
+        yield error(
             "QLoRA with FSDP, and neither bf16 nor fp16",
             bits,
             fsdp,
@@ -107,9 +100,7 @@ def one_dtype_in_a_unit(r: Record) -> Iterator[Finding]:
         and r.value("parameters") in ("bf16", "fp16")
         and not f.off("peft.autocast_adapter_dtype")
     ):
-        yield found(
-            "CF015",
-            ERROR,
+        yield error(
             "fp32 adapters and half-precision modules_to_save in one FSDP2 group",
             saved,
             fsdp,
@@ -119,70 +110,6 @@ def one_dtype_in_a_unit(r: Record) -> Iterator[Finding]:
                 "dtype among a group's trained weights"
             ),
             fix="autocast_adapter_dtype=False, or fully_shard the saved modules on their own",
-        )
-
-
-@rule("CF041")
-def checkpointed_twice(r: Record) -> Iterator[Finding]:
-    """Activation checkpointing by FSDP and by the trainer
-
-    **Why it matters.** transformers refuses both together.
-
-    **Example.** `fsdp_config: {activation_checkpointing: true}` with `gradient_checkpointing: true`.
-
-    **What to do.** Keep FSDP's.
-    """
-    f = r.facts
-    fsdp = f.on(
-        "hf.fsdp_config.activation_checkpointing",
-        "fsdp.activation_checkpointing",
-        "accelerate.fsdp_config.fsdp_activation_checkpointing",
-        "hf.fsdp_config.fsdp_activation_checkpointing",
-    )
-    own = f.on("hf.gradient_checkpointing")
-    if fsdp and own:
-        yield found(
-            "CF041",
-            ERROR,
-            "gradient checkpointing is set twice",
-            own,
-            fsdp,
-            cause="FSDP's activation_checkpointing and gradient_checkpointing cannot both be true",
-            fix="gradient_checkpointing: false, FSDP's stays",
-            wins="transformers refuses to start",
-        )
-
-
-@rule("CF045")
-def adapters_in_flat_units(r: Record) -> Iterator[Finding]:
-    """fp32 adapters on a half-precision base under FSDP1
-
-    **Why it matters.** PEFT makes adapters fp32. FSDP1 needs one dtype in a unit: the trainer's PEFT wrapping policy gives
-    adapters units of their own, a
-    policy by transformer layer alone does not. A note, because the policy decides.
-
-    **Example.** `fsdp: full_shard` with LoRA on a bf16 model.
-
-    **What to do.** `autocast_adapter_dtype=False`, or FSDP2, or PEFT's `fsdp_auto_wrap_policy`.
-    """
-    fsdp = uses_fsdp(r.facts)
-    if (
-        fsdp
-        and r.tool == "hf"
-        and r.adapter
-        and r.value("parameters") in ("bf16", "fp16")
-        and r.value("trained") == "fp32"
-        and fsdp_version(r.facts)[0] != 2
-    ):
-        yield found(
-            "CF045",
-            NOTE,
-            "fp32 adapters on a half-precision base under FSDP1",
-            r.adapter_by,
-            fsdp,
-            r.by("parameters"),
-            cause="FSDP1 flattens a unit's weights, which need a uniform dtype",
-            fix="autocast_adapter_dtype=False, or PEFT's fsdp_auto_wrap_policy",
         )
 
 
@@ -204,9 +131,7 @@ def policy_keys(r: Record) -> Iterator[Finding]:
             if section.rpartition(".")[2].removeprefix("fsdp_") != "mixed_precision_policy":
                 continue
             if (version == 2 and last == "buffer_dtype") or (version in (1, None) and last == "output_dtype"):
-                yield found(
-                    "CF060",
-                    ERROR,
+                yield error(
                     f"{last} in the policy of FSDP{version or 1}",
                     setting,
                     by or uses_fsdp(f),

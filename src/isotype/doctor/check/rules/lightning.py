@@ -7,30 +7,7 @@ from collections.abc import Iterator
 from ....finding import Finding
 from ..model_settings import lightning_precision
 from ..record import Record
-from .base import ERROR, NOTE, found, rule
-
-
-@rule("CF092")
-def lightning_alias(r: Record) -> Iterator[Finding]:
-    """precision: 16 and bf16 are aliases
-
-    **Why it matters.** They mean 16-mixed and bf16-mixed, not the -true modes. A note.
-
-    **Example.** `precision: bf16`.
-
-    **What to do.** Write `bf16-mixed`.
-    """
-    precision = lightning_precision(r.facts)
-    if precision and str(precision.value) in ("16", "bf16"):
-        yield found(
-            "CF092",
-            NOTE,
-            f"precision: {precision.value} means {precision.value}-mixed",
-            precision,
-            cause="the short form is an alias of the mixed mode",
-            fix=f"precision: {precision.value}-mixed",
-            wins=f"{precision.value}-mixed",
-        )
+from .base import error, rule
 
 
 @rule("CF093")
@@ -54,9 +31,7 @@ def lightning_two_precisions(r: Record) -> Iterator[Finding]:
         None,
     )
     if precision and plugins:
-        yield found(
-            "CF093",
-            ERROR,
+        yield error(
             "precision and a precision plugin are both given",
             precision,
             plugins,
@@ -66,9 +41,7 @@ def lightning_two_precisions(r: Record) -> Iterator[Finding]:
         )
     quantize = r.facts.get("lightning.quantize")
     if precision and quantize and str(quantize.value).startswith("bnb.") and "mixed" in str(precision.value):
-        yield found(
-            "CF093",
-            ERROR,
+        yield error(
             f"quantize: {quantize.value} with precision: {precision.value}",
             precision,
             quantize,

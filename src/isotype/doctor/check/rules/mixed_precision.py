@@ -8,7 +8,7 @@ from ....finding import Finding
 from ..model_settings import launcher_mode, lightning_precision, mixed_flag
 from ..record import Record
 from ..settings import dtype_of
-from .base import ERROR, WARNING, found, rule
+from .base import error, rule, warning
 
 
 @rule("CF009")
@@ -37,9 +37,7 @@ def two_owners(r: Record) -> Iterator[Finding]:
         if flag is not None:
             half = "bf16" if "bf16" in flag.key else "fp16"
             if mode not in (half, "no"):
-                yield found(
-                    "CF009",
-                    WARNING,
+                yield warning(
                     f"the trainer says {half}, the launcher {mode}: mixed precision has two owners",
                     flag,
                     launcher,
@@ -50,9 +48,7 @@ def two_owners(r: Record) -> Iterator[Finding]:
             return
         off = f.off("hf.bf16") or f.off("hf.fp16")
         if mode != "no":
-            yield found(
-                "CF009",
-                WARNING,
+            yield warning(
                 f"the arguments say no mixed precision, the launcher {mode}",
                 off or launcher,
                 launcher,
@@ -66,9 +62,7 @@ def two_owners(r: Record) -> Iterator[Finding]:
         own = f.get(f"{r.tool}.mixed_precision")
         said = str(own.value).lower() if own else None
         if (own is None and r.tool == "kohya" and mode != "no") or (said is not None and said != mode and r.tool != "simpletuner"):
-            yield found(
-                "CF009",
-                WARNING,
+            yield warning(
                 f"the launcher says {mode}, the script {said or 'nothing'}",
                 own or launcher,
                 launcher,
@@ -80,9 +74,7 @@ def two_owners(r: Record) -> Iterator[Finding]:
                 wins="the script's own argument",
             )
     if env_mode is not None and file_mode is not None and str(env_mode.value) != str(file_mode.value) and not f.has("hf"):
-        yield found(
-            "CF009",
-            WARNING,
+        yield warning(
             f"accelerate's file says {file_mode.value}, the environment {env_mode.value}",
             env_mode,
             file_mode,
@@ -118,9 +110,7 @@ def unknown_mode(r: Record) -> Iterator[Finding]:
     if precision is not None and str(precision.value) not in _LIGHTNING_MODES:
         given = str(precision.value).lower()
         mode = ("16" if "16" in given and "bf" not in given else "bf16") + ("-true" if "true" in given else "-mixed")
-        yield found(
-            "CF014",
-            ERROR,
+        yield error(
             f"{precision.key}: {precision.value} is not a precision of Lightning's",
             precision,
             cause=f"Lightning takes {', '.join(_LIGHTNING_MODES)}; {precision.value} is refused",
@@ -138,9 +128,7 @@ def unknown_mode(r: Record) -> Iterator[Finding]:
         if setting is None:
             continue
         if isinstance(setting.value, bool):
-            yield found(
-                "CF014",
-                ERROR,
+            yield error(
                 f"{setting.key} is the boolean {str(setting.value).lower()}",
                 setting,
                 cause="an unquoted no (or yes) in YAML is a boolean, and accelerate expects a word",
@@ -151,9 +139,7 @@ def unknown_mode(r: Record) -> Iterator[Finding]:
             word = str(setting.value)
             meant = dtype_of(word)
             fix = {"fp32": "'no' (that is fp32)", "bf16": "bf16", "fp16": "fp16"}.get(meant or "", "one of 'no', fp16, bf16, fp8")
-            yield found(
-                "CF014",
-                ERROR,
+            yield error(
                 f"{setting.key}: {word} is not a mode",
                 setting,
                 cause=f"the modes are no, fp16, bf16 and fp8, in lower case; {word} is refused",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ....finding import Finding
 from ..record import Record
 from ..settings import Document
-from .base import WARNING, found, rule
+from .base import rule, warning
 
 # settings of precision, by tool where only some have them; any of a flat file's tools may have the first group
 _COMMON = "bf16 fp16 tf32 mixed_precision load_in_4bit load_in_8bit gradient_checkpointing torch_dtype"
@@ -37,9 +37,7 @@ def near_miss_keys(r: Record) -> Iterator[Finding]:
     for document in r.facts.documents:
         for key, meant in _near_misses(document):
             setting = document.settings[key]
-            yield found(
-                "CF063",
-                WARNING,
+            yield warning(
                 f"{setting.key} is no setting of {document.tool}: {meant} is",
                 setting,
                 cause=f"the key differs from {meant} by its spelling only, and a key that is not known has no effect",

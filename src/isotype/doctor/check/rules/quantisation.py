@@ -10,30 +10,7 @@ from ..model_settings import BNB
 from ..readers.python_calls import Name
 from ..record import Record
 from ..settings import dtype_of
-from .base import ERROR, WARNING, found, rule
-
-
-@rule("CF008")
-def quantised_without_adapter(r: Record) -> Iterator[Finding]:
-    """A quantised base and nothing to train
-
-    **Why it matters.** Quantised weights take no gradient: "You cannot perform fine-tuning on purely quantized models".
-
-    **Example.** `load_in_4bit: true` with `adapter: null`, or LLaMA-Factory's `quantization_bit: 4` with `finetuning_type: full`.
-
-    **What to do.** Attach LoRA, or load without quantisation.
-    """
-    if r.quantised and r.adapter is False:
-        yield found(
-            "CF008",
-            ERROR,
-            "the base is quantised and there is no adapter to train",
-            r.quantised_by,
-            r.adapter_by,
-            cause=f"{r.quantised}-bit weights take no gradient, and no adapter is attached",
-            fix=("attach an adapter (adapter: lora or qlora, finetuning_type: lora, LoraConfig), or remove the quantisation"),
-            wins="the trainer stops",
-        )
+from .base import ERROR, WARNING, error, found, rule, warning
 
 
 @rule("CF010")
@@ -69,7 +46,6 @@ def quantised_compute_dtype(r: Record) -> Iterator[Finding]:
     if own and other:
         against = r.by("compute") if other == run else r.by("parameters")
         yield found(
-            "CF010",
             ERROR if {own, other} == {"fp16", "bf16"} or own == "fp32" else WARNING,
             f"bnb_4bit_compute_dtype is {own}, the run is {other}",
             setting,
@@ -104,9 +80,7 @@ def _compute_dtype_left_open(r: Record) -> Iterator[Finding]:
     ):
         return
     word = torch_word(run)
-    yield found(
-        "CF010",
-        WARNING,
+    yield warning(
         f"bnb_4bit_compute_dtype is left at its default, fp32, in a {run} run",
         written,
         r.by("compute"),
@@ -134,9 +108,7 @@ def two_quantisations(r: Record) -> Iterator[Finding]:
     for prefix in (f"model.{BNB}", "model", "hf", "axolotl", f"hf.{BNB}", f"hf.model_init_kwargs.{BNB}"):
         four, eight = f.on(f"{prefix}.load_in_4bit"), f.on(f"{prefix}.load_in_8bit")
         if four and eight:
-            yield found(
-                "CF042",
-                ERROR,
+            yield error(
                 "load_in_4bit and load_in_8bit are both true",
                 four,
                 eight,
@@ -177,9 +149,7 @@ def word_not_looked_up(r: Record) -> Iterator[Finding]:
             stored = last == "bnb_4bit_quant_storage"
             if word.startswith("torch.") or word in _NOT_TORCHS or (stored and word in _NOT_FOR_STORAGE):
                 done.add((last, setting.line))
-                yield found(
-                    "CF043",
-                    ERROR,
+                yield error(
                     f"{last} does not take {word!r}" if stored else f"{last}: {word!r} is not a name in torch",
                     setting,
                     cause="the string must be one of float16, bfloat16, float32, float64, int8 and uint8"
@@ -188,28 +158,3 @@ def word_not_looked_up(r: Record) -> Iterator[Finding]:
                     fix=f'{last}: "{torch_word(dtype_of(word) or word.removeprefix("torch."))}"',
                     wins=f"loading stops with {'a ValueError' if stored else 'an AttributeError'}",
                 )
-
-
-@rule("CF044")
-def prequantised_checkpoint(r: Record) -> Iterator[Finding]:
-    """A compute dtype given for a checkpoint that is quantised already
-
-    **Why it matters.** The checkpoint's own quantization_config wins, with a warning.
-
-    **Example.** A bnb-4bit checkpoint (fp16 compute) loaded with `bnb_4bit_compute_dtype: bfloat16`.
-
-    **What to do.** Set `module.compute_dtype` after loading, or quantise from the original weights.
-    """
-    f = r.facts
-    own, asked = f.get(f"checkpoint.{BNB}.bnb_4bit_compute_dtype"), f.get(f"model.{BNB}.bnb_4bit_compute_dtype")
-    if own and asked and dtype_of(own.value) != dtype_of(asked.value):
-        yield found(
-            "CF044",
-            WARNING,
-            f"the checkpoint computes in {own.value}, {asked.value} is asked for",
-            asked,
-            own,
-            cause="a pre-quantised checkpoint's quantization_config wins over the one given",
-            fix=f"after loading: set module.compute_dtype on each Linear4bit; or load the unquantised weights with {asked.key}",
-            wins=f"the checkpoint: {own.value}",
-        )

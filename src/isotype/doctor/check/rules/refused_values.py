@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from ....finding import Finding
 from ..record import Record
 from ..settings import Setting
-from .base import ERROR, found, rule
+from .base import error, rule
 
 _QUANTISED = (
     "no_change int8-quanto int4-quanto int2-quanto int8-torchao int8dq-torchao int8dq-int4-torchao int8-sdnq uint8-sdnq int16-sdnq "
@@ -55,9 +55,7 @@ def refused_values(r: Record) -> Iterator[Finding]:
         newer = _RENAMED.get((key, _shown(setting)))
         close = get_close_matches(_shown(setting), words.split(), n=1)
         best = newer or (close[0] if close else words.split()[0])
-        yield found(
-            "CF064",
-            ERROR,
+        yield error(
             f"{setting.key}: {_shown(setting)} is not one of the words that {r.tool} takes",
             setting,
             cause=f"older versions took {_shown(setting)}; the validator takes: {words}" if newer else f"the validator takes: {words}",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ....finding import Finding
 from ..record import Record
 from ..settings import Setting
-from .base import WARNING, found, rule
+from .base import rule, warning
 
 
 @rule("CF098")
@@ -24,9 +24,7 @@ def key_given_twice(r: Record) -> Iterator[Finding]:
         for key, line in document.attributes.get("repeated", ()):
             setting = document.settings.get(key)
             shown = Setting(setting.value if setting else "...", key, document.file, line)
-            yield found(
-                "CF098",
-                WARNING,
+            yield warning(
                 f"{key} is given twice",
                 shown,
                 cause="the later value wins, without a word",

@@ -10,7 +10,7 @@ from ..model_settings import lightning_precision, mixed_flag
 from ..record import Record
 from ..settings import dtype_of, truth
 from ..sharded import deepspeed_setting, uses_deepspeed
-from .base import NOTE, WARNING, found, rule
+from .base import NOTE, WARNING, found, rule, warning
 
 # An update of Adam is about the learning rate; a bf16 weight of 0.02 has steps of 2^-8 * 0.02, and less than half of one rounds away.
 _LOST_BELOW = 2**-9 * 0.02
@@ -46,7 +46,6 @@ def updates_round_away(r: Record) -> Iterator[Finding]:
         return
     low = rate < _LOST_BELOW and definite
     yield found(
-        "CF004",
         WARNING if low else NOTE,
         f"bf16 weights without an fp32 master: most updates at learning rate {rate:g} round away"
         if low
@@ -85,7 +84,6 @@ def fp16_weights_without_scaling(r: Record) -> Iterator[Finding]:
         return  # DeepSpeed's fp16 section is switched on: its own loss scale and fp32 master
     document = r.facts.tool("lightning")
     yield found(
-        "CF017",
         NOTE if document is not None and document.attributes.get("made_by") == "Fabric" else WARNING,  # Fabric also serves inference
         "fp16 weights are trained without a loss scale or an fp32 master",
         precision,
@@ -126,7 +124,6 @@ def accumulation_in_bf16(r: Record) -> Iterator[Finding]:
         return
     half = r.value("accumulation")
     yield found(
-        "CF005",
         WARNING if count >= 16 else NOTE,
         f"{count} micro-batches are accumulated in {half}",
         steps,
@@ -139,37 +136,6 @@ def accumulation_in_bf16(r: Record) -> Iterator[Finding]:
         fix='"data_types": {"grad_accum_dtype": "fp32"} in the DeepSpeed config'
         if deepspeed
         else ("accumulate in fp32: fp32 trained weights, or fewer micro-batches; Isotype: precision: {preset: bf16-pure, grads: fp32}"),
-    )
-
-
-@rule("CF006")
-def reduction_in_half(r: Record) -> Iterator[Finding]:
-    """Gradients are reduced across ranks in half precision
-
-    **Why it matters.** Through accelerate and Lightning, FSDP's reduce dtype follows mixed precision unless a policy says
-    otherwise: gradients
-    are rounded to bf16 before the sum. Divergence is known at 384 GPUs; on a few ranks it is small, so this is a note.
-
-    **Example.** `distributed_type: FSDP` with `mixed_precision: bf16`.
-
-    **What to do.** Pass a policy: `MixedPrecision(param_dtype=bf16, reduce_dtype=float32)`.
-    """
-    reduction = r.value("reduction")
-    policy = (
-        r.facts.under("fsdp.mixed_precision_policy")
-        or r.facts.under("fsdp.mixed_precision")
-        or r.facts.under("accelerate.fsdp_config.mixed_precision_policy")
-    )
-    if r.tool in ("torchtitan", "torchtune") or policy or reduction not in ("bf16", "fp16"):
-        return
-    yield found(
-        "CF006",
-        NOTE,
-        f"gradients are reduced across ranks in {reduction}",
-        r.by("reduction"),
-        r.by("compute"),
-        cause="FSDP's reduce dtype follows mixed precision when no policy is given",
-        fix="a mixed precision policy with reduce_dtype=torch.float32",
     )
 
 
@@ -200,9 +166,7 @@ def evaluation_changes_training(r: Record) -> Iterator[Finding]:
     on_start = f.on("hf.eval_on_start")
     before = first if first and train and (first.line or 0) < (train.line or 0) else on_start
     if before is not None:
-        yield found(
-            "CF011",
-            WARNING,
+        yield warning(
             f"{full.key} casts the model before it is trained",
             full,
             before,
@@ -216,9 +180,7 @@ def evaluation_changes_training(r: Record) -> Iterator[Finding]:
     section = deepspeed_setting(f, f"{half}.enabled")
     other_flag = f.on(f"hf.{half}")
     if section is not None and str(section.value) == "auto" and other_flag is None and f.on("hf.bf16", "hf.fp16") is None:
-        yield found(
-            "CF011",
-            WARNING,
+        yield warning(
             f"{full.key} makes DeepSpeed train in {half}",
             full,
             section,
@@ -226,33 +188,6 @@ def evaluation_changes_training(r: Record) -> Iterator[Finding]:
             cause=(f'"auto" joins {half} and {full.key}: the evaluation flag alone enables the {half} section for training'),
             fix=f"set {half}: true if {half} training is meant, else remove {full.key}",
             wins=f"{half} training",
-        )
-
-
-@rule("CF012")
-def ema_in_half(r: Record) -> Iterator[Finding]:
-    """An average of weights kept in half precision
-
-    **Why it matters.** With decay 0.999 each step moves the average by a thousandth of the difference: in bf16 it moved 6% of the
-    way (19% at 0.995).
-
-    **Example.** SimpleTuner's `use_ema` with bf16 weights.
-
-    **What to do.** Keep the shadow weights in fp32.
-    """
-    if r.value("ema") in ("bf16", "fp16"):
-        yield found(
-            "CF012",
-            WARNING,
-            f"the EMA is kept in {r.value('ema')}",
-            r.by("ema"),
-            r.by("trained"),
-            cause=(
-                f"the EMA shadow is a clone of the {r.value('ema')} weights and is updated in {r.value('ema')}: most "
-                "updates round away (6% of the distance at decay 0.999)"
-            ),
-            fix="keep an fp32 shadow (fp32 weights: mixed_precision=no), or leave use_ema out",
-            wins="the weights' dtype",
         )
 
 
@@ -290,9 +225,7 @@ def fp16_overflows(r: Record) -> Iterator[Finding]:
     if named is None or not any(part.startswith(_OVERFLOWS) for part in re.split(r"[^a-z0-9]+", str(named.value).lower())):
         return
     by = r.by("compute") if compute == "fp16" else r.by("parameters")
-    yield found(
-        "CF016",
-        WARNING,
+    yield warning(
         f"{named.value} overflows in fp16",
         by,
         named,

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ....finding import Finding
-from ..model_settings import CHECKPOINT_DTYPE
 from ..record import Record
-from ..settings import dtype_of
 from ..versions import release
-from .base import ERROR, WARNING, found, rule
+from .base import error, rule
 
 _REMOVED = {
     "half_precision_backend": "remove it: native autocast is the only backend",
@@ -38,9 +36,7 @@ def removed_arguments(r: Record) -> Iterator[Finding]:
     for key, fix in _REMOVED.items():
         setting = document.settings.get(key)
         if setting is not None:
-            yield found(
-                "CF040",
-                ERROR,
+            yield error(
                 f"{key} no longer exists",
                 setting,
                 pinned,
@@ -48,34 +44,3 @@ def removed_arguments(r: Record) -> Iterator[Finding]:
                 fix=fix,
                 holds="transformers >= 5",
             )
-
-
-@rule("CF046")
-def stored_and_said(r: Record) -> Iterator[Finding]:
-    """A checkpoint's config.json and its weights disagree
-
-    **Why it matters.** "auto" takes the dtype of config.json; the weights were saved in another, and are cast when loaded.
-
-    **Example.** `"torch_dtype": "float16"` beside a safetensors file of bf16.
-
-    **What to do.** Correct config.json, or give `dtype` yourself.
-    """
-    f = r.facts
-    stored, said = f.get(CHECKPOINT_DTYPE[0]), f.get(*CHECKPOINT_DTYPE[1:])
-    if (
-        stored
-        and said
-        and dtype_of(said.value)
-        and dtype_of(said.value) != stored.value
-        and not f.get("model.dtype", "model.torch_dtype", "hf.dtype")
-    ):
-        yield found(
-            "CF046",
-            WARNING,
-            f"config.json says {said.value}, the weights are {stored.value}",
-            said,
-            stored,
-            cause="the weights were saved in another dtype than config.json names",
-            fix=f"dtype: {said.value} given by yourself, or correct config.json",
-            wins="config.json, when dtype is auto",
-        )

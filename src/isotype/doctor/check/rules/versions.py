@@ -8,7 +8,7 @@ from ....finding import Finding
 from ..record import Record
 from ..sharded import deepspeed_setting, uses_deepspeed, uses_fsdp
 from ..versions import release
-from .base import ERROR, WARNING, found, rule
+from .base import error, rule, warning
 
 
 @rule("CF095")
@@ -34,9 +34,7 @@ def versions(r: Record) -> Iterator[Finding]:
 
     deepspeed = f.get("versions.deepspeed")
     if deepspeed and (0, 7, 6) <= pinned("deepspeed") <= (0, 8, 0) and (uses_deepspeed(f) or r.value("compute") == "bf16"):
-        yield found(
-            "CF095",
-            ERROR,
+        yield error(
             f"{deepspeed.key} contradicts itself about bf16 accumulation",
             deepspeed,
             deepspeed_setting(f, "bf16.enabled") or r.by("compute"),
@@ -45,9 +43,7 @@ def versions(r: Record) -> Iterator[Finding]:
         )
     torch = f.get("versions.torch")
     if torch and pinned("torch")[:2] == (2, 1) and uses_fsdp(f):
-        yield found(
-            "CF095",
-            WARNING,
+        yield warning(
             f"{torch.key} assigns gradients of the wrong dtype under FSDP",
             torch,
             uses_fsdp(f),
@@ -56,9 +52,7 @@ def versions(r: Record) -> Iterator[Finding]:
         )
     bnb = f.get("versions.bitsandbytes")
     if bnb and r.quantised == 4 and r.device is not None and r.device.kind == "cpu" and known_fault("bitsandbytes", str(bnb.value)):
-        yield found(
-            "CF095",
-            WARNING,
+        yield warning(
             f"{bnb.key} trains 4-bit weights wrongly on a CPU after an evaluation",
             bnb,
             r.quantised_by,
@@ -67,9 +61,7 @@ def versions(r: Record) -> Iterator[Finding]:
         )
     triton = f.get("versions.triton")
     if triton and f.on("env.TRITON_INTERPRET") and known_fault("triton", str(triton.value)):
-        yield found(
-            "CF095",
-            WARNING,
+        yield warning(
             f"{triton.key}: the CPU interpreter is wrong for bf16",
             triton,
             f.on("env.TRITON_INTERPRET"),

@@ -1,21 +1,9 @@
-"""The families of errors: each file holds what one part of a program refuses, its causes and its page."""
+"""The families of errors: each file holds what one part of a program refuses, its causes and its pages. Most are sheets, a few are code."""
 
-from . import (  # noqa: F401  each registers itself
-    arguments,
-    attention,
-    bitsandbytes,
-    buffers,
-    demands,
-    layers,
-    libraries,
-    missing_kernels,
-    products,
-    refusals,
-    regions,
-    scaling,
-    sharding,
-    triton,
-    updates,
-    values,
-    wording,
-)
+from pathlib import Path
+
+from ..sheets import register
+from . import arguments, demands  # noqa: F401  each registers itself
+
+for _sheet in sorted(Path(__file__).parent.glob("*.txt")):
+    register(_sheet)

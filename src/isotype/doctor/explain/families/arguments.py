@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from ..family import Cause, Explained, Seen, family
+from ..shared_causes import wider
 from ..source_line import failing_call
-from .causes import wider
 
 
 @family("EX034", "paired arguments", "comparison", "interpolation", "storage")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ....dtypes import torch_word
 from ..family import Cause, Explained, Seen, family
 from ..recognise import dtype_word
-from .causes import outside_autocast, wider
+from ..shared_causes import outside_autocast
 
 
 @family("EX029", "demanded dtype")
@@ -52,53 +51,5 @@ def demanded(s: Seen) -> Explained:
                 fix=", or ".join(part for part in (cast, whole) if part) or f"cast next to the call: x.to({half})",
                 because="the text names it",
             ),
-        ],
-    )
-
-
-@family("EX037", "arguments of one dtype", "parametrization")
-def one_dtype(s: Seen) -> Explained:
-    """Two tensors that have to share a dtype do not
-
-    **Why it matters.** Extension kernels assert that two of their arguments agree, and a parametrization has to leave its weight's dtype
-    alone. The text names the tensors, seldom the dtypes.
-
-    **Example.** A router's scores are bf16 and its correction bias is kept in fp32; a LoRA parametrization computes under autocast and
-    returns bf16 for an fp32 weight.
-
-    **What to do.** Cast the named tensor next to the call, or compute with autocast switched off where the dtype has to stay.
-    """
-    if s.operator == "parametrization":
-        before, after = s.dtype("left"), s.dtype("right")
-        return Explained(
-            message=f"a parametrization makes a {before} weight {after}",
-            causes=[
-                Cause(
-                    name="parametrization computed under autocast" if wider(before, after) else "parametrization in another dtype",
-                    score=4,
-                    why=f"the weight is {before}, and what the parametrization computes from it is {after}: "
-                    + (
-                        "a product in it (baddbmm, matmul) took part in autocast"
-                        if wider(before, after)
-                        else "it was promoted by a factor kept wider than the weight"
-                    ),
-                    fix="compute it with autocast switched off, with torch.autocast(device_type, enabled=False): ..., or cast its result: "
-                    f".to(torch.{torch_word(before)})",
-                    because="the text names both dtypes",
-                )
-            ],
-        )
-    left, right = s.words["left"], s.words["right"]
-    return Explained(
-        message=f"{left} and {right} have to share a dtype",
-        causes=[
-            Cause(
-                name="one argument kept in another dtype",
-                score=4,
-                why=f"the kernel asserts that {left} and {right} have one dtype; a bias, scale or gate kept in fp32 beside {s.half} "
-                "activations is the usual case",
-                fix=f"cast next to the call: {right}.to({left}.dtype)",
-                because="the text names both",
-            )
         ],
     )

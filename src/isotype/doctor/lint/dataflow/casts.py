@@ -125,8 +125,8 @@ def factory(run: Interpreter, name: str, args: list[Any], kwargs: dict[str, Any]
     )
 
 
-# arange over these numbers the features of a table, and not the positions: exact in bf16 and another matter
-_COUNTS_FEATURES = re.compile(r"dim|feat|channel|half|embed|freq")
+# arange over these numbers the features of a table, and not the positions: exact in bf16 and another matter; `seq_dim` is an axis of those
+_COUNTS_FEATURES = re.compile(r"(?<!seq_)(?<!time_)dim|feat|channel|half|embed|freq")
 
 
 def _is_float_text(node: ast.Call) -> bool:

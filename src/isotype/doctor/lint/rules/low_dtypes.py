@@ -45,12 +45,24 @@ def is_low(file: SourceFile, node: ast.expr) -> bool:
     if file.dotted(node) in LOW:
         return True
     if isinstance(node, ast.Name):
-        return bool(_OF_THE_MODEL.match(node.id)) or node.id in _low_names(file, file.function_of(node))
+        function = file.function_of(node)
+        return bool(_OF_THE_MODEL.match(node.id) and not _may_be_wide(file, function, node.id)) or node.id in _low_names(file, function)
     if isinstance(node, ast.Attribute):
         if _OF_THE_MODEL.match(node.attr) or (node.attr == "dtype" and _MODEL.search(last_name(node.value))):
             return True
         return isinstance(node.value, ast.Name) and node.value.id == "self" and node.attr in _low_attributes(file, node)
     return False
+
+
+def _may_be_wide(file: SourceFile, function: Function | None, name: str) -> bool:
+    """Whether the function binds the name to fp32, at least where the input is low."""
+    bound = (pair for node in file.own(function or file.tree) for pair in bindings(node))
+    return any(
+        isinstance(target, ast.Name)
+        and target.id == name
+        and any(file.dotted(n) == "torch.float32" for n in ast.walk(value) if isinstance(n, ast.expr))
+        for target, value in bound
+    )
 
 
 def _low_names(file: SourceFile, function: Function | None) -> set[str]:

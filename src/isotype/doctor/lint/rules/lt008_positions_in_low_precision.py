@@ -50,10 +50,6 @@ class PositionsInLowPrecision(Rule):
     ```
     Under autocast: `with torch.autocast(device_type, enabled=False)` around the product, or an elementwise product instead of an einsum.
 
-    Fix safety
-    ----------
-    There is no automatic fix.
-
     Known problems
     --------------
     Reported where the rounding and the sin or cos are met in one function, or in functions of the same package that it calls. Which

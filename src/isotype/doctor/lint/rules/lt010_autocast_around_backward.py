@@ -42,10 +42,6 @@ class AutocastAroundBackward(Rule):
         optimizer.step()
     ```
 
-    Fix safety
-    ----------
-    There is no automatic fix.
-
     Known problems
     --------------
     Only calls written inside the region are seen, not those of functions called from it. Regions with `enabled=False` are left alone.

@@ -46,10 +46,6 @@ class RecomputeOutsideAutocast(Rule):
     ```
     with both noted in forward, or `torch.amp.custom_fwd` and `custom_bwd` on the pair, or `torch.utils.checkpoint.checkpoint`.
 
-    Fix safety
-    ----------
-    There is no automatic fix.
-
     Known problems
     --------------
     Recognised when forward keeps a callable on `ctx` that it also calls, or when both methods call the same module or function argument.

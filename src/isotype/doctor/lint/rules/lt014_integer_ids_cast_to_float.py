@@ -37,10 +37,6 @@ class IntegerIdsCastToFloat(Rule):
     batch = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in batch.items()}
     ```
 
-    Fix safety
-    ----------
-    There is no automatic fix.
-
     Known problems
     --------------
     A tensor counts as ids by its name or that of what it was assigned from, a dictionary as a batch by its name or because a tokenizer

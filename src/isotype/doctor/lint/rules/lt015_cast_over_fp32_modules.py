@@ -34,10 +34,6 @@ class CastOverFp32Modules(Rule):
     model.router.float()
     ```
 
-    Fix safety
-    ----------
-    There is no automatic fix.
-
     Known problems
     --------------
     Seen within one function, and for classes of the same file that list modules to be kept in fp32.

@@ -39,10 +39,6 @@ class DecompositionInLowPrecision(Rule):
     u2, s2, v2 = torch.linalg.svd(merged.float())
     ```
 
-    Fix safety
-    ----------
-    There is no automatic fix.
-
     Known problems
     --------------
     Off by default: how often it is right has not been measured on enough code. A function without any cast to fp32 is left alone: most

@@ -14,7 +14,7 @@ _ACTIVATION = re.compile(
     r"(x|q|k|v|a|b|w|o|do|dy|dout|input|inp|in|logits?|hidden(_states)?|y|u|gate|up|weight|out|grad_?out(put)?|query|key|value|e|src|act|"
     r"activations?|scores?)_?(base|ptr)?"
 )
-Kind = Literal["branch", "loop", "dot", "dot_of_pointers", "math", "accumulator", "atomic", "reread", "sum"]
+Kind = Literal["branch", "loop", "dot", "dot_of_pointers", "accumulator", "atomic", "reread", "sum"]
 
 
 @dataclass(frozen=True, slots=True)

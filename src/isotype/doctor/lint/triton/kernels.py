@@ -20,7 +20,6 @@ _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": 
 _INTEGERS = re.compile(r"^u?int\d+$")
 _NUMBER = re.compile(r"scale|scaling|coef|momentum|alpha|beta$|eps|softcap|temperature|dropout|smoothing|^p$|^lr$|decay")
 _MATH = frozenset("exp exp2 log log2 sqrt_rn sin cos rsqrt erf sqrt tanh fast_expf fast_dividef pow".split())
-_NEEDS_FP32 = frozenset("exp exp2 log log2 sin cos erf rsqrt sqrt sqrt_rn sigmoid".split())
 _SAME = frozenset(
     "abs max min maximum minimum where broadcast_to reshape view trans permute expand_dims ravel join clamp sigmoid cumsum sum softmax "
     "flip sort fdiv".split()
@@ -326,10 +325,8 @@ class _Run:
             return self.dot(node, args)
         if name in ("program_id", "num_programs", "arange", "cdiv", "argmax", "argmin"):
             return Value("int", node)
-        low = first.loaded or first.type in ("bf16", "fp16")
-        if low and name in _NEEDS_FP32 and (method or self.file.dotted(node.func).startswith("triton.language")):
-            self.emit("math", node, name, first, first)
-            return Value("fp32", node)
+        if name in _MATH and (first.loaded or first.type in ("bf16", "fp16")):
+            return Value("fp32", node)  # it does not compile for these
         if name in _MATH:
             return Value(first.type, node) if first.type == "fp32" else NOTHING
         if name in _SAME:

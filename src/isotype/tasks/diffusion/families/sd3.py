@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .family import Asked, Family
+from .family import Asked
+from .pooled_text import PooledTextFamily
 
 
-class SD3(Family):
+class SD3(PooledTextFamily):
     pipeline = "StableDiffusion3Pipeline"
     max_text_length = 256
     encoders = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
@@ -28,14 +29,4 @@ class SD3(Family):
             hidden_states=noisy_NCHW, timestep=time_N * 1000, encoder_hidden_states=text["text"], pooled_projections=text["pooled"],
             return_dict=False,
         )[0]  # fmt: skip
-        return made
-
-    def sample(
-        self, pipe: Any, text: dict[str, Tensor], empty: dict[str, Tensor], *, size: int, steps: int, guidance: float, generator: Any
-    ) -> Tensor:
-        made: Tensor = pipe(
-            prompt_embeds=text["text"], pooled_prompt_embeds=text["pooled"], negative_prompt_embeds=empty["text"],
-            negative_pooled_prompt_embeds=empty["pooled"], height=size, width=size, num_inference_steps=steps, guidance_scale=guidance,
-            generator=generator, output_type="latent",
-        ).images  # fmt: skip
         return made

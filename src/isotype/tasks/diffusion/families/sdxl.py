@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .family import Asked, Family
+from .family import Asked
+from .pooled_text import PooledTextFamily
 
 
-class SDXL(Family):
+class SDXL(PooledTextFamily):
     pipeline = "StableDiffusionXLPipeline"
     denoiser = "unet"
     objectives = ("epsilon", "v")
@@ -30,8 +31,8 @@ class SDXL(Family):
     def encode_text(self, pipe: Any, captions: list[str], *, max_length: int) -> dict[str, Tensor]:
         text_NSD, _, pooled_ND, _ = pipe.encode_prompt(captions, do_classifier_free_guidance=False)
         if pipe.config.force_zeros_for_empty_prompt:  # the pipeline guides away from zeros: a dropped caption is the same
-            kept = torch.tensor([caption != "" for caption in captions], device=text_NSD.device)
-            text_NSD, pooled_ND = text_NSD * kept[:, None, None], pooled_ND * kept[:, None]
+            captioned = torch.tensor([caption != "" for caption in captions], device=text_NSD.device)
+            text_NSD, pooled_ND = text_NSD * captioned[:, None, None], pooled_ND * captioned[:, None]
         return {"text": text_NSD, "pooled": pooled_ND}
 
     def predict(self, model: nn.Module, noisy_NCHW: Tensor, time_N: Tensor, text: dict[str, Tensor], asked: Asked) -> Tensor:
@@ -39,16 +40,6 @@ class SDXL(Family):
             noisy_NCHW, time_N, encoder_hidden_states=text["text"], return_dict=False,
             added_cond_kwargs={"text_embeds": text["pooled"], "time_ids": sizes(noisy_NCHW, asked.downscale)},
         )[0]  # fmt: skip
-        return made
-
-    def sample(
-        self, pipe: Any, text: dict[str, Tensor], empty: dict[str, Tensor], *, size: int, steps: int, guidance: float, generator: Any
-    ) -> Tensor:
-        made: Tensor = pipe(
-            prompt_embeds=text["text"], pooled_prompt_embeds=text["pooled"], negative_prompt_embeds=empty["text"],
-            negative_pooled_prompt_embeds=empty["pooled"], height=size, width=size, num_inference_steps=steps, guidance_scale=guidance,
-            generator=generator, output_type="latent",
-        ).images  # fmt: skip
         return made
 
 

@@ -9,7 +9,7 @@ from ....data.rows import IGNORED, Row, row_supervised, tokens_used
 from ....finding import Finding, Place, Severity
 from .subject import LanguageSubject, formats
 
-FEW = 0.05  # rows without a token to learn below this share are data.json's business
+FEW = 0.05  # below this share, rows without a token to learn are only listed in data.json
 ANSWERED = {"messages", "sharegpt", "alpaca", "prompt_completion"}
 
 
@@ -33,7 +33,7 @@ def nothing_to_learn(subject: LanguageSubject) -> Iterator[Finding]:
 
 
 def _fix(why_dropped: set[str], masked: int) -> str:
-    """Advice for the reasons that there are: a larger max_length gives no row an answer."""
+    """Advice that fits the reasons: a larger max_length does not help a row without an answer."""
     if why_dropped == {EMPTY} and not masked:
         return "write the missing answers, or take these rows out of the file; training goes on without them"
     return "a larger data.max_length when rows are cut, else look at their answers and at data.chat_template"

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from ....data.rows import LoadedData, SamplePrompt
-from ....training.preflight.subject import Subject
-from ....training.task import Task
+from ....training.preflight.subject import CheckedTask, Subject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class TokenTask(Task, Protocol):
+class TokenTask(CheckedTask, Protocol):
     """A task whose rows are tokens."""
 
     tokenizer: PreTrainedTokenizerBase

@@ -57,7 +57,7 @@ def untrained_new_tokens(subject: LanguageSubject) -> Iterator[Finding]:
 
 
 def untouched_rows(weight: Tensor, rows: list[int]) -> list[int]:
-    """Those of `rows` that are all but zero, or all but the mean row.
+    """Those of `rows` that are nearly zero or nearly the mean row.
 
     weight  F[V H]
     inside  fp32, over at most 4096 rows
@@ -67,7 +67,7 @@ def untouched_rows(weight: Tensor, rows: list[int]) -> list[int]:
     sample_SH = weight.detach()[:: max(1, weight.shape[0] // 4096)].float()
     mean_H = sample_SH.mean(0)
     usual_norm, usual_distance = sample_SH.norm(dim=1).median(), (sample_SH - mean_H).norm(dim=1).median()
-    if usual_distance == 0:  # the same row for every token: the model is of a test, or broken in another way
+    if usual_distance == 0:  # the same row for every token: a test model, or one that is broken in another way
         return []
     rows_RH = weight.detach()[torch.tensor(rows, device=weight.device)].float()
     fresh_R = (rows_RH.norm(dim=1) < NEAR_ZERO * usual_norm) | ((rows_RH - mean_H).norm(dim=1) < NEAR_MEAN * usual_distance)

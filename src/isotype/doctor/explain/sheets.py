@@ -1,0 +1,128 @@
+"""Families of errors as sheets (`families/*.txt`, read by `doctor.sheets`).
+
+A section is headed by the operators that refused, with `;` between them, and has a `message`; a rank is a cause's score, its fields are
+`why`, `fix` and `seen`, the evidence. `+ outside autocast -2 if TEST` stands for causes that several families share, their scores moved so.
+Two terms are tests of their own: `left > right`, a wider dtype, and `frames ~ regex`, a frame of the traceback, `{frame}` from then on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ...dtypes import torch_word
+from ...finding import Severity
+from ..sheets import Entry, sections
+from ..sheets import Facts as Known
+from .family import Cause, Explained, Seen, family
+from .recognise import dtype_word
+from .shared_causes import custom_backward, is_floating, outside_autocast, wider
+from .source_line import failing_call
+
+_SHARED: dict[str, Callable[[Seen, float], Iterator[Cause]]] = {
+    "outside autocast": outside_autocast,
+    "custom backward": lambda seen, _: custom_backward(seen),
+}
+_READINGS: dict[str, Callable[[str], Any]] = {
+    " as dtype": dtype_word,
+    " as torch": torch_word,
+    " as mixed": lambda word: word.replace("-true", "-mixed"),
+    " without spaces": str.strip,
+    " as list": lambda words: ", ".join(sorted(word.strip().removeprefix("torch.") for word in words.split(","))),
+    " as printed dtype": lambda text: next((dtype_word(word) for word in re.findall(r"dtype=(torch\.\w+)", text)), ""),
+    " in lower case": str.lower,
+    " in brief": lambda text: " ".join(text.split())[:160],
+    " in 160": lambda text: text[:160],
+    " without quotes": lambda text: text.replace("'", ""),
+    " is floating": is_floating,
+}
+
+
+class Facts(Known):
+    """What an incident showed, by name: a sheet's own words, dtypes by role, words of the text, flags of the situation, and the following.
+
+    operator, text, half, torch_half, autocast  as in `Seen`; `autocast is on` is the flag
+    where FLAG        the frame that proves a flag, in words
+    word NAME         a word of the text, where a dtype's role has the same name
+    NAME as dtype, NAME as list, and the other endings of `_READINGS`   a word, read so
+    first of set, second of set   the dtypes of a set that the text prints
+    package NAME      whether a frame lies in it
+    call, in_place, product   the failing call; where it is a product in place; where it is a product of two tensors
+    user, inner, frame        the innermost frame of the user's code, of all, and the one that a test found; its `place` and `line`
+    """
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.seen = seen
+        self.frame: Any = None
+
+    def get(self, name: str) -> Any:
+        seen, situation = self.seen, self.seen.situation
+        for known in (self.made, seen.dtypes, seen.words):
+            if name in known:
+                return known[name]
+        for ending, read in _READINGS.items():
+            if name.endswith(ending):
+                word = self.get(name.removesuffix(ending))
+                return None if word is None else read(word)
+        kind, _, rest = name.partition(" ")
+        match kind:
+            case "where":
+                return situation.where(rest)
+            case "word":
+                return seen.words.get(rest)
+            case "first" | "second" if rest and "set" in seen.words:
+                words = [dtype_word(word) for word in seen.words["set"].split(",")]
+                return words[0] if kind == "first" else words[1] if len(words) > 1 else "another"
+            case "package":
+                return rest in situation.packages
+            case "autocast" if rest:
+                return "autocast" in situation
+            case "operator" | "text" | "half" | "torch_half" | "autocast":
+                return getattr(seen, name)
+            case "call" | "in_place" | "product":
+                call = failing_call(situation)
+                fits = call and (kind == "call" or (call.is_product and (call.in_place if kind == "in_place" else len(call.tensors) == 2)))
+                return call if fits else None
+            case "user" | "inner" | "frame":
+                return {"user": situation.users, "inner": situation.innermost, "frame": self.frame}[kind]
+            case "place" | "line" if (f := self.frame) is not None:
+                return f"{f.function if kind == 'place' else f.code or f.function} at {f.file}:{f.line}"
+        return name in situation or None
+
+    def holds_specially(self, term: str) -> bool | None:
+        left, found, right = term.partition(" > ")
+        if found:
+            return wider(str(self.get(left)), str(self.get(right)))
+        if term.startswith("frames ~ "):
+            frame = self.seen.situation.mentions(term.removeprefix("frames ~ "))
+            self.frame = frame or self.frame
+            return frame is not None
+        return None
+
+
+def _explain(entries: list[Entry], seen: Seen) -> Explained:
+    facts, head = Facts(seen), entries[0]
+    head.make(facts)
+    causes: list[Cause] = []
+    for entry in entries[1:]:
+        if shared := re.fullmatch(r"\+ (.+?)(?: (-?\d+))?(?: if (.+))?", entry.title):
+            causes += _SHARED[shared[1]](seen, float(shared[2] or 0)) if facts.holds(shared[3]) else ()
+        elif score := entry.rank(facts):
+            why, fix, because = (entry.first(name, facts) for name in ("why", "fix", "seen"))
+            causes.append(Cause(name=facts.say(entry.title), score=float(score), why=why, fix=fix, because=because))
+    severity = Severity.parse(head.first("severity", facts) or "error")
+    return Explained(message=head.first("message", facts), causes=causes, severity=severity)
+
+
+def register(path: Path) -> None:
+    """Makes the families of one sheet."""
+    for section in sections(path, ranks=r"[\d.]+", fields="message|severity|why|fix|seen"):
+
+        def explained(seen: Seen, entries: list[Entry] = section.entries) -> Explained:
+            return _explain(entries, seen)
+
+        explained.__doc__ = section.page
+        family(section.code, *section.name.split("; "))(explained)

@@ -1,0 +1,24 @@
+// gelu(x) and its derivative, exact and by tanh: one exp and one division an element.
+#pragma once
+#include "lanes.h"
+
+namespace isotype {
+
+struct Gelu {
+  f32 value, slope;
+};
+
+template <bool TANH>
+inline Gelu gelu(f32 x) {
+  if (TANH) {
+    // (1 + tanh(u)) / 2 = sigmoid(2u), which does not cancel for a negative u
+    const f32 s = sigmoid(x * (1.59576912f + 0.0713548163f * x * x));
+    return {x * s, s + x * s * (1.0f - s) * (1.59576912f + 0.214064449f * x * x)};
+  }
+  f32 density;
+  const f32 p = normal_cdf(x, density);
+  // far out both factors are exact, and their product is not 0 times inf
+  return {x * p, p + x * density};
+}
+
+}  // namespace isotype

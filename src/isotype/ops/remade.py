@@ -1,0 +1,91 @@
+"""Tensors that backward makes again instead of keeping them: an op notes how its output follows from what is saved anyway.
+
+gelu(x) of an MLP is four times as wide as the stream, and the layer that reads it needs it in backward for its adapter's gradient. x is
+saved in any case. So that layer saves x, and computes gelu(x) again. `remember` puts the note on the tensor itself: a reader that was
+given another tensor (a view, a copy) finds none, and saves what it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .backend import differentiated_again
+
+_WAY = "_isotype_way"
+
+
+class Way(NamedTuple):
+    """How a tensor is made again: `make(*tensors)`, which is differentiable, gives the same bits.
+
+    version  how often the tensor had been written to in place when this was noted
+    """
+
+    make: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+    version: int
+
+
+class _Chain:
+    """`make` of inputs some of which are made again first.
+
+    ways  for each input the function that makes it, or None for one that is kept, and of how many tensors
+    """
+
+    def __init__(self, make: Callable[..., Tensor], ways: list[tuple[Callable[..., Tensor] | None, int]]) -> None:
+        self.make, self.ways = make, ways
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        inputs, start = list[Tensor](), 0
+        for make, count in self.ways:
+            given = tensors[start : start + count]
+            inputs.append(given[0] if make is None else make(*given))
+            start += count
+        return self.make(*inputs)
+
+
+def remember(made: Tensor, make: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Notes on `made` that it is `make(*tensors)`, and returns it.
+
+    tensors  those that its own backward saves, or that can be made again themselves
+    """
+    if not made.requires_grad or torch.compiler.is_compiling():
+        return made
+    ways = [way_of(t) for t in tensors]
+    if any(ways):
+        make = _Chain(make, [(None, 1) if way is None else (way.make, len(way.tensors)) for way in ways])
+        tensors = tuple(kept for t, way in zip(tensors, ways) for kept in ((t,) if way is None else way.tensors))
+    setattr(made, _WAY, Way(make, tensors, made._version))
+    return made
+
+
+def way_of(x: Tensor) -> Way | None:
+    """How `x` can be made again; None where nobody has noted it, or someone has written to `x` since."""
+    if torch.compiler.is_compiling():
+        # a graph's own partitioner decides what is computed again
+        return None
+    way: Way | None = getattr(x, _WAY, None)
+    return way if way is not None and way.version == x._version else None
+
+
+def follow(made: Tensor, make: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """As `remember`, where one of the tensors can be made again; else `made` is what is best saved."""
+    return remember(made, make, *tensors) if any(way_of(t) is not None for t in tensors) else made
+
+
+def kept_for(x: Tensor, saved: Tensor | None) -> tuple[Callable[..., Tensor] | None, tuple[Tensor | None, ...]]:
+    """(how x is made in backward or None, what is saved for it): `saved`, which is x in the shape and dtype that backward reads, or what x
+    is made from. Nothing is made again where backward reads nothing (`saved` is None)."""
+    way = None if saved is None else way_of(x)
+    return (None, (saved,)) if way is None else (way.make, way.tensors)
+
+
+def made_again(make: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """The tensor; with its graph only where the backward that asks is differentiated again."""
+    if differentiated_again():
+        return make(*tensors)
+    with torch.no_grad():
+        return make(*tensors)

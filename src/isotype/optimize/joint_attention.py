@@ -1,0 +1,220 @@
+"""Attention of diffusers' transformers, over a picture's tokens alone or joined with the text's: known by its children and a probe.
+
+The instance's forward becomes one that calls the same children, rotates by `rope` and attends by `attention`. What attention saves for
+backward are then the projections, from which the normed, joined and rotated query and key are made again.
+
+B pictures, S tokens, N heads, D head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dtypes import name as dtype_name
+from ..dtypes import to_torch
+from ..environment.planned import planned_for
+from ..ops import attention, rope
+from ..ops.attention import backend_of
+from ..ops.remade import follow
+from ..placement import Placement
+from .instances import placement, put, same, settings_of, stand_in, taken
+
+PART = "joint attention"
+_PICTURE = ("to_q", "to_k", "to_v")
+_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
+_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+_TABLES = "image_rotary_emb"
+_HEADS, _SIZE = 2, 4
+
+
+@dataclass(frozen=True)
+class JointSettings:
+    """joint      the text's tokens are attended to with the picture's
+    text_first whether they come first
+    out        to_out is applied to the picture's result
+    text_out   to_add_out is applied to the text's
+    rotary     query and key are rotated by the tables `image_rotary_emb`
+    """
+
+    joint: bool
+    text_first: bool
+    out: bool
+    text_out: bool
+    rotary: bool
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Whether it is an attention layer of diffusers with a processor, whose query, key and value read one tensor."""
+    return (
+        type(module).__module__.startswith("diffusers.")
+        and hasattr(module, "processor")
+        and isinstance(getattr(module, "heads", None), int)
+        and all(isinstance(getattr(module, name, None), nn.Module) for name in _PICTURE)
+        and getattr(module, "is_cross_attention", False) is not True
+    )
+
+
+class _Rows(nn.Module):
+    """Stands for a projection or a norm in the probe: a function of its own."""
+
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * (1.0 + self.shift)).sin() + self.shift
+
+
+def recognise(module: Any) -> JointSettings | None:
+    """The settings with which `compute` gives this module's output on a probe; None where none do."""
+    width = _HEADS * _SIZE
+    names = [n for n in (*_PICTURE, *_TEXT, *_NORMS, "to_add_out") if getattr(module, n, None) is not None]
+    stubs: dict[str, nn.Module] = {name: _Rows(0.1 * (i + 1)) for i, name in enumerate(names)}
+    has_out = getattr(module, "to_out", None) is not None
+    if has_out:
+        stubs["to_out"] = nn.ModuleList([_Rows(1.5), nn.Identity()])
+    twin = stand_in(module, stubs, {})
+    vars(twin).update(heads=_HEADS, head_dim=_SIZE, training=False)
+    generator = torch.Generator().manual_seed(0)
+    picture, text = (torch.randn(1, n, width, generator=generator, dtype=torch.float64) for n in (3, 2))
+    joint = all(name in stubs for name in _TEXT)
+    angle = torch.randn(3 + 2 * joint, _SIZE // 2, generator=generator, dtype=torch.float64).repeat_interleave(2, -1)
+    given = {"hidden_states": picture} | ({"encoder_hidden_states": text} if joint else {})
+    takes = {name for name in inspect.signature(module.processor.__call__).parameters if "rot" in name}
+    if takes - {_TABLES}:
+        # tables under another name, as a call of the model will give
+        return None
+    for rotary, first, out, text_out in product((True, False), repeat=4):
+        settings = JointSettings(joint, first, out, text_out, rotary)
+        lacks = (rotary and not takes) or (out and not has_out) or (text_out and "to_add_out" not in stubs)
+        if lacks or (not joint and (first or text_out)):
+            continue
+        tables = {_TABLES: (angle.cos(), angle.sin())} if rotary else {}
+        if same(partial(_flat, type(module).forward, twin, given | tables), partial(_flat, _by_form, twin, (settings, given | tables))):
+            return settings
+    return None
+
+
+def _flat(forward: Any, twin: nn.Module, given: Any) -> Tensor:
+    """The outputs in one tensor."""
+    made = forward(twin, **given) if isinstance(given, dict) else forward(twin, *given)
+    return torch.cat(made, 1) if isinstance(made, tuple) else made
+
+
+def _by_form(twin: nn.Module, settings: JointSettings, given: dict[str, Any]) -> Any:
+    return compute(twin, settings, given["hidden_states"], given.get("encoder_hidden_states"), given.get(_TABLES))
+
+
+def compute(
+    module: Any, s: JointSettings, picture: Tensor, text: Tensor | None, tables: tuple[Tensor, Tensor] | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    queries, keys, values = ([getattr(module, name)(picture)] for name in _PICTURE)
+    norms = {0: ["norm_q"], 1: ["norm_k"]}
+    if text is not None:
+        at = 0 if s.text_first else 1
+        for i, (parts, name) in enumerate(zip((queries, keys, values), _TEXT)):
+            parts.insert(at, getattr(module, name)(text))
+            if i in norms:
+                norms[i].insert(at, ("norm_added_q", "norm_added_k")[i])
+    query, key = (joined(module, parts, norms[i]) for i, parts in enumerate((queries, keys)))
+    value = joined(module, values, [])
+    if tables is not None:
+        cos, sin = (t[..., ::2] for t in tables)
+        turned = rope(query, key, cos, sin, interleaved=True)
+        query, key = (follow(new, _turn, old, cos, sin) for new, old in zip(turned, (query, key)))
+    out = attention(query, key, value).transpose(1, 2).flatten(2, 3).to(query.dtype)
+    if text is None:
+        return _out(module, out) if s.out else out
+    lengths = [text.shape[1], picture.shape[1]] if s.text_first else [picture.shape[1], text.shape[1]]
+    parts = out.split(lengths, dim=1)
+    of_text, of_picture = parts if s.text_first else parts[::-1]
+    return _out(module, of_picture) if s.out else of_picture, module.to_add_out(of_text) if s.text_out else of_text
+
+
+def joined(module: Any, parts: list[Tensor], norms: list[str]) -> Tensor:
+    """[B N S D] of projections [B S_i N*D], one after the other, each normed by a child of the module where it has that."""
+    heads = []
+    for i, part in enumerate(parts):
+        norm = getattr(module, norms[i], None) if norms else None
+        x_BSND = part.unflatten(-1, (module.heads, -1))
+        heads.append(x_BSND if norm is None else norm(x_BSND))
+    whole = heads[0] if len(heads) == 1 else follow(torch.cat(heads, 1), _one_after_the_other, *heads)
+    return follow(whole.transpose(1, 2), _heads_first, whole)
+
+
+def _one_after_the_other(*parts: Tensor) -> Tensor:
+    return torch.cat(parts, 1)
+
+
+def _heads_first(x_BSND: Tensor) -> Tensor:
+    return x_BSND.transpose(1, 2)
+
+
+def _turn(x_BNSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return rope(x_BNSD, x_BNSD[:, :0], cos, sin, interleaved=True)[0]
+
+
+def _out(module: Any, x: Tensor) -> Tensor:
+    for layer in module.to_out:
+        x = layer(x)
+    return x
+
+
+def joint_forward(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    **others: Any,
+) -> Any:
+    """The form; the class's forward for a call of another kind, a processor that was changed since, and fused projections."""
+    s, processor = settings_of(self)
+    told = {name: value for name, value in others.items() if value is not None}
+    usual = attention_mask is None and not told and s.joint == (encoder_hidden_states is not None)
+    usual = usual and s.rotary == (image_rotary_emb is not None) and type(self.processor) is processor
+    usual = usual and not getattr(self, "fused_projections", False)
+    for setting in ("_attention_backend", "_parallel_config"):
+        usual = usual and getattr(self.processor, setting, None) is None
+    if usual:
+        return compute(self, s, hidden_states, encoder_hidden_states, image_rotary_emb)
+    rotary = {} if image_rotary_emb is None else {_TABLES: image_rotary_emb}
+    return type(self).forward(self, hidden_states, encoder_hidden_states, attention_mask, **rotary, **others)
+
+
+def said(model: nn.Module, compute: str, *, device_type: str) -> str:
+    """The back ends of a denoiser's attention in a training step, with the number of its layers that each computes; "" for other models."""
+    layers = [m for m in model.modules() if type(m).__module__.startswith("diffusers.") and hasattr(m, "processor")]
+    found = Counter(_back_end(layer, to_torch(compute), device_type) for layer in layers)
+    return ", ".join(f"{name} ({count} of {len(layers)} layers)" if len(found) > 1 else name for name, count in found.most_common())
+
+
+def _back_end(layer: Any, dtype: torch.dtype, device_type: str) -> str:
+    if getattr(vars(layer).get("forward"), "__func__", None) is not joint_forward:
+        return f"{type(layer.processor).__name__}'s own"
+    weight = layer.to_q.weight
+    depth = getattr(weight, "quant_state", weight).shape[0] // layer.heads
+    with nullcontext() if device_type == "cpu" else planned_for(device_type):
+        x = torch.empty(1, layer.heads, 128, depth, dtype=dtype, device="cpu" if device_type == "cpu" else "meta")
+        return f"{backend_of(dtype, x, x, x, None, causal=False)} in {dtype_name(dtype)}"
+
+
+def place(path: str, module: nn.Module) -> Placement:
+    """Puts the form on the module at this path of the model, where it gives the module's output."""
+    reason = taken(module)
+    if reason is not None:
+        return placement(PART, path, module, None, reason)
+    found = recognise(module)
+    if found is None:
+        return placement(PART, path, module, None, "its output is not that of one attention over all its tokens on a probe")
+    put(module, joint_forward, (found, type(module.processor)))
+    return placement(PART, path, module, "attention", "with rope" if found.rotary else "")

@@ -1,0 +1,83 @@
+"""Judges casts and widened operands: which precision is lost, and which earlier loss a wider dtype hides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...dtypes import itemsize, name
+from ..apply import is_norm
+from .call import SMALL, Call, float_word, short_name
+from .callers import ENGINE, OURS, PRACTICE
+from .lineage import NOTHING, Lineage, Mark
+from .regions import FORWARD
+
+
+def judge_cast(call: Call, made: Lineage) -> Lineage:
+    """Judges a cast, or a copy into another dtype: which precision it loses, and which earlier loss it hides."""
+    target, source = (call.args[0], call.args[1]) if call.op.name == "copy" and len(call.args) > 1 else (call.outputs[0], call.args[0])
+    if not isinstance(source, Tensor) or not isinstance(target, Tensor):
+        return made
+    lineage = call.step.lineages.of(source) or NOTHING
+    before, after = float_word(source.dtype), float_word(target.dtype)
+    if before and after is None and target.dtype != torch.bool and not target.is_complex():
+        return replace(lineage, integers=lineage.integers or lineage.data)
+    if after and before is None:
+        if lineage.integers and call.by.kind != OURS:
+            call.report(
+                call.role(), f"values pass through {name(source.dtype)}", observed=name(source.dtype),
+                declared=getattr(call.step.precision, call.role()), cause="quantised and widened again",
+            )  # fmt: skip
+        return replace(lineage, integers=False)
+    if not before or not after:
+        return lineage
+    if itemsize(after) > itemsize(before):
+        _report_hidden_loss(call, lineage, before, after)
+        return replace(lineage, marks=())
+    if itemsize(after) < itemsize(before) and _loses(call, source, target, lineage, after):
+        mark = Mark("rounded", call.op.name, after, call.module, f"{short_name(call.by.file)}:{call.by.line}", True)
+        return replace(lineage, marks=(*lineage.marks, mark))
+    return lineage
+
+
+def judge_widened_operands(call: Call, known: list[tuple[Tensor, Lineage | None]], dtype: str) -> None:
+    """Judges operands that the arithmetic widens without a cast."""
+    for tensor, lineage in known:
+        word = float_word(tensor.dtype)
+        if lineage is not None and lineage.marks and word and itemsize(word) < itemsize(dtype):
+            _report_hidden_loss(call, lineage, word, dtype)
+
+
+def _loses(call: Call, source: Tensor, target: Tensor, lineage: Lineage, after: str) -> bool:
+    """Whether to record that this value was narrowed. Activations are declared to be `compute`, so for them it is no loss."""
+    if call.by.kind in (OURS, ENGINE) or (call.by.kind == PRACTICE and call.region == FORWARD):
+        return False
+    if call.region == FORWARD and lineage.activation and after == call.step.compute:
+        return False
+    if after == "fp32" and call.in_a_position_table():
+        return False
+    if lineage.data or source.numel() > SMALL:
+        return True
+    finite = source.isfinite() & target.isfinite()
+    return not torch.equal(source[finite], target[finite].to(source.dtype))
+
+
+def _report_hidden_loss(call: Call, lineage: Lineage, before: str, after: str) -> None:
+    """Reports that a value with a recorded loss is widened: from here on its dtype hides the loss."""
+    if call.region == FORWARD and (call.by.kind == OURS or call.step.regions.inside(is_norm) is not None):
+        return  # a norm's own sums are judged by `norms`
+    for mark in lineage.marks:
+        if mark.kind == "reduced" and not mark.anywhere and mark.module != call.module:
+            continue
+        what = {
+            "rounded": "values were rounded to",
+            "reduced": f"{mark.operator} was computed in",
+            "table": f"{mark.operator} was computed in",
+        }
+        role = call.role()
+        call.report(
+            role, f"{what[mark.kind]} {mark.dtype} at {mark.place} and widened to {after}", observed=mark.dtype,
+            declared=getattr(call.step.precision, role), cause="the wider dtype hides what was lost",
+        )  # fmt: skip

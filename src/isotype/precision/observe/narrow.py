@@ -1,0 +1,99 @@
+"""Judges arithmetic in narrow dtypes: losses, gradients, norms, sums and tables."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...dtypes import itemsize
+from ..apply import is_norm
+from . import operators as ops
+from .call import SMALL, Call, short_name
+from .callers import ENGINE, OURS, PRACTICE
+from .lineage import WEIGHT, Lineage, Mark, plain_tensors
+from .regions import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE
+
+_TERMS = 4
+
+
+def judge_arithmetic(call: Call, dtype: str, made: Lineage) -> Lineage:
+    """Judges arithmetic and returns the record of its result, with a mark where a sum or a table was computed in a narrow dtype."""
+    op, by, region, precision = call.op, call.by, call.region, call.step.precision
+    narrow = itemsize(dtype) < 4
+    if op.kind == ops.EXACT:
+        return made
+    norm = call.step.regions.inside(is_norm) if region == FORWARD else None
+    if norm is not None and op.name in ops.NORM_SUMS:
+        norm.sums.add(dtype)
+    if region == FORWARD and made.activation:
+        made = replace(made, marks=tuple(m for m in made.marks if m.kind == "reduced"))
+    if op.kind == ops.ROUND and by.kind != OURS and (made.data or region in (BACKWARD, GRADIENTS, UPDATE)) and op.name != "floor_divide":
+        role = call.role()
+        call.report(
+            role, f"{op.name} puts values on a grid", observed="a grid", declared=getattr(precision, role), cause="quantised in place"
+        )
+    if by.kind == OURS or (by.kind == ENGINE and region == BACKWARD):
+        return made
+    of_the_loss = region == LOSS or (region == FORWARD and op.name in ops.LOSSES and not _inside_a_familys_layer(call))
+    if of_the_loss and made.activation and itemsize(dtype) < itemsize(precision.loss):
+        _report_narrower(call, "loss", dtype, precision.loss)
+    if not narrow:
+        if region == FORWARD and norm is None and made.activation and itemsize(dtype) > itemsize(call.step.compute):
+            call.seen.widened[f"{op.name} in {call.module}", dtype] += 1
+        return made
+    if region == BACKWARD:
+        made = replace(made, added=made.added + (op.name in ("add", "sub", "addcmul", "lerp")))
+        # up to _TERMS additions are a formula; more are a sum written as a loop
+        if (op.kind == ops.SUM or made.added > _TERMS) and itemsize(dtype) < itemsize(precision.grads):
+            _report_narrower(call, "grads", dtype, precision.grads)
+        return made
+    if region != FORWARD:
+        return made
+    if by.kind == PRACTICE:
+        return made
+    if made.activation and norm is None and op.name in ops.NORMALISING and itemsize(dtype) < itemsize(precision.norms):
+        _report_narrower(call, "norms", dtype, precision.norms)
+    place = f"{short_name(by.file)}:{by.line}"
+    if made.activation:
+        if op.kind == ops.SUM and op.name not in ops.WIDE_INSIDE:
+            anywhere = op.name in ops.NAMED_SUMS
+            return replace(made, marks=(*made.marks, Mark("reduced", op.name, dtype, call.module, place, anywhere)))
+        return made
+    if not made.from_ & WEIGHT and _inexact(call):
+        if op.name in ops.CURVED and max((t.numel() for t in call.outputs), default=0) > 1:
+            _report_narrower(call, call.step.role, dtype, "fp32 for tables")
+        return replace(made, marks=(*made.marks, Mark("table", op.name, dtype, call.module, place, True)))
+    return made
+
+
+def _inexact(call: Call) -> bool:
+    """Whether the same operator on widened operands gives different values."""
+    if (call.op.writes and any(call.op.writes)) or not call.outputs or call.outputs[0].numel() > SMALL:
+        return True
+    try:
+        args, kwargs = torch.utils._pytree.tree_map_only(Tensor, _widened, (call.args, call.kwargs))
+        exact = call.func(*args, **kwargs)
+    except (RuntimeError, TypeError):
+        return True
+    return not torch.equal(plain_tensors(exact, [])[0].float().nan_to_num(), call.outputs[0].float().nan_to_num())
+
+
+def _report_narrower(call: Call, role: str, dtype: str, declared: str) -> None:
+    call.report(
+        role,
+        f"{call.op.name} is computed in {dtype}, declared {declared}",
+        observed=dtype,
+        declared=declared,
+        cause="narrower than its role",
+    )
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _inside_a_familys_layer(call: Call) -> bool:
+    """Whether code of transformers computes inside one of its layers, where a logsumexp belongs to attention (Granite SWA's sinks)."""
+    return call.by.kind == PRACTICE and any(part.isdigit() for part in call.module.split("."))

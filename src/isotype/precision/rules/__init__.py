@@ -1,0 +1,27 @@
+"""Finds contradictions between precision settings before anything is loaded. Imports no torch; the doctor uses the same rules.
+
+A file holds the rules about one thing; importing it registers them.
+"""
+
+from __future__ import annotations
+
+from ...finding import Finding
+from ...pages.docstrings import docstring_page
+from . import device, fp16, gradients, updates, values, weights
+from .rule import RULES, Facts, Setting
+
+__all__ = ["RULES", "Facts", "Setting", "check", "codes", "device", "fp16", "gradients", "page", "updates", "values", "weights"]
+
+
+def check(facts: Facts) -> list[Finding]:
+    """Every finding of every rule, by code."""
+    return [finding for code in codes() for finding in RULES[code](facts)]
+
+
+def codes() -> list[str]:
+    return sorted(RULES)
+
+
+def page(code: str) -> str | None:
+    """The page of a rule, from its docstring."""
+    return docstring_page(code, RULES[code]) if code in RULES else None

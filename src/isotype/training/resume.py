@@ -1,0 +1,68 @@
+"""Goes on with a run: compares its configuration with that of the run before, and restores the newest whole checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ..config.compare import compare
+from ..config.load import LoadedConfig, load
+from ..environment.hardware import detect
+from ..errors import UsageError
+from ..model.run_precision import resolve_precision
+from ..runs.checkpoint.snapshot import rows_here
+from ..runs.folder import RESOLVED, RunFolder
+from .console import RunConsole
+from .loop import Loop
+from .task import Task
+
+RESUMES = "resumes.json"
+
+
+def compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole) -> None:
+    """Prints the differences from the configuration that the run was started with, and refuses those that would make it a different run."""
+    preset = resolve_precision(loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles).preset
+    changes = compare(load(folder.path / RESOLVED, [], {}).config, loaded.config, auto=preset)
+    forbidden = [c for c in changes if not c.allowed and not loaded.consent]
+    if forbidden:
+        raise UsageError(
+            "resuming would be another run:\n" + "\n".join(f"  {c}" for c in forbidden),
+            fix="resume without these, start a new run, or accept them: --yes (from Python: accept_changes=True)",
+        )
+    for change in changes:
+        console.say(f"changed   {change}")
+
+
+def restore(loop: Loop, console: RunConsole) -> None:
+    """Restores the newest whole checkpoint, or begins at step 1 where there is none. Says which."""
+    world = loop.world
+    step, passed = world.first_does(loop.store.newest_whole)
+    for reason in passed:
+        console.say(f"resume    {reason}: passed over")
+    if step is None:
+        if world.first:
+            loop.store.tidy(None)
+            loop.metrics.cut_after(-1)
+        console.say("resume    no whole checkpoint: starting from the beginning")
+        return
+    wrote = loop.restore(loop.store.load(step, rows_here(loop.model)))
+    if world.first:
+        loop.folder.write_json(RESUMES, {"steps": [*resumed_at(loop.folder.path), step]})
+        loop.store.tidy(loop.progress.best_step)
+    if wrote != world.size:
+        console.say(f"resume    saved by {_processes(wrote)}, goes on with {_processes(world.size)}: the same rows, other draws of dropout")
+    done = f", which was the last: train.steps={2 * step} or train.epochs=N goes on" if step >= loop.plan.total else ""
+    console.say(f"resume    from step {step}{done}")
+
+
+def resumed_at(folder: Path) -> list[int]:
+    """The steps from which a run was resumed; empty if it never was."""
+    try:
+        steps = json.loads((folder / RESUMES).read_text(encoding="utf-8"))["steps"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    return [step for step in steps if type(step) is int] if isinstance(steps, list) else []
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"

@@ -1,0 +1,50 @@
+"""Writes the files that describe a run before its first step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from ..config.load import LoadedConfig
+from ..config.write import resolved_yaml
+from ..distributed.world import World
+from ..environment.versions import environment
+from ..model import attention
+from ..model.adapter import trainable_share
+from ..runs.folder import RESOLVED, RunFolder
+from .milestones import Milestones
+from .own_code import OBJECTIVE, Own
+from .same_data import DATA
+from .setup import Prepared
+from .task import Task
+
+
+def write_start(
+    loaded: LoadedConfig, task: Task, prepared: Prepared, plan: Milestones, folder: RunFolder, world: World, own: Own, *, resuming: bool
+) -> None:
+    """Writes `resolved.yaml` last, since it marks the folder as a run."""
+    (folder.path / "result.json").unlink(missing_ok=True)  # of the part that a resumed run goes on from
+    if not resuming:
+        folder.metrics.unlink(missing_ok=True)
+        folder.write_text("config.yaml", loaded.text)  # as given at first; a resumed run reads resolved.yaml
+    folder.write_json("env.json", environment())
+    folder.write_json("manifest.json", prepared.manifest.to_dict())
+    task.begin(folder.path, resuming=resuming)
+    for name, content in task.records().items():
+        folder.write_json(name, content)
+    trainable, total = trainable_share(prepared.model)
+    shared: dict[str, Any] = {"processes": world.size, "machines": world.nodes}
+    own_parts = {OBJECTIVE: own.objective_name, DATA: task.fingerprint()}
+    folder.write_json("plan.json", {**asdict(plan), "task": task.kind, "parameters": total, "trained": trainable, **own_parts, **shared})
+    reasons = {f"precision.{role}": reason for role, reason in prepared.resolved.reasons.items()}
+    reasons["precision.preset"] = prepared.resolved.why_preset
+    values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
+    values["precision.preset"] = prepared.resolved.preset
+    if loaded.config.model.attention == attention.AUTO and attention.is_known(prepared.model):
+        values["model.attention"] = attention.taken(prepared.model)
+        reasons["model.attention"] = attention.said(prepared.model, attention.AUTO)
+    if loaded.config.train.gradient_checkpointing == "auto":
+        settings = prepared.checkpointing.as_settings()
+        values |= settings
+        reasons |= dict.fromkeys(settings, prepared.checkpointing.reason)
+    folder.write_text(RESOLVED, resolved_yaml(loaded, reasons, values))

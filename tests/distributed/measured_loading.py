@@ -1,0 +1,61 @@
+"""One process of a run that reads its model, measured: `python -m tests.distributed.measured_loading TINY_CONFIG CONFIG RESULT`.
+
+The tiny run is prepared first, so that libraries are not counted. RESULT gets, by rank, the anonymous memory in bytes that reading the
+model took at most, and in the end. Mapped pages of files are not counted: the system drops them where memory is short.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed.fsdp
+
+from isotype.config.load import load
+from isotype.distributed.world import join
+from isotype.tasks.choose import task_of
+from isotype.training.setup import prepare
+
+
+def anonymous() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
+
+
+def main(tiny: str, file: str, result: str) -> None:
+    torch.set_num_threads(1)
+    world = join("cpu", timeout=600)
+    first = load(tiny, [], {})
+    prepare(task_of(first.config), first.sources, Path(result).parent / "tiny", world)
+    gc.collect()
+    loaded = load(file, [], {})
+    task, taken = task_of(loaded.config), []
+    builds, cuts = task.build_model, torch.distributed.fsdp.fully_shard
+
+    def build(*args, **kwargs):
+        taken.append(anonymous())
+        made = builds(*args, **kwargs)
+        taken.append(anonymous())
+        return made
+
+    def cut(*args, **kwargs):
+        taken.append(anonymous())
+        made = cuts(*args, **kwargs)
+        taken.append(anonymous())
+        return made
+
+    task.build_model = build
+    torch.distributed.fsdp.fully_shard = cut
+    prepare(task, loaded.sources, Path(result).parent / "base", world)
+    before = taken[0]
+    found = world.gather([max(taken) - before, taken[-1] - before])
+    if world.first:
+        Path(result).write_text(json.dumps(found))
+    world.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,193 @@
+"""Ops in diffusers' transformers: the model's own results and gradients, fewer bytes kept, and the class's code for every other call."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("diffusers")
+
+from benchmarks import diffusion as benchmark
+from benchmarks.diffusion_matrix import CLASSES, plain_objective, random_batch
+from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
+from diffusers.models.attention_processor import AttnProcessor
+
+from isotype.ops import compiled
+from isotype.optimize import joint_attention, modulation, optimize, restore, streams
+from isotype.optimize.instances import settings_of
+from isotype.precision import Precision
+from isotype.tasks.diffusion.families import Asked
+from isotype.tasks.diffusion.loss import picture_losses
+from isotype.training.memory.recomputation import LAYERS, Checkpointing, apply_checkpointing
+
+
+def sd35():
+    """A second attention of the picture alone in the first block, and a last block that leaves the text."""
+    return SD3Transformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=3, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=32, caption_projection_dim=16, pooled_projection_dim=32, pos_embed_max_size=8, qk_norm="rms_norm",
+        dual_attention_layers=(0,),
+    )  # fmt: skip
+
+
+MODELS = CLASSES | {"SD3.5": (sd35, CLASSES["SD3"][1])}
+# (blocks, adaptive norms, attentions) that are ops in the matrix's tiny models
+PLACED = {
+    "Flux": (2, 4, 2), "SD3": (2, 5, 2), "SD3.5": (3, 7, 4), "PixArt": (0, 0, 2), "SDXL U-Net": (0, 0, 4), "Sana": (0, 0, 0),
+    "Qwen-Image": (0, 1, 0), "Wan, one frame": (0, 0, 0),
+}  # fmt: skip
+
+
+def loss(model, family, batch):
+    return picture_losses(model, family, plain_objective(family), batch, Asked(), dtype="fp32").sum()
+
+
+def pair(name):
+    """(the model, a copy with ops, its family, a batch), every weight drawn: zeros would hide a gate that is left out."""
+    make, family = MODELS[name]
+    torch.manual_seed(0)
+    plain = make().train()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return plain, copy.deepcopy(plain), family, random_batch(family, make().config, Precision.preset("fp32"))
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_results_and_gradients_are_the_models_own(name):
+    plain, ours, family, batch = pair(name)
+    manifest = optimize(ours)
+    parts = [entry for entry in manifest.entries if entry.op]
+    adaptive = [e for e in parts if e.part == modulation.PART and e.kind != "LayerNorm"]
+    assert (sum(e.part == streams.PART for e in parts), len(adaptive), sum(e.part == "joint attention" for e in parts)) == PLACED[name]
+    results = []
+    for model in (plain, ours):
+        made = loss(model, family, batch)
+        made.backward()
+        results.append([made.detach(), *(p.grad for p in model.parameters())])
+    for mine, theirs in zip(results[1], results[0], strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()) + 1e-7)
+
+
+def test_restore_leaves_the_classes_own_forwards():
+    plain, ours, family, batch = pair("Flux")
+    want = loss(plain, family, batch)
+    optimize(ours)
+    assert restore(ours)
+    assert not [name for name, module in ours.named_modules() if "forward" in vars(module)]
+    assert torch.equal(loss(ours, family, batch), want)
+
+
+def test_copies_and_pickles_compute_the_same():
+    _, ours, family, batch = pair("SD3.5")
+    optimize(ours)
+    want = loss(ours, family, batch)
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert settings_of(other.transformer_blocks[0]) is not None
+        assert torch.equal(loss(other, family, batch), want)
+
+
+def test_a_lora_step_keeps_less_than_seven_tenths_of_a_peft_loops_bytes():
+    """Counted, not timed: tensors saved for backward, each storage once, without weights."""
+    width = 256
+    mine, its = benchmark.denoiser(width), benchmark.denoiser(width)
+    blocks = ("transformer_blocks.", "single_transformer_blocks.")
+    targets = [name for name, module in its.named_modules() if isinstance(module, nn.Linear) and name.startswith(blocks)]
+    (batch,) = benchmark.draws(1, side=16, text=32)
+    (_, our_forward), (_, plain_forward) = benchmark.ours(mine, "bf16-lora"), benchmark.plain(its, targets)
+    kept = benchmark.kept_bytes(our_forward, copy.deepcopy(batch), mine), benchmark.kept_bytes(plain_forward, batch, its)
+    assert kept[0] < 0.7 * kept[1]
+
+
+def test_a_block_that_recomputes_keeps_its_inputs_alone_and_gives_the_same_gradients():
+    results = []
+    for layers in ((), (0, 1)):
+        _, ours, family, batch = pair("Flux")
+        optimize(ours)
+        if layers:
+            apply_checkpointing(ours, Checkpointing(LAYERS, layers, 2))
+        kept = benchmark.kept_bytes(lambda batch, ours=ours, family=family: loss(ours, family, batch), batch, ours)
+        loss(ours, family, batch).backward()
+        results.append((kept, [p.grad for p in ours.parameters()]))
+    (whole, plain), (less, again) = results
+    assert less < whole / 2
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_what_the_form_does_not_know_runs_the_classes_own_code():
+    plain, ours, family, batch = pair("SD3")
+    optimize(ours)
+    for model in (plain, ours):
+        block = model.transformer_blocks[0]
+        # rows in chunks; another library's hook after a norm; another processor, which attends in its own way
+        block.set_chunk_feed_forward(1, 1)
+        model.transformer_blocks[1].norm2.register_forward_hook(lambda module, args, output: output * 1.5)
+        model.transformer_blocks[1].norm1.norm.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
+    torch.testing.assert_close(loss(ours, family, batch), loss(plain, family, batch), rtol=1e-5, atol=0)
+
+
+def test_a_processor_that_was_changed_since_is_asked():
+    plain, ours, family, batch = pair("PixArt")
+    optimize(ours)
+    seen = []
+
+    class Other(AttnProcessor):
+        def __call__(self, attn, hidden_states, *args, **kwargs):
+            seen.append(attn)
+            return super().__call__(attn, hidden_states, *args, **kwargs) * 2
+
+    for model in (plain, ours):
+        model.transformer_blocks[0].attn1.set_processor(Other())
+    torch.testing.assert_close(loss(ours, family, batch), loss(plain, family, batch), rtol=1e-5, atol=0)
+    assert len(seen) == 2
+
+
+def test_what_attention_is_told_besides_reaches_the_class():
+    plain, ours, *_ = pair("Flux")
+    optimize(ours)
+    torch.manual_seed(0)
+    x, text, emb = torch.randn(1, 4, 32), torch.randn(1, 3, 32), torch.randn(1, 32)
+    allowed = torch.rand(1, 1, 7, 7) > 0.3
+    allowed[..., 0] = True
+    made = [
+        model.transformer_blocks[0](x, text, emb, joint_attention_kwargs={"attention_mask": allowed})
+        for model in (plain, ours)
+    ]  # fmt: skip
+    torch.testing.assert_close(made[0], made[1])
+    without = ours.transformer_blocks[0](x, text, emb)
+    assert not torch.allclose(without[1], made[1][1])
+
+
+def test_a_model_in_fp16_is_clipped_as_its_class_does():
+    torch.manual_seed(0)
+    model: FluxTransformer2DModel = CLASSES["Flux"][0]().half()
+    optimize(model)
+    block = model.transformer_blocks[0]
+    text = torch.full((1, 3, 32), 6e4, dtype=torch.float16)
+    of_text, _ = block(torch.randn(1, 4, 32).half(), text, torch.full((1, 32), 50.0).half())
+    assert of_text.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("Flux", "{} in bf16"), ("SDXL U-Net", "AttnProcessor2_0's own (4 of 8 layers), {} in bf16 (4 of 8 layers)"), (None, "")],
+    ids=["every layer", "some", "no denoiser"],
+)
+def test_a_line_says_what_computes_attention(name, said):
+    model = nn.Linear(2, 2) if name is None else MODELS[name][0]()
+    optimize(model)
+    here = "cpp" if compiled.cpu_compiler() else "sdpa"
+    depth = 16 if name == "Flux" else 4  # the op's own kernel takes multiples of 16
+    assert joint_attention.said(model, "bf16", device_type="cpu") in _orders(said.format(here if depth == 16 else "sdpa"))
+    assert joint_attention.said(model, "bf16", device_type="cuda") in _orders(said.format("flash" if depth == 16 else "sdpa"))
+
+
+def _orders(said):
+    """As many layers of each: they come in either order."""
+    return {said, ", ".join(reversed(said.split(", ")))}
