@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.distributed.processes import ended, start
+from tests.long import in_full
 
 pytestmark = pytest.mark.timeout(900)
 MOST = 1.3  # times the model as the run holds it
@@ -32,7 +33,7 @@ def large(workshop):
 @pytest.mark.slow
 @pytest.mark.parametrize(("preset", "adapter", "processes", "bytes_a_weight"), [
     ("bf16-mixed", "none", 3, 4.0),  # the files' bf16 becomes fp32
-    ("bf16-lora", "lora", 2, 2.0),  # the files' own dtype
+    pytest.param("bf16-lora", "lora", 2, 2.0, marks=in_full),  # the files' own dtype
 ])  # fmt: skip
 def test_a_machine_never_holds_much_more_than_the_model(preset, adapter, processes, bytes_a_weight, large, configured, tmp_path):
     base, elements = large
@@ -54,7 +55,8 @@ def test_a_machine_never_holds_much_more_than_the_model(preset, adapter, process
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("preset", "adapter", "recompute"), [
-    ("bf16-mixed", "none", "layers"), ("bf16-pure", "none", "none"), ("bf16-lora", "lora", "none"),
+    ("bf16-mixed", "none", "layers"),
+    pytest.param("bf16-pure", "none", "none", marks=in_full), pytest.param("bf16-lora", "lora", "none", marks=in_full),
 ])  # fmt: skip
 def test_the_planned_memory_of_a_process_is_the_measured_one(preset, adapter, recompute, large, configured, tmp_path):
     settings = {"precision": {"preset": preset}, "adapter": {"kind": adapter}, "parallel": {"kind": "shard"}}

@@ -195,7 +195,7 @@ def test_a_process_that_is_killed_before_the_first_step_is_named(configured, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=in_full), 1])
 def test_a_process_that_is_late_at_the_check_of_the_result_ends_well(late, configured, workshop, tmp_path):
     """The head is the embedding, as in the run that was seen to end with MP001."""
     base = tmp_path / "base"

@@ -8,6 +8,7 @@ import socket
 import pytest
 from tests.distributed.processes import ended, run
 from tests.distributed.test_launchers import TORCHRUN, launched
+from tests.long import in_full
 from transformers import AutoModelForCausalLM
 
 from isotype.config.schema import AdapterSection
@@ -64,9 +65,12 @@ SETTINGS = {
 }
 
 
+SLICE = ("shard, full", "shard, lora, recomputed")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", SETTINGS)
+@pytest.mark.parametrize("case", [case if case in SLICE else pytest.param(case, marks=in_full) for case in SETTINGS])
 def test_planned_bytes_are_those_sent(case, configured, workshop, tmp_path):
     kind, preset, processes, sections = SETTINGS[case]
     sections = {"train": STEPS, "precision": {"preset": preset}, "run": {"sample_every": 0, "samples": []}} | sections

@@ -81,14 +81,18 @@ def test_auto_takes_the_whole_model_where_it_fits_and_says_why():
 
 def test_a_part_holds_its_share_all_scales_and_what_is_gathered():
     units = [UnitBytes(400, 0, 0, 40, stays_gathered=False)] * 3 + [UnitBytes(100, 100, 25, 0, stays_gathered=True)]
-    whole = MemoryPlan(frozen=1320, trained=100, gradients=100, optimizer=200, activations=50, working=20, update=30, peak=1820)
-    part = of_one_part(whole, units, PRESETS["fp32"], parts=4)
+    whole = MemoryPlan(
+        frozen=1320, trained=100, gradients=100, optimizer=200, activations=50, working=40, forward=90, backward=20, update=30, peak=1850
+    )
+    part = of_one_part(whole, units, PRESETS["fp32"], parts=4, device_type="cuda")
     assert part.frozen == (1320 - 120) // 4 + 120
     assert (part.trained, part.gradients, part.optimizer) == (25, 25, 50)
     # the head, two layers, and the head's gradient as it is made and as it is sent
-    assert part.gathered == gathered_bytes(units, PRESETS["fp32"]) == 100 + 800 + 200
+    assert part.gathered == gathered_bytes(units, PRESETS["fp32"], device_type="cuda").most == 100 + 800 + 200
     assert part.peak == part.held + 70 + part.gathered
-    assert of_one_part(whole, units, PRESETS["fp32"], parts=1) == whole
+    on_cpu = of_one_part(whole, units, PRESETS["fp32"], parts=4, device_type="cpu")
+    assert on_cpu.peak == part.held + 90 + 900 + 400  # in forward: gloo gathers into a copy
+    assert of_one_part(whole, units, PRESETS["fp32"], parts=1, device_type="cpu") == whole
     assert replace(part, peak=0).held == part.held
 
 

@@ -2,7 +2,8 @@
 
 Of weights, gradients and states a process holds 1 / parts (the scales of 4-bit weights whole). Besides, it holds what is gathered at a
 time: the last unit (norm and head) from forward to backward, and two layers, of which one runs while the next is gathered; and in backward
-the whole gradient of a layer, once as autograd makes it and once as it is sent.
+the whole gradient of a layer, once as autograd makes it and once as it is sent. The peaks of forward and backward are planned apart: no
+gradient is gathered in a forward.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ def plan_part(
         train = train.model_copy(update={"accumulate": max(2, train.accumulate)})
     units = unit_bytes(made.model, parts)
     plan = plan_memory(made, train, precision, largest, checkpointing=checkpointing, device_type=device_type, earlier=earlier)
-    return of_one_part(plan, units, precision, parts=parts)
+    return of_one_part(plan, units, precision, parts=parts, device_type=device_type)
 
 
-def of_one_part(plan: MemoryPlan, units: list[UnitBytes], precision: Precision, *, parts: int) -> MemoryPlan:
+def of_one_part(plan: MemoryPlan, units: list[UnitBytes], precision: Precision, *, parts: int, device_type: str) -> MemoryPlan:
     """plan  of one process, with more than one micro-batch in its step"""
     if parts == 1:
         return plan
@@ -89,7 +90,7 @@ def of_one_part(plan: MemoryPlan, units: list[UnitBytes], precision: Precision, 
     frozen = sum(unit.weights for unit in units) // parts - trained
     # with their padding, states and gradients grow as the trained weights do
     own = trained / plan.trained if plan.trained else 0.0
-    gathered = gathered_bytes(units, precision)
+    gathered = gathered_bytes(units, precision, device_type=device_type)
     shared = replace(
         plan,
         frozen=frozen + scales,
@@ -97,16 +98,34 @@ def of_one_part(plan: MemoryPlan, units: list[UnitBytes], precision: Precision, 
         gradients=round(plan.gradients * own),
         optimizer=round(plan.optimizer * own),
         update=round(plan.update * own),
-        gathered=gathered,
+        gathered=gathered.most,
     )
-    step = max(plan.activations + plan.working, plan.evaluation, plan.sampling or 0)
-    return replace(shared, peak=shared.held + max(step + gathered, shared.update))
+    forward = max(plan.forward, plan.evaluation, plan.sampling or 0) + gathered.weights + gathered.copy
+    backward = plan.activations + plan.backward + gathered.weights + max(gathered.sums, gathered.copy)
+    return replace(shared, peak=shared.held + max(forward, backward, shared.update))
 
 
-def gathered_bytes(units: list[UnitBytes], precision: Precision) -> int:
-    """The most bytes of other processes' parts that a process holds at a time."""
-    whole = sum(unit.weights for unit in units if unit.stays_gathered)
+@dataclass(frozen=True)
+class Gathered:
+    """The most bytes that are there of other processes' parts at a time.
+
+    weights  of the unit that is kept and of two layers
+    sums     the gradient of a unit, in its weights' dtype as autograd makes it, and as it is sent
+    copy     of one unit, which gloo gathers into before it fills FSDP's buffer; NCCL needs none
+    """
+
+    weights: int
+    sums: int
+    copy: int
+
+    @property
+    def most(self) -> int:
+        return self.weights + max(self.sums, self.copy)
+
+
+def gathered_bytes(units: list[UnitBytes], precision: Precision, *, device_type: str) -> Gathered:
+    kept = sum(unit.weights for unit in units if unit.stays_gathered)
     layers = sorted((unit for unit in units if not unit.stays_gathered), key=lambda unit: unit.weights)
-    # as autograd makes it, in the weights' dtype, and as it is sent
-    sent = max((unit.trained + unit.elements * to_torch(precision.reduce).itemsize for unit in units), default=0)
-    return whole + sum(unit.weights for unit in layers[-2:]) + sent
+    sums = max((unit.trained + unit.elements * to_torch(precision.reduce).itemsize for unit in units), default=0)
+    copy = max((unit.weights for unit in units), default=0) if device_type == "cpu" else 0
+    return Gathered(kept + sum(unit.weights for unit in layers[-2:]), sums, copy)

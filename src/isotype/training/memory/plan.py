@@ -42,7 +42,9 @@ class MemoryPlan:
     """All values are bytes. The first four stay allocated during the whole run; `peak` is the maximum.
 
     activations   live at the end of a forward pass: tensors saved for backward, and the logits
-    working       the most that loss and backward add to them
+    working       the most that forward, loss and backward add to them
+    forward       the most that a forward pass holds, activations included
+    backward      the most that loss and backward add to the activations
     update        what the optimizer step adds to the first four
     evaluation    what an evaluation adds
     sampling      what generating an answer with its cache adds; None if it could not be simulated
@@ -56,6 +58,8 @@ class MemoryPlan:
     optimizer: int
     activations: int = 0
     working: int = 0
+    forward: int = 0
+    backward: int = 0
     update: int = 0
     evaluation: int = 0
     sampling: int | None = 0
@@ -140,6 +144,8 @@ class _Counted:
 
     activations: int
     working: int
+    forward: int
+    backward: int
     update: int
     evaluation: int
     sampling: int
@@ -172,6 +178,8 @@ def _simulated(
         held,
         activations=n.activations,
         working=n.working,
+        forward=n.forward,
+        backward=n.backward,
         update=n.update,
         evaluation=evaluation,
         sampling=sampling if all(samples) else None,
@@ -199,7 +207,17 @@ def _count(
         stepper = Stepper(model, optimizer, accumulator, precision, train, largest.loss_sum)
         batch = largest.batch(device)
         after_forward: list[int] = []
-        counting = model.register_forward_hook(lambda *_: after_forward.append(live.now))
+        peaks: list[int] = []  # before, in and after each forward in turn
+
+        def part_begins(*_: Any) -> None:
+            peaks.append(live.peak)
+            live.restart_peak()
+
+        def forward_ends(*_: Any) -> None:
+            after_forward.append(live.now)
+            part_begins()
+
+        counting = [model.register_forward_pre_hook(part_begins), model.register_forward_hook(forward_ends)]
 
         # the first step makes the optimizer's states, so the second is the one that counts
         stepper.accumulate([batch])
@@ -212,17 +230,20 @@ def _count(
         live.restart_peak()
         before = live.now
         first = len(after_forward)
+        peaks.clear()
         # from the second micro-batch on, the gradients of the first are held too
         batches = [batch] * min(2, train.accumulate)
         stepper.accumulate(batches)
         forward_end = after_forward[first + len(batches) - 1]
         gradients = live.now - before if len(batches) > 1 else 0
-        peak_step, before_update = live.peak, live.now
+        in_forward, in_backward, before_update = peaks[-1], live.peak, live.now
+        peak_step = max(*peaks, live.peak)
         live.restart_peak()
         if not states:
             optimizer.step()
         update_peak, update = live.peak, live.peak - before_update
-        counting.remove()
+        for hook in counting:
+            hook.remove()
         accumulator.zero()
         sampling: int | None = 0
         evaluation = 0
@@ -235,6 +256,8 @@ def _count(
     counted = _Counted(
         activations=max(0, forward_end - before - gradients),
         working=max(0, peak_step - forward_end),
+        forward=max(0, in_forward - before - gradients),
+        backward=max(0, in_backward - forward_end),
         update=update,
         evaluation=evaluation,
         sampling=sampling or 0,
