@@ -75,6 +75,14 @@ def test_results_and_gradients_are_the_models_own(name):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()) + 1e-7)
 
 
+def test_a_model_that_is_outlined_gets_the_same_ops():
+    here = str(optimize(MODELS["Flux"][0]()))
+    with torch.device("meta"):
+        outlined = str(optimize(MODELS["Flux"][0](), device_type="cpu"))
+    assert outlined == here
+    assert "gated_residual" in outlined
+
+
 def test_restore_leaves_the_classes_own_forwards():
     plain, ours, family, batch = pair("Flux")
     want = loss(plain, family, batch)

@@ -57,7 +57,8 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
         raise UsageError(f"optimize() takes a model, not a {type(model).__name__}")
     precision = declared(precision)
     word = getattr(precision, "compute", precision)
-    with generation.random_state_kept():  # probes draw numbers, and a module's own dropout may
+    # probes draw numbers, and a module's own dropout may; they have values, also while a model is outlined under torch.device("meta")
+    with generation.random_state_kept(), torch.device("cpu"):
         return _placed(model, precision, word, device_type=device_type, lora_branch=lora_branch)
 
 

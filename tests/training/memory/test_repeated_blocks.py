@@ -65,7 +65,7 @@ def test_it_is_the_plan_of_all_blocks(monkeypatch, kind):
     monkeypatch.setattr(plan, "counted_by_runs", lambda model, count: count())
     whole = plan_memory(outline, train, precision, step, checkpointing=checkpointing)
     assert replace(short, peak=0) == replace(whole, peak=0)
-    assert short.peak == pytest.approx(whole.peak, rel=0.03)
+    assert short.peak == pytest.approx(whole.peak, rel=0.05)
     assert ran[2:] == [9]
     assert short.not_simulated is None
     assert 0 < short.activations < short.peak
