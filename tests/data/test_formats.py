@@ -60,6 +60,18 @@ def test_arguments_of_a_call_are_an_object_however_they_are_written() -> None:
     assert message["tool_calls"][0]["id"] == "1"
 
 
+def test_openais_older_names_of_calls_results_and_tools_are_read() -> None:
+    call = {"name": "add", "arguments": '{"a": 2}'}
+    result = {"role": "function", "name": "add", "content": "5"}
+    found = read(
+        {"functions": [TOOL["function"]], "messages": [ASK, {"role": "assistant", "content": None, "function_call": call}, result, ANSWER]}
+    )
+    assert found.tools == [TOOL]
+    assert found.messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
+    assert "function_call" not in found.messages[1]
+    assert found.messages[2] == {**result, "role": "tool"}
+
+
 def test_text_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     assert read({"messages": [{"role": "user", "content": parts}, ANSWER]}).messages == (ASK, ANSWER)
@@ -96,6 +108,7 @@ def test_columns_rename_and_hide() -> None:
         ({"prompt": [ASK], "completion": "b"}, "x.jsonl:3: prompt and completion must both be text, or both lists"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "x.jsonl:3: messages[0].content[0] must"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}]}, "x.jsonl:3: messages[0].tool_calls[0]"),
+        ({"messages": [{"role": "assistant", "content": None, "refusal": "No."}]}, "x.jsonl:3: messages[0] has a refusal and no content"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "x.jsonl:3: messages[0]: tool_calls belong to an assistant"),
         ({"messages": '[{"role": "user", "content": "a", "content": "b"}]'}, "x.jsonl:3: messages: the key 'content' is given twice"),
         ({"messages": [ASK, ANSWER], "tools": '[{"type": "a", "type": "b"}]'}, "x.jsonl:3: tools: the key 'type' is given twice"),

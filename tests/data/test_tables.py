@@ -35,6 +35,11 @@ def test_csv_with_other_delimiters_is_read(tmp_path: Path, name: str, mark: str)
     assert row.value == {"prompt": "a, b", "completion": "c"}
 
 
+def test_empty_columns_without_a_name_at_the_end_are_no_columns(tmp_path: Path) -> None:
+    rows = read_csv(written(tmp_path, "a.csv", " question , answer,,\na,b,,\nc,d,,kept to be told\n"), "a.csv")
+    assert [row.value for row in rows] == [{"question": "a", "answer": "b"}, {"question": "c", "answer": "d", "": "kept to be told"}]
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -185,6 +185,16 @@ def test_the_same_number_of_shards_resumes_bit_for_bit_after_a_kill(configured, 
 
 
 @pytest.mark.slow
+def test_a_process_that_is_killed_before_the_first_step_is_named(configured, tmp_path):
+    configured("run", train=STEPS, parallel={"kind": "shard"}, run={"sample_every": 2})
+    status, said = run(2, tmp_path / "run.yaml", fault=[1, 0, "die"])
+    assert status == 1
+    assert "Traceback" not in said
+    assert "MP001 step 0: rank 1 on " in said
+    assert said.count("isotype: ") == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_process_that_is_late_at_the_check_of_the_result_ends_well(late, configured, workshop, tmp_path):
     """The head is the embedding, as in the run that was seen to end with MP001."""

@@ -7,7 +7,8 @@ group           the process group is there before the run
 counted         prints the bytes that the last step sent
 late            [rank, seconds]: that process comes so late out of each exchange of the check of the result; the first one waits 0.1 s for
                 others after an error
-fault           [rank, step, what]: at that step that process is killed (`die`), stops (`stop`), sleeps (`hang`) or raises (`raise`)
+fault           [rank, step, what]: at that step (0: at the samples before the first one) that process is killed (`die`), stops (`stop`),
+                sleeps (`hang`) or raises (`raise`)
 """
 
 from __future__ import annotations
@@ -43,15 +44,20 @@ def act(what: str) -> None:
 
 
 def with_fault(rank: int, step: int, what: str) -> None:
-    """Makes one process act at the beginning of a step."""
-    takes = Loop._own_rows
+    """Makes one process act at the beginning of a step, or at the samples before the first one."""
+    takes, samples = Loop._own_rows, Loop._sample
 
     def own_rows(loop):
         if (loop.world.rank, loop.progress.step + 1) == (rank, step):
             act(what)
         return takes(loop)
 
-    Loop._own_rows = own_rows
+    def sample(loop):
+        if (loop.world.rank, loop.progress.step) == (rank, step) == (rank, 0):
+            act(what)
+        return samples(loop)
+
+    Loop._own_rows, Loop._sample = own_rows, sample
 
 
 def with_late_process(rank: int, seconds: float) -> None:

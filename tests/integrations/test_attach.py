@@ -77,6 +77,14 @@ def test_detach_leaves_the_next_step_bit_equal_to_an_untouched_trainers(name, fo
     assert curve(trainer) == want
 
 
+def test_random_numbers_go_on_as_without_attach(models):
+    """Else rollouts, dropout and the order of rows are others than the unmodified trainer's."""
+    trainer = TRAINERS["SFT"](Setting(models))
+    before = torch.get_rng_state()
+    attach(trainer, "fp32", quiet=True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_an_irreversible_attachment_stores_no_copies_and_refuses_detach(models):
     trainer = trainer_of("SFT", models, bf16=True)
     attached = attach(trainer, "bf16-lora", quiet=True, reversible=False)

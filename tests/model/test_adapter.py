@@ -12,9 +12,9 @@ from isotype.errors import UsageError
 from isotype.lora.call import call_of
 from isotype.lora.plain import lora_layers
 from isotype.model.adapter import attach_adapter, check_branch, load_adapter, save_adapter
+from isotype.model.run_precision import resolve_precision
 from isotype.model.saved_form import trained_tensors
 from isotype.tasks.language.outline import outline
-from isotype.training.setup import resolve_precision
 from tests.models import tiny
 
 

@@ -89,6 +89,12 @@ def missing_weight(tmp_path):
     return str(tmp_path / "holes"), r"model\.layers\.1\.mlp\.up_proj\.weight first"
 
 
+def impossible_generation(tmp_path):
+    tiny().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"max_new_tokens": -3}')
+    return str(tmp_path / "model"), r"generation_config\.json: .*\n  fix       correct that file, or remove it"
+
+
 def unknown_architecture(tmp_path):
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.json").write_text(json.dumps({"model_type": "no_such_architecture"}))
@@ -96,7 +102,17 @@ def unknown_architecture(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "make", [unknown_hub, missing_folder, mistyped_folder, empty_folder, broken_weights, missing_weight, unknown_architecture]
+    "make",
+    [
+        unknown_hub,
+        missing_folder,
+        mistyped_folder,
+        empty_folder,
+        broken_weights,
+        missing_weight,
+        impossible_generation,
+        unknown_architecture,
+    ],
 )
 def test_a_model_that_cannot_be_loaded_is_explained_in_a_line(tmp_path, make):
     name, message = make(tmp_path)

@@ -16,7 +16,8 @@ from benchmarks.diffusion_matrix import CLASSES, plain_objective, random_batch
 from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
 from diffusers.models.attention_processor import AttnProcessor
 
-from isotype.optimize import modulation, optimize, restore, streams
+from isotype.ops import compiled
+from isotype.optimize import joint_attention, modulation, optimize, restore, streams
 from isotype.optimize.instances import settings_of
 from isotype.precision import Precision
 from isotype.tasks.diffusion.families import Asked
@@ -171,3 +172,22 @@ def test_a_model_in_fp16_is_clipped_as_its_class_does():
     text = torch.full((1, 3, 32), 6e4, dtype=torch.float16)
     of_text, _ = block(torch.randn(1, 4, 32).half(), text, torch.full((1, 32), 50.0).half())
     assert of_text.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("Flux", "{} in bf16"), ("SDXL U-Net", "AttnProcessor2_0's own (4 of 8 layers), {} in bf16 (4 of 8 layers)"), (None, "")],
+    ids=["every layer", "some", "no denoiser"],
+)
+def test_a_line_says_what_computes_attention(name, said):
+    model = nn.Linear(2, 2) if name is None else MODELS[name][0]()
+    optimize(model)
+    here = "cpp" if compiled.cpu_compiler() else "sdpa"
+    depth = 16 if name == "Flux" else 4  # the op's own kernel takes multiples of 16
+    assert joint_attention.said(model, "bf16", device_type="cpu") in _orders(said.format(here if depth == 16 else "sdpa"))
+    assert joint_attention.said(model, "bf16", device_type="cuda") in _orders(said.format("flash" if depth == 16 else "sdpa"))
+
+
+def _orders(said):
+    """As many layers of each: they come in either order."""
+    return {said, ", ".join(reversed(said.split(", ")))}

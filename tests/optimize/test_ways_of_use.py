@@ -16,6 +16,7 @@ from torch import nn
 from isotype.errors import UsageError
 from isotype.optimize import optimize, restore
 from isotype.precision import PRESETS
+from tests.models import lora
 from tests.optimize.models import batch, tiny
 from tests.optimize.test_families import loss_and_gradients
 
@@ -150,6 +151,14 @@ def test_an_optimized_model_is_saved_and_loaded_as_a_plain_one(tmp_path):
     again = type(model).from_pretrained(tmp_path)
     restore(model)
     same_training(model, again)
+
+
+@pytest.mark.parametrize("how", ["full", "lora"])
+def test_random_numbers_go_on_as_without_optimize(how):
+    model = tiny("qwen2") if how == "full" else lora(tiny("qwen2"))
+    before = torch.get_rng_state()
+    optimize(model)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_is_no_known_model_is_reported_or_refused():

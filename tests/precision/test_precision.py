@@ -19,6 +19,7 @@ precisions = st.builds(
 @given(precisions)
 def test_text_form_round_trips(precision):
     assert Precision.parse(str(precision)) == precision
+    assert all(Precision.parse(precision.text(name)) == precision for name in PRESETS)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -46,3 +47,8 @@ def test_save_has_a_dtype_for_model_and_for_adapter():
 def test_refuses_a_word_a_role_cannot_have(bad):
     with pytest.raises(UsageError, match="PR000"):
         PRESETS["fp32"].but(**bad)
+
+
+def test_the_text_form_can_keep_the_preset_that_was_asked_for():
+    precision = Precision.preset("bf16-lora", save="model fp32, adapter bf16")
+    assert precision.text("bf16-lora") == "bf16-lora save=model:fp32/adapter:bf16"

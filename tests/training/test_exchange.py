@@ -17,7 +17,7 @@ from isotype.precision.apply import cast_parameters
 from isotype.training import exchange
 from isotype.training.memory.distributed_plan import UnitBytes, unit_bytes
 
-UNITS = [UnitBytes(600, 600, 150, 0, kept=False), UnitBytes(200, 0, 0, 0, kept=True)]
+UNITS = [UnitBytes(600, 600, 150, 0, stays_gathered=False), UnitBytes(200, 0, 0, 0, stays_gathered=True)]
 STEPS = {"steps": 2, "batch_size": 2, "accumulate": 4, "eval_every": None}
 FULL = {"adapter": {"kind": "none"}}
 

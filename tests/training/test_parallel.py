@@ -80,7 +80,7 @@ def test_auto_takes_the_whole_model_where_it_fits_and_says_why():
 
 
 def test_a_part_holds_its_share_all_scales_and_what_is_gathered():
-    units = [UnitBytes(400, 0, 0, 40, kept=False)] * 3 + [UnitBytes(100, 100, 25, 0, kept=True)]
+    units = [UnitBytes(400, 0, 0, 40, stays_gathered=False)] * 3 + [UnitBytes(100, 100, 25, 0, stays_gathered=True)]
     whole = MemoryPlan(frozen=1320, trained=100, gradients=100, optimizer=200, activations=50, working=20, update=30, peak=1820)
     part = of_one_part(whole, units, PRESETS["fp32"], parts=4)
     assert part.frozen == (1320 - 120) // 4 + 120

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from .. import json_objects
@@ -49,8 +50,11 @@ def sharegpt_messages(value: Any, place: str, *, system: Any = None) -> tuple[Me
     return ({"role": "system", "content": system}, *found)
 
 
-def tool_list(value: Any, place: str) -> list[Any] | None:
-    """The row's tools as the template takes them: a list of descriptions; None for none."""
+def tool_list(row: Mapping[str, Any], place: str) -> list[Any] | None:
+    """The row's tools as the template takes them: a list of descriptions; None for none. `functions` is OpenAI's older name."""
+    value = row.get("tools")
+    if value is None and isinstance(row.get("functions"), list):
+        value = [{"type": "function", "function": function} for function in row["functions"]]
     tools = parsed_json(value, f"{place}: tools")
     if not tools:
         return None
@@ -95,6 +99,7 @@ def _message(message: Any, where: str, place: str) -> Message:
                 f"{at} has from and value: that is ShareGPT, whose key is conversations: data.columns: {{conversations: messages}}"
             )
         raise RowError(f"{at} has no role{_suggestion('role', message)}")
+    message = _present_day(message)
     role = message["role"]
     if role not in ROLES:
         meant = _OTHER_NAMES.get(str(role).lower()) or next(iter(difflib.get_close_matches(str(role).lower(), ROLES, n=1)), None)
@@ -109,9 +114,21 @@ def _message(message: Any, where: str, place: str) -> Message:
         return {**message, "content": "" if content is None else _content(content, at, may_be_empty=True), "tool_calls": calls}
     if "content" not in message:
         raise RowError(f"{at} has no content{_suggestion('content', message)}")
+    if message.get("refusal") and not message["content"]:
+        raise RowError(f"{at} has a refusal and no content: a refusal that is to be learnt belongs in content")
     content = _content(message["content"], at, may_be_empty=role != "assistant" or not is_learnt(message))
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**plain, "content": content}
+
+
+def _present_day(message: Message) -> Message:
+    """A message with OpenAI's older names of a tool call (`function_call`) and of its result (role `function`) as it is written today."""
+    if message["role"] == "function":
+        message = {**message, "role": "tool"}
+    if isinstance(message.get("function_call"), dict) and not message.get("tool_calls"):
+        rest = {key: value for key, value in message.items() if key != "function_call"}
+        message = {**rest, "tool_calls": [{"type": "function", "function": message["function_call"]}]}
+    return message
 
 
 def _check_learn_keys(turn: Message, at: str) -> None:

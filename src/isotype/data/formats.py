@@ -29,7 +29,7 @@ class Format:
 
 
 FORMATS: dict[FormatName, Format] = {
-    "messages": Format(("messages",), ("tools",)),
+    "messages": Format(("messages",), ("tools", "functions")),
     "sharegpt": Format(("conversations",), ("tools", "system")),
     "alpaca": Format(("instruction", "output"), ("input", "system", "history")),
     "prompt_completion": Format(("prompt", "completion"), ("tools",)),
@@ -120,7 +120,7 @@ def example(record: Record, name: FormatName, *, needs_answer: bool, columns: Co
     if needs_answer and not any(m["role"] == "assistant" for m in messages):
         key = "messages" if name == "messages" else "conversations"
         raise RowError(f"{place}: {key} has no assistant turn: the row has no target")
-    return Example(place, messages=messages, tools=tool_list(row.get("tools"), place))
+    return Example(place, messages=messages, tools=tool_list(row, place))
 
 
 def ignored_keys(row: Mapping[str, Any], name: FormatName, columns: Columns = None) -> list[str]:
@@ -138,7 +138,7 @@ def _pair(row: Mapping[str, Any], place: str) -> Example:
         before, after = chat_messages(prompt, "prompt", place, may_be_empty=True), chat_messages(completion, "completion", place)
         if not any(m["role"] == "assistant" for m in after):
             raise RowError(f"{place}: completion has no assistant turn: the row has no target")
-        return Example(place, messages=before + after, tools=tool_list(row.get("tools"), place), learn_from=len(before))
+        return Example(place, messages=before + after, tools=tool_list(row, place), learn_from=len(before))
     prompt = _text(row["prompt"], "prompt", place, may_be_empty=True)
     completion = _answer(row["completion"], "completion", place)
     if row.get("tools"):

@@ -61,7 +61,8 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
             if skip:
                 skip -= 1
             else:
-                yield Record(name, begins, None if wrong else dict(zip(header, cells)), wrong=wrong)
+                row = {column: cell for column, cell in zip(header, cells) if column or cell}  # spreadsheets end rows in empty columns
+                yield Record(name, begins, None if wrong else row, wrong=wrong)
         begins, wrong = at + 1, None
     if header is None:
         raise UsageError(f"{name}: the file holds no header")
@@ -120,7 +121,7 @@ def _delimiter(header: str) -> str:
 
 
 def _header(names: list[str], file: str) -> list[str]:
-    doubled = [name for name, n in Counter(names).items() if n > 1]
+    doubled = [name for name, n in Counter(names).items() if n > 1 and name]
     if doubled:
         raise UsageError(f"{file}:1: the column {doubled[0]!r} is named twice")
     return names

@@ -65,8 +65,8 @@ def train(
     accept_changes  with resume: accepts changes that make it another run, as `--yes` does
     skip       checks of the preflight to leave out, code to reason
     callbacks  objects of `isotype.Callback`; its docstring says what they may and may not do
-    objective  objective(model, batch) -> float[], the losses of a micro-batch summed over `batch.weight` tokens, in place of the
-               cross-entropy; the batch has `inputs` for the model and `labels`. Evaluation keeps the cross-entropy.
+    objective  objective(model, batch) -> float[], the losses of a micro-batch summed over `batch.weight` tokens or pictures,
+               instead of the loss of the task. A batch of tokens has `inputs` for the model and `labels`. Evaluation keeps the task's loss.
     Raises     UsageError, PreflightError, RunError, DtypeError, each with its fix; KeyboardInterrupt for Ctrl-C before step 1
 
     Random state, the default dtype, deterministic mode, warnings and log levels are afterwards what they were before the call.

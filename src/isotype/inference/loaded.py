@@ -19,6 +19,7 @@ from ..environment.hardware import detect
 from ..errors import RunError, UsageError
 from ..model.build import build_model
 from ..model.load import Source, load_architecture, load_base, load_tokenizer
+from ..model.run_precision import resolve_precision
 from ..optimize import optimize
 from ..precision.apply import apply_precision
 from ..precision.precision import Precision
@@ -29,7 +30,6 @@ from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import RESOLVED, RunFolder, kind_of_run, require_run, without_run
 from ..runs.untrusted import refuse_code_of
 from ..tasks.language.result import load_result
-from ..training.setup import resolve_precision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

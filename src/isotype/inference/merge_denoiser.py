@@ -15,6 +15,7 @@ from ..config.load import load
 from ..dtypes import to_torch
 from ..environment.hardware import detect
 from ..errors import UsageError
+from ..model.run_precision import resolve_precision
 from ..model.saved_form import digests, refuse_difference
 from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import fault, write_folder
@@ -23,7 +24,6 @@ from ..tasks.diffusion.batches import Batch
 from ..tasks.diffusion.pipeline_folder import PipelineFolder
 from ..tasks.diffusion.result import MODEL_FILE, load_result
 from ..tasks.diffusion.task import DiffusionTask
-from ..training.setup import resolve_precision
 from ..training.undisturbed import evaluation_mode
 from .merge import Merged, merged_dtype, merged_state, refuse_other_loss
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -315,6 +317,7 @@ def _explain(name: str, what: str, error: BaseException) -> UsageError:
     return UsageError(f"{what} {name}: {_first_line(error)}")
 
 
+_GENERATION_SETTINGS = os.path.join("transformers", "generation", "configuration_utils.py")
 _AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
 
 
@@ -335,6 +338,10 @@ def _damaged(name: str, what: str, error: BaseException) -> UsageError:
         there = ", ".join(sorted(p.name for p in Path(name).iterdir())[:6])
         return UsageError(f"{what} {name}: it has no tokenizer.json ({there})", fix="model.tokenizer: the folder that has it")
     said = _first_line(error)
+    if any(frame.f_code.co_filename.endswith(_GENERATION_SETTINGS) for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return UsageError(
+            f"{what} {name}: its generation_config.json: {said}", fix="correct that file, or remove it: it is not needed to train"
+        )
     if isinstance(error, SafetensorError):
         return UsageError(f"{what} {name}: its weights are damaged: {said}", fix=_AGAIN)
     if isinstance(error, ImportError):

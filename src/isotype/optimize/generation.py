@@ -91,6 +91,16 @@ def set_generator_states(states: list[Tensor]) -> None:
         torch.cuda.set_rng_state_all(states[1:])
 
 
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Leaves PyTorch's generators as they were."""
+    states = generator_states()
+    try:
+        yield
+    finally:
+        set_generator_states(states)
+
+
 def called_from_a_callback() -> bool:
     """Whether a trainer's callback is among the callers, and no training step between it and here."""
     frame: FrameType | None = sys._getframe(1)

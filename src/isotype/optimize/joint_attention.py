@@ -9,6 +9,8 @@ B pictures, S tokens, N heads, D head size.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -17,7 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..dtypes import name as dtype_name
+from ..dtypes import to_torch
+from ..environment.planned import planned_for
 from ..ops import attention, rope
+from ..ops.attention import backend_of
 from ..ops.remade import follow
 from ..placement import Placement
 from .instances import placement, put, same, settings_of, stand_in, taken
@@ -183,6 +189,23 @@ def joint_forward(
         return compute(self, s, hidden_states, encoder_hidden_states, image_rotary_emb)
     rotary = {} if image_rotary_emb is None else {_TABLES: image_rotary_emb}
     return type(self).forward(self, hidden_states, encoder_hidden_states, attention_mask, **rotary, **others)
+
+
+def said(model: nn.Module, compute: str, *, device_type: str) -> str:
+    """The back ends of a denoiser's attention in a training step, with the number of its layers that each computes; "" for other models."""
+    layers = [m for m in model.modules() if type(m).__module__.startswith("diffusers.") and hasattr(m, "processor")]
+    found = Counter(_back_end(layer, to_torch(compute), device_type) for layer in layers)
+    return ", ".join(f"{name} ({count} of {len(layers)} layers)" if len(found) > 1 else name for name, count in found.most_common())
+
+
+def _back_end(layer: Any, dtype: torch.dtype, device_type: str) -> str:
+    if getattr(vars(layer).get("forward"), "__func__", None) is not joint_forward:
+        return f"{type(layer.processor).__name__}'s own"
+    weight = layer.to_q.weight
+    depth = getattr(weight, "quant_state", weight).shape[0] // layer.heads
+    with nullcontext() if device_type == "cpu" else planned_for(device_type):
+        x = torch.empty(1, layer.heads, 128, depth, dtype=dtype, device="cpu" if device_type == "cpu" else "meta")
+        return f"{backend_of(dtype, x, x, x, None, causal=False)} in {dtype_name(dtype)}"
 
 
 def place(path: str, module: nn.Module) -> Placement:

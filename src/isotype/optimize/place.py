@@ -57,6 +57,11 @@ def optimize(model: nn.Module, precision: Any = None, *, device_type: str | None
         raise UsageError(f"optimize() takes a model, not a {type(model).__name__}")
     precision = declared(precision)
     word = getattr(precision, "compute", precision)
+    with generation.random_state_kept():  # probes draw numbers, and a module's own dropout may
+        return _placed(model, precision, word, device_type=device_type, lora_branch=lora_branch)
+
+
+def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: str | None, lora_branch: str) -> Manifest:
     out_dtype: torch.dtype | None = to_torch(word) if word is not None else None
     manifest = Manifest(f"norms give {word}" if word else "")
     on_cpu = device_type == "cpu" if device_type else all(p.device.type == "cpu" for p in model.parameters())

@@ -7,11 +7,19 @@ are written, so that the tensor takes what these rows take.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+
+def _unwritten(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor whose memory the system gives page by page as it is written, and gets back when the tensor is freed. malloc would reuse
+    blocks that were freed before, and keep them."""
+    size = shape.numel() * dtype.itemsize
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
 
 
 def _nothing(model: nn.Module) -> None: ...
@@ -36,7 +44,7 @@ class Part:
         """
         if weight.dim() < 2:
             return weight.to(dtype)
-        whole = torch.empty(weight.shape, dtype=dtype)
+        whole = _unwritten(weight.shape, dtype)
         for mine, its in zip(whole.chunk(self.parts)[self.rank :][:1], weight.chunk(self.parts)[self.rank :][:1]):
             mine.copy_(its)
         return whole

@@ -122,15 +122,16 @@ class Precision:
 
     def __str__(self) -> str:
         """The short text form: the nearest preset and what differs, `bf16-pure grads=bf16`. `parse` reads it back."""
+        return self.text(min(NAMED_ROLES, key=lambda name: len(self._differences(name))))
 
-        def differences(name: str) -> dict[str, str]:
-            preset = Precision(**NAMED_ROLES[name])
-            return {role: value for role, value in self.items() if value != getattr(preset, role)}
+    def text(self, preset: str) -> str:
+        """The short text form as that preset and what differs from it."""
+        pairs = (f"{role}={value.replace(', ', '/').replace(' ', ':')}" for role, value in self._differences(preset).items())
+        return " ".join([preset, *pairs])
 
-        nearest = min(NAMED_ROLES, key=lambda name: len(differences(name)))
-        return " ".join(
-            [nearest, *(f"{role}={value.replace(', ', '/').replace(' ', ':')}" for role, value in differences(nearest).items())]
-        )
+    def _differences(self, preset: str) -> dict[str, str]:
+        plain = Precision(**NAMED_ROLES[preset])
+        return {role: value for role, value in self.items() if value != getattr(plain, role)}
 
     @classmethod
     def parse(cls, text: str) -> Precision:

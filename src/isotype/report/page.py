@@ -12,7 +12,7 @@ from .chart import line_chart
 from .dataset import data, examples
 from .plots import loss_plot, plots, smoothed
 from .record import RunRecord
-from .sampled_pictures import as_data, picture_of
+from .sampled_pictures import as_data, asked, picture_of
 from .settings import differences
 from .use import use
 from .verdicts import precision, preflight, verdict
@@ -127,7 +127,7 @@ def samples(record: RunRecord) -> list[dict[str, Any]]:
         for sample in moment["samples"]:
             if not isinstance(sample, dict):
                 continue
-            prompt = str(sample.get("prompt", ""))
+            prompt = asked(sample)
             entry = by_prompt.setdefault(prompt, {"prompt": prompt, "reference": sample.get("reference"), "answers": []})
             picture = as_data(picture_of(record.folder, sample))
             entry["answers"].append({"step": moment["step"], "text": str(sample.get("answer", "")), "picture": picture})

@@ -29,6 +29,12 @@ def picture_of(folder: Path, sample: dict[str, Any]) -> bytes | None:
     return content if content.startswith(_PNG) else None
 
 
+def asked(sample: dict[str, Any]) -> str:
+    """The prompt, and whose picture it is where a round has two of it."""
+    prompt = str(sample.get("prompt", ""))
+    return f"{prompt} (average of the weights)" if sample.get("weights") == "average" else prompt
+
+
 def pictures_over_time(record: RunRecord, *, rows: int, columns: int) -> tuple[list[int], dict[str, dict[int, bytes]]]:
     """At most `columns` steps, evenly spread, the first and the last among them; and the pictures of the first prompts by step."""
     by_prompt: dict[str, dict[int, bytes]] = {}
@@ -36,7 +42,7 @@ def pictures_over_time(record: RunRecord, *, rows: int, columns: int) -> tuple[l
         for sample in moment["samples"]:
             content = picture_of(record.folder, sample) if isinstance(sample, dict) else None
             if content is not None:
-                by_prompt.setdefault(str(sample.get("prompt", "")), {})[moment["step"]] = content
+                by_prompt.setdefault(asked(sample), {})[moment["step"]] = content
     shown = dict(list(by_prompt.items())[:rows])
     return spread(sorted({step for drawn in shown.values() for step in drawn}), columns), shown
 

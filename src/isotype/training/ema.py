@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +13,29 @@ from torch import Tensor, nn
 from ..dtypes import name as dtype_name
 from ..dtypes import to_torch
 from ..errors import RunError
+from .task import Sample
 
 PREFIX = "ema."
 FOLDER_SUFFIX = "_ema"
 """Of the folder of the averaged result beside the trained one's: `adapter_ema`."""
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """A sample that was made with the averages in the model's place; a round has it beside the trained weights' own. A `task.Sample`."""
+
+    sample: Sample
+
+    @property
+    def file(self) -> tuple[str, bytes] | None:
+        return self.sample.file
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.sample.as_json(), "weights": "average"}
+
+    def lines(self) -> tuple[str, str]:
+        asked, made = self.sample.lines()
+        return f"{asked} (average of the weights)", made
 
 
 class Ema:

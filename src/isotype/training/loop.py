@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from ..distributed.random_states import gathered_random_state, restore_own_rando
 from ..distributed.world import ALONE, World
 from ..errors import IsotypeError, RunError, UsageError
 from ..precision.observe import Observation, Observer, is_observed
-from ..precision.observe.record import as_read, as_written, noted
 from ..precision.resolve import Resolved
 from ..runs.checkpoint.snapshot import (
     optimizer_tensors,
@@ -34,9 +33,10 @@ from ..runs.checkpoint.snapshot import (
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import RunFolder
 from ..runs.metrics import Metrics
+from ..runs.precision_record import PrecisionRecord
 from .callbacks import Callback, Moment, tell
 from .console import RunConsole
-from .ema import Ema
+from .ema import Averaged, Ema
 from .feed import Feed
 from .finite import calmer_steps, first_non_finite_trained
 from .interrupt import Interrupt
@@ -105,11 +105,11 @@ class Loop:
     stop_asked: bool = False
     """A callback asked to end the run."""
     progress: Progress = field(default_factory=Progress)
-    observed: dict[str, Any] = field(default_factory=dict)  # the last observed state of each role in precision.json
     saved_step: int | None = None
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.folder.metrics)
+        self.precision_record = PrecisionRecord(self.folder, self.resolved, self.task.roles, writes=self.world.first)
         self.pace = Pace()
         self.passes = Passes.of(self.config.train, rank=self.world.rank, size=self.world.size)
         self._said_no_samples = False
@@ -120,19 +120,17 @@ class Loop:
         """Raises  RunError naming the last good checkpoint when a step fails."""
         interrupt.begin()
         if self.progress.step == 0:
-            self._between(evaluating=True, sampling=bool(self.plan.sample_every), saving=False)
+            with self._errors_told():
+                self._between(evaluating=True, sampling=bool(self.plan.sample_every), saving=False)
         while self.progress.step < self.plan.total:
             step = self.progress.step + 1
-            try:
-                with self.world.exchanging():
-                    self._step(step)
-                    stopping = self._between(
-                        evaluating=self.plan.due(self.plan.eval_every, step),
-                        sampling=self.plan.due(self.plan.sample_every, step),
-                        saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
-                    )
-            except (RunError, UsageError) as error:  # a stream meets its broken rows here
-                raise self.with_last_good(error) from error
+            with self._errors_told():
+                self._step(step)
+                stopping = self._between(
+                    evaluating=self.plan.due(self.plan.eval_every, step),
+                    sampling=self.plan.due(self.plan.sample_every, step),
+                    saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
+                )
             if self.world.any(interrupt.asked) and step < self.plan.total:
                 self.console.settle()
                 self.save()
@@ -143,6 +141,15 @@ class Loop:
                 break
         self.console.settle()
         return True
+
+    @contextmanager
+    def _errors_told(self) -> Iterator[None]:
+        """Around work in which processes exchange: an error names the process that is lost, and the last good checkpoint."""
+        try:
+            with self.world.exchanging():
+                yield
+        except (RunError, UsageError) as error:  # a stream meets its broken rows here
+            raise self.with_last_good(error) from error
 
     def _step(self, step: int) -> None:
         train, run = self.config.train, self.config.run
@@ -209,40 +216,14 @@ class Loop:
             self.observer.look_at_loss(seen, self.stepper.loss_dtype)
         self.observer.look_at_sums(seen, accumulator.sent)
         self.observer.look_at_task(seen, [*self.task.observed(), *(self.ema.observed() if self.ema else [])])
-        self.note(seen)
+        self.precision_record.add(seen)
         return result, sum(seen.promotions.values())
 
     def observe_saved(self, folder: Path, declared: str) -> None:
         """Observes the files of the result, for the role `save`. Raises DtypeError DT003."""
         seen = Observation(self.progress.step)
         self.observer.look_at_files(seen, folder, declared)
-        self.note(seen)
-
-    def note(self, seen: Observation) -> None:
-        """Adds an observation to precision.json; roles that it does not contain keep their earlier counts. Raises DtypeError DT003."""
-        self.observed = noted(self.observed, seen)
-        self.write_precision()
-        seen.raise_if_violated()
-
-    def write_precision(self) -> None:
-        if not self.world.first:
-            return
-        self.folder.write_json(
-            "precision.json",
-            {
-                "precision": str(self.resolved.precision),
-                "preset": self.resolved.preset,
-                "declared": self.resolved.as_json(),
-                **as_written(self.observed, self.task.roles),
-            },
-        )
-
-    def _observed_before(self) -> None:
-        """Reads the observations of an earlier part of this run; a damaged file is ignored."""
-        try:
-            self.observed = as_read(self.folder.read_json("precision.json"), self.progress.step)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            self.observed = {}
+        self.precision_record.add(seen)
 
     def _tell(self, name: str, row: Mapping[str, Any]) -> None:
         if self.callbacks and self.world.first:
@@ -323,10 +304,14 @@ class Loop:
         # the first samples of a run are watched; a step's number decides, so that a resumed run does as the undisturbed one did
         watched = self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
         together = self.world if self.stepper.sharding is not None else ALONE
+        seconds = self._sample_seconds_left() / (1 if self.ema is None else 2)
         with watched as seen:
-            samples = self.task.sample(self.model, self.device, seconds=self._sample_seconds_left(), world=together)
+            samples = list(self.task.sample(self.model, self.device, seconds=seconds, world=together))
         if seen is not None:
-            self.note(seen)
+            self.precision_record.add(seen)
+        if self.ema is not None:
+            with self.ema.in_place():
+                samples += map(Averaged, self.task.sample(self.model, self.device, seconds=seconds, world=together))
         if not self.world.first:
             return
         self.folder.samples.mkdir(exist_ok=True)
@@ -404,7 +389,7 @@ class Loop:
                 f"checkpoint {where}: whole, but not a state of this run: {type(error).__name__}: {error}", code="CK002",
                 fix=f"remove {where} and resume: the one before is taken",
             ) from error  # fmt: skip
-        self._observed_before()
+        self.precision_record.restore(self.progress.step)
         self.saved_step = checkpoint.step
         if self.world.first:
             self.metrics.cut_after(checkpoint.step)

@@ -42,7 +42,7 @@ def compare_objectives(loaded: LoadedConfig, own: Own, folder: RunFolder, consol
     if before == now:
         return
     if (before is None or now is None) and not loaded.consent:
-        was, become = (f"an objective of your own ({name})" if name else "the cross-entropy" for name in (before, now))
+        was, become = (f"an objective of your own ({name})" if name else "the loss of the task" for name in (before, now))
         raise UsageError(
             f"resuming would be another run: it was trained with {was}, and would go on with {become}",
             fix="isotype.train(resume=..., objective=...) with the same function"

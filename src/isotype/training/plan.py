@@ -10,8 +10,8 @@ from ..config.compiled import wants_compiled
 from ..config.schema import RunConfig
 from ..environment.hardware import Hardware, by_name, detect
 from ..errors import UsageError
-from ..model import attention
 from ..precision.resolve import Resolved
+from .attention_line import attention_line
 from .ledger.step import Ledger, step_ledger
 from .memory.device import peak_memory, shown
 from .memory.plan import MemoryPlan
@@ -155,7 +155,7 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, l
         hardware=hardware,
         resolved=basis.resolved,
         architecture=architecture,
-        attention=attention.said(made.model, config.model.attention),
+        attention=attention_line(made.model, config.model.attention, precision, device_type=basis.device.type),
         trainable=made.trainable,
         total=made.total,
         data=task.plan_facts(),

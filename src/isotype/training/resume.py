@@ -9,11 +9,11 @@ from ..config.compare import compare
 from ..config.load import LoadedConfig, load
 from ..environment.hardware import detect
 from ..errors import UsageError
+from ..model.run_precision import resolve_precision
 from ..runs.checkpoint.snapshot import rows_here
 from ..runs.folder import RESOLVED, RunFolder
 from .console import RunConsole
 from .loop import Loop
-from .setup import resolve_precision
 from .task import Task
 
 RESUMES = "resumes.json"

@@ -192,7 +192,7 @@ def _run(
     shared = contention() if prepared.device.type == "cpu" and world.first else None
     said = [("cores", str(shared))] if shared else []
     if own.objective is not None:
-        said.append(("objective", f"{own.objective_name} in place of the cross-entropy, which evaluation keeps"))
+        said.append(("objective", f"{own.objective_name} instead of the loss of the task, which evaluation keeps"))
     console.header([*header_rows(task, prepared, loop.plan, folder, world), *said, *checked.header_rows()])
     if world.size == 1 and (note := asked_but_not_started()):
         console.say(f"warning   {note}")

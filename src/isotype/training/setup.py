@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ..config.compiled import check_compile, wants_compiled
-from ..config.schema import RunConfig
 from ..config.sizes import bytes_of
 from ..distributed.agree import fingerprint_of_weights
 from ..distributed.passes import Passes
@@ -24,11 +23,12 @@ from ..distributed.shard import Sharding, keep_own_part, mesh_of, part_of
 from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
 from ..errors import UsageError
+from ..model.run_precision import resolve_precision
 from ..optimize import Manifest
 from ..optimize.compile_layers import compile_layers
 from ..optimize.layers import has_halves
 from ..precision.accumulate import GradientAccumulator
-from ..precision.resolve import Resolved, resolve
+from ..precision.resolve import Resolved
 from .ledger.rows import step_seconds
 from .ledger.step import rates_of, recorded
 from .memory.auto_recomputation import auto_checkpointing
@@ -65,23 +65,6 @@ class Prepared(Basis):
     sharding: Sharding | None = None
     fingerprint: str = ""  # of the weights, where there are several processes
     parallel: Parallel = ONE_PROCESS
-
-
-def resolve_precision(
-    config: RunConfig, sources: Mapping[str, str], hardware: Hardware, task_roles: Mapping[str, str] | None = None
-) -> Resolved:
-    """The contract of this configuration on this hardware. Raises UsageError with every contradiction.
-
-    task_roles  `Task.roles` of its kind of run
-    """
-    return resolve(
-        config.precision.model_dump(),
-        device=hardware,
-        adapter=config.adapter.kind,
-        optimizer=config.train.optimizer,
-        sources=sources,
-        task_roles=task_roles,
-    )
 
 
 def settle(task: Task, sources: Mapping[str, str], hardware: Hardware | None = None, *, world: World = ALONE) -> Basis:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from ..distributed.world import ALONE, World
-from ..model import attention
 from ..model.adapter import trainable_share
 from ..precision.own_part import own_part
 from ..runs.folder import RunFolder
+from .attention_line import attention_line
 from .console import RunConsole, duration, size
 from .memory.device import returns_freed_blocks
 from .milestones import Milestones
@@ -26,6 +26,7 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
     p = resolved.precision
     how = f"{config.adapter.kind} r={config.adapter.r}" if config.adapter.kind != "none" else "every weight"
     weights = sum(own_part(p).numel() * p.element_size() for p in prepared.model.parameters())
+    line = attention_line(prepared.model, config.model.attention, p, device_type=prepared.device.type)
     rows = [
         ("run", str(folder.path)),
         ("device", f"{hardware.name}, torch {torch.__version__}"),
@@ -35,7 +36,7 @@ def header_rows(task: Task, prepared: Prepared, plan: Milestones, folder: RunFol
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
         *task.header(),
         *[("ops" if i == 0 else "", line) for i, line in enumerate(prepared.manifest.lines())],
-        *([("attention", line)] if (line := attention.said(prepared.model, config.model.attention)) else []),
+        *([("attention", line)] if line else []),
         ("recompute", str(prepared.checkpointing)),
         (
             "memory",

@@ -30,7 +30,7 @@ message: {pair}
   why: {left|nothing}, {{literally}}
   fix: one\\nand two
   seen if frames ~ head: {place}
-+ outside autocast -2
++ outside autocast -2 if not wide
 """
 
 
@@ -72,6 +72,8 @@ def test_shared_causes_are_moved_in_rank(sheet):
     family = sheet(SHEET)["first refusal"][1]
     (cause,) = family(seen("first refusal", [("generate", "out = model.generate(ids)")])).causes
     assert (cause.name, cause.score) == ("generate outside autocast", 4)
+    explained = family(seen("first refusal", [("generate", "out = model.generate(ids)")], left="fp32", right="bf16"))
+    assert [cause.name for cause in explained.causes] == ["wide: fp32"]
 
 
 @pytest.mark.parametrize("line", ["whyy: a text", "3 when wide", "a sentence"])

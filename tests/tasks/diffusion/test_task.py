@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 
@@ -167,7 +168,15 @@ def test_bf16_weights_train_with_fp32_gradients(drawn, tmp_path, capsys):
 
 def test_an_average_is_saved_beside_the_result_and_resumes(drawn, tmp_path):
     train_section = {"steps": 4, "ema": 0.5, "eval_every": 4}
-    assert train(drawn("whole", train=train_section)) == 0
+    sampled = {"samples": ["a red circle on white"], "sample_every": 4}
+    assert train(drawn("whole", train=train_section, run=sampled)) == 0
+    first, last = (json.loads((tmp_path / f"whole/samples/step_{step}.json").read_text())["samples"] for step in (0, 4))
+    assert [one.get("weights") for one in last] == [None, "average"]
+    pictures = [[(tmp_path / "whole" / one["file"]).read_bytes() for one in moment] for moment in (first, last)]
+    assert pictures[0][0] == pictures[0][1], "before the first step the average is what is trained"
+    assert len({pictures[0][0], *pictures[1]}) == 3
+    page = write_report(tmp_path / "whole").page.read_text()
+    assert "a red circle on white (average of the weights)" in page
     result = json.loads((tmp_path / "whole/result.json").read_text())
     assert result["adapter_ema"]["averaged_loss"] == pytest.approx(result["adapter_ema"]["reloaded_loss"], abs=1e-6)
     precision = json.loads((tmp_path / "whole/precision.json").read_text())
@@ -195,7 +204,9 @@ def test_a_run_is_planned_reported_and_drawn_from(drawn, tmp_path, capsys):
     assert made.memory.activations > 0
     assert "10 training pictures" in made.as_text()
     assert "text_encoder" in made.as_text()
+    assert "attention   sdpa in fp32\n" in made.as_text()
     assert train(loaded) == 0
+    assert re.search(r"^ *attention +sdpa in fp32$", capsys.readouterr().out, re.MULTILINE)
     page = write_report(tmp_path / "run").page.read_text()
     assert "data:image/png;base64," in page
     assert "load_lora_weights" in page

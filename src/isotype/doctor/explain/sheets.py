@@ -1,7 +1,7 @@
 """Families of errors as sheets (`families/*.txt`, read by `doctor.sheets`).
 
 A section is headed by the operators that refused, with `;` between them, and has a `message`; a rank is a cause's score, its fields are
-`why`, `fix` and `seen`, the evidence. `+ outside autocast -2` stands for causes that several families share, their scores moved by so much.
+`why`, `fix` and `seen`, the evidence. `+ outside autocast -2 if TEST` stands for causes that several families share, their scores moved so.
 Two terms are tests of their own: `left > right`, a wider dtype, and `frames ~ regex`, a frame of the traceback, `{frame}` from then on.
 """
 
@@ -31,7 +31,11 @@ _READINGS: dict[str, Callable[[str], Any]] = {
     " as mixed": lambda word: word.replace("-true", "-mixed"),
     " without spaces": str.strip,
     " as list": lambda words: ", ".join(sorted(word.strip().removeprefix("torch.") for word in words.split(","))),
+    " as printed dtype": lambda text: next((dtype_word(word) for word in re.findall(r"dtype=(torch\.\w+)", text)), ""),
     " in lower case": str.lower,
+    " in brief": lambda text: " ".join(text.split())[:160],
+    " in 160": lambda text: text[:160],
+    " without quotes": lambda text: text.replace("'", ""),
     " is floating": is_floating,
 }
 
@@ -69,7 +73,7 @@ class Facts(Known):
                 return situation.where(rest)
             case "word":
                 return seen.words.get(rest)
-            case "first" | "second" if "set" in seen.words:
+            case "first" | "second" if rest and "set" in seen.words:
                 words = [dtype_word(word) for word in seen.words["set"].split(",")]
                 return words[0] if kind == "first" else words[1] if len(words) > 1 else "another"
             case "package":
@@ -104,8 +108,8 @@ def _explain(entries: list[Entry], seen: Seen) -> Explained:
     head.make(facts)
     causes: list[Cause] = []
     for entry in entries[1:]:
-        if shared := re.fullmatch(r"\+ (.+?)(?: (-?\d+))?", entry.title):
-            causes += _SHARED[shared[1]](seen, float(shared[2] or 0))
+        if shared := re.fullmatch(r"\+ (.+?)(?: (-?\d+))?(?: if (.+))?", entry.title):
+            causes += _SHARED[shared[1]](seen, float(shared[2] or 0)) if facts.holds(shared[3]) else ()
         elif score := entry.rank(facts):
             why, fix, because = (entry.first(name, facts) for name in ("why", "fix", "seen"))
             causes.append(Cause(name=facts.say(entry.title), score=float(score), why=why, fix=fix, because=because))

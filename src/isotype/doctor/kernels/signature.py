@@ -71,10 +71,6 @@ def is_float_pointer(word: Any) -> bool:
     return isinstance(word, str) and word.startswith("*") and word.removeprefix("*").removeprefix("k") in _FLOATS
 
 
-def is_pointer(word: Any) -> bool:
-    return isinstance(word, str) and word.startswith("*")
-
-
 def is_integer(word: Any) -> bool:
     return word in ("i32", "i64", "u32", "u64", "i16", "i8")
 

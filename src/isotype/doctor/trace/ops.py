@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-_aten = torch.ops.aten
 CASTS = {"_to_copy", "to", "type_as"}
 # an op on memory that is handed in from outside the dispatcher: its result is as good as created here
 LIFTS = {"lift", "lift_fresh", "lift_fresh_copy"}

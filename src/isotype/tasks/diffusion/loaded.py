@@ -14,11 +14,11 @@ from ...config.load import load
 from ...config.schema import RunConfig
 from ...environment.hardware import detect
 from ...errors import UsageError
+from ...model.run_precision import resolve_precision
 from ...runs.checkpoint.atomic_folder import fault
 from ...runs.checkpoint.snapshot import restore_model
 from ...runs.checkpoint.store import CheckpointStore
 from ...runs.folder import RESOLVED, RunFolder, require_run
-from ...training.setup import resolve_precision
 from ...training.task import Evaluation
 from .sample import Sample
 from .task import EMPTY, DiffusionTask

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ..sheets import register
-from . import arguments, demands, not_finite, wording  # noqa: F401  each registers itself
+from . import arguments, demands  # noqa: F401  each registers itself
 
 for _sheet in sorted(Path(__file__).parent.glob("*.txt")):
     register(_sheet)

@@ -1,0 +1,44 @@
+"""`precision.json` of a run: the declared precision, and the last observed state of each role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..precision.observe.observation import Observation
+from ..precision.observe.record import as_read, as_written, noted
+from ..precision.resolve import Resolved
+from .folder import RunFolder
+
+FILE = "precision.json"
+
+
+class PrecisionRecord:
+    """The record of one run, in its folder.
+
+    task_roles  roles that only this kind of run has
+    writes      False in the other processes of a run: they judge their own observations, and the first process writes the file
+    """
+
+    def __init__(self, folder: RunFolder, resolved: Resolved, task_roles: Iterable[str] = (), *, writes: bool = True) -> None:
+        self.folder, self.resolved, self.task_roles, self.writes = folder, resolved, tuple(task_roles), writes
+        self._observed: dict[str, Any] = {}
+
+    def add(self, seen: Observation) -> None:
+        """Adds an observation; roles that it does not contain keep their earlier counts. Raises DtypeError DT003."""
+        self._observed = noted(self._observed, seen)
+        if self.writes:
+            declared = {
+                "precision": self.resolved.precision.text(self.resolved.preset),
+                "preset": self.resolved.preset,
+                "declared": self.resolved.as_json(),
+            }
+            self.folder.write_json(FILE, {**declared, **as_written(self._observed, self.task_roles)})
+        seen.raise_if_violated()
+
+    def restore(self, step: int) -> None:
+        """Reads the observations of an earlier part of this run, up to `step`; a damaged file is ignored."""
+        try:
+            self._observed = as_read(self.folder.read_json(FILE), step)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            self._observed = {}
