@@ -20,7 +20,7 @@ TESTS = sorted(path.name for path in EXAMPLES.glob("test_*.py"))
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1500, check=False)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in PROGRAMS])

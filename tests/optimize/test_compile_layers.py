@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from isotype.errors import UsageError
 from isotype.optimize import optimize, regions, restore
 from isotype.optimize.compile_layers import compile_layers, uncompile_layers
+from isotype.precision.apply import _Narrow
 from isotype.training.memory.live_bytes import LiveBytes
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing, checkpointable
 from tests.models import lora, quantised, tiny
@@ -190,6 +191,10 @@ def test_what_looks_inside_a_layer_sees_it_uncompiled(monkeypatch):
     inside = checkpointable(model)[1].mlp.register_forward_hook(lambda *_: None)
     assert compiled_regions() == 2
     inside.remove()
+    # of the model's precision, which is put on before the first step and stays
+    narrowing = checkpointable(model)[1].mlp.register_forward_hook(_Narrow(torch.float32))
+    assert compiled_regions() == 3
+    narrowing.remove()
     around = checkpointable(model)[1].register_forward_hook(lambda *_: None)
     assert compiled_regions() == 3
     around.remove()

@@ -71,6 +71,16 @@ def test_base_is_a_setting_where_some_weights_are_frozen_without_an_adapter(h100
         resolve(settings, device=h100, adapter="none", frozen=False)
 
 
+@pytest.mark.parametrize(("adapter", "fix"), [("lora", "precision.base: fp16"), ("none", None)])
+def test_two_half_formats_are_refused_with_a_fix_that_is_accepted(h100, adapter, fix):
+    settings = {"preset": "bf16-mixed", "compute": "fp16", "loss_scaling": "dynamic"}
+    if fix is not None:
+        with pytest.raises(UsageError, match=f"PR009(.|\n)*fix +{fix}\n"):
+            resolve(settings, device=h100, adapter=adapter)
+        settings |= {"base": "fp16"}
+    assert resolve(settings, device=h100, adapter=adapter).precision.compute == "fp16"
+
+
 # code -> settings that break the rule, adapter, optimizer
 BROKEN = {
     "PR002": ({"preset": "fp32", "grads": "bf16"}, "lora", "adamw"),

@@ -33,7 +33,7 @@ def settings(workshop: Any, tmp_path: Path, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_equals_an_uninterrupted_one(configured: Any, workshop: Any, tmp_path: Path, kind: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(configured: Any, workshop: Any, tmp_path: Path, kind: str, capsys: Any) -> None:
     data = settings(workshop, tmp_path, kind)
     short = {"steps": 7, "eval_every": 3}
     assert train(configured("whole", data=data, train=short)) == 0
@@ -43,6 +43,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(configured: Any, workshop: An
     (tmp_path / "halved/result.json").unlink()
     again = load(tmp_path / "halved/resolved.yaml", resolved=True)
     assert train(again, resume=tmp_path / "halved") == 0
+    assert "not those that the run was begun with" not in capsys.readouterr().out
     ours, theirs = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("whole", "halved"))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     facts = json.loads((tmp_path / "whole/data.json").read_text())
@@ -51,6 +52,25 @@ def test_a_resumed_run_equals_an_uninterrupted_one(configured: Any, workshop: An
     record = json.loads((tmp_path / "whole/preflight.json").read_text())
     assert not record["findings"]
     assert "PF018" in record["checks"]
+
+
+def test_a_resumed_run_is_told_that_its_data_or_its_template_has_changed(
+    configured: Any, workshop: Any, tmp_path: Path, capsys: Any
+) -> None:
+    mine, template = tmp_path / "mine.jsonl", tmp_path / "chat.jinja"
+    lines = Path(workshop.chats).read_text().splitlines(keepends=True)
+    mine.write_text("".join(lines))
+    template.write_text(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    data = {"train": str(mine), "chat_template": str(template)}
+    assert train(configured(data=data, train={"steps": 2})) == 0
+    for step, (file, words) in enumerate(((mine, "mine.jsonl"), (template, "the files are the same: the tokenizer, its chat template")), 3):
+        file.write_text(file.read_text().replace("How", "So how") if file == mine else template.read_text().replace(": ", " says "))
+        capsys.readouterr()
+        assert train(configured(data=data, train={"steps": step}), resume=tmp_path / "run") == 0
+        said = next(line for line in capsys.readouterr().out.splitlines() if "not those that the run was begun with" in line)
+        assert words in said
 
 
 def test_the_plan_covers_packed_rows(configured: Any, tmp_path: Path) -> None:

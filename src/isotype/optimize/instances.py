@@ -6,9 +6,10 @@ The method looks the module's weights and children up when it is called: deepcop
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ..instance_method import InstanceMethod
 from ..placement import Placement
 
+T = TypeVar("T")
 _MARK = "_isotype_settings"
 # Libraries whose own kernels a model may already run: by import name
 KERNEL_LIBRARIES = ("liger_kernel", "unsloth", "unsloth_zoo", "cut_cross_entropy")
@@ -93,6 +95,38 @@ def stand_in(module: nn.Module, modules: dict[str, nn.Module], parameters: dict[
     twin._parameters = {**module._parameters, **parameters}
     twin._forward_hooks, twin._forward_pre_hooks = type(module._forward_hooks)(), type(module._forward_pre_hooks)()
     return twin
+
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
+
+
+def kind_of(module: Any) -> tuple[Any, ...]:
+    """What tells a module's code and settings from another's: two of one kind compute the same function of their weights."""
+    parts = tuple((name, type(child), _settings(child)) for name, child in module.named_children())
+    weights = tuple((name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items())
+    others = tuple(type(value).__call__ for name, value in vars(module).items() if name == "processor")
+    return type(module), type(module).forward, _settings(module), parts, weights, others
+
+
+def _settings(module: Any) -> tuple[Any, ...]:
+    return tuple((name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN) and name != "training")
+
+
+def once_a_kind(recognise: Callable[[Any], T]) -> Callable[[Any], T]:
+    """`recognise(module)`, probed once for all modules of a kind: a large model has hundreds of each."""
+    known: dict[tuple[Any, ...], T] = {}
+
+    @functools.wraps(recognise)
+    def look_up(module: Any) -> T:
+        kind = kind_of(module)
+        try:
+            return known[kind]
+        except KeyError:
+            return known.setdefault(kind, recognise(module))
+        except TypeError:  # a setting that cannot be a key
+            return recognise(module)
+
+    return look_up
 
 
 def same(f: Callable[[], Tensor], g: Callable[[], Tensor]) -> bool:

@@ -26,7 +26,7 @@ from ..ops import attention, rope
 from ..ops.attention import backend_of
 from ..ops.remade import follow
 from ..placement import Placement
-from .instances import placement, put, same, settings_of, stand_in, taken
+from .instances import once_a_kind, placement, put, same, settings_of, stand_in, taken
 
 PART = "joint attention"
 _PICTURE = ("to_q", "to_k", "to_v")
@@ -74,6 +74,7 @@ class _Rows(nn.Module):
         return (x * (1.0 + self.shift)).sin() + self.shift
 
 
+@once_a_kind
 def recognise(module: Any) -> JointSettings | None:
     """The settings with which `compute` gives this module's output on a probe; None where none do."""
     width = _HEADS * _SIZE

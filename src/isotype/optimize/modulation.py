@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..ops import modulated_layer_norm
 from ..placement import Placement
-from .instances import placement, put, same, settings_of, stand_in, taken
+from .instances import once_a_kind, placement, put, same, settings_of, stand_in, taken
 
 PART = "modulated norm"
 _WIDTH = 6
@@ -98,6 +98,7 @@ def place_norm(path: str, norm: nn.Module, out_dtype: torch.dtype | None) -> Pla
     return placement(PART, path, norm, None if reason else "modulated_layer_norm", reason or "")
 
 
+@once_a_kind
 def recognise(module: Any) -> AdaptiveSettings | None:
     """The settings with which `adaptive_forward` gives this module's output on a probe; None where none do."""
     width = module.norm.normalized_shape[0]

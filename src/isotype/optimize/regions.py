@@ -42,7 +42,7 @@ def runs_compiled(layer: nn.Module) -> bool:
     """Whether this is a training step in which nothing looks inside the layer.
 
     A dispatch mode is how an observer, a plan and a tracer see operators. Hooks inside are asked for here because a graph has no guard on
-    them: it would leave out one that was added after it was made.
+    them: it would leave out one that was added after it was made. Those of `apply_precision` are part of the graph (`in_graphs`).
     """
     if not layer.training or not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
@@ -51,7 +51,9 @@ def runs_compiled(layer: nn.Module) -> bool:
 
 def _has_hooks(module: nn.Module) -> bool:
     own = module.__dict__
-    return bool(own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"])
+    if own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        return True
+    return any(not getattr(hook, "in_graphs", False) for hook in own["_forward_hooks"].values())
 
 
 @cache

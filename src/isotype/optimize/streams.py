@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..ops import gated_residual, gelu
 from ..ops.remade import follow
 from ..placement import Placement
-from .instances import placement, put, same, settings_of, stand_in, taken
+from .instances import once_a_kind, placement, put, same, settings_of, stand_in, taken
 from .modulation import is_plain_norm, modulated, place_norm
 
 PART, ACTIVATION = "block", "activation"
@@ -118,6 +118,7 @@ class _Narrower(_Rows):
         return sum(((part * (i + 1.0)).sin() for i, part in enumerate(parts)), torch.zeros_like(parts[0]))
 
 
+@once_a_kind
 def recognise(module: Any) -> StreamSettings | None:
     """The settings with which a form gives this module's output on a probe; None where none does."""
     stubs: dict[str, nn.Module]

@@ -40,6 +40,7 @@ from .preflight.check import RECORD, preflight
 from .preflight.subject import Subject
 from .quiet import quiet_libraries
 from .resume import compare_with_before, restore
+from .same_data import compare_data
 from .setup import Prepared, prepare
 from .start_files import write_start
 from .summary import header_rows, say_result
@@ -188,6 +189,8 @@ def _run(
     with world.exchanging():
         compile_ahead(subject)
         checked = preflight(subject, skips, world=world)
+    if resuming and world.first:
+        compare_data(task, folder, console)
     world.first_does(lambda: write_start(loaded, task, prepared, loop.plan, folder, world, own, resuming=resuming))
     shared = contention() if prepared.device.type == "cpu" and world.first else None
     said = [("cores", str(shared))] if shared else []

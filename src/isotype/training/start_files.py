@@ -14,6 +14,7 @@ from ..model.adapter import trainable_share
 from ..runs.folder import RESOLVED, RunFolder
 from .milestones import Milestones
 from .own_code import OBJECTIVE, Own
+from .same_data import DATA
 from .setup import Prepared
 from .task import Task
 
@@ -33,9 +34,8 @@ def write_start(
         folder.write_json(name, content)
     trainable, total = trainable_share(prepared.model)
     shared: dict[str, Any] = {"processes": world.size, "machines": world.nodes}
-    folder.write_json(
-        "plan.json", {**asdict(plan), "task": task.kind, "parameters": total, "trained": trainable, OBJECTIVE: own.objective_name, **shared}
-    )
+    own_parts = {OBJECTIVE: own.objective_name, DATA: task.fingerprint()}
+    folder.write_json("plan.json", {**asdict(plan), "task": task.kind, "parameters": total, "trained": trainable, **own_parts, **shared})
     reasons = {f"precision.{role}": reason for role, reason in prepared.resolved.reasons.items()}
     reasons["precision.preset"] = prepared.resolved.why_preset
     values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}

@@ -75,11 +75,13 @@ def two_half_formats(f: Facts) -> Iterator[Finding]:
 
     **What to do.** One of them: `bf16` where the device has it.
     """
-    roles = ("base", "trainable", "compute")
+    roles = ("base", "trainable", "compute") if f.value("frozen") == "yes" else ("trainable", "compute")
     halves = {role: f.value(role) for role in roles if f.value(role) in ("bf16", "fp16")}
     if len(set(halves.values())) > 1:
+        wanted = halves[next((role for role in halves if f[role].given), "compute")]
+        others = [role for role, word in halves.items() if word != wanted]
         yield finding(
             "PR009", f, tuple(halves), "bf16 and fp16 in one run",
             cause="each conversion between them loses range or precision, and torch promotes their mixture to fp32",
-            fix=f"give {' and '.join('precision.' + r for r in halves)} the same one",
+            fix=" and ".join(f"precision.{role}: {wanted}" for role in others),
         )  # fmt: skip

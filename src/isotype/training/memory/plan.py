@@ -32,6 +32,7 @@ from ..task import Outline, StepOutline
 from .live_bytes import LiveBytes
 from .quantised_outline import scales_of, scratch, take_scales
 from .recomputation import Checkpointing, apply_checkpointing
+from .repeated_blocks import counted_by_runs
 
 BLOCK_8BIT, SMALLEST_8BIT = 256, 4096  # bitsandbytes: 8-bit states have a scale every 256 elements, and small tensors keep fp32 states
 
@@ -136,6 +137,24 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+@dataclass(frozen=True)
+class _Counted:
+    """Bytes of one simulation. The peaks are of forward and backward, and of the update; `after` is there between two steps; `averages`:
+    see `train.ema`. Each grows by the same with every block, which the largest of them need not do."""
+
+    activations: int
+    working: int
+    forward: int
+    backward: int
+    update: int
+    evaluation: int
+    sampling: int
+    step_peak: int
+    update_peak: int
+    after: int
+    averages: int
+
+
 def _simulated(
     model: nn.Module,
     train: TrainSection,
@@ -146,7 +165,39 @@ def _simulated(
     held: MemoryPlan,
     earlier: MemoryPlan | None,
 ) -> MemoryPlan:
+    samples = [earlier.sampling is not None] if earlier is not None else list[bool]()
+
+    def count() -> _Counted:
+        counted, sampled = _count(model, train, precision, largest, device_type=device_type, between=earlier is None)
+        samples.append(sampled)
+        return counted
+
+    n = counted_by_runs(model, count)
+    evaluation, sampling = (n.evaluation, n.sampling) if earlier is None else (earlier.evaluation, earlier.sampling or 0)
+    return replace(
+        held,
+        activations=n.activations,
+        working=n.working,
+        forward=n.forward,
+        backward=n.backward,
+        update=n.update,
+        evaluation=evaluation,
+        sampling=sampling if all(samples) else None,
+        peak=max(n.step_peak, n.update_peak, n.after + max(evaluation, sampling)) + n.averages,
+        rows=largest.rows,
+        length=largest.length,
+    )
+
+
+def _count(
+    model: nn.Module, train: TrainSection, precision: Precision, largest: StepOutline, *, device_type: str, between: bool
+) -> tuple[_Counted, bool]:
+    """What the steps of this model take, and whether a sample could be simulated.
+
+    between  an evaluation and a sample are simulated too
+    """
     device = torch.device("cpu" if device_type == "cpu" else "meta")
+    states_bytes = _held(model, train, precision).optimizer
     live = LiveBytes(device.type, {**scratch(), **head_scratch()})
     with without_data(device_type), live, without_warnings():
         make_fake(model, device)
@@ -171,7 +222,7 @@ def _simulated(
         # the first step makes the optimizer's states, so the second is the one that counts
         stepper.accumulate([batch])
         if train.optimizer == "adamw8bit":
-            states = [torch.empty(held.optimizer, dtype=torch.uint8, device=device)]
+            states = [torch.empty(states_bytes, dtype=torch.uint8, device=device)]
         else:
             states = []
             optimizer.step()
@@ -190,31 +241,32 @@ def _simulated(
         live.restart_peak()
         if not states:
             optimizer.step()
-        peak, update = max(peak_step, live.peak), live.peak - before_update
+        update_peak, update = live.peak, live.peak - before_update
         for hook in counting:
             hook.remove()
         accumulator.zero()
-        sampling: int | None
-        if earlier is not None:
-            evaluation, sampling = earlier.evaluation, earlier.sampling
-        else:
+        sampling: int | None = 0
+        evaluation = 0
+        if between:
             evaluation = _added(live, largest.evaluation, model, device) if largest.evaluation else 0
             sampling = _sampling(model, live, largest, device)
-        between = live.now + max(evaluation, sampling or 0)
+        after = live.now
         accumulator.close()
-    return replace(
-        held,
+    averages = sum(average_bytes(p.numel(), train, precision) for p in model.parameters() if p.requires_grad)
+    counted = _Counted(
         activations=max(0, forward_end - before - gradients),
         working=max(0, peak_step - forward_end),
         forward=max(0, in_forward - before - gradients),
         backward=max(0, in_backward - forward_end),
         update=update,
         evaluation=evaluation,
-        sampling=sampling,
-        peak=max(peak, between) + sum(average_bytes(p.numel(), train, precision) for p in model.parameters() if p.requires_grad),
-        rows=largest.rows,
-        length=largest.length,
+        sampling=sampling or 0,
+        step_peak=peak_step,
+        update_peak=update_peak,
+        after=after,
+        averages=averages,
     )
+    return counted, sampling is not None
 
 
 def _added(live: LiveBytes, run: Callable[[nn.Module, torch.device], None], model: nn.Module, device: torch.device) -> int:

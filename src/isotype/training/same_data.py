@@ -1,0 +1,41 @@
+"""Tells a resumed run that its rows are not those that it was begun with: a file, the tokenizer or its template has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..runs.folder import RunFolder
+from .console import RunConsole
+from .task import Task
+
+DATA = "data"  # in plan.json
+
+
+def compare_data(task: Task, folder: RunFolder, console: RunConsole) -> None:
+    """Prints what has changed since the run was last started. A run from before this was recorded is not compared."""
+    try:
+        before = folder.read_json("plan.json")[DATA]
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    if before == task.fingerprint():
+        return
+    try:
+        old = dict(_checksums(folder.read_json("data.json")))
+    except (OSError, ValueError):
+        old = {}
+    new = dict(_checksums(task.records().get("data.json", {})))
+    changed = sorted(path for path in old.keys() | new.keys() if old.get(path) != new.get(path))
+    what = ", ".join(changed[:5]) or "the files are the same: the tokenizer, its chat template or a library"
+    console.say(f"changed   the rows are not those that the run was begun with ({what}): it goes on at the same place in them")
+
+
+def _checksums(facts: Any) -> Iterator[tuple[str, str]]:
+    """(path, checksum) of each file that data.json names, wherever it does."""
+    if isinstance(facts, dict):
+        if isinstance(facts.get("path"), str) and isinstance(facts.get("sha256"), str):
+            yield facts["path"], facts["sha256"]
+        facts = list(facts.values())
+    if isinstance(facts, list):
+        for part in facts:
+            yield from _checksums(part)
