@@ -17,8 +17,9 @@ RECURSION = "isotype.doctor.lint.dataflow."
 # a room imports rooms before it in this list, and rooms of its own line
 LEVELS = [
     {"version"},
-    {"errors", "json_objects", "printable", "pages", "instance_method", "placement"},
+    {"errors", "json_objects", "printable", "instance_method", "placement"},
     {"dtypes", "finding"},
+    {"pages"},
     {"environment"},
     {"precision", "config"},
     {"runs"},

@@ -233,7 +233,7 @@ WRONG: dict[str, tuple[str, str | bytes | list[Any], dict[str, Any], str]] = {
     "broken array": ("x.json", '[{"text": "a"},\n {"text": }]', {}, "x.json:2: broken JSON at column 11"),
     "open array": ("x.json", '[{"text": "a"}', {}, "x.json:1: broken JSON: ',' or ']' expected, the file ends here"),
     "after array": ("x.json", '[{"text": "a"}]\nmore', {}, "x.json:2: text after the end of the array"),
-    "pretty object": ("x.json", '{\n "text": "a"}', {}, "x.json:1: broken JSON: the line ends within a value; a .json file holds an array"),
+    "open object": ("x.json", '{\n "text": "a"', {}, "x.json:2: broken JSON at column 13: Expecting ',' delimiter"),
     "surrogate": ("x.jsonl", '{"text": "a"}\n{"text": "\\ud800"}', {}, "x.jsonl:2: a \\u escape is half of a surrogate pair"),
     "deep": ("x.jsonl", "[" * 100_000, {}, "x.jsonl:1: JSON nested too deeply"),
     "ends early": ("x.jsonl", '{"text": "a"}\n{"text": [\n', {}, "x.jsonl:2: broken JSON: the line ends within a value"),

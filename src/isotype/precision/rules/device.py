@@ -22,7 +22,7 @@ def bf16_without_hardware(f: Facts) -> Iterator[Finding]:
     asked = [role for role in ("compute", "base", "trainable", "generate") if f.value(role) == "bf16"]
     if asked and f.bf16 == "none":
         yield finding(
-            "PR001", f, tuple(asked), f"bf16 was asked for, and {f.device} has no bf16",
+            f, tuple(asked), f"bf16 was asked for, and {f.device} has no bf16",
             cause="bf16 needs compute capability 8.0 (Ampere), CDNA, or a CPU",
             fix="precision.preset: fp16-mixed (fast, may overflow), or precision.preset: fp32 (slow, safe)",
         )  # fmt: skip
@@ -41,7 +41,7 @@ def bf16_parts_without_hardware(f: Facts) -> Iterator[Finding]:
     asked = [role for role in ("vae", "text_encoder") if role in f.settings and f.value(role) == "bf16"]
     if asked and f.bf16 == "none":
         yield finding(
-            "PR027", f, tuple(asked), f"bf16 was asked for, and {f.device} has no bf16",
+            f, tuple(asked), f"bf16 was asked for, and {f.device} has no bf16",
             cause="bf16 needs compute capability 8.0 (Ampere), CDNA, or a CPU",
             fix=f"precision.{asked[0]}: fp32",
         )  # fmt: skip

@@ -21,7 +21,7 @@ def fp16_weights_trained(f: Facts) -> Iterator[Finding]:
     """
     if f.value("trainable") == "fp16":
         yield finding(
-            "PR004", f, ("trainable", "loss_scaling"), "weights that are trained cannot be fp16",
+            f, ("trainable", "loss_scaling"), "weights that are trained cannot be fp16",
             cause="fp16 gradients cannot be unscaled without overflow, and small updates vanish in fp16 weights",
             fix="precision.trainable: fp32",
         )  # fmt: skip
@@ -39,7 +39,7 @@ def fp16_without_loss_scaling(f: Facts) -> Iterator[Finding]:
     """
     if f.value("compute") == "fp16" and f.value("loss_scaling") == "none":
         yield finding(
-            "PR005", f, ("compute", "loss_scaling"), "fp16 products need loss scaling",
+            f, ("compute", "loss_scaling"), "fp16 products need loss scaling",
             cause="fp16 gradients below 6e-8 become zero",
             fix="precision.loss_scaling: dynamic, or precision.preset: fp16-mixed",
         )  # fmt: skip
@@ -58,7 +58,7 @@ def loss_scaling_without_fp16(f: Facts) -> Iterator[Finding]:
     """
     if f.value("loss_scaling") == "dynamic" and f.value("compute") != "fp16":
         yield finding(
-            "PR006", f, ("loss_scaling", "compute"), f"loss scaling has no use with {f.value('compute')} products",
+            f, ("loss_scaling", "compute"), f"loss scaling has no use with {f.value('compute')} products",
             cause=f"{f.value('compute')} has fp32's exponent range; a scaler would only hide a real overflow",
             fix="precision.loss_scaling: none, or precision.compute: fp16",
         )  # fmt: skip
@@ -81,7 +81,7 @@ def two_half_formats(f: Facts) -> Iterator[Finding]:
         wanted = halves[next((role for role in halves if f[role].given), "compute")]
         others = [role for role, word in halves.items() if word != wanted]
         yield finding(
-            "PR009", f, tuple(halves), "bf16 and fp16 in one run",
+            f, tuple(halves), "bf16 and fp16 in one run",
             cause="each conversion between them loses range or precision, and torch promotes their mixture to fp32",
             fix=" and ".join(f"precision.{role}: {wanted}" for role in others),
         )  # fmt: skip

@@ -22,7 +22,7 @@ def gradients_narrower_than_weights(f: Facts) -> Iterator[Finding]:
     """
     if itemsize(f.value("grads")) < itemsize(f.value("trainable")):
         yield finding(
-            "PR002", f, ("grads", "trainable"), f"{f.value('grads')} gradients of {f.value('trainable')} weights",
+            f, ("grads", "trainable"), f"{f.value('grads')} gradients of {f.value('trainable')} weights",
             cause="autograd makes each gradient in its parameter's dtype; storing it narrower loses accuracy and saves nothing",
             fix=f"precision.grads: {f.value('trainable')}, or precision.preset: bf16-pure",
         )  # fmt: skip
@@ -40,7 +40,7 @@ def reduce_narrower_than_gradients(f: Facts) -> Iterator[Finding]:
     """
     if itemsize(f.value("reduce")) < itemsize(f.value("grads")):
         yield finding(
-            "PR015", f, ("reduce", "grads"), f"{f.value('grads')} gradients are summed across ranks in {f.value('reduce')}",
+            f, ("reduce", "grads"), f"{f.value('grads')} gradients are summed across ranks in {f.value('reduce')}",
             cause="each rank's gradient is rounded before the sum",
             fix=f"precision.reduce: {f.value('grads')}", severity=Severity.WARNING,
         )  # fmt: skip

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from ...finding import Finding, Place, Severity
+from ...pages.rules import registered
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +51,10 @@ Rule = Callable[[Facts], Iterator[Finding]]
 RULES: dict[str, Rule] = {}
 
 
-def rule(code: str) -> Callable[[Rule], Rule]:
-    def register(function: Rule) -> Rule:
-        assert code not in RULES, code
-        RULES[code] = function
-        return function
-
-    return register
+rule = partial(registered, RULES)
 
 
-def finding(
-    code: str, facts: Facts, keys: tuple[str, ...], message: str, *, cause: str, fix: str, severity: Severity = Severity.ERROR
-) -> Finding:
+def finding(facts: Facts, keys: tuple[str, ...], message: str, *, cause: str, fix: str, severity: Severity = Severity.ERROR) -> Finding:
     """Makes a finding that lists each setting with its source. Its place is the first one that the user wrote, else the first."""
     written = next((k for k in keys if facts[k].given), keys[0])
     file, _, line = facts[written].where.rpartition(", ")[2].rpartition(":")  # "run.yaml:3", or "preset nf4-lora, run.yaml:3"
@@ -70,7 +64,7 @@ def finding(
         symbol=_key(written),
     )
     details = tuple((_key(k), str(facts[k])) for k in keys)
-    return Finding(code=code, severity=severity, message=message, place=place, cause=cause, fix=fix, details=details)
+    return Finding(code="", severity=severity, message=message, place=place, cause=cause, fix=fix, details=details)
 
 
 def _key(name: str) -> str:

@@ -20,7 +20,7 @@ def stochastic_rounding_without_effect(f: Facts) -> Iterator[Finding]:
     """
     if f.value("rounding") == "stochastic" and f.value("trainable") == "fp32":
         yield finding(
-            "PR007", f, ("rounding", "trainable"), "stochastic rounding has no effect on fp32 weights",
+            f, ("rounding", "trainable"), "stochastic rounding has no effect on fp32 weights",
             cause="the update is computed in fp32 and stored in fp32: nothing is rounded",
             fix="precision.rounding: nearest, or precision.preset: bf16-pure",
         )  # fmt: skip
@@ -39,7 +39,7 @@ def updates_vanish(f: Facts) -> Iterator[Finding]:
     """
     if f.value("trainable") == "bf16" and f.value("rounding") == "nearest":
         yield finding(
-            "PR008", f, ("trainable", "rounding"), "most updates of bf16 weights will round away",
+            f, ("trainable", "rounding"), "most updates of bf16 weights will round away",
             cause="an update below 1/256 of a bf16 weight rounds to nothing",
             fix="precision.rounding: stochastic, or precision.trainable: fp32",
             severity=Severity.WARNING,
@@ -60,13 +60,13 @@ def states_another_dtype_than_the_optimizers(f: Facts) -> Iterator[Finding]:
     optimizer, states = f.value("optimizer_name"), f.value("optimizer")
     if optimizer == "adamw8bit" and f["optimizer"].given and states != "int8":
         yield finding(
-            "PR011", f, ("optimizer", "optimizer_name"), f"adamw8bit keeps its states in int8: precision.optimizer: {states} has no effect",
+            f, ("optimizer", "optimizer_name"), f"adamw8bit keeps its states in int8: precision.optimizer: {states} has no effect",
             cause="bitsandbytes quantises the states block by block",
             fix="remove precision.optimizer (it becomes int8), or train.optimizer: adamw",
         )  # fmt: skip
     elif optimizer == "adamw" and states == "int8":
         yield finding(
-            "PR011", f, ("optimizer", "optimizer_name"), "adamw keeps no states in int8",
+            f, ("optimizer", "optimizer_name"), "adamw keeps no states in int8",
             cause="its moments are floating numbers; 8-bit states need a scale for each block",
             fix="train.optimizer: adamw8bit, or precision.optimizer: fp32",
         )  # fmt: skip
@@ -87,7 +87,7 @@ def eight_bit_optimizer_on_bf16_weights(f: Facts) -> Iterator[Finding]:
         lost = [role for role, plain in (("grads", "bf16"), ("rounding", "nearest")) if f.value(role) != plain]
         if lost:
             yield finding(
-                "PR018", f, ("optimizer_name", "trainable", *lost),
+                f, ("optimizer_name", "trainable", *lost),
                 f"adamw8bit on bf16 weights ignores {' and '.join('precision.' + role for role in lost)}",
                 cause="bitsandbytes takes gradients in the weight's dtype and rounds updates to nearest",
                 fix="train.optimizer: adamw, or precision.preset: bf16-mixed",
@@ -107,7 +107,7 @@ def average_in_low_precision(f: Facts) -> Iterator[Finding]:
     """
     if "ema" in f.settings and f.value("ema") != "fp32":
         yield finding(
-            "PR028", f, ("ema",), f"the moving average of the weights in {f.value('ema')}",
+            f, ("ema",), f"the moving average of the weights in {f.value('ema')}",
             cause="its small steps are rounded away: with decay 0.999 it moves by 6% of what it should in bf16",
             fix="precision.ema: fp32",
         )  # fmt: skip

@@ -21,7 +21,7 @@ def loss_in_low_precision(f: Facts) -> Iterator[Finding]:
     """
     if f.value("loss") != "fp32":
         yield finding(
-            "PR010", f, ("loss", "compute"), f"log-probabilities in {f.value('loss')}",
+            f, ("loss", "compute"), f"log-probabilities in {f.value('loss')}",
             cause="a softmax over a large vocabulary in low precision: gradient elements are several percent off",
             fix="precision.loss: fp32", severity=Severity.WARNING,
         )  # fmt: skip
@@ -40,7 +40,7 @@ def norms_not_fp32(f: Facts) -> Iterator[Finding]:
     """
     if f.value("norms") != "fp32":
         yield finding(
-            "PR014", f, ("norms", "compute"), f"norms compute in fp32 inside; {f.value('norms')} would have no effect",
+            f, ("norms", "compute"), f"norms compute in fp32 inside; {f.value('norms')} would have no effect",
             cause="the models' own norms widen to fp32, and their sums need it; the output is `compute` in any case",
             fix="precision.norms: fp32",
         )  # fmt: skip
@@ -59,7 +59,7 @@ def noise_levels_in_low_precision(f: Facts) -> Iterator[Finding]:
     """
     if "timesteps" in f.settings and f.value("timesteps") != "fp32":
         yield finding(
-            "PR025", f, ("timesteps", "compute"), f"noise levels in {f.value('timesteps')}",
+            f, ("timesteps", "compute"), f"noise levels in {f.value('timesteps')}",
             cause="a model would be told another noise level than its picture has: up to 3.5 of 1000 off in bf16",
             fix="precision.timesteps: fp32",
         )  # fmt: skip
@@ -78,7 +78,7 @@ def latents_narrower_than_the_loss(f: Facts) -> Iterator[Finding]:
     """
     if "latents" in f.settings and itemsize(f.value("latents")) < itemsize(f.value("loss")):
         yield finding(
-            "PR026", f, ("latents", "loss"), f"latents, noise and target in {f.value('latents')} under a loss in {f.value('loss')}",
+            f, ("latents", "loss"), f"latents, noise and target in {f.value('latents')} under a loss in {f.value('loss')}",
             cause="noise level and target are rounded before the loss is computed",
             fix=f"precision.latents: {f.value('loss')}",
         )  # fmt: skip

@@ -21,7 +21,7 @@ def quantised_base_without_adapter(f: Facts) -> Iterator[Finding]:
     """
     if f.value("base") == "nf4" and f.value("adapter") == "none":
         yield finding(
-            "PR003", f, ("base", "adapter"), "a 4-bit base is frozen, and there is no adapter to train",
+            f, ("base", "adapter"), "a 4-bit base is frozen, and there is no adapter to train",
             cause="nf4 weights are integers with scales; they take no gradient",
             fix="adapter.kind: lora, or precision.preset: bf16-mixed",
         )  # fmt: skip
@@ -39,7 +39,7 @@ def lora_preset_without_adapter(f: Facts) -> Iterator[Finding]:
     """
     if f["preset"].value == "bf16-lora" and f["preset"].given and f.value("adapter") == "none":
         yield finding(
-            "PR012", f, ("preset", "adapter"), "a LoRA preset, and no adapter",
+            f, ("preset", "adapter"), "a LoRA preset, and no adapter",
             cause="without an adapter every weight is trained, and the preset declares a frozen base",
             fix="precision.preset: bf16-mixed or bf16-pure, or adapter.kind: lora",
         )  # fmt: skip
@@ -60,7 +60,7 @@ def generate_wider_than_weights(f: Facts) -> Iterator[Finding]:
     generate = f.value("generate")
     if generate != held and generate != f.value("compute") and itemsize(generate) >= itemsize(held):
         yield finding(
-            "PR013", f, ("generate", "base", "compute"), f"sampling in {generate} from {held} weights",
+            f, ("generate", "base", "compute"), f"sampling in {generate} from {held} weights",
             cause="it would need a second copy of every weight",
             fix=f"precision.generate: {f.value('compute')}",
         )  # fmt: skip
@@ -78,7 +78,7 @@ def fp32_weights_frozen_under_low_compute(f: Facts) -> Iterator[Finding]:
     """
     if f.value("adapter") == "lora" and f.value("base") == "fp32" and f.value("compute") != "fp32":
         yield finding(
-            "PR016", f, ("base", "compute"), f"fp32 frozen weights are cast to {f.value('compute')} in every product",
+            f, ("base", "compute"), f"fp32 frozen weights are cast to {f.value('compute')} in every product",
             cause="the memory of fp32 with the accuracy of half precision",
             fix=f"precision.base: {f.value('compute')}, or precision.compute: fp32", severity=Severity.WARNING,
         )  # fmt: skip
@@ -99,7 +99,7 @@ def compute_wider_than_base(f: Facts) -> Iterator[Finding]:
     held = f.value(keys[1])
     if held in ("bf16", "fp16") and f.value("compute") == "fp32":
         yield finding(
-            "PR017", f, keys, f"fp32 products of {held} weights",
+            f, keys, f"fp32 products of {held} weights",
             cause="autocast does not widen: torch would refuse the product of two dtypes",
             fix=f"precision.{keys[1]}: fp32, or precision.compute: {held}",
         )  # fmt: skip
@@ -118,7 +118,7 @@ def base_without_frozen_weights(f: Facts) -> Iterator[Finding]:
     """
     if f["base"].given and f.value("base") != "nf4" and f.value("frozen") == "no":
         yield finding(
-            "PR029", f, ("base", "adapter"), f"every weight is trained: precision.base: {f.value('base')} has no effect",
+            f, ("base", "adapter"), f"every weight is trained: precision.base: {f.value('base')} has no effect",
             cause="base is the dtype of frozen weights, and there are none",
             fix="remove precision.base (precision.trainable and precision.compute are the roles of trained weights), or adapter.kind: lora",
         )  # fmt: skip

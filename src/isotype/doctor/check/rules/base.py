@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 
 from ....finding import Finding, Place, Severity
 from ....pages.docstrings import docstring_page
+from ....pages.rules import registered
 from ..record import Record
 from ..settings import Setting
 
@@ -16,21 +16,7 @@ RULES: dict[str, Rule] = {}
 ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
 
 
-def rule(code: str) -> Callable[[Rule], Rule]:
-    """Registers a function under its code, which its findings get."""
-
-    def register(function: Rule) -> Rule:
-        assert code not in RULES, code
-
-        @wraps(function)
-        def coded(record: Record) -> Iterator[Finding]:
-            for finding in function(record):
-                yield replace(finding, code=code)
-
-        RULES[code] = coded
-        return coded
-
-    return register
+rule = partial(registered, RULES)
 
 
 def found(
