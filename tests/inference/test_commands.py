@@ -237,6 +237,15 @@ def test_merging_small_adapters_into_bf16_reports_its_noise(run, tmp_path):
         merge(load_run(run), tmp_path / "merged")
 
 
+def test_merging_into_a_folder_with_files_is_refused_before_the_model_is_loaded(run, tmp_path, monkeypatch):
+    (tmp_path / "words").write_text("mine")
+    monkeypatch.setattr("isotype.inference.loaded.load_run", lambda *given: pytest.fail("loaded"))
+    with pytest.raises(UsageError, match="not empty"):
+        ask("merge", run, "--out", tmp_path)
+    with pytest.raises(UsageError, match="is a file"):
+        ask("merge", run, "--out", tmp_path / "words")
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(UsageError, match="isotype ls"):
         load_run(tmp_path)

@@ -50,17 +50,19 @@ def merge(
             raise UsageError(f"--dtype {dtype}: expected fp32, bf16 or fp16")
     quiet_libraries()
     from ..config.kind import DIFFUSION
-    from ..runs.folder import kind_of_run
+    from ..runs.folder import kind_of_run, refuse_filled
 
+    out = out or run / "merged"
+    refuse_filled(out)  # before a model is loaded, which may take minutes
     if kind_of_run(run) == DIFFUSION:
         from ..inference.merge_denoiser import merge_denoiser
 
-        merged = merge_denoiser(run, out or run / "merged", dtype=dtype)
+        merged = merge_denoiser(run, out, dtype=dtype)
     else:
         from ..inference.loaded import load_run
         from ..inference.merge import merge as merge_run
 
-        merged = merge_run(load_run(run), out or run / "merged", dtype=dtype)
+        merged = merge_run(load_run(run), out, dtype=dtype)
     if json_output:
         print(json.dumps({**asdict(merged), "folder": str(merged.folder)}))
         return

@@ -22,7 +22,7 @@ from ..model.saved_form import digests, embedding_and_head, refuse_difference, r
 from ..precision.apply import is_quantised
 from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import write_folder
-from ..runs.folder import without_run
+from ..runs.folder import refuse_filled, without_run
 from ..tasks.language.evaluate import evaluate
 from ..tasks.language.result import load_result
 from ..training.verify import ROWS
@@ -53,8 +53,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
             raise UsageError(f"{run.folder}: a model, without an adapter to merge")
         raise UsageError(f"{run.folder}: this run trained every weight: {run.folder / 'model'} is merged already")
     dtype, why = (dtype, "as asked") if dtype else merged_dtype(run.precision)
-    if out.exists() and any(out.iterdir()):
-        raise UsageError(f"{out}: not empty", fix="--out another folder")
+    refuse_filled(out)
     state, noise, count = merged_state(run.model, to_torch(dtype))
     rows = _rows(run)
     adapter_loss = _loss(run.model, run, rows)

@@ -19,7 +19,7 @@ from ..model.run_precision import resolve_precision
 from ..model.saved_form import digests, refuse_difference
 from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import fault, write_folder
-from ..runs.folder import RESOLVED, require_run
+from ..runs.folder import RESOLVED, refuse_filled, require_run
 from ..tasks.diffusion.batches import Batch
 from ..tasks.diffusion.pipeline_folder import PipelineFolder
 from ..tasks.diffusion.result import MODEL_FILE, load_result
@@ -41,8 +41,7 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
         raise UsageError(f"{run}: this run trained every weight: {run / 'model'} is merged already")
     if (reason := fault(adapter)) is not None:
         raise UsageError(f"{adapter}: {reason}", fix=f"isotype train --resume {run}")
-    if out.exists() and any(out.iterdir()):
-        raise UsageError(f"{out}: not empty", fix="--out another folder")
+    refuse_filled(out)
     hardware = detect(config.model.device)
     device = torch.device("cpu" if hardware.kind == "cpu" else "cuda")
     task = DiffusionTask(config)

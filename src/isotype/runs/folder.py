@@ -104,3 +104,11 @@ def without_run(path: Path) -> str | None:
         return None
     named = {"adapter": "adapter_config.json", "model": "config.json"}
     return next((kind for kind, file in named.items() if (path / file).is_file()), None)
+
+
+def refuse_filled(out: Path) -> None:
+    """Raises  UsageError for a folder that is to be written and has files already, or is a file"""
+    if out.is_file():
+        raise UsageError(f"{out}: is a file", fix="--out another folder")
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"{out}: not empty", fix="--out another folder")
