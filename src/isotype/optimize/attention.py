@@ -82,6 +82,10 @@ def back_ends(module: nn.Module) -> str:
     return f"{row} in bf16" if row == packed else f"{row} in bf16, {packed} for packed documents"
 
 
+def _no_default(*_: Any, **__: Any) -> Any:
+    raise LookupError("transformers has no function for sdpa")
+
+
 class Functions:
     """transformers' table of attention functions, with another one for "sdpa", and for "eager" where that is asked for with a softcap."""
 
@@ -89,6 +93,8 @@ class Functions:
         self.table = table
         # one function for each original, so that Dynamo does not compile again for every call
         self.made: dict[Any, Callable[..., Any]] = {}
+        # made ahead: a graph of the first call would otherwise hold for an empty table only
+        self.get_interface("sdpa", _no_default)
 
     def get_interface(self, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         original: Callable[..., Any] = self.table.get_interface(implementation, default)

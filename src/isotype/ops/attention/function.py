@@ -60,7 +60,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_BNSD: Tensor) -> tuple[Tensor | None, ...]:
         mask, out_BNSD, *saved = ctx.saved_tensors
-        inputs = list[Tensor]()
+        inputs: list[Tensor] = []
         for make, count in ctx.makes:
             kept, saved = saved[:count], saved[count:]
             inputs.append(kept[0] if make is None else made_again(make, kept))
