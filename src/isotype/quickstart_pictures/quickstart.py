@@ -23,7 +23,7 @@ BEFORE, NEW = SHAPES[:3], SHAPES[3]
 ASKED = ("a red circle", "a green square", "a blue triangle", "a yellow cross")
 FULL, LORA, PIPELINE, BASE, PICTURES, SHEET = "full.yaml", "lora.yaml", "flux", "base", "pictures", "drawn.png"
 _DRAWN_STEPS = 16
-_REPEATS = 6  # of the new shape's pictures: two of three that LoRA sees
+_REPEATS = 4  # of the new shape's pictures: four of seven that LoRA sees
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Size:
 
     vae_steps: int = 300
     full_steps: int = 2000
-    lora_steps: int = 700
+    lora_steps: int = 900
     batch: int = 16
     each: int = 32
     draws: int = 10

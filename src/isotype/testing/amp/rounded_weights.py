@@ -26,6 +26,7 @@ COLUMNS = 8  # fewer tell little
 SHARE = 0.12  # of the dtype's step: one rounding of values between 1 and 2 has a deviation of 0.29 steps
 ALIKE = 0.7  # correlation of the columns' slopes between two sets of rows
 SURE = 5.0  # times the rows' own noise
+OTHER_WAY = 6.0  # times the median row's error
 
 
 def rounded_weights(numerics: Numerics, setting: Setting) -> list[Fault]:
@@ -86,6 +87,10 @@ def _slopes(given: Tensor, exactly: Tensor) -> tuple[Tensor, float] | None:
     """Each column's error regressed on its truth, and how much of that the rows' noise makes."""
     truth = exactly.flatten(0, -2)  # [rows columns]
     error = given.flatten(0, -2) - truth
+    # a row that takes another way, as of a router whose two best experts are nearly equal, is off by no rounding
+    off = error.norm(dim=1) / truth.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
+    alike = off <= OTHER_WAY * off.median()
+    truth, error = truth[alike], error[alike]
     weight = truth.square().sum(0)
     if not (torch.isfinite(error).all() and torch.isfinite(truth).all()) or not (weight > 0).all():
         return None
