@@ -15,7 +15,7 @@ from ..launch import on_its_device
 @triton.jit
 def gelu_forward_kernel(x, out, x_stride, columns, blocks, TANH: tl.constexpr, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    # the place of a block takes 64 bits, a place in it 32
+    # the index of a block's first element takes 64 bits, an index in the block 32
     first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     inside = i < tl.minimum(columns - first, BLOCK).to(tl.int32)
@@ -26,7 +26,7 @@ def gelu_forward_kernel(x, out, x_stride, columns, blocks, TANH: tl.constexpr, B
 @triton.jit
 def gelu_backward_kernel(x, dy, dx, x_stride, dy_stride, columns, blocks, TANH: tl.constexpr, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    # the place of a block takes 64 bits, a place in it 32
+    # the index of a block's first element takes 64 bits, an index in the block 32
     first = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     inside = i < tl.minimum(columns - first, BLOCK).to(tl.int32)
