@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from transformers import Trainer, TrainingArguments
 
 from isotype.errors import UsageError
 from isotype.integrations import attach, detach
@@ -287,3 +289,25 @@ def test_a_deep_copy_of_an_attached_model_runs(models):
 def test_a_precision_may_be_given_as_an_object(models):
     attached = attach(trainer_of("SFT", models, bf16=True), Precision.preset("bf16-lora", generate="bf16"), quiet=True)
     assert attached.precision == Precision.preset("bf16-lora")
+
+
+class NoTransformersModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(50, 16), torch.nn.Linear(16, 50)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embedding(input_ids))
+        return {"loss": torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+
+def test_a_model_that_is_none_of_transformers_trains_without_the_checks_of_its_tables(models, tmp_path):
+    rows = [{"input_ids": torch.arange(i, i + 8), "labels": torch.arange(i, i + 8)} for i in range(8)]
+    given = Setting(models, more={"output_dir": str(tmp_path)}).arguments()
+    trainer = Trainer(NoTransformersModel(), TrainingArguments(**given), train_dataset=rows)
+    attach(trainer, "fp32", quiet=True)
+    trainer.train()
+    preflight = json.loads((tmp_path / "isotype" / "preflight.json").read_text())
+    skipped = {one["code"]: one["reason"] for one in preflight["skipped"]}
+    assert skipped["PF020"] == skipped["PF008"] == "the model is none of transformers: its tables are not known"
+    assert {"PF003", "PF005", "PF012"} <= set(preflight["checks"])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PreflightError
+from ..precision.apply import inner_model
 from ..tasks.language.checks.labels import end_never_learnt, nothing_to_learn
 from ..tasks.language.checks.positions import beyond_the_positions
 from ..tasks.language.checks.tokens import beyond_the_embeddings, untrained_new_tokens
@@ -25,8 +26,10 @@ from .trainer_rows import TrainerRows
 from .trainer_subject import subject_of, tokenizer_of
 from .trainer_words import in_trainers_words
 
-_ROWS = (Check(("PF005",), nothing_to_learn), Check(("PF020",), beyond_the_positions))
-_TOKENS = (Check(("PF007",), end_never_learnt), Check(("PF008",), beyond_the_embeddings), Check(("PF009",), untrained_new_tokens))
+_ROWS = (Check(("PF005",), nothing_to_learn),)
+_POSITIONS = (Check(("PF020",), beyond_the_positions),)
+_TOKENS = (Check(("PF007",), end_never_learnt),)
+_TABLES = (Check(("PF008",), beyond_the_embeddings), Check(("PF009",), untrained_new_tokens))
 _STEP = (Check(("PF012", "PF013", "PF014", "PF015"), rehearsed_step), Check(("PF017",), rehearsed_samples))
 _EVALUATION = (Check(("PF016",), rehearsed_evaluation),)
 
@@ -40,10 +43,13 @@ def run_preflight(attached: Attachment, folder: Path, skip: Mapping[str, str], *
     unmeasured = f", which does not run: {why_not}" if why_not else ""
     skipped = {"PF011": f"a trainer's memory is not planned; the rehearsed step of its longest batch is the check{unmeasured}", **skip}
     without = rows.why_no_tokens if not rows.tokens else "" if tokenizer_of(trainer) else "the trainer has no processing_class"
+    unknown = "" if hasattr(inner_model(trainer.model), "config") else "the model is none of transformers: its tables are not known"
     unplanned = "eval_strategy is no" if str(trainer.args.eval_strategy.value) == "no" else ""
     for phase, these, why in (
         ("data", _ROWS, "" if rows.tokens else rows.why_no_tokens),
+        ("data", _POSITIONS, unknown or ("" if rows.tokens else rows.why_no_tokens)),
         ("data", _TOKENS, without),
+        ("data", _TABLES, unknown or without),
         ("real", _STEP, why_not),
         ("real", _EVALUATION, why_not or unplanned),
     ):

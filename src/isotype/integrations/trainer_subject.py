@@ -162,7 +162,7 @@ def subject_of(attached: Attachment, rows: TrainerRows, folder: Path, *, resumin
     """The trainer's own arguments under the names of a run file. Only those that the checks read are translated."""
     trainer, args = attached.trainer, attached.trainer.args
     config = RunConfig(
-        model=ModelSection(name=getattr(trainer.model.config, "_name_or_path", "") or "the trainer's model"),
+        model=ModelSection(name="the trainer's model"),
         data=DataSection(train="the trainer's train_dataset", max_length=max(1, _longest(rows.train))),
         train=TrainSection(
             learning_rate=args.learning_rate, optimizer="adamw", batch_size=args.per_device_train_batch_size,
