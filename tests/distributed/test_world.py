@@ -19,7 +19,7 @@ import json, sys, time
 from pathlib import Path
 from isotype.distributed.world import join
 
-world = join("cpu", timeout=60)
+world = join("cpu", timeout=600)
 
 def work():
     begin = time.monotonic()
@@ -39,7 +39,7 @@ from pathlib import Path
 import torch.distributed
 from isotype.distributed.world import join
 
-world = join("cpu", timeout=60)
+world = join("cpu", timeout=600)
 destroys = torch.distributed.destroy_process_group
 
 def destroy():

@@ -21,7 +21,7 @@ SHOWN = [
 @cache
 def printed(command: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "isotype", *command.split()], cwd=DOCS / "examples", capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-m", "isotype", *command.split()], cwd=DOCS / "examples", capture_output=True, text=True, check=False, timeout=900
     )
     return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
 

@@ -31,20 +31,23 @@ def test_accumulation_gives_the_curve_of_one_batch(name, models):
         assert of_batch(name, models, batch, accumulate) == pytest.approx(want, rel=1e-5)
 
 
-def two_processes(*arguments):
-    """What `worker` prints on two processes under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.integrations.worker"]
-    ended = subprocess.run([*command, *arguments], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=GUARD, check=False)
-    return ended.stdout + ended.stderr
+def two_processes(written, *arguments):
+    """The curve that `worker` writes on two processes under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               "--max-restarts", "2", "-m", "tests.integrations.worker"]  # fmt: skip
+    ended = subprocess.run(
+        [*command, *arguments, str(written)], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=GUARD, check=False
+    )
+    assert written.exists(), f"status {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
+    return json.loads(written.read_text())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["Trainer", "SFT"])
-def test_two_processes_give_the_curve_of_one(name, models):
+def test_two_processes_give_the_curve_of_one(name, models, tmp_path):
     Setting(models).path()  # both processes load it
-    said = two_processes(str(models), name, "lora", "fp32", "2", "1")
-    found = json.loads(next(line for line in said.splitlines() if line.startswith("CURVE"))[len("CURVE") :])
+    found = two_processes(tmp_path / "curve.json", str(models), name, "lora", "fp32", "2", "1")
     assert found["processes"] == 2
     assert any("ddp_find_unused_parameters=False" in note for note in found["notes"])
     assert found["numbers"] == pytest.approx(of_batch(name, models, 4, 1, attached=False), rel=1e-5)

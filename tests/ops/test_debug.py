@@ -105,7 +105,7 @@ except ValueError as error:
 @pytest.mark.parametrize("debug", ["1", "0"])
 def test_the_variable_switches_the_ops_checks_on(debug):
     environment = {**os.environ, "ISOTYPE_DEBUG": debug}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     if debug == "1":

@@ -39,7 +39,7 @@ REFUSED = ["train", "plan", "quickstart", "chat", "sample", "eval", "merge", "re
 
 def isotype(system: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(PRETEND), system] if sys.platform.startswith("linux") else [sys.executable, "-m", "isotype"]
-    return subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, encoding="utf-8", timeout=60, check=False)
+    return subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, encoding="utf-8", timeout=900, check=False)
 
 
 @pytest.fixture

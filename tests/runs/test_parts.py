@@ -57,7 +57,7 @@ def saved(folder, rows):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=600)
     return CheckpointStore(folder)
 
 
