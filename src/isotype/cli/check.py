@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ..errors import UsageError
-from ..finding import Severity, exit_code, worst_first
+from ..finding import exit_code, worst_first
 from .app import DOCTOR
+from .shared_options import refuse_two_forms, threshold
 
 
 def register(app: typer.Typer) -> None:
@@ -41,12 +41,8 @@ def check(
     from ..doctor.check.check import check as check_paths
     from ..doctor.output import answer
 
-    try:
-        threshold = Severity.parse(fail_on)
-    except ValueError as error:
-        raise UsageError(f"--fail-on: {error}") from None
-    if json_output and sarif:
-        raise UsageError("--json and --sarif: give one of them")
+    least = threshold(fail_on)
+    refuse_two_forms(json_output, sarif)
     checked = check_paths(paths, device=device, environment=env, installed=installed)
     findings = list(checked.findings)
     if nothing := trouble_without_files(checked, paths):
@@ -55,14 +51,12 @@ def check(
         from ..doctor.sarif import as_sarif
 
         print(json.dumps(as_sarif(worst_first(findings)), indent=1))
-        raise typer.Exit(exit_code(findings, threshold))
+        raise typer.Exit(exit_code(findings, least))
     if not json_output:
         for record in checked.records:
             if shown := table(record):
                 print(shown + "\n")
     subject = f"{checked.files} file{'s' * (checked.files != 1)}, {len(checked.records)} run{'s' * (len(checked.records) != 1)}"
     raise typer.Exit(
-        answer(
-            findings, subject=subject, json_output=json_output, fail_on=threshold, records=[as_json(record) for record in checked.records]
-        )
+        answer(findings, subject=subject, json_output=json_output, fail_on=least, records=[as_json(record) for record in checked.records])
     )

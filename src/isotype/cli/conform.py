@@ -8,9 +8,8 @@ from typing import Annotated, Optional
 
 import typer
 
-from ..errors import UsageError
-from ..finding import Severity
 from .app import DOCTOR
+from .shared_options import threshold
 
 
 def register(app: typer.Typer) -> None:
@@ -40,10 +39,7 @@ def conform(
 
         isotype conform torch.nn.functional:silu --inputs "bf16[4 16]" --json
     """
-    try:
-        threshold = Severity.parse(fail_on)
-    except ValueError as error:
-        raise UsageError(f"--fail-on: {error}") from None
+    least = threshold(fail_on)
     # output of the checked file goes to stderr, so that it does not mix with the answer
     with contextlib.redirect_stdout(sys.stderr):
         from ..doctor.output import answer
@@ -57,7 +53,7 @@ def conform(
         report.findings,
         subject=f"{target} ({report.tried} runs)",
         json_output=json_output,
-        fail_on=threshold,
+        fail_on=least,
         subject_name=report.subject,
         tried=report.tried,
         refused=dict(report.refused),

@@ -13,9 +13,9 @@ from typing import Annotated
 
 import typer
 
-from ..errors import UsageError
 from ..finding import Severity, exit_code, worst_first
 from .app import DOCTOR
+from .shared_options import refuse_two_forms, threshold
 
 HELP = """Check a folder with every part of the doctor: configurations, source code, logs, Triton kernels.
 
@@ -49,12 +49,8 @@ def doctor(
     from ..doctor.everything import count, visit
     from ..doctor.output import answer
 
-    try:
-        threshold = Severity.parse(fail_on)
-    except ValueError as error:
-        raise UsageError(f"--fail-on: {error}") from None
-    if json_output and sarif:
-        raise UsageError("--json and --sarif: give one of them")
+    least = threshold(fail_on)
+    refuse_two_forms(json_output, sarif)
     tell, wipe = _progress()
     try:
         visits = visit(path, static=static, seconds=seconds, tell=tell)
@@ -65,10 +61,10 @@ def doctor(
         from ..doctor.sarif import as_sarif
 
         print(json.dumps(as_sarif(worst_first(findings)), indent=1))
-        raise typer.Exit(exit_code(findings, threshold))
+        raise typer.Exit(exit_code(findings, least))
     shown = findings if json_output else [f for f in findings if f.severity > Severity.NOTE]
     parts = [{"part": one.part, "subject": one.subject, "findings": len(one.findings)} for one in visits]
-    status = answer(shown, subject=str(path), json_output=json_output, fail_on=threshold, parts=parts)
+    status = answer(shown, subject=str(path), json_output=json_output, fail_on=least, parts=parts)
     if not json_output:
         for one in visits:
             left_out = [f for f in one.findings if f.code == "KN000"]

@@ -9,6 +9,7 @@ import typer
 from ..errors import UsageError
 from ..finding import Severity
 from .app import DOCTOR
+from .shared_options import threshold
 
 _HELP = """Compile Triton kernels for every dtype and several GPUs, without a GPU, and explain what fails.
 
@@ -46,10 +47,7 @@ def kernels(
 
     from ..doctor.output import answer
 
-    try:
-        level = Severity.parse(fail_on)
-    except ValueError as error:
-        raise UsageError(f"--fail-on: {error}") from None
+    least = threshold(fail_on)
     targets = [word.strip() for word in arch.split(",") if word.strip()] or None
     warnings.filterwarnings("ignore", module="triton")
     # what imported code prints must not end up in the JSON
@@ -75,5 +73,5 @@ def kernels(
         if hidden:
             subject += f"; {len(hidden)} note{'s' if len(hidden) != 1 else ''} not shown (--notes)"
     facts = {name: getattr(report, name) for name in ("kernels", "compiled", "failed", "usages", "remarks")}
-    status = answer(shown, subject=subject, json_output=json_output, fail_on=level, **facts)
+    status = answer(shown, subject=subject, json_output=json_output, fail_on=least, **facts)
     raise typer.Exit(status)

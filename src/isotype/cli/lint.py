@@ -11,6 +11,7 @@ import typer
 
 from ..errors import UsageError
 from .app import DOCTOR
+from .shared_options import refuse_two_forms, threshold
 
 HELP = """Find dtype faults in source code; nothing is imported, and nothing is run without `--prove`.
 
@@ -62,17 +63,13 @@ def lint(
     from ..doctor.lint.command import describe_rules, lint_command
     from ..doctor.output import answer
     from ..doctor.sarif import as_sarif
-    from ..finding import Severity, exit_code
+    from ..finding import exit_code
 
     if rules:
         print(describe_rules(json_output))
         return
-    try:
-        threshold = Severity.parse(fail_on)
-    except ValueError as error:
-        raise UsageError(f"--fail-on: {error}") from None
-    if json_output and sarif:
-        raise UsageError("--json and --sarif: choose one")
+    least = threshold(fail_on)
+    refuse_two_forms(json_output, sarif)
     if unsafe_fixes and not fix:
         raise UsageError("--unsafe-fixes does something only together with --fix")
     run = lint_command(
@@ -88,12 +85,12 @@ def lint(
     )
     if sarif:
         print(json.dumps(as_sarif(run.findings), indent=1))
-        raise typer.Exit(exit_code(run.findings, threshold))
+        raise typer.Exit(exit_code(run.findings, least))
     status = answer(
         run.findings,
         subject=run.subject,
         json_output=json_output,
-        fail_on=threshold,
+        fail_on=least,
         files=run.files,
         fixed=run.fixed,
         rules=run.rules,

@@ -11,6 +11,7 @@ import typer
 
 from ..errors import UsageError
 from .app import DOCTOR
+from .shared_options import threshold
 
 _HELP = """Run a program unchanged; explain its dtype errors and find dtype faults that stay silent.
 
@@ -40,7 +41,6 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         from ..doctor.output import answer
         from ..doctor.trace.program import Target, plain_traceback, run, stdout_to_stderr
-        from ..finding import Severity
 
         parsed = Target.parse(target)
         arguments = list(context.args)
@@ -54,10 +54,7 @@ def register(app: typer.Typer) -> None:
             json_output, map_file = given.get("json_output", json_output), given.get("map_file", map_file)
             fail_on = given.get("fail_on", fail_on)
             arguments = []
-        try:
-            level = Severity.parse(fail_on)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        least = threshold(fail_on)
         if map_file is not None and not map_file.resolve().parent.is_dir():
             raise UsageError(f"--map {map_file}: no such folder")
         with stdout_to_stderr() if json_output else nullcontext():
@@ -65,7 +62,7 @@ def register(app: typer.Typer) -> None:
         if outcome.error is not None and not isinstance(outcome.error, SystemExit):
             sys.stdout.flush()
             print(plain_traceback(outcome.error), file=sys.stderr, flush=True)
-        status = answer(outcome.findings, subject=Path(target).name, json_output=json_output, fail_on=level)
+        status = answer(outcome.findings, subject=Path(target).name, json_output=json_output, fail_on=least)
         raise typer.Exit(status or outcome.status)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError, UsageError
+from ...errors import UsageError
 from ..autocast import autocast_off, product_dtype, wide
 from ..backend import differentiated_again, reference_runs
 from ..cross_entropy.arguments import check_reduction, check_targets
@@ -20,6 +20,7 @@ from ..library import library_op
 from . import chunked
 from .chunks import extent
 from .contract import LINEAR_CROSS_ENTROPY
+from .head import check_head, gradients_wanted, like_gradients
 from .products import operand_dtype, result_dtype
 from .reference import reference_logits
 from .weighted import weighted_losses
@@ -75,21 +76,10 @@ def _forward(
     return tuple(made)
 
 
-def _fake_backward(
-    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_T: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    fp32 = wide(hidden_TH.dtype)
-    return (
-        hidden_TH.new_empty(hidden_TH.shape if rest[-2] else (0,), dtype=fp32),
-        weight_VH.new_empty(weight_VH.shape if rest[-1] else (0,), dtype=chunked.stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)),
-        weight_VH.new_empty(weight_VH.shape[0] if bias_V is not None else 0, dtype=fp32),
-    )
-
-
 @library_op(
     f"linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor lse, Tensor dloss, {RULE}, "
     "bool want_dhidden, bool want_dweight) -> (Tensor, Tensor, Tensor)",
-    fake=_fake_backward,
+    fake=like_gradients,
 )
 def _backward(
     hidden_TH: Tensor,
@@ -216,12 +206,7 @@ def linear_cross_entropy(
     chunk is the number of rows whose logits exist at once; by default it follows from V and a budget of bytes, never from free memory.
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
     """
-    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[-1]:
-        raise ShapeError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)}: expected [*n H] and [V H]", code="SH001")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ShapeError(f"bias {list(bias.shape)}: expected [{weight.shape[0]}]", code="SH001")
-    if chunk is not None and chunk < 1:
-        raise UsageError(f"chunk is {chunk}: expected 1 row or more")
+    check_head(hidden, weight, bias, chunk)
     check_reduction(reduction, num_items)
     rule = LossRule.of(ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, z_loss=z_loss)
     check_targets(targets, tuple(hidden.shape[:-1]), weight.shape[0], rule)
@@ -237,8 +222,7 @@ def linear_cross_entropy(
         return loss_by_rule(reference_logits(hidden, weight, bias), targets, rule, reduction, num_items)
     dtype = product_dtype(hidden, weight)
     hidden_TH, targets_T = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    on = torch.is_grad_enabled()
-    want = (on and hidden.requires_grad, on and weight.requires_grad, on and bias is not None and bias.requires_grad)
+    want = gradients_wanted(hidden, weight, bias)
     if chunk is None:
         held = result_dtype(operand_dtype(dtype, hidden.device), hidden.device)
         chunk = extent(targets.numel(), weight.shape[0], held.itemsize, hidden.device, head=want[1])

@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError, UsageError
-from ..autocast import autocast_off, product_dtype, wide
+from ...errors import UsageError
+from ..autocast import autocast_off, product_dtype
 from ..backend import differentiated_again, reference_runs
 from ..cross_entropy.arguments import check_targets
 from ..cross_entropy.rule import RULE, LossRule, RuleArguments
 from ..debug import checked_in_debug
 from ..library import library_op
-from ..linear_cross_entropy.chunked import scaled, stored_gradient_dtype
+from ..linear_cross_entropy.chunked import scaled
 from ..linear_cross_entropy.chunks import extent
+from ..linear_cross_entropy.head import check_head, gradients_wanted, like_gradients
 from ..linear_cross_entropy.products import operand_dtype, result_dtype
 from . import chunked
 from .contract import LINEAR_LOG_PROBS
@@ -78,21 +79,10 @@ def _forward(
     return (*made.values, made.dhidden_TH)
 
 
-def _fake_backward(
-    hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_T: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    fp32 = wide(hidden_TH.dtype)
-    return (
-        hidden_TH.new_empty(hidden_TH.shape if rest[-2] else (0,), dtype=fp32),
-        weight_VH.new_empty(weight_VH.shape if rest[-1] else (0,), dtype=stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)),
-        weight_VH.new_empty(weight_VH.shape[0] if bias_V is not None else 0, dtype=fp32),
-    )
-
-
 @library_op(
     "linear_log_probs_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor lse, Tensor? entropy, "
     f"Tensor? dlog_probs, Tensor? dlse, Tensor? dentropy, {RULE}, bool want_dhidden, bool want_dweight) -> (Tensor, Tensor, Tensor)",
-    fake=_fake_backward,
+    fake=like_gradients,
 )
 def _backward(
     hidden_TH: Tensor,
@@ -207,17 +197,12 @@ def linear_log_probs(
     chunk is the number of rows whose logits exist at once; by default it follows from V and a budget of bytes, never from free memory.
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001; UsageError
     """
-    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[-1]:
-        raise ShapeError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)}: expected [*n H] and [V H]", code="SH001")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ShapeError(f"bias {list(bias.shape)}: expected [{weight.shape[0]}]", code="SH001")
+    check_head(hidden, weight, bias, chunk)
     unknown = set(outputs) - set(OUTPUTS)
     if unknown or not outputs:
         raise UsageError(f"outputs names {', '.join(sorted(unknown)) or 'nothing'}: expected some of {', '.join(OUTPUTS)}")
     if not temperature > 0.0:
         raise UsageError(f"temperature is {temperature}: expected a positive number")
-    if chunk is not None and chunk < 1:
-        raise UsageError(f"chunk is {chunk}: expected 1 row or more")
     rule = LossRule.of(ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
     check_targets(targets, tuple(hidden.shape[:-1]), weight.shape[0], rule)
     if reference_runs():
@@ -226,8 +211,7 @@ def linear_log_probs(
         )
         return TokenLogProbs(*(x if name in outputs else None for name, x in zip(OUTPUTS, every)))
     dtype = product_dtype(hidden, weight)
-    on = torch.is_grad_enabled()
-    want = (on and hidden.requires_grad, on and weight.requires_grad, on and bias is not None and bias.requires_grad)
+    want = gradients_wanted(hidden, weight, bias)
     if chunk is None:
         held = result_dtype(operand_dtype(dtype, hidden.device), hidden.device)
         chunk = extent(targets.numel(), weight.shape[0], held.itemsize, hidden.device, head=False)
