@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..run import Found
 
 SECONDS = 300.0  # for all that is executed
-ONE = 60.0  # for one function
+ONE = 150.0  # for one function, on a busy machine; it computes for a few seconds at most
 START = 240.0  # until the process has imported torch, on a busy machine
 READY = "ready"
 REFUSED = frozenset({"LT001", "LT002", "LT007", "LT012", "LT016", "LT018", "LT026"})
