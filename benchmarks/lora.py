@@ -4,6 +4,7 @@
     python benchmarks/lora.py --part model           # the whole step
     python benchmarks/lora.py --part checkpointing   # the same with gradient checkpointing
     python benchmarks/lora.py --part memory          # a process for each contender
+    python benchmarks/lora.py --part host            # CPU time of forward a layer where there is next to nothing to compute
     python benchmarks/lora.py --device cuda --hidden 4096 --intermediate 14336 --layers 4 --length 1024 --json
 
 A Llama of 162M parameters (12 layers of 768, MLP 3072, 12 heads, vocabulary 32,000), 4 x 512 tokens, rank 16 on every linear layer, fp32
@@ -23,8 +24,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import cProfile
 import ctypes
 import json
+import pstats
 import statistics
 import subprocess
 import sys
@@ -172,6 +175,47 @@ def model_part(a: argparse.Namespace, checkpointing: bool) -> dict[str, Any]:
             (timed["Isotype"] - base) / (timed["PEFT, our ops"] - base), 2
         )
     return found
+
+
+# --- what a layer costs the host
+
+
+def host_part(a: argparse.Namespace) -> dict[str, Any]:
+    """CPU time and Python calls of a layer's forward, for 8 tokens of 128 features: what is left is Python, dispatch and launches.
+
+    CPU time, whatever `--clock` says; ratios are medians over pairs that take turns.
+    """
+    small = argparse.Namespace(
+        **{**vars(a), "hidden": 128, "intermediate": 192, "layers": 8, "vocabulary": 96, "batch": 1, "length": 8}
+    )  # fmt: skip
+    ids = torch.randint(3, small.vocabulary, (1, small.length)).to(a.device)
+    models = {who: contender(small, who, False) for who in ("PEFT", "Isotype")}
+
+    def forward(who: str) -> None:
+        with torch.autocast(torch.device(a.device).type, torch.bfloat16):
+            models[who](input_ids=ids, labels=ids, use_cache=False)
+
+    def milliseconds(who: str) -> float:
+        start = time.process_time()
+        forward(who)
+        return (time.process_time() - start) * 1e3 / small.layers
+
+    for who in models:
+        for _ in range(5):
+            forward(who)
+    pairs = [{who: milliseconds(who) for who in models} for _ in range(20 * a.rounds)]
+    return {
+        "forward of a layer, ms of CPU time": {who: round(statistics.median(p[who] for p in pairs), 3) for who in models},
+        "Isotype / PEFT": round(statistics.median(p["Isotype"] / p["PEFT"] for p in pairs), 2),
+        "calls of a layer's forward": {who: python_calls(lambda who=who: forward(who)) // small.layers for who in models},
+    }
+
+
+def python_calls(run: Callable[[], object]) -> int:
+    """Calls of functions, built-in ones included."""
+    profile = cProfile.Profile()
+    profile.runcall(run)
+    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
 
 
 # --- blocks alone
@@ -330,7 +374,7 @@ def main() -> None:
     sizes = {"hidden": 768, "intermediate": 3072, "layers": 12, "vocabulary": 32000, "batch": 4, "length": 512, "rank": 16}
     for name, default in {**sizes, "rounds": 3, "block-rounds": 15, "threads": torch.get_num_threads()}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--part", choices=("blocks", "model", "checkpointing", "memory", "all"), default="all")
+    parser.add_argument("--part", choices=("blocks", "model", "checkpointing", "memory", "host", "all"), default="all")
     parser.add_argument("--rows", nargs="+", choices=MODEL, default=MODEL, help="PEFT, Isotype and perhaps others: fewer take less time")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--device", default="cpu")
@@ -350,6 +394,7 @@ def main() -> None:
         "model": lambda: model_part(a, False),
         "checkpointing": lambda: model_part(a, True),
         "memory": lambda: memory_part(a),
+        "host": lambda: host_part(a),
     }
     found = {name: run() for name, run in parts.items() if a.part in (name, "all")}
     settings = {k: v for k, v in vars(a).items() if k not in ("json", "only", "checkpointed", "part")}

@@ -17,6 +17,7 @@ from ..ops.recompute import hooks_read_here, is_recomputed
 from ..placement import Placement
 from . import siblings
 from .call import Call, call_of, dropout_mask, wants_fp32_branch
+from .dtypes import LoraDtypes
 from .group import Projection, lora_group
 from .linear import lora_linear
 from .plain import forget_parts, has_hooks, kind_reason, lora_layers, why_not_fused
@@ -96,18 +97,21 @@ def _together(layer: Any, x: Tensor, call: Call) -> Tensor | None:
         if not is_fused(other) or why_not_fused(other) is not None:
             return None
         calls.append(call_of(other, x))
-    if not belong_together(x, calls):
+    dtypes = shared_dtypes(x, calls)
+    if dtypes is None:
         return None
-    y, *others = lora_group(x, projections(x, calls), call.decide(x))
+    y, *others = lora_group(x, projections(x, calls), dtypes)
     for other, its_call, output in zip(rest, calls[1:], others):
         siblings.leave(other, x, output, its_call.tensors)
     return y
 
 
-def belong_together(x: Tensor, calls: list[Call]) -> bool:
-    """Whether these calls can share the products of x: they use the same dtypes, and none computes its adapter branch in fp32."""
+def shared_dtypes(x: Tensor, calls: list[Call]) -> LoraDtypes | None:
+    """The dtypes with which these calls can share the products of x; None where they differ, or one computes its adapter branch in fp32."""
+    if any(c.features != x.shape[-1] for c in calls):
+        return None
     dtypes = calls[0].decide(x)
-    return not dtypes.wide and all(c.decide(x) == dtypes for c in calls[1:]) and all(c.features == x.shape[-1] for c in calls)
+    return None if dtypes.wide or any(c.decide(x) != dtypes for c in calls[1:]) else dtypes
 
 
 def projections(x: Tensor, calls: list[Call]) -> list[Projection]:

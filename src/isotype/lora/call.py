@@ -43,7 +43,9 @@ class Call(NamedTuple):
         x_dtype = x_dtype or x.dtype
         quantised = self.quant_state is not None
         weight_dtype = (self.compute_dtype or x_dtype) if quantised else self.weight.dtype
-        adapter = None if self.a is None or self.b is None else torch.promote_types(self.a.dtype, self.b.dtype)
+        adapter = None if self.a is None or self.b is None else self.a.dtype
+        if self.b is not None and adapter is not None and self.b.dtype != adapter:
+            adapter = torch.promote_types(adapter, self.b.dtype)
         return decide(x, weight_dtype, adapter, quantised=quantised, branch_fp32=self.branch_fp32, x_dtype=x_dtype)
 
     def projection(self, keep: Tensor | None) -> Projection:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..ops.backend import reference_runs
 from ..ops.gated import Gated
-from .attach import belong_together, is_fused, projections
+from .attach import is_fused, projections, shared_dtypes
 from .call import Call, bare_call_of, call_of, dropout_mask
 from .mlp import lora_mlp
 from .plain import bare_reason, has_hooks, is_lora, why_not_fused
@@ -38,10 +38,8 @@ def run_gated(layers: list[Any], x: Tensor, kind: Gated) -> Tensor | None:
     if not x.is_floating_point() or reference_runs() or why_not_one(layers) is not None:
         return None
     *inner, down = [_call(layer, x) for layer in layers]
-    if not belong_together(x, inner):
-        return None
-    dtypes = inner[0].decide(x)
-    if dtypes.out != dtypes.compute or down.decide(x, dtypes.out) != dtypes:
+    dtypes = shared_dtypes(x, inner)
+    if dtypes is None or dtypes.out != dtypes.compute or down.decide(x, dtypes.out) != dtypes:
         return None
     made = projections(x, inner)
     return lora_mlp(

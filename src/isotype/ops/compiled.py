@@ -32,7 +32,7 @@ def fallbacks() -> dict[str, str]:
 class CppKernels:
     """The functions of `kernels.cpp` beside the module `file`; each is declared as a string of its arguments' kinds.
 
-    p  a tensor, or None for a null pointer     d  a dtype     i  an int     f  a float
+    p  a tensor, an array or address, or None for a null pointer     d  a dtype     i  an int     f  a float
     Every function takes the number of threads last, which is torch's.
 
     in_graphs  whether compiled graphs call them too, where a compiler had built them before. The row-wise formulas are left to PyTorch's
@@ -44,6 +44,9 @@ class CppKernels:
         self.source = Path(file).parent / "kernels.cpp"
         self.op = self.source.parent.name
         self.functions = functions
+        # positions of what is no number yet: asked for at every call, 16 times a layer
+        self.pointers = {name: [i for i, kind in enumerate(kinds) if kind == "p"] for name, kinds in functions.items()}
+        self.dtypes = {name: [i for i, kind in enumerate(kinds) if kind == "d"] for name, kinds in functions.items()}
         self.library: ctypes.CDLL | None = None
 
     def take(self, *tensors: Tensor) -> bool:
@@ -66,7 +69,12 @@ class CppKernels:
         return self.library is not None
 
     def __call__(self, name: str, *arguments: Any) -> None:
-        plain = [a.data_ptr() if isinstance(a, Tensor) else DTYPES[a] if isinstance(a, torch.dtype) else a for a in arguments]
+        plain = list(arguments)
+        for i in self.pointers[name]:
+            if isinstance(plain[i], Tensor):
+                plain[i] = plain[i].data_ptr()
+        for i in self.dtypes[name]:
+            plain[i] = DTYPES[plain[i]]
         getattr(self.library, name)(*plain, torch.get_num_threads())
 
 

@@ -1,13 +1,14 @@
-"""Decoder layers of the form x + attention(norm(x)), then x + mlp(norm(x)): known by their children and a probe, whatever their names.
+"""Decoder layers of two halves, x + attention(x) and then x + mlp(x), known by their children and a probe, whatever their names.
 
-Such a layer's two sums are ours: each norm hands its input's gradient on together with the residual's (`add_rms_norm`), and under
-checkpointing each half can be recomputed by itself (`split_at_middle`).
+A norm stands before attention and MLP (Llama), after them (OLMo 2), or both (Gemma 2); what they give may be multiplied by a number of the
+layer (Granite). Such a layer's two sums are ours: a norm before a half hands its input's gradient on together with the residual's
+(`add_rms_norm`), and under checkpointing each half can be recomputed by itself (`split_at_middle`).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
@@ -32,35 +33,65 @@ _CACHES = ("past_key_values", "layer_past")
 
 
 @dataclass(frozen=True)
-class LayerSettings:
-    """Names of the children, and the forward's parameters after the hidden states with their defaults."""
+class Half:
+    """Names of children: x + scale * after(part(before(x))), where either norm may be missing."""
 
-    first: str
-    attention: str
-    second: str
-    mlp: str
+    before: str | None
+    part: str
+    after: str | None
+
+    @property
+    def children(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.before, self.part, self.after) if name is not None)
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """Both halves, and the forward's parameters after the hidden states with their defaults.
+
+    scale      the attribute with the number that both halves are multiplied by; None for 1
+    mlp_first  the MLP gives a tuple, whose first element counts
+    """
+
+    attention: Half
+    mlp: Half
+    scale: str | None
+    mlp_first: bool
     names: tuple[str, ...]
     defaults: tuple[tuple[str, Any], ...]
 
 
-def children_of(module: nn.Module) -> tuple[list[str], str, str] | None:
-    """(both norms, attention, mlp), or None where there are others: a dropout that drops nothing does not count."""
+@dataclass(frozen=True)
+class Children:
+    norms: tuple[str, ...]
+    attention: str
+    mlp: str
+
+
+def children_of(module: nn.Module) -> Children | str:
+    """The children of the form, or why they are not: a dropout that drops nothing does not count."""
     named = {n: c for n, c in module.named_children() if not isinstance(c, nn.Identity) and not (type(c) is nn.Dropout and c.p == 0.0)}
-    both = [n for n, c in named.items() if norms.is_candidate(c)]
+    every = [n for n, c in named.items() if norms.is_candidate(c)]
     attention = [n for n, c in named.items() if implementation_of(c) is not None]
-    rest = [n for n in named if n not in both and n not in attention]
-    if len(both) != 2 or len(attention) != 1 or len(rest) != 1 or next(module.parameters(recurse=False), None) is not None:
-        return None
-    return both, attention[0], rest[0]
+    rest = [n for n in named if n not in every and n not in attention]
+    if next(module.parameters(recurse=False), None) is not None:
+        return "it has parameters of its own"
+    if len(attention) != 1:
+        return f"it has {len(attention)} attention layers, not one"
+    if len(every) not in (2, 4):
+        return f"it has {len(every)} norm{'s' * (len(every) != 1)} of one vector of weights and no bias, not two or four"
+    if len(rest) != 1:
+        return f"it has other children: {', '.join(rest) or 'no MLP'}"
+    return Children(tuple(every), attention[0], rest[0])
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether the module is one of the layers that transformers can checkpoint, with the children of the form."""
+    """Whether the module is one of the layers that transformers can checkpoint, with an attention layer of its own."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     # where the class wraps `forward`, not the call: that wrapper's part is `layer_forward`'s too
     wraps = "__call__" not in vars(GradientCheckpointingLayer)
-    return wraps and isinstance(module, GradientCheckpointingLayer) and children_of(module) is not None
+    return wraps and isinstance(module, GradientCheckpointingLayer) and any(implementation_of(c) is not None for c in module.children())
 
 
 class _Attention(nn.Module):
@@ -78,45 +109,67 @@ class _Attention(nn.Module):
 class _Rows(nn.Module):
     """Stands for a norm or an MLP: a function of its own."""
 
-    def __init__(self, shift: float) -> None:
+    def __init__(self, shift: float, *, first: bool = False) -> None:
         super().__init__()
-        self.shift = shift
+        self.shift, self.first = shift, first
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * (1.0 + self.shift)).sin() + self.shift
+    def forward(self, x: Tensor) -> Any:
+        made = (x * (1.0 + self.shift)).sin() + self.shift
+        return (made, None) if self.first else made
+
+
+def forms(children: Children, module: nn.Module) -> Iterator[tuple[Half, Half, str | None]]:
+    """Every way in which these children can be the form."""
+    numbers = [name for name, value in vars(module).items() if isinstance(value, float) and not name.startswith("_")]
+    for scale in (None, *numbers):
+        for found in permutations(children.norms):
+            for one, two in _orders(found):
+                yield Half(one[0], children.attention, one[1]), Half(two[0], children.mlp, two[1]), scale
+
+
+def _orders(found: Sequence[str]) -> Iterator[tuple[tuple[str | None, str | None], tuple[str | None, str | None]]]:
+    """(before, after) of both halves for these norms in this order."""
+    if len(found) == 4:
+        yield (found[0], found[1]), (found[2], found[3])
+    else:
+        yield (found[0], None), (found[1], None)
+        yield (None, found[0]), (None, found[1])
 
 
 def recognise(module: nn.Module) -> LayerSettings | str:
     """The settings with which the form is this module, or why none are."""
     found = children_of(module)
+    if isinstance(found, str):
+        return found
     forward = inspect.unwrap(type(module).forward)
     _, first_argument, *parameters = inspect.signature(forward).parameters.values()
     kinds = {p.kind for p in (first_argument, *parameters)}
-    if found is None or inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.POSITIONAL_ONLY in kinds:
-        return "its forward has other children or arguments"
-    both, attention, mlp = found
+    if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.POSITIONAL_ONLY in kinds:
+        return "its forward has arguments of other kinds"
     plain = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    if any(p.default is inspect.Parameter.empty for p in plain):
-        return "its forward has other children or arguments"
     names = tuple(p.name for p in plain if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    defaults = tuple((p.name, p.default) for p in plain if p.default is not inspect.Parameter.empty)
     x = torch.linspace(-2.0, 3.0, 12, dtype=torch.float64).view(1, 2, 6)
-    for first, second in permutations(both):
-        settings = LayerSettings(first, attention, second, mlp, names, tuple((p.name, p.default) for p in plain))
+    for mlp_first in (False, True):
         stub = _Attention()
-        stubs: dict[str, nn.Module] = {attention: stub, mlp: _Rows(0.5), first: _Rows(0.1), second: _Rows(0.3)}
-        twin = stand_in(module, stubs, {})
+        stubs: dict[str, nn.Module] = {name: _Rows(0.1 + 0.2 * i) for i, name in enumerate(found.norms)}
+        twin = stand_in(module, {**stubs, found.attention: stub, found.mlp: _Rows(0.55, first=mlp_first)}, {})
         vars(twin)["training"] = False
         # the class's own forward hands on what it was given under the same names
-        given: dict[str, Any] = {name: object() for name in names} | {name: p for name, p in settings.defaults if name in _CACHES}
-        if same(partial(forward, twin, x, **given), partial(_probe, twin, x, settings)) and stub.calls[0] == given:
-            return settings
-    return "its output is not x + attention(norm(x)), x + mlp(norm(x)) on a probe"
-
-
-def _probe(twin: nn.Module, x: Tensor, s: LayerSettings) -> Tensor:
-    x = x + _child(twin, s.attention).forward(hidden_states=_child(twin, s.first)(x))[0]
-    made: Tensor = x + _child(twin, s.mlp)(_child(twin, s.second)(x))
-    return made
+        given: dict[str, Any] = {name: object() for name in names} | {name: p for name, p in defaults if name in _CACHES}
+        try:
+            with torch.no_grad():
+                truth: Tensor = forward(twin, x, **given)
+        except Exception:
+            # it takes apart what the MLP gives, or it does not run on a probe
+            continue
+        if not isinstance(truth, Tensor) or stub.calls[0] != given:
+            continue
+        for attention, mlp, scale in forms(found, module):
+            settings = LayerSettings(attention, mlp, scale, mlp_first, names, defaults)
+            if same(lambda: truth, partial(_whole, twin, settings, {}, x)):  # noqa: B023
+                return settings
+    return "its output is not x + attention(x), then x + mlp(x) with norms before, after or around both, on a probe"
 
 
 def _child(module: nn.Module, name: str) -> Any:
@@ -154,7 +207,7 @@ def _whole(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) 
 
 def _first_half(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -> Tensor:
     attended, residual = _attended(self, s, given, x)
-    return residual + attended
+    return _sum(self, s, residual, attended)
 
 
 def _second_half(self: nn.Module, s: LayerSettings, x: Tensor) -> Tensor:
@@ -162,19 +215,31 @@ def _second_half(self: nn.Module, s: LayerSettings, x: Tensor) -> Tensor:
 
 
 def _attended(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -> tuple[Tensor, Tensor]:
-    attention = _child(self, s.attention)
-    normed, residual = norms.with_residual(_child(self, s.first), x, None)
+    half = s.attention
+    attention = _child(self, half.part)
+    normed, residual = (x, x) if half.before is None else norms.with_residual(_child(self, half.before), x, None)
     if has_hooks(attention):
         hooks_read_here()
-    return attention(hidden_states=normed, **given)[0], residual
+    attended: Tensor = attention(hidden_states=normed, **given)[0]
+    return attended if half.after is None else _child(self, half.after)(attended), residual
 
 
 def _mlp(self: nn.Module, s: LayerSettings, x: Tensor, residual: Tensor | None) -> Tensor:
-    mlp = _child(self, s.mlp)
-    normed, total = norms.with_residual(_child(self, s.second), x, residual)
+    half = s.mlp
+    mlp = _child(self, half.part)
+    if residual is not None and (half.before is None or s.scale is not None):
+        # no norm reads this sum, or its terms are not added as they are
+        x, residual = _sum(self, s, residual, x), None
+    normed, total = (x, x) if half.before is None else norms.with_residual(_child(self, half.before), x, residual)
     if has_hooks(mlp):
         hooks_read_here()
-    made: Tensor = total + mlp(normed)
+    made = mlp(normed)[0] if s.mlp_first else mlp(normed)
+    return _sum(self, s, total, made if half.after is None else _child(self, half.after)(made))
+
+
+def _sum(self: nn.Module, s: LayerSettings, residual: Tensor, term: Tensor) -> Tensor:
+    """residual + scale * term, rounded once: the class's own code rounds the product too."""
+    made: Tensor = residual + term if s.scale is None else torch.add(residual, term, alpha=getattr(self, s.scale))
     return made
 
 
@@ -186,10 +251,12 @@ def place(path: str, module: nn.Module) -> Placement:
     found = recognise(module)
     if isinstance(found, str):
         return placement(PART, path, module, None, found)
-    for name in (found.first, found.attention, found.second, found.mlp):
+    for name in (*found.attention.children, *found.mlp.children):
         if reason := foreign(_child(module, name)):
             return placement(PART, path, module, None, f"{name}: {reason}")
     put(module, layer_forward, found)
+    if found.mlp.before is None:
+        return placement(PART, path, module, "halves", "norms stand after attention and MLP: none reads a sum")
     return placement(PART, path, module, "add_rms_norm")
 
 

@@ -82,11 +82,11 @@ def test_equal_rows_are_one_row_with_their_count():
 ALL = {"keep_attention": True, "keep_projections": True, "halves": True}
 
 
-def planned(kind="layers", length=8192, keep=False, preset="nf4-lora", layers=2, **kept):
+def planned(kind="layers", length=8192, keep=False, preset="nf4-lora", layers=2, family=None, **kept):
     if preset == "nf4-lora":
         pytest.importorskip("bitsandbytes")
     config = load(None, [f"precision.preset={preset}", "adapter.r=16", "train.batch_size=1", "train.accumulate=1"]).config
-    precision, architecture = Precision.preset(preset), AutoConfig.for_model(**{**LLAMA, "num_hidden_layers": layers})
+    precision, architecture = Precision.preset(preset), AutoConfig.for_model(**{**LLAMA, **(family or {}), "num_hidden_layers": layers})
     made = outline(architecture, config, precision, device_type="cuda")
     kept = {"keep_attention": keep, **kept}
     what = Checkpointing(kind, tuple(range(layers)), layers, "asked", **kept) if kind != "none" else Checkpointing(kind)
@@ -163,6 +163,24 @@ def test_with_everything_kept_each_saving_is_counted_and_what_it_costs_too():
     assert "copies to and from the host at 54 GB/s, ours: forward" in ledger.as_text()
     assert "query, key and value kept" in ledger.as_text()
     assert ledger.as_json()["savings"] == ledger.savings
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        {"model_type": "gemma2", "head_dim": 128, "query_pre_attn_scalar": 128, "hidden_activation": "gelu_pytorch_tanh"},
+        {"model_type": "granite", "residual_multiplier": 0.22},
+        {"model_type": "olmo2"},
+    ],
+    ids=lambda family: family["model_type"],
+)
+def test_halves_of_other_families_compute_less_again_on_a_gpu(family):
+    kept, everything = (planned("layers", 2048, preset="bf16-lora", family=family, **more) for more in ({"keep": True}, ALL))
+    assert flops(everything.rows, "recompute", "attention") == flops(kept.rows, "recompute", "attention") == 0
+    # query, key and value of a layer; where norms of queries and keys read their products (OLMo 2), those are made again
+    saved = flops(kept.rows, "recompute") - flops(everything.rows, "recompute")
+    assert saved == 0 if family["model_type"] == "olmo2" else saved >= 2 * 2 * 2048 * 512 * (512 + 2 * 128)
+    assert flops(everything.rows, "forward") == flops(kept.rows, "forward")
 
 
 def test_copies_that_take_longer_than_the_work_beside_them_are_waited_for():

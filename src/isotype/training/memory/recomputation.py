@@ -98,8 +98,8 @@ def as_configured(model: nn.Module, train: TrainSection) -> Checkpointing:
     everything = train.keep_attention == "all"
     if everything and not any(has_halves(layer) for layer in checkpointable(model)):
         raise UsageError(
-            "train.keep_attention: all: no layer of this model has the form x + attention(norm(x)), x + mlp(norm(x)) with ops that "
-            "`model.optimize` has placed",
+            "train.keep_attention: all: no layer of this model has the form x + attention(x), x + mlp(x) that `model.optimize` gives its "
+            "own sums",
             fix="train.keep_attention: true",
         )
     return Checkpointing(

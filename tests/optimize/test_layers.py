@@ -1,0 +1,112 @@
+"""Decoder layers whose two sums are ours: which families have the form, and that they compute what their own code computes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import logging
+
+from isotype.optimize import layers, optimize, restore
+from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
+from tests.optimize.models import batch, tiny
+
+logging.set_verbosity_error()
+
+MORE = {"gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2}, "vaultgemma": {"query_pre_attn_scalar": 8}}
+FUSED = ("llama", "gemma2", "gemma3_text", "glm4", "granite", "gpt_oss", "vaultgemma")
+AFTER = ("olmo2", "exaone4")
+LEFT = {
+    "starcoder2": "it has 0 norms",
+    "phi": "it has 0 norms",
+    "cohere": "it has 1 norm ",
+    "doge": "it has parameters of its own",
+    "minimax": "its output is not x + attention(x)",
+    "jetmoe": "its output is not x + attention(x)",
+}
+
+
+def pair(family, dtype=torch.float32):
+    """The model as it is, and with every op."""
+    model = tiny(family, dtype=dtype, **MORE.get(family, {})).train()
+    mine = copy.deepcopy(model)
+    return model, mine, optimize(mine)
+
+
+def step(model):
+    model.zero_grad()
+    loss = model(**batch(), use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def placed(manifest):
+    return {(e.op, e.reason) for e in manifest.entries if e.part == layers.PART}
+
+
+@pytest.mark.parametrize("family", [*FUSED, *AFTER])
+def test_a_step_is_the_models_own(family):
+    model, mine, manifest = pair(family)
+    assert {op for op, _ in placed(manifest)} == {"add_rms_norm" if family in FUSED else "halves"}, str(manifest)
+    (want, theirs), (got, grads) = step(model), step(mine)
+    torch.testing.assert_close(got, want)
+    assert grads.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(grads[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("family", ["gemma2", "glm4", "granite", "olmo2"])
+def test_in_bf16_the_layers_change_no_bit_of_what_the_other_ops_give(monkeypatch, family):
+    model, mine, _ = pair(family, torch.bfloat16)
+    if family == "granite":
+        # no power of two, so that a product is rounded
+        for m in (model, mine):
+            for layer in m.model.layers:
+                layer.residual_multiplier = 0.22
+    monkeypatch.setattr(layers, "is_candidate", lambda module: False)
+    optimize(model)
+    with torch.no_grad():
+        want, got = (m(**batch(), use_cache=False).logits.float() for m in (model, mine))
+    if family == "granite":
+        # its own code rounds what it multiplies, and then the sum
+        torch.testing.assert_close(got, want, rtol=0.0, atol=2**-6 * want.abs().max().item())
+    else:
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite", "olmo2", "gpt_oss"])
+def test_halves_that_are_recomputed_by_themselves_give_the_same_gradients(family):
+    _, mine, _ = pair(family)
+    want, theirs = step(mine)
+    apply_checkpointing(mine, Checkpointing("layers", (0, 1), 2, keep_attention=True, keep_projections=True, halves=True))
+    assert all(layers.has_halves(layer) for layer in mine.model.layers)
+    got, grads = step(mine)
+    assert torch.equal(got, want)
+    assert grads.keys() == theirs.keys()
+    assert all(torch.equal(grads[name], gradient) for name, gradient in theirs.items())
+
+
+def test_granites_multiplier_is_read_at_each_call():
+    model, mine, _ = pair("granite")
+    for m in (model, mine):
+        for layer in m.model.layers:
+            layer.residual_multiplier = 0.25
+    torch.testing.assert_close(step(mine)[0], step(model)[0])
+
+
+@pytest.mark.parametrize("family", LEFT)
+def test_layers_of_another_form_run_their_own_code_for_a_reason(family):
+    _, mine, manifest = pair(family)
+    found = placed(manifest)
+    assert found, str(manifest)
+    assert all(op is None and reason.startswith(LEFT[family]) for op, reason in found), found
+    assert not any(layers.has_halves(m) for m in mine.modules())
+
+
+@pytest.mark.parametrize("family", ["olmo2", "granite"])
+def test_restore_takes_the_layers_back(family):
+    model, mine, _ = pair(family)
+    restore(mine)
+    assert not any(layers.has_halves(m) for m in mine.modules())
+    assert torch.equal(step(mine)[0], step(model)[0])
