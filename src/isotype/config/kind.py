@@ -49,7 +49,8 @@ def is_denoiser(given: dict[str, Any] | str | None) -> bool:
     """Whether a `model.config`, or the JSON file that it names, is a diffusers model's: those have `_class_name`."""
     if isinstance(given, str):
         try:
-            given = json.loads(Path(given).expanduser().read_text(encoding="utf-8"))
+            path = Path(given)
+            given = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return False
     return isinstance(given, dict) and "_class_name" in given
