@@ -303,7 +303,8 @@ def loading_error(name: str, what: str, error: BaseException) -> UsageError:
         return _damaged(name, what, error)
     if is_folder_name(name):
         return UsageError(f"{what} {name}: no such folder{near_model(name)}")
-    if "GatedRepoError" in kinds or "gated" in text.lower():
+    # the error for a repository that is not there speaks of gated ones too
+    if "GatedRepoError" in kinds or ("gated" in text.lower() and "RepositoryNotFoundError" not in kinds):
         return UsageError(
             f"{what} {name}: access is gated on the hub", fix=f"accept its terms at huggingface.co/{name}, then: hf auth login"
         )

@@ -10,11 +10,14 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file
 
+from isotype.environment import hub as hub_of_isotype
+from isotype.errors import UsageError
 from isotype.inference.merge_denoiser import merge_denoiser
 from isotype.tasks.choose import plan, task_of, train
-from isotype.tasks.diffusion import hub
 from isotype.tasks.diffusion.loaded import draw_with
+from isotype.tasks.diffusion.pipeline_folder import PipelineFolder
 from isotype.training.setup import settle
+from tests.hub import hub
 from tests.tasks.diffusion.refused import refused
 
 SMALLER = {
@@ -52,17 +55,38 @@ def test_a_plan_of_a_pipeline_of_the_hub_needs_no_weights(drawn, cache):
     assert made.memory.activations > 0
 
 
-def test_weights_are_asked_for_by_part_at_the_commit_of_the_settings(cache, monkeypatch):
-    asked = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **how: asked.append((name, how)) or str(cache))
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *args, **how: str(cache / "model_index.json"))
-    monkeypatch.setattr(hub, "is_away", lambda: False)
-    assert hub.settings_of("someone/flux", "main") == cache
-    assert not any("safetensors" in pattern for pattern in asked.pop()[1]["allow_patterns"])
-    hub.fetch_weights("someone/flux", cache, ["vae", "text_encoder"])
-    ((name, how),) = asked
-    assert (name, how["revision"]) == ("someone/flux", COMMIT)
-    assert how["allow_patterns"] == ["vae/*.safetensors", "text_encoder/*.safetensors"]
+def test_of_the_hub_settings_come_first_and_weights_by_part(studio, tmp_path, monkeypatch):
+    there = tmp_path / "served/models/someone/flux"
+    shutil.copytree(studio.flux, there)
+    (there / "flux1.safetensors").write_bytes(b"the same weights in another form")
+    (there / "transformer/diffusion_pytorch_model.fp16.safetensors").write_bytes(b"in another dtype")
+    (tmp_path / "served/models/someone/llama").mkdir()
+    (tmp_path / "served/models/someone/llama/config.json").write_text("{}")
+    with hub(tmp_path / "served") as served:
+        for name, value in (
+            ("ENDPOINT", served.url), ("HUGGINGFACE_CO_URL_TEMPLATE", served.url + "/{repo_id}/resolve/{revision}/{filename}"),
+            ("HF_HUB_CACHE", str(tmp_path / "cache")), ("HF_HUB_OFFLINE", False),
+        ):  # fmt: skip
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setattr(hub_of_isotype, "_away", {})
+
+        def fetched() -> set[str]:
+            paths = [line.partition("/resolve/")[2].partition("/")[2] for line in served.asked if line.startswith("GET ")]
+            return {path for path in paths if path.endswith(".safetensors")}
+
+        folder = PipelineFolder.open("someone/flux")
+        assert sum(p.numel() for p in folder.denoiser_outline().parameters()) > 50_000
+        assert fetched() == set(), served.asked
+        folder.vae(torch.float32)
+        assert fetched() == {"vae/diffusion_pytorch_model.safetensors"}, served.asked
+        made = folder.denoiser(torch.float32)
+        assert fetched() == {f"{part}/diffusion_pytorch_model.safetensors" for part in ("vae", "transformer")}, served.asked
+        theirs = PipelineFolder.open(str(studio.flux)).denoiser(torch.float32)
+        assert torch.equal(made.x_embedder.weight, theirs.x_embedder.weight)
+        with pytest.raises(UsageError, match=r"model.name: someone/llama: no model_index.json on the hub"):
+            PipelineFolder.open("someone/llama")
+        with pytest.raises(UsageError, match="someone/nowhere: neither a folder here nor a model on the hub"):
+            PipelineFolder.open("someone/nowhere")
 
 
 def test_what_is_not_on_the_hub_is_one_line(drawn, cache, tmp_path):
