@@ -3,17 +3,26 @@
     python benchmarks/diffusion.py [--preset bf16-lora] [--steps 6]
 
 The plain loop is what diffusers' example script does: the denoiser in bf16, the adapter in fp32, autocast, torch's AdamW. Reported: the
-ratio of the steps' CPU time (medians), the bytes that a forward pass keeps for backward, and both losses.
+ratio of the steps' CPU time (medians), the bytes that a forward pass keeps for backward, what a step takes at its peak, and both losses.
+
+The peak is the highest resident size of a process during its third step, less what it held before that step (weights, adapter, states of
+the optimizer): gradients, what is kept for backward, all working memory. Each loop has a process of its own, and both give freed memory
+back at once, so that what an earlier step freed does not hide what this one takes. On Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +55,10 @@ def denoiser(width: int) -> FluxTransformer2DModel:
         joint_attention_dim=512, pooled_projection_dim=256, guidance_embeds=True, axes_dims_rope=(16, 56, 56),
     )  # fmt: skip
     return made
+
+
+def linears(model: torch.nn.Module, blocks: tuple[str, ...]) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and name.startswith(blocks)]
 
 
 def draws(count: int, *, side: int, text: int) -> list[Batch]:
@@ -133,16 +146,47 @@ def kept_bytes(forward: Callable[[Batch], Tensor], batch: Batch, model: Any) -> 
     return sum(seen.values())
 
 
+def peak_of(step: Callable[[Batch], float], batches: list[Batch]) -> int:
+    """Bytes that this process takes in the last batch's step, above what it held before."""
+    *first, last = batches
+    for batch in first:
+        step(batch)
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # sets the highest resident size back to the present one
+
+    def resident(key: str) -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+        return int(line.split()[1]) * 1024
+
+    before = resident("VmRSS")
+    step(last)
+    return resident("VmHWM") - before
+
+
+def peaks() -> list[int]:
+    """The peak of a step here and in the plain loop, by a process each."""
+    giving_back = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_TOP_PAD_": "0"}
+    commands = [[sys.executable, __file__, *sys.argv[1:], "--peak-of", name] for name in ("ours", "plain")]
+    answers = [subprocess.run(c, env={**os.environ, **giving_back}, stdout=subprocess.PIPE, text=True, check=True).stdout for c in commands]
+    return [int(answer.splitlines()[-1]) for answer in answers]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="A LoRA step of Flux here and in a plain diffusers + PEFT loop.")
     parser.add_argument("--preset", default="bf16-lora")
     parser.add_argument("--steps", type=int, default=6, help="measured steps of each, after one that is not")
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--side", type=int, default=32, help="of the latents: tokens are a quarter of its square")
+    parser.add_argument("--peak-of", choices=("ours", "plain"), help="print the bytes that a step of one of them takes, and nothing else")
     asked = parser.parse_args()
-    mine, its = denoiser(asked.width), denoiser(asked.width)
     blocks = ("transformer_blocks.", "single_transformer_blocks.")
-    targets = [n for n, m in its.named_modules() if isinstance(m, torch.nn.Linear) and n.startswith(blocks)]
+    if asked.peak_of:
+        model = denoiser(asked.width)
+        step, _ = ours(model, asked.preset) if asked.peak_of == "ours" else plain(model, linears(model, blocks))
+        print(peak_of(step, draws(3, side=asked.side, text=64)))
+        return 0
+    mine, its = denoiser(asked.width), denoiser(asked.width)
+    targets = linears(its, blocks)
     batches = draws(asked.steps + 1, side=asked.side, text=64)
     (our_step, our_forward), (plain_step, plain_forward) = ours(mine, asked.preset), plain(its, targets)
     memory = kept_bytes(our_forward, copy.deepcopy(batches[0]), mine), kept_bytes(plain_forward, batches[0], its)
@@ -154,12 +198,14 @@ def main() -> int:
             losses[name].append(step(batch))
             if number:
                 times[name].append(time.process_time() - before)
+    peak = peaks()
     seconds = {name: statistics.median(values) for name, values in times.items()}
     print(json.dumps({
         "torch": torch.__version__, "threads": torch.get_num_threads(), "preset": asked.preset, "tokens": (asked.side // 2) ** 2 + 64,
         "cpu_seconds": {name: round(value, 4) for name, value in seconds.items()},
         "steps_per_second_ratio": round(seconds["plain"] / seconds["ours"], 3),
         "kept_mib": [round(n / 2**20, 1) for n in memory], "kept_ratio": round(memory[0] / memory[1], 3),
+        "step_peak_mib": [round(n / 2**20, 1) for n in peak], "step_peak_ratio": round(peak[0] / peak[1], 3),
         "losses": {name: [round(v, 5) for v in values] for name, values in losses.items()},
     }, indent=1))  # fmt: skip
     return 0

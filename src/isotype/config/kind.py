@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..errors import UsageError
 from .schema import RunConfig
@@ -18,8 +20,8 @@ ONLY: Mapping[str, tuple[str, ...]] = {
         "precision.ema", "train.ema", "run.sample_steps", "run.sample_size", "run.sample_guidance",
     ),
     LANGUAGE: (
-        "data.", "model.revision", "model.init", "model.config", "model.tokenizer", "model.attention", "model.allow_unquantised",
-        "model.compile", "model.trust_remote_code", "adapter.start_from", "adapter.modules_to_save", "run.sample_tokens",
+        "data.", "model.tokenizer", "model.attention", "model.allow_unquantised", "model.compile", "model.trust_remote_code",
+        "adapter.modules_to_save", "run.sample_tokens",
     ),
 }  # fmt: skip
 INSTEAD = {
@@ -30,14 +32,28 @@ INSTEAD = {
 
 
 def kind_of(config: RunConfig) -> str:
-    """`diffusion` where the model's folder is a diffusers pipeline's, or the model is no folder and pictures are given."""
+    """`diffusion` where the model's folder is a diffusers pipeline's, where `model.config` has a class of diffusers, or where the model is
+    no folder and pictures are given."""
     name = config.model.name
+    if is_denoiser(config.model.config):
+        return DIFFUSION
     if name is None:
         return LANGUAGE
     folder = Path(name).expanduser()
     if folder.is_dir():
         return DIFFUSION if (folder / PIPELINE_FILE).is_file() else LANGUAGE
     return DIFFUSION if config.images.train is not None and config.data.train is None else LANGUAGE
+
+
+def is_denoiser(given: dict[str, Any] | str | None) -> bool:
+    """Whether a `model.config`, or the JSON file that it names, is a diffusers model's: those have `_class_name`."""
+    if isinstance(given, str):
+        try:
+            path = Path(given)
+            given = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+    return isinstance(given, dict) and "_class_name" in given
 
 
 def applies(key: str, kind: str) -> bool:
@@ -48,6 +64,12 @@ def applies(key: str, kind: str) -> bool:
 def refuse_inapplicable(config: RunConfig, sources: Mapping[str, str]) -> None:
     """Raises  UsageError with a line for each key that was set and that this kind of run does not have."""
     kind = kind_of(config)
+    name = config.model.name
+    if kind == LANGUAGE and name is not None and config.images.train is not None and config.data.train is None:
+        raise UsageError(
+            f"{sources['model.name']} model.name: {name}: no {PIPELINE_FILE} there: images.train needs a diffusers pipeline",
+            fix="model.name: a folder that has one, or a pipeline's name on the hub; to train this model on text: data.train",
+        )
     lines = []
     for key, where in sources.items():
         if where == "default" or applies(key, kind):

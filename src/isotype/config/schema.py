@@ -26,13 +26,14 @@ class Section(BaseModel):
 
 class ModelSection(Section):
     name: str | None = None
-    """Folder or hub id of a causal language model, or the folder of a diffusers pipeline. Not needed when `config` builds one."""
+    """Folder or hub id of a causal language model, or of a diffusers pipeline. Not needed when `config` builds a language model."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` builds the architecture of `name` or `config` with fresh weights, from `train.seed`."""
     config: dict[str, Any] | str | None = None
-    """With `init: random`: a config.json, or its content (`model_type: llama`, `hidden_size: 128`, ...)."""
+    """With `init: random`: a config.json, or its content (`model_type: llama`, `hidden_size: 128`, ...). One of a diffusers model
+    (`_class_name: FluxTransformer2DModel`, ...) takes the place of the denoiser's in the pipeline `name`, whose other parts are used."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer, when it is not the model's."""
     add_tokens: list[str] = []

@@ -10,7 +10,7 @@ from ..errors import UsageError
 
 def refuse_incomplete(loaded: LoadedConfig) -> None:
     """Raises  UsageError with a line for each thing that is missing."""
-    from ..config.kind import DIFFUSION, kind_of, refuse_inapplicable
+    from ..config.kind import DIFFUSION, is_denoiser, kind_of, refuse_inapplicable
     from ..config.picture_sources import picture_sources
     from ..config.sources import check_data, is_folder_name, near_model, source_specs
     from ..data.sources import refuse_absent
@@ -19,7 +19,9 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
     config = loaded.config
     where = f"{loaded.path} " if loaded.path else ""
     missing = missing_trackers(config.run.trackers)
-    if config.model.name is None and (config.model.init == "pretrained" or config.model.config is None):
+    if config.model.name is None and is_denoiser(config.model.config):
+        missing.append(f"{where}model.name: missing: the pipeline whose VAE, text encoders and scheduler model.config is trained with")
+    elif config.model.name is None and (config.model.init == "pretrained" or config.model.config is None):
         missing.append(f"{where}model.name: missing: --model FOLDER, or model.name in a file (isotype init writes one)")
     for key, name in (("model.name", config.model.name), ("model.tokenizer", config.model.tokenizer)):
         if name is not None and is_folder_name(name) and not Path(name).exists():

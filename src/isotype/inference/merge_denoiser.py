@@ -19,7 +19,7 @@ from ..model.run_precision import resolve_precision
 from ..model.saved_form import digests, refuse_difference
 from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import fault, write_folder
-from ..runs.folder import RESOLVED, refuse_filled, require_run
+from ..runs.folder import RESOLVED, RunFolder, refuse_filled, require_run
 from ..tasks.diffusion.batches import Batch
 from ..tasks.diffusion.pipeline_folder import PipelineFolder
 from ..tasks.diffusion.result import MODEL_FILE, load_result
@@ -47,6 +47,8 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     task = DiffusionTask(config)
     precision = resolve_precision(config, loaded.sources, hardware, task.roles).precision
     task.check(precision)
+    task.take_base(RunFolder(run).base)
+    task.folder.fetch()
     dtype, why = (dtype, "as asked") if dtype else merged_dtype(precision)
     model = load_result(adapter, task.folder, config, precision, device)
     state, noise, count = merged_state(model, to_torch(dtype))

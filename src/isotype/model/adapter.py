@@ -40,7 +40,10 @@ def attach_adapter(
     if section.start_from is not None:
         if new_tokens:
             raise UsageError("model.add_tokens with adapter.start_from is not offered yet", fix="merge the adapter first: isotype merge")
-        return load_adapter(model, Path(section.start_from), what="adapter.start_from")
+        folder = Path(section.start_from)
+        if next(model.parameters()).device.type == "meta":
+            return _outlined(model, folder)
+        return load_adapter(model, folder, what="adapter.start_from")
     in_full, tied = list(section.modules_to_save), False
     if new_tokens:
         names, tied = token_modules(model)
@@ -62,6 +65,19 @@ def attach_adapter(
     except ValueError as error:
         fix = f"adapter.targets: all-linear, or some of: {', '.join(linear)}"
         raise UsageError(f"adapter.targets: {section.targets}: {str(error).splitlines()[0]}", fix=fix) from error
+
+
+def _outlined(model: PreTrainedModel, folder: Path) -> PeftModel:
+    """A model on the meta device with an adapter of the folder's settings. Raises UsageError."""
+    from peft import PeftConfig, get_peft_model
+
+    try:
+        settings = PeftConfig.from_pretrained(str(folder))
+        settings.inference_mode = False  # a saved adapter says that it is not trained; a run goes on with it
+        wrapped: PeftModel = get_peft_model(model, settings)  # type: ignore[assignment]  # no mixed adapter
+        return wrapped
+    except (OSError, ValueError) as error:
+        raise UsageError(f"adapter.start_from: {folder}: {str(error).splitlines()[0]}") from None
 
 
 # a Mamba mixer passes the weights of these to its kernel and never calls the layers: adapters on them would get no gradient

@@ -217,13 +217,21 @@ def _nf4(precision: Precision) -> Any:
     )
 
 
+def read_config(given: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """`model.config` as an object, which may be in a file. Raises UsageError."""
+    if not isinstance(given, str):
+        return given
+    try:
+        found = json_objects.loads((Path(given) / "config.json" if Path(given).is_dir() else Path(given)).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model.config: {given}: {error}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"model.config: {given}: expected an object")
+    return found
+
+
 def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    given = section.config
-    if isinstance(given, str):
-        try:
-            given = json_objects.loads((Path(given) / "config.json" if Path(given).is_dir() else Path(given)).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"model.config: {section.config}: {error}") from None
+    given = read_config(section.config)
     if given is None:
         if section.name is None:
             raise UsageError("model.init: random needs model.config (or model.name, whose architecture is taken)")
@@ -273,10 +281,10 @@ def _explained(name: str, what: str, revision: str | None, attention: str = atte
     except (UsageError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # files of strangers: a list where an object belongs surfaces as TypeError, AttributeError, anything
-        raise attention_choice.explain(f"{what} {name}", attention, error) or _explain(name, what, error) from error
+        raise attention_choice.explain(f"{what} {name}", attention, error) or loading_error(name, what, error) from error
 
 
-def _explain(name: str, what: str, error: BaseException) -> UsageError:
+def loading_error(name: str, what: str, error: BaseException) -> UsageError:
     causes: list[BaseException] = []
     at: BaseException | None = error
     while at is not None and at not in causes:
@@ -295,7 +303,8 @@ def _explain(name: str, what: str, error: BaseException) -> UsageError:
         return _damaged(name, what, error)
     if is_folder_name(name):
         return UsageError(f"{what} {name}: no such folder{near_model(name)}")
-    if "GatedRepoError" in kinds or "gated" in text.lower():
+    # the error for a repository that is not there speaks of gated ones too
+    if "GatedRepoError" in kinds or ("gated" in text.lower() and "RepositoryNotFoundError" not in kinds):
         return UsageError(
             f"{what} {name}: access is gated on the hub", fix=f"accept its terms at huggingface.co/{name}, then: hf auth login"
         )

@@ -74,11 +74,12 @@ class Plan:
 
     def as_text(self) -> str:
         s = self.schedule
-        role_width = max(len(value) for _, value, _ in self.resolved.rows())
+        roles = self.resolved.rows()
+        name_width, value_width = max(10, *(len(role) + 1 for role, _, _ in roles)), max(len(value) for _, value, _ in roles)
         lines = [
             f"device      {self.hardware.name} ({self.hardware.generation}), bf16 {self.hardware.bf16}",
             f"precision   {self.resolved.preset}: {self.resolved.why_preset}",
-            *[f"  {role:<10}{value:<{role_width}}  {reason}" for role, value, reason in self.resolved.rows()],
+            *[f"  {role:<{name_width}}{value:<{value_width}}  {reason}" for role, value, reason in roles],
             f"model       {self.config.model.name or 'model.config'} ({self.architecture}): {self.total:,} parameters, "
             f"{self.trainable:,} trained ({self.trainable / self.total:.2%})",
             f"data        {self.data_lines[0]}",

@@ -26,12 +26,15 @@ def studio(tmp_path_factory) -> SimpleNamespace:
 
 @pytest.fixture
 def drawn(studio, tmp_path):
-    """`drawn("run", model=studio.flux, precision={...})` writes tmp_path/run.yaml and loads it; the run goes to tmp_path/`folder`."""
+    """`drawn("run", model=studio.flux, precision={...})` writes tmp_path/run.yaml and loads it; the run goes to tmp_path/`folder`.
+
+    model  a folder, a name on the hub, or the whole section
+    """
     from isotype.config.load import load
 
-    def make(folder: str = "run", *, model: Path | None = None, **sections: Any) -> Any:
+    def make(folder: str = "run", *, model: Path | str | dict[str, Any] | None = None, **sections: Any) -> Any:
         config = {
-            "model": {"name": str(model or studio.sd3)},
+            "model": model if isinstance(model, dict) else {"name": str(model or studio.sd3)},
             "images": {"train": str(studio.pictures), "eval_split": 0.2, "resolution": 32, "cache": "none"},
             "diffusion": {"max_text_length": 8, "eval_draws": 2},
             "adapter": {"kind": "lora", "r": 4},

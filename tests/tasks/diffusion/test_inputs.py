@@ -10,22 +10,13 @@ import torch
 from PIL import Image
 
 from isotype.config.load import load
-from isotype.entry.complete import refuse_incomplete
 from isotype.errors import UsageError
 from isotype.tasks.choose import task_of
 from isotype.tasks.diffusion.pixels import BadPicture, pixels
 from isotype.tasks.diffusion.windows import Size, Window
 from isotype.training.setup import settle
 from tests.tasks.diffusion.models import draw
-
-
-def refused(loaded) -> str:
-    try:
-        refuse_incomplete(loaded)
-        settle(task_of(loaded.config), loaded.sources)
-    except UsageError as error:
-        return error.message
-    pytest.fail("it was not refused")
+from tests.tasks.diffusion.refused import refused
 
 
 def test_keys_of_language_runs_are_refused(drawn, tmp_path):
@@ -142,4 +133,5 @@ def test_a_folder_of_language_takes_no_pictures(configured, studio, tmp_path):
     file = tmp_path / "mixed.yaml"
     base = configured().config.model.name
     file.write_text(json.dumps({"model": {"name": base}, "images": {"train": str(studio.pictures)}}))
-    assert "images.train: does not apply to a language run" in refused(load(file, [], {}))
+    said = refused(load(file, [], {}))
+    assert said == f"{file}:1 model.name: {base}: no model_index.json there: images.train needs a diffusers pipeline"

@@ -136,6 +136,17 @@ def test_a_few_bad_ones_may_be_left_out(tmp_path):
     assert "at most 5% of the pictures, and these are 10%" in refusal(train=str(tmp_path), on_bad_row="skip")
 
 
+def test_leaving_them_out_is_offered_where_it_would_help(tmp_path):
+    for i in range(19):
+        picture(tmp_path / f"{i}.png", "a red circle")
+    picture(tmp_path / "bad.png")
+    with pytest.raises(UsageError, match=r"fix +images.on_bad_row: skip"):
+        gathered(train=str(tmp_path))
+    (tmp_path / "0.txt").unlink()
+    with pytest.raises(UsageError, match=r"fix +mend or remove these"):
+        gathered(train=str(tmp_path))
+
+
 def test_sources_have_repeats_and_regularisation_has_a_weight(tmp_path):
     picture(tmp_path / "mine/a.png", "my circle")
     picture(tmp_path / "class/b.png", "a circle")

@@ -203,7 +203,7 @@ def test_a_run_is_planned_reported_and_drawn_from(drawn, tmp_path, capsys):
     assert made.memory.not_simulated is None
     assert made.memory.activations > 0
     assert "10 training pictures" in made.as_text()
-    assert "text_encoder" in made.as_text()
+    assert "  text_encoder fp32  follows compute\n" in made.as_text()
     assert "attention   sdpa in fp32\n" in made.as_text()
     assert train(loaded) == 0
     assert re.search(r"^ *attention +sdpa in fp32$", capsys.readouterr().out, re.MULTILINE)

@@ -25,7 +25,11 @@ class BadPictures:
             self.rows.setdefault(row.place, row)
 
     def settle(self, good: int, *, fix: str | None = None) -> None:
-        """Raises UsageError naming them, unless they may be left out. good number of pictures that can be used fix the fix of the error"""
+        """Raises UsageError naming them, unless they may be left out.
+
+        good  number of pictures that can be used
+        fix   the fix of the error; that `skip` would leave them out is added where it would
+        """
         if not self.rows:
             return
         share = len(self.rows) / (len(self.rows) + good)
@@ -37,5 +41,7 @@ class BadPictures:
             lines.append(f"and {len(rows) - PLACES:,} more")
         if self.skip:
             lines.insert(0, f"images.on_bad_row: skip leaves out at most {MOST_SKIPPED:.0%} of the pictures, and these are {share:.0%}")
-        skip = f"images.on_bad_row: skip leaves them out and lists them in the run's {FILE}"
-        raise UsageError("\n".join(lines), fix=fix if self.skip else f"{fix}; or {skip}" if fix else skip)
+        offered = [fix] if fix else []
+        if not self.skip and share <= MOST_SKIPPED:
+            offered.append(f"images.on_bad_row: skip leaves them out and lists them in the run's {FILE}")
+        raise UsageError("\n".join(lines), fix="; or ".join(offered) or "mend or remove these")

@@ -40,7 +40,7 @@ def put_under(
         manifest = optimize(model, precision, device_type=device_type, lora_branch=config.model.lora_branch)
     else:
         manifest = Manifest(notes=["model.optimize: false"])
-    if family.time_scale is not None:
+    if family.time_scale is not None and precision.compute != "fp32":
         manifest.notes.append(f"{type(denoiser).__name__} rounds its noise level to {precision.compute}: this instance takes it in fp32")
     apply_precision(model, precision, device_type=device_type, part=part)
     return manifest

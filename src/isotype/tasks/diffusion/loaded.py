@@ -77,6 +77,7 @@ def _loaded(
     precision = resolve_precision(config, loaded.sources, hardware, task.roles).precision
     task.check(precision)
     encode(task, device)
+    task.take_base(RunFolder(folder).base)
     result = next((folder / name for name in ("adapter", "model") if fault(folder / name) is None), None)
     model: nn.Module
     if result is not None:

@@ -1,11 +1,12 @@
-"""A diffusers pipeline's folder: its family, its parts, and loading them one at a time, in safetensors only."""
+"""A diffusers pipeline, a folder or on the hub: its family, its parts, and loading them one at a time, in safetensors only."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import torch
 from safetensors import safe_open
 
 from ...config.kind import PIPELINE_FILE
+from ...config.sources import unknown_key
 from ...errors import UsageError
+from ...runs.checkpoint.atomic_folder import fault, write_folder
+from . import hub
 from .families import FAMILIES, Family
 
 _AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
@@ -21,19 +25,28 @@ _AGAIN = "get the folder again from where it came, or save it anew with save_pre
 
 @dataclass(frozen=True)
 class PipelineFolder:
-    """index  the content of model_index.json"""
+    """index      the content of model_index.json
+    on_hub     the pipeline's name on the hub, where `path` is its copy here: weights are fetched when they are needed
+    own        the denoiser's configuration, where it is not the folder's (`model.init: random`); then `fresh` is where its weights are
+    """
 
     path: Path
     family: Family
     index: dict[str, Any]
+    on_hub: str | None = None
+    own: Mapping[str, Any] | None = None
+    fresh: Path | None = None
 
     @classmethod
-    def open(cls, name: str) -> PipelineFolder:
-        """Raises  UsageError for a pipeline of another family, or one that lacks a part"""
+    def open(cls, name: str, *, revision: str | None = None) -> PipelineFolder:
+        """`name`: a folder, or a name on the hub. Raises UsageError for a pipeline of another family, or one that lacks a part."""
         path = Path(name).expanduser()
         require_diffusers()
+        on_hub = None
+        if path.is_file():
+            raise UsageError(f"model.name: {name}: a file; a diffusion model is a folder with {PIPELINE_FILE}, or a name on the hub")
         if not path.is_dir():
-            raise UsageError(f"model.name: {name}: a diffusion model is taken from a folder", fix=f"hf download {name} --local-dir FOLDER")
+            path, on_hub = hub.settings_of(name, revision), name
         try:
             index = json.loads((path / PIPELINE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -42,7 +55,7 @@ class PipelineFolder:
         if kind not in FAMILIES:
             raise UsageError(f"model.name: {path}: {kind} is not supported: expected one of {' '.join(FAMILIES)}")
         family = FAMILIES[kind]()
-        folder = cls(path, family, index)
+        folder = cls(path, family, index, on_hub)
         wanted = (family.denoiser, "vae", "scheduler", *(part for part in family.encoders if index.get(part, [None, None])[1] is not None))
         for part in wanted:
             if index.get(part, [None, None])[1] is None or not (path / part).is_dir():
@@ -55,10 +68,21 @@ class PipelineFolder:
         return self.family.denoiser
 
     def files(self, part: str) -> list[Path]:
+        self._fetch(part)
         return [p for p in (self.path / part).rglob("*") if p.is_file()]
+
+    def fetch(self) -> None:
+        """All weights, where the pipeline is on the hub. Raises UsageError."""
+        self._fetch(self.denoiser_part, "vae", *self.family.encoders)
+
+    def _fetch(self, *parts: str) -> None:
+        if self.on_hub is not None:
+            hub.fetch_weights(self.on_hub, self.path, parts)
 
     def config(self, part: str) -> dict[str, Any]:
         """The part's own configuration. Raises UsageError."""
+        if self.own is not None and part == self.denoiser_part:
+            return dict(self.own)
         file = self.path / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
         try:
             found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -81,20 +105,59 @@ class PipelineFolder:
 
     def denoiser(self, dtype: torch.dtype) -> Any:
         """The denoiser with its weights. Raises UsageError."""
+        folder = self.path / self.denoiser_part
+        if self.own is None:
+            self._fetch(self.denoiser_part)
+        else:
+            assert self.fresh is not None, "its weights are drawn when the model is built"
+            folder = self.fresh
         with self._explained(self.denoiser_part):
-            loaded = self.denoiser_class().from_pretrained(self.path, subfolder=self.denoiser_part, dtype=dtype, use_safetensors=True)
-            widen_buffers(loaded, self.path / self.denoiser_part)
+            loaded = self.denoiser_class().from_pretrained(folder, dtype=dtype, use_safetensors=True)
+            widen_buffers(loaded, folder)
             return loaded
 
     def denoiser_outline(self) -> Any:
         """The denoiser without weights: on the meta device."""
         with self._explained(self.denoiser_part), torch.device("meta"):
-            kind = self.denoiser_class()
-            return kind.from_config(kind.load_config(self.path, subfolder=self.denoiser_part))
+            return self.denoiser_class().from_config(self.config(self.denoiser_part))
+
+    def with_random_denoiser(self, own: Mapping[str, Any] | None) -> PipelineFolder:
+        """This pipeline with a denoiser of fresh weights: of the configuration `own`, or of the folder's.
+
+        Raises  UsageError for a configuration of another class, with a key that the class does not have, or that it does not take
+        """
+        if own is None:
+            return replace(self, own=self.config(self.denoiser_part))
+        kind = self.denoiser_class()
+        if own.get("_class_name") != kind.__name__:
+            raise UsageError(
+                f"model.config: _class_name: {own.get('_class_name')}, but the {self.denoiser_part} of {self.path} is a {kind.__name__}",
+                fix=f"_class_name: {kind.__name__}, or model.name: a pipeline of that class",
+            )
+        known = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
+        for key in own:
+            if not key.startswith("_") and key not in known:
+                raise unknown_key("model.config", key, known)
+        try:
+            with torch.device("meta"):
+                kind.from_config(dict(own))
+        except Exception as error:  # whatever a class raises for values that do not fit
+            raise UsageError(f"model.config: {kind.__name__}: {str(error).splitlines()[0] or type(error).__name__}") from error
+        return replace(self, own=own)
+
+    def draw_denoiser(self, folder: Path, *, seed: int) -> PipelineFolder:
+        """This pipeline with its fresh denoiser in `folder`, where its weights are drawn unless they are there already."""
+        if fault(folder) is not None:
+            torch.manual_seed(seed)
+            with self._explained(self.denoiser_part):
+                made = self.denoiser_class().from_config(self.config(self.denoiser_part))
+            write_folder(folder, made.save_pretrained)
+        return replace(self, fresh=folder)
 
     def vae(self, dtype: torch.dtype) -> Any:
         from diffusers import AutoencoderKL
 
+        self._fetch("vae")
         with self._explained("vae"):
             return AutoencoderKL.from_pretrained(self.path, subfolder="vae", dtype=dtype, use_safetensors=True)
 
@@ -102,6 +165,7 @@ class PipelineFolder:
         """The pipeline with `parts` instead of those in the folder; None for parts that are not needed."""
         import diffusers
 
+        self._fetch(*(part for part in self.family.encoders if part not in parts))
         with self._explained("pipeline"):
             made = getattr(diffusers, self.family.pipeline).from_pretrained(self.path, dtype=dtype, use_safetensors=True, **parts)
         made.set_progress_bar_config(disable=True)

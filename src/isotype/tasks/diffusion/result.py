@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -97,7 +98,7 @@ def put_adapter(denoiser: Any, folder: Path, pipeline: PipelineFolder) -> None:
 
     diffusers narrows the adapter to the denoiser's dtype; afterwards each tensor is the file's own.
     """
-    _refuse_of_another_model(denoiser, folder, pipeline)
+    refuse_adapter_of_another_model(denoiser, folder)
     pipe = pipeline.pipeline_for_sampling(denoiser, None)
     pipe.load_lora_weights(folder, weight_name=LORA_FILE, adapter_name="default")
     saved = {name.removeprefix(f"{pipeline.denoiser_part}."): tensor for name, tensor in load_file(folder / LORA_FILE).items()}
@@ -109,26 +110,41 @@ def put_adapter(denoiser: Any, folder: Path, pipeline: PipelineFolder) -> None:
         parameter.data = saved[name].to(parameter.device)
 
 
-def _refuse_of_another_model(denoiser: nn.Module, folder: Path, pipeline: PipelineFolder) -> None:
-    """Raises UsageError where a matrix of the adapter belongs to no module of this denoiser, or to one of another size."""
+def refuse_adapter_of_another_model(denoiser: nn.Module, folder: Path, what: str = "adapter") -> None:
+    """Raises UsageError where a matrix of a PEFT folder belongs to no module of this denoiser, or to one of another size.
+
+    denoiser  with its weights, or on the meta device
+    """
     modules = dict(denoiser.named_modules())
-    for name, tensor in load_file(folder / LORA_FILE).items():
+    for name, shape in _shapes(folder / "adapter_model.safetensors", what).items():
         path, _, side = name.removesuffix(".weight").rpartition(".")
-        module = modules.get(path.removeprefix(f"{pipeline.denoiser_part}."))
+        path = path.removeprefix(_PEFT_PREFIX)
+        module = modules.get(path)
         if side not in ("lora_A", "lora_B") or (module is not None and not isinstance(module, nn.Linear)):
             continue
         if module is None:
-            what = "no such module"
-        elif side == "lora_A" and module.in_features != tensor.shape[1]:
-            what = f"{module.in_features} inputs, the adapter takes {tensor.shape[1]}"
-        elif side == "lora_B" and module.out_features != tensor.shape[0]:
-            what = f"{module.out_features} outputs, the adapter gives {tensor.shape[0]}"
+            why = "no such module"
+        elif side == "lora_A" and module.in_features != shape[1]:
+            why = f"{module.in_features} inputs, the adapter takes {shape[1]}"
+        elif side == "lora_B" and module.out_features != shape[0]:
+            why = f"{module.out_features} outputs, the adapter gives {shape[0]}"
         else:
-            what = ""
-        if what:
-            raise UsageError(
-                f"{folder}: an adapter of another model than {pipeline.path}: {path}: {what}", fix="take the base it was trained on"
-            )
+            continue
+        raise UsageError(
+            f"{what}: {folder}: an adapter of another model than this {type(denoiser).__name__}: {path}: {why}",
+            fix="take the base it was trained on",
+        )
+
+
+def _shapes(file: Path, what: str) -> dict[str, list[int]]:
+    """name -> shape of a file's tensors. Raises UsageError."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  # not a mapping
+    except FileNotFoundError:
+        raise UsageError(f"{what}: {file}: no such file", fix="a PEFT folder, as runs/NAME/adapter") from None
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{what}: {file}: {str(error).splitlines()[0]}") from None
 
 
 def _compare(saved: dict[str, Tensor], loaded: dict[str, Tensor], what: str) -> None:

@@ -19,6 +19,7 @@ from ...dtypes import name as dtype_name
 from ...dtypes import to_torch
 from ...errors import UsageError
 from ...model.adapter import check_branch
+from ...model.load import read_config
 from ...optimize import Manifest
 from ...precision.apply import inner_model
 from ...precision.part import Part
@@ -39,7 +40,7 @@ from .objective import Objective, objective_of
 from .pictures import Gathered, captions_of, gather
 from .pipeline_folder import PipelineFolder
 from .quantise import frozen_denoiser, quantised_layers
-from .result import load_result, save_denoiser, save_lora
+from .result import load_result, refuse_adapter_of_another_model, save_denoiser, save_lora
 from .sample import Drawing, Sample, sample
 from .store import Store, key_of
 from .windows import Size, buckets
@@ -84,7 +85,13 @@ class DiffusionTask:
         if config.train.ema is None and config.precision.ema is not None:
             raise UsageError(f"precision.ema: {config.precision.ema} has no effect without train.ema", fix="train.ema: 0.999")
         self.precision = precision
-        self.folder = PipelineFolder.open(self.base_name)
+        self.folder = PipelineFolder.open(self.base_name, revision=config.model.revision)
+        if config.model.init == "random":
+            self.folder = self.folder.with_random_denoiser(read_config(config.model.config))
+        elif config.model.config is not None:
+            raise UsageError("model.config: has no effect without model.init: random", fix="model.init: random")
+        if config.adapter.start_from is not None:
+            refuse_adapter_of_another_model(self.folder.denoiser_outline(), Path(config.adapter.start_from), "adapter.start_from")
         family = self.folder.family
         if config.diffusion.max_text_length is not None and family.max_text_length is None:
             raise UsageError(
@@ -146,7 +153,13 @@ class DiffusionTask:
 
     def build_model(self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None) -> tuple[nn.Module, Manifest]:
         self.encode(device)
+        self.take_base(folder)
         return self.denoiser(precision, device, part)
+
+    def take_base(self, folder: Path) -> None:
+        """With `model.init: random`: takes the denoiser in `folder`, where its weights are drawn unless they are there already."""
+        if self.config.model.init == "random":
+            self.folder = self.folder.draw_denoiser(folder, seed=self.config.train.seed)
 
     def denoiser(self, precision: Precision, device: torch.device, part: Part | None = None) -> tuple[nn.Module, Manifest]:
         """The model that is trained, with the folder's weights."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ...config.schema import RunConfig
 from ...data.rows import LoadedData, SamplePrompt, row_lengths
 from ...dtypes import to_torch
-from ...errors import UsageError
 from ...model.adapter import attach_adapter
 from ...model.attention import AUTO, attention_options, explain
 from ...model.load import require_bitsandbytes
@@ -53,7 +52,9 @@ def outline(architecture: PretrainedConfig, config: RunConfig, precision: Precis
             require_bitsandbytes()
             before = of_config(architecture)
             quantise_outline(base, to_torch(precision.compute), double=before is None or bool(before.double))
-        model: nn.Module = base if every_weight else _with_adapter(base, config)
+        model: nn.Module = (
+            base if every_weight else attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
+        )
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if config.model.optimize:
         _give_angles(base)
@@ -133,20 +134,6 @@ def _batch(rows: int, length: int, device: torch.device, *, packing: bool) -> Ba
     # assumes one document per row: the number of documents changes only the size of the tensor of their bounds
     documents = Documents.rows(rows, length, device)._replace(whole_rows=False) if packing else None
     return Batch(ids_BT, mask, labels_BT, rows * length, supervised, positions, counted, documents)
-
-
-def _with_adapter(base: Any, config: RunConfig) -> nn.Module:
-    if config.adapter.start_from is None:
-        return attach_adapter(base, config.adapter, seed=config.train.seed, new_tokens=bool(config.model.add_tokens))
-    from peft import PeftConfig, get_peft_model
-
-    try:
-        settings = PeftConfig.from_pretrained(config.adapter.start_from)
-        settings.inference_mode = False  # a saved adapter says that it is not trained; a run goes on with it
-        wrapped: nn.Module = get_peft_model(base, settings)
-        return wrapped
-    except (OSError, ValueError) as error:
-        raise UsageError(f"adapter.start_from: {config.adapter.start_from}: {str(error).splitlines()[0]}") from None
 
 
 def _give_angles(model: nn.Module) -> None:

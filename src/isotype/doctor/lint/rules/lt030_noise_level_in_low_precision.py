@@ -102,9 +102,11 @@ def _low(file: SourceFile, dtype: ast.expr) -> bool:
         return True
     if not (isinstance(dtype, ast.Attribute) and dtype.attr == "dtype" and isinstance(dtype.value, ast.Name)):
         return False
-    made: ast.expr | None = None
-    for statement in file.own(file.function_of(dtype) or file.tree):
-        for target, value in bindings(statement):
-            if isinstance(target, ast.Name) and target.id == dtype.value.id and value.lineno < dtype.lineno:
-                made = value
+    before = [
+        value
+        for statement in file.own(file.function_of(dtype) or file.tree)
+        for target, value in bindings(statement)
+        if isinstance(target, ast.Name) and target.id == dtype.value.id and value.lineno < dtype.lineno
+    ]
+    made = max(before, key=lambda value: value.lineno, default=None)  # nested statements come after those around them
     return isinstance(made, ast.Call) and (casts_low(file, made) or any(file.dotted(a) in LOW for a in made.args))
