@@ -1,7 +1,8 @@
 """One process of a run that reads its model, measured: `python -m tests.distributed.measured_loading TINY_CONFIG CONFIG RESULT`.
 
-The tiny run is prepared first, so that libraries are not counted. RESULT gets, by rank, the anonymous memory in bytes that reading the
-model took at most, and in the end. Mapped pages of files are not counted: the system drops them where memory is short.
+The tiny run is prepared first, so that libraries are not counted, and malloc returns what is freed. RESULT gets, by rank, the anonymous
+memory in bytes that reading the model took at most, and in the end. Mapped pages of files are not counted: the system drops them where
+memory is short.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed.fsdp
 from isotype.config.load import load
 from isotype.distributed.world import join
 from isotype.tasks.choose import task_of
+from isotype.training.memory.device import return_freed_blocks
 from isotype.training.setup import prepare
 
 
@@ -27,6 +29,7 @@ def anonymous() -> int:
 
 def main(tiny: str, file: str, result: str) -> None:
     torch.set_num_threads(1)
+    assert return_freed_blocks()
     world = join("cpu", timeout=600)
     first = load(tiny, [], {})
     prepare(task_of(first.config), first.sources, Path(result).parent / "tiny", world)

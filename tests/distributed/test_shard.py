@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(900)
 FULL = {"adapter": {"kind": "none"}}
 STEPS = {"steps": 4, "batch_size": 2, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 2}
 CASES = {
-    "fp32 full": ({"precision": {"preset": "fp32"}, **FULL}, 2e-6, 2e-5),
+    "fp32 full": ({"precision": {"preset": "fp32"}, "run": {"sample_every": 4}, **FULL}, 2e-6, 2e-5),
     "fp32 lora": ({"precision": {"preset": "fp32"}}, 2e-6, 2e-5),
     "bf16-mixed full": ({"precision": {"preset": "bf16-mixed"}, **FULL}, 2e-5, 2e-3),
     "bf16-lora": ({"precision": {"preset": "bf16-lora"}}, 2e-5, 2e-3),
@@ -144,6 +144,34 @@ def test_two_shards_make_the_run_of_one(case, configured, tmp_path):
     assert found["loss"] <= loss
     assert found["eval_loss"] <= loss
     assert found["weight"] <= weight
+    if "run" in sections:
+        samples = [json.loads((tmp_path / name / "samples/step_4.json").read_text()) for name in ("one", "two")]
+        assert samples[0] == samples[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shard", pytest.param("replicate", marks=in_full)])
+def test_inputs_of_recomputed_layers_wait_in_host_memory(kind, configured, workshop, tmp_path):
+    """On a CPU the setting is refused; here the copies are made all the same, on the spot."""
+    base = tmp_path / "base"
+    shutil.copytree(workshop.base, base)
+    config = AutoConfig.from_pretrained(base)
+    config.num_hidden_layers = 5  # the last two calls keep what they have on the device
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
+    sections = {"model": {"name": str(base)}}
+    sections["train"] = STEPS | {"gradient_checkpointing": "layers"}
+    assert train(configured("one", **sections)) == 0
+    sections["train"] = STEPS | {"gradient_checkpointing": "layers+offload"}
+    configured("two", **sections, parallel={"kind": kind})
+    status, said = run(2, tmp_path / "two.yaml", offload=tmp_path / "fetched")
+    assert status == 0, said
+    assert "recompute layers+offload: all of 5" in said
+    for rank in (0, 1):  # two steps' two passes at least, and the inputs of three layers
+        assert int((tmp_path / f"fetched.{rank}").read_text()) >= 2 * 2 * 3, said
+    found = drift(tmp_path / "one", tmp_path / "two")
+    assert found["loss"] <= 2e-6
+    assert found["weight"] <= 2e-5
 
 
 @pytest.mark.slow

@@ -5,20 +5,28 @@ command         arguments of `isotype`, which is then run instead
 toy             the toy task instead of the language task
 group           the process group is there before the run
 counted         prints the bytes that the last step sent
+offload         a file's name: `layers+offload` is not refused on this CPU, where copies are made on the spot; FILE.RANK gets the number of
+                tensors that came back from host memory
 late            [rank, seconds]: that process comes so late out of each exchange of the check of the result; the first one waits 0.1 s for
                 others after an error
 fault           [rank, step, what]: at that step (0: at the samples before the first one) that process is killed (`die`), stops (`stop`),
-                sleeps (`hang`) or raises (`raise`)
+                sleeps (`hang`), raises (`raise`), gets SIGINT (`interrupt`), cannot write files any more (`full`) or has a target that is
+                not a number (`nan`, of the toy task). `refuse`, at step 0: its preflight finds too small a disk
 """
 
 from __future__ import annotations
 
+import atexit
+import errno
 import json
+import math
 import os
+import shutil
 import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed
@@ -39,16 +47,29 @@ def act(what: str) -> None:
         time.sleep(1000)
     elif what == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
+    elif what == "full":
+        os.fsync = refuse_to_write
     else:
         raise ValueError("a row that nobody expected")
 
 
+def refuse_to_write(file: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def with_fault(rank: int, step: int, what: str) -> None:
     """Makes one process act at the beginning of a step, or at the samples before the first one."""
+    if what == "refuse":
+        if int(os.environ["RANK"]) == rank:
+            shutil.disk_usage = lambda _: SimpleNamespace(free=0)
+        return
     takes, samples = Loop._own_rows, Loop._sample
 
     def own_rows(loop):
-        if (loop.world.rank, loop.progress.step + 1) == (rank, step):
+        here = (loop.world.rank, loop.progress.step + 1) == (rank, step)
+        if here and what == "nan":
+            return [[(x, math.nan) for x, _ in rows] for rows in takes(loop)]
+        if here:
             act(what)
         return takes(loop)
 
@@ -58,6 +79,24 @@ def with_fault(rank: int, step: int, what: str) -> None:
         return samples(loop)
 
     Loop._own_rows, Loop._sample = own_rows, sample
+
+
+def with_offload(file: str) -> None:
+    """Moves what recomputed layers keep, however small, and counts what is fetched."""
+    from isotype.training import setup
+    from isotype.training.memory import offload
+
+    setup.check_settings = lambda *_, **__: None
+    offload.SMALLEST = 1
+    fetch, fetched = offload.HostMemory._fetch, 0
+
+    def counted(memory, away):
+        nonlocal fetched
+        fetched += away.here is None
+        fetch(memory, away)
+
+    offload.HostMemory._fetch = counted
+    atexit.register(lambda: Path(f"{file}.{os.environ['RANK']}").write_text(str(fetched)))
 
 
 def with_late_process(rank: int, seconds: float) -> None:
@@ -123,6 +162,8 @@ def main() -> int:
     given = json.loads(sys.argv[1])
     if given.get("counted"):
         with_counted_bytes()
+    if given.get("offload"):
+        with_offload(given["offload"])
     if given.get("late"):
         with_late_process(*given["late"])
     if given.get("fault") and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":

@@ -7,6 +7,7 @@ from isotype.config.schema import ModelSection
 from isotype.errors import UsageError
 from isotype.model.load import Source, base_source, check_vocabulary, load_base, load_tokenizer
 from isotype.precision import PRESETS
+from isotype.training.memory.live_bytes import LiveBytes
 from tests.models import SIZES, tiny
 
 CPU = torch.device("cpu")
@@ -22,6 +23,21 @@ def test_weights_are_loaded_in_the_declared_dtype(tmp_path, preset, trainable, d
     model = load(Source(str(tmp_path)), preset, trainable=trainable)
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_weights_are_quantised_one_after_the_other(tmp_path):
+    """At no time is more than one matrix there in the dtype of its file. Bytes of live tensors are counted at every operator."""
+    pytest.importorskip("bitsandbytes")
+    model = tiny(hidden_size=256, intermediate_size=512, num_hidden_layers=6)
+    model.save_pretrained(tmp_path)
+    sizes = [p.numel() for p in model.parameters()]
+    with LiveBytes() as live:
+        base = load(Source(str(tmp_path)), "nf4-lora")
+    assert base.is_loaded_in_4bit
+    assert sum(p.nbytes for p in base.parameters()) <= live.now  # the scales come on top
+    # the matrix that is quantised in bf16 and fp32, and its own result; all of them in bf16 would take four times this bound
+    bound = 8 * max(sizes)
+    assert live.peak - live.now <= bound < 2 * sum(sizes) / 4
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

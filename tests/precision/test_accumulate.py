@@ -85,8 +85,8 @@ def test_fp32_weights_keep_their_own_gradient():
 class TwoProcesses:
     size = 2
 
-    def add_up(self, tensor):
-        dist.all_reduce(tensor)
+    def begin_add_up(self, tensor):
+        return dist.all_reduce(tensor, async_op=True).wait
 
 
 def _rank(rank: int, port: int, errors: "mp.SimpleQueue[tuple[int, float, float]]") -> None:
@@ -97,7 +97,7 @@ def _rank(rank: int, port: int, errors: "mp.SimpleQueue[tuple[int, float, float]
     true = micro_gradients_summed_in_fp64(copy.deepcopy(model))
     plain = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
     ours = nn.parallel.DistributedDataParallel(model)
-    accumulator = GradientAccumulator(ours.parameters(), dtype="fp32")
+    accumulator = GradientAccumulator(ours.parameters(), dtype="fp32", processes=TwoProcesses())
     mine = batches(2, rank)
     for i, (x, y) in enumerate(mine):
         with ours.no_sync():
@@ -107,7 +107,7 @@ def _rank(rank: int, port: int, errors: "mp.SimpleQueue[tuple[int, float, float]
         else:
             with plain.no_sync():
                 backward(plain, x, y)
-    accumulator.reduce(TwoProcesses(), accumulator.reached())
+    accumulator.finish_sums()
     # DDP averages; its sum is what is compared
     bf16 = relative_error([p.grad * 2 for p in plain.parameters()], true)
     errors.put((rank, bf16, relative_error(accumulator.gradients(), true)))
@@ -135,23 +135,25 @@ class Doubled:
     def __init__(self):
         self.sums = []
 
-    def add_up(self, tensor):
+    def begin_add_up(self, tensor):
         self.sums.append((tensor.numel(), tensor.dtype))
         tensor *= 2
+        return lambda: None
 
 
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
 def test_gradients_are_summed_in_buckets_of_the_declared_dtype(reduce, monkeypatch):
-    monkeypatch.setattr("isotype.precision.accumulate.BUCKET", 40)
+    monkeypatch.setattr("isotype.precision.bucket_sums.BUCKET", 40)
     weights = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in ((4, torch.bfloat16), (3, torch.float32), (30, torch.bfloat16))]
     unused, elsewhere = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(2))
-    accumulator = GradientAccumulator([*weights, unused, elsewhere], dtype="fp32", reduce=reduce)
+    both = Doubled()
+    accumulator = GradientAccumulator([*weights, unused, elsewhere], dtype="fp32", reduce=reduce, processes=both)
     sum(w.float().sum() * 3 for w in weights).backward()
     assert accumulator.reached() == [True, True, True, False, False]
-    both = Doubled()
-    accumulator.reduce(both, [True, True, True, False, True])  # the last one has a gradient in the other process
+    accumulator.finish_sums()
+    accumulator.drop_unreached([True, True, True, False, True])  # the last one has a gradient in the other process
     assert [accumulator.gradient(w).unique().tolist() for w in weights] == [[6.0]] * 3
     assert accumulator.gradient(unused) is None  # none anywhere: the optimizer must not touch it
     assert accumulator.gradient(elsewhere).tolist() == [0.0, 0.0]
-    assert [n for n, _ in both.sums] == [7, 30, 2]
+    assert [n for n, _ in both.sums] == [7, 30, 7]
     assert {dtype for _, dtype in both.sums} == {torch.float32 if reduce == "fp32" else torch.bfloat16} == set(accumulator.sent)

@@ -68,8 +68,9 @@ class World:
         """Whether the flag is set on one of them."""
         return flag
 
-    def add_up(self, tensor: Tensor) -> None:
-        """Sums a tensor over all processes, in place and in its dtype."""
+    def begin_add_up(self, tensor: Tensor) -> Callable[[], None]:
+        """Begins to sum a tensor over all processes, in place and in its dtype; returns a function that waits for the sum."""
+        return lambda: None
 
     def collect(self, part: Tensor, whole: Tensor | None, rows: Sequence[int]) -> None:
         """Fills `whole`, which the first process has, with the parts of all: rank r has the next rows[r] of them. All lie on the CPU."""
@@ -153,11 +154,17 @@ class JoinedWorld(World):
     def any(self, flag: bool) -> bool:
         return self.sum([float(flag)])[0] > 0
 
-    def add_up(self, tensor: Tensor) -> None:
+    def begin_add_up(self, tensor: Tensor) -> Callable[[], None]:
         import torch.distributed as dist
 
         with self._meeting(), _disable_current_modes():
-            dist.all_reduce(tensor)
+            work = dist.all_reduce(tensor, async_op=True)
+
+        def wait() -> None:
+            with self._meeting(), _disable_current_modes():
+                work.wait()
+
+        return wait
 
     def collect(self, part: Tensor, whole: Tensor | None, rows: Sequence[int]) -> None:
         import torch.distributed as dist

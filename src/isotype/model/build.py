@@ -30,7 +30,9 @@ def build_model(
     part  what this process will keep of the model, where several share it
     """
     every_weight = config.adapter.kind == "none"
-    base = load_base(source, precision, attention=config.model.attention, device=device, trainable=every_weight, mapped=part is not None)
+    # an adapter begins with values that depend on the base's: rounded to its dtype, and copies of it in `modules_to_save`
+    mapped = part is not None and every_weight
+    base = load_base(source, precision, attention=config.model.attention, device=device, trainable=every_weight, mapped=mapped)
     notes = base_notes(source, precision)
     if precision.base == "nf4":
         check_share(base.requires_grad_(False), consent=config.model.allow_unquantised, kept_in=precision.unquantised)

@@ -1,31 +1,21 @@
 """Accumulates gradients in buffers that are wider than the weights.
 
 DDP, FSDP2, deepcopy and torch's own AdamW lose `param.grad_dtype`, so the sum is stored outside `.grad`: a hook adds each gradient to
-its buffer and then frees it. Processes that train together sum theirs with `reduce()`,
-once per step, without a wrapper around the model.
+its buffer and then frees it. Processes that train together sum theirs once per step, between `begin_sums` and `finish_sums`, without a
+wrapper around the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..dtypes import to_torch
+from .bucket_sums import BucketSums, Processes
 from .own_part import own_part
-
-BUCKET = 25 << 20  # bytes of gradients that are sent at a time; torch's DDP has the same
-
-
-class Processes(Protocol):
-    """What `reduce` needs of the processes that train together."""
-
-    size: int
-
-    def add_up(self, tensor: Tensor) -> None:
-        """Sums a tensor over all of them, in place."""
 
 
 class Summed(Protocol):
@@ -43,20 +33,25 @@ class GradientAccumulator:
 
     Parameters that already have `dtype` keep their gradient in `.grad`; the others get a buffer, allocated with their first gradient.
 
-    dtype   the dtype of the sum over micro-batches, `precision.grads`
-    reduce  the dtype of the sum across ranks, `precision.reduce`
-    summed  of a sharded model, where its gradients arrive
+    dtype      the dtype of the sum over micro-batches, `precision.grads`
+    reduce     the dtype of the sum across ranks, `precision.reduce`
+    summed     of a sharded model, where its gradients arrive
+    processes  of a replicated model, those that sum their gradients
     """
 
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], *, dtype: str = "fp32", reduce: str = "fp32", summed: Summed | None = None
-    ) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], *, dtype: str = "fp32", reduce: str = "fp32", summed: Summed | None = None,
+                 processes: Processes | None = None) -> None:  # fmt: skip
         self.summed = summed
         self.parameters = [p for p in parameters if p.requires_grad]
         self.dtype, self.reduce_dtype = to_torch(dtype), to_torch(reduce)
-        self.sent: list[torch.dtype] = []  # of each bucket that the last `reduce` summed across processes, for whoever observes
+        self.sent: list[torch.dtype] = []  # of each bucket that the last step summed across processes, for whoever observes
         self._buffers: dict[int, Tensor] = {}
         self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in self.parameters if p.dtype != self.dtype]
+        self._sums: BucketSums | None = None
+        if processes is not None and processes.size > 1:
+            self._sums = BucketSums(self.parameters, self, processes, self.reduce_dtype)
+            # after `_take`: hooks run in the order in which they were registered
+            self._hooks += [p.register_post_accumulate_grad_hook(self._sums.arrived) for p in self.parameters]
 
     def _take(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None, "the hook runs after the gradient was accumulated"
@@ -81,37 +76,24 @@ class GradientAccumulator:
         """Whether each parameter has a gradient."""
         return [self.gradient(p) is not None for p in self.parameters]
 
-    def reduce(self, processes: Processes, reached: Sequence[bool]) -> None:
-        """Sums the gradients over all processes, in buckets, in the declared reduce dtype.
+    def begin_sums(self) -> None:
+        """Before the last backward of a step: its gradients are sent to the other processes while it computes."""
+        if self._sums is not None:
+            self._sums.begin()
 
-        reached  of each parameter, whether it has a gradient in any process: one that has none there adds zeros
-        """
-        self.sent = []
-        if processes.size == 1:
-            return
-        for bucket in self._neighbours([p for p, any_has in zip(self.parameters, reached) if any_has]):
-            gradients = [self._gradient_or_zeros(p) for p in bucket]
-            flat = torch.cat([g.flatten().to(self.reduce_dtype) for g in gradients])
-            processes.add_up(flat)
-            self.sent.append(flat.dtype)
-            for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients])):
-                gradient.copy_(summed.view_as(gradient))
+    def finish_sums(self) -> None:
+        """Waits until every gradient is the sum over all processes, in the declared reduce dtype. One that is in no process is zero."""
+        self.sent = [] if self._sums is None else [self.reduce_dtype] * self._sums.finish()
 
-    def _neighbours(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Neighbours of one device, together at most BUCKET bytes, or a single one."""
-        bucket: list[nn.Parameter] = []
-        size = 0
-        for p in parameters:
-            bytes_ = p.numel() * self.reduce_dtype.itemsize
-            if bucket and (size + bytes_ > BUCKET or p.device != bucket[0].device):
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(p)
-            size += bytes_
-        if bucket:
-            yield bucket
+    def drop_unreached(self, reached: Sequence[bool]) -> None:
+        """Frees the gradient of each parameter that is not reached, so that the optimizer does not touch it."""
+        for parameter, is_reached in zip(self.parameters, reached):
+            if not is_reached:
+                self._buffers.pop(id(parameter), None)
+                parameter.grad = None
 
-    def _gradient_or_zeros(self, parameter: nn.Parameter) -> Tensor:
+    def gradient_or_zeros(self, parameter: nn.Parameter) -> Tensor:
+        """The accumulated gradient, which is made where backward did not reach."""
         gradient = self.gradient(parameter)
         if gradient is None:
             gradient = torch.zeros_like(parameter, dtype=self.dtype)
@@ -126,6 +108,8 @@ class GradientAccumulator:
 
     def zero(self) -> None:
         """Frees every gradient until the next backward."""
+        if self._sums is not None:
+            self._sums.forget()
         self._buffers.clear()
         for parameter in self.parameters:
             parameter.grad = None

@@ -126,7 +126,9 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
         look(model)
     with world.exchanging():
         sharding = None if mesh is None else Sharding(model, units, world, mesh=mesh, replicas=parallel.nodes)
-    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads, reduce=precision.reduce, summed=sharding)
+    accumulator = GradientAccumulator(
+        model.parameters(), dtype=precision.grads, reduce=precision.reduce, summed=sharding, processes=world if sharding is None else None
+    )
     optimizer = build_optimizer(model, config.train, precision, accumulator.gradient)
     # building drew from the generators by a path that a resumed run may not take again
     seed_everything(config.train.seed, deterministic=config.train.deterministic)

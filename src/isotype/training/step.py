@@ -58,18 +58,23 @@ class Stepper:
         self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for whoever observes
         self._sampled = sampled_elements(accumulator.parameters)
 
-    def accumulate(self, batches: Sequence[Batch], weight: int | None = None) -> Tensor:
-        """Forward and backward of every micro-batch; returns their losses, summed, over `weight`: by default their own weights."""
+    def accumulate(self, batches: Sequence[Batch], weight: int | None = None, *, for_all: bool = False) -> Tensor:
+        """Forward and backward of every micro-batch; returns their losses, summed, over `weight`: by default their own weights.
+
+        for_all  every process does the same now: gradients are sent while the last backward computes the rest
+        """
         weight = max(1, sum(b.weight for b in batches) if weight is None else weight)
         total: Tensor | None = None
         # Adapters are cast down once for all micro-batches. One alone would hold copies that only a recompute uses again; shards would hold
         # those of weights that they give back
         with copies_kept() if len(batches) > 1 and self.sharding is None else nullcontext():
-            for batch in batches:
+            for number, batch in enumerate(batches, 1):
                 loss_sum = self.loss_sum(self.model, batch)
                 self.loss_dtype = loss_sum.dtype
                 # divided first: a deferred loss takes its divisor into the op, whose gradient is then rounded once
                 loss = loss_sum.float() / weight
+                if for_all and number == len(batches):
+                    self.accumulator.begin_sums()
                 (loss * self.loss_scale.scale if self.loss_scale else loss).backward()
                 total = loss.detach() if total is None else total + loss.detach()
         assert total is not None, "a step has at least one micro-batch"
@@ -78,7 +83,7 @@ class Stepper:
     def __call__(self, batches: Sequence[Batch], *, step: int, learning_rate: float, watch_changes: bool) -> StepResult:
         """Runs one step. Raises  RunError NF001, before any weight changes, for a non-finite loss or (without loss scaling) gradient."""
         weight, units = (int(n) for n in self.world.sum([sum(b.weight for b in batches), sum(b.units for b in batches)]))
-        loss_tensor = self.accumulate(batches, weight)
+        loss_tensor = self.accumulate(batches, weight, for_all=True)
         own_loss = self._add_up(loss_tensor) if self.world.size > 1 else None
         norm_tensor = self.norm()
         loss, norm = torch.stack([loss_tensor, norm_tensor.to(loss_tensor)]).tolist()  # the one wait for the device in a step
@@ -119,9 +124,11 @@ class Stepper:
             loss.fill_(self.world.sum([own])[0])
             self.accumulator.sent = self.sharding.sent()
             return own
-        total, *reached = self.world.sum([own, *self.accumulator.reached()])
+        reached = self.accumulator.reached()
+        self.accumulator.finish_sums()
+        total, *counts = self.world.sum([own, *reached])
         loss.fill_(total)
-        self.accumulator.reduce(self.world, [count > 0 for count in reached])
+        self.accumulator.drop_unreached([count > 0 for count in counts])
         return own
 
     def _look(self) -> list[Tensor]:

@@ -96,7 +96,8 @@ def preflight(
     outcome = Outcome(skipped=skipped)
     own = subject.task.checks()
     for phase in PHASES:
-        if outcome.refused or (subject.resuming and phase != "static"):
+        # the next phase runs a model that processes may share: none runs it where one has refused
+        if world.any(outcome.refused) or (subject.resuming and phase != "static"):
             break
         started = time.perf_counter()
         for check in (*checks.get(phase, ()), *own.get(phase, ())):
