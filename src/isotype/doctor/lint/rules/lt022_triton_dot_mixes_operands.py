@@ -47,6 +47,9 @@ class TritonDotMixesOperands(Rule):
     code = "LT022"
     name = "triton-dot-mixes-operands"
     severity = Severity.ERROR
+    on = False
+    by_name = True
+    first_look = (0, 1)
     words = ("triton",)
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
