@@ -470,6 +470,7 @@ def cast(tensor):
     [
         ("with torch.autocast('cuda', dtype=torch.bfloat16): ...", []),
         ("with torch.autocast(device_type='cuda', dtype=torch.bfloat16): ...", []),
+        ("with torch.autocast(device_type=x.device.type, enabled=False): ...", []),
         ("with torch.autocast('cpu', dtype=torch.bfloat16): ...", ["LT011"]),
         ("with torch.autocast(device_type=x.device.type, dtype=torch.bfloat16): ...", ["LT011"]),
         ("region = torch.cuda.amp.autocast if gpu else torch.cpu.amp.autocast", ["LT011"]),

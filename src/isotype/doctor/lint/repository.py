@@ -30,7 +30,9 @@ _CAST = re.compile(
     rb"\.half\(\)|\.bfloat16\(\)|torch_dtype|^(?!.*autocast)(?!.*(?:==|!=|\bin\b|\bis\b)).*torch\.(?:bfloat16|float16|half)\b", re.MULTILINE
 )
 _REGION = re.compile(rb"\bautocast\((?!False|[^)\n]*enabled\s*=\s*False)")
-_CPU_REGION = re.compile(rb"autocast\([^)\n]*(?:[\"']cpu[\"']|device(?!_type\s*=\s*[\"']))|\bcpu\.amp\.autocast\b")
+_CPU_REGION = re.compile(
+    rb"autocast\((?![^)\n]*enabled\s*=\s*False)[^)\n]*(?:[\"']cpu[\"']|device(?!_type\s*=\s*[\"']))|\bcpu\.amp\.autocast\b"
+)
 # what hands the choice to a trainer's option
 _TRAINER = re.compile(
     rb"GradScaler|mixed_precision\s*[=:]|AmpOptimWrapper|amp\.initialize|auto_fp16|TrainingArguments|LightningModule|\bAccelerator\(|"
