@@ -15,8 +15,8 @@ from .shared_options import refuse_two_forms, threshold
 
 HELP = """Find dtype faults in source code; nothing is imported, and nothing is run without `--prove`.
 
-Each finding says how sure it is. `proved`: the function was executed, and failed or lost precision. `reached`: a caller in the
-repository, or the contract of a framework, leads there. `possible`: neither; these are shown by `--possible` only, as notes.
+Each finding says how sure it is. `reached`: a caller in the repository, or the contract of a framework, leads there. `proved`: the
+function was also executed, and failed or lost precision. `possible`: nobody is seen to lead there; shown by `--possible` only, as notes.
 
 Examples:
 

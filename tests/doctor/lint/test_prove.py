@@ -7,8 +7,9 @@ import pytest
 
 from isotype.doctor.lint.command import lint_command
 from isotype.doctor.lint.dataflow.plain import PURE
+from isotype.doctor.lint.prove import command
 from isotype.doctor.lint.prove.command import run_apart
-from isotype.doctor.lint.prove.job import Job
+from isotype.doctor.lint.prove.job import Job, Verdict
 
 HEAD = "import torch\nfrom torch import nn\nimport some_missing_package\n\n\n"
 BACKWARD = """class Project(torch.autograd.Function):
@@ -175,8 +176,29 @@ def test_products_after_widening_and_decompositions_are_proved_in_a_folder(tmp_p
     """These rules are off: in a folder they report what was executed and refused, and nothing else."""
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "case.py").write_text(WIDENED)
-    (tmp_path / "use.py").write_text("from case import attend, intruders\n\nmodel = attend, intruders\nmodel = load().half()\n")
+    (tmp_path / "use.py").write_text("from case import attend, intruders\n\nfunctions = attend, intruders\nmodel = model.half()\n")
     assert lint_command([tmp_path]).findings == []
     found = lint_command([tmp_path], prove=True).findings
     assert {f.code for f in found} == {"LT018", "LT026"}
     assert all(dict(f.details)["evidence"].startswith("proved") for f in found)
+
+
+@pytest.mark.parametrize("selected", [(), ("LT018",)])
+def test_a_failure_that_nobody_is_seen_to_meet_stays_possible(tmp_path, monkeypatch, selected):
+    """Nothing casts a model here. Of rules that are off and not selected nothing is executed then."""
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "case.py").write_text(WIDENED.partition("\n\n\ndef intruders")[0] + "\n")
+    (tmp_path / "use.py").write_text("from case import attend\n\nfunctions = [attend]\n")
+    executed = []
+
+    def failing(jobs, *, seconds):
+        executed.extend(jobs)
+        return [Verdict("failed", "executed: RuntimeError")] * len(jobs)
+
+    monkeypatch.setattr(command, "run_apart", failing)
+    assert lint_command([tmp_path], prove=True, select=selected).findings == []
+    found = lint_command([tmp_path], prove=True, select=selected, possible=True).findings
+    assert {f.code for f in found} == set(selected)
+    assert all(dict(f.details)["evidence"].startswith("possible: ") for f in found)
+    assert all(dict(f.details)["evidence"].endswith("; executed: RuntimeError") for f in found)
+    assert bool(executed) == bool(selected)

@@ -430,3 +430,51 @@ def test_who_is_handed_a_dtype_is_asked_of_the_callers(tmp_path, dtype, expected
     for name, text in (("__init__", ""), ("rope", TABLE_OF_A_DTYPE), ("model", BUILDER.format(dtype=dtype))):
         (folder / f"{name}.py").write_text(text)
     assert {f.code for f in lint_command([tmp_path], select=SPEAKING).findings} == expected
+
+
+BUILDS_A_LAYER = "    def __init__(self):\n        super().__init__()\n        self.out = nn.Linear(8, 8)\n\n"
+CLASS_WITH_WEIGHTS = IN_BF16.replace("    def forward", BUILDS_A_LAYER + "    def forward")
+
+
+@pytest.mark.parametrize(
+    ("attention", "other", "expected"),
+    [
+        (IN_BF16, "model = AutoModel.from_pretrained(name, dtype=torch.bfloat16)", ["LT007"]),
+        (IN_BF16, "model = AutoModel.from_pretrained(name, dtype=torch.float32)", []),
+        (IN_BF16, "model = AutoModel.from_pretrained(name, torch_dtype=torch.float32)", []),
+        (IN_BF16, "def from_config(config, dtype=None):\n    pass", []),
+        (IN_BF16, "model = build_from_config(\n    config,\n    autocast_dtype=torch.bfloat16,\n)", []),
+        (IN_BF16, "def build_from_config(config, autocast_dtype: torch.dtype = torch.float32):\n    pass", []),
+        (IN_BF16, "policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)", []),
+        (CLASS_WITH_WEIGHTS, "policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)", ["LT007"]),
+    ],
+)
+def test_what_casts_a_model(told, attention, other, expected):
+    """Definitions, fp32 written out, and FSDP's policy for a module that holds nothing to shard, are no evidence of a model in bf16."""
+    found = told({"attention.py": attention, "low.py": f"import torch\n\n{other}\nlow = torch.bfloat16\n"})
+    assert codes(found) == expected, found
+
+
+ASKS_CUDA = """import torch
+
+
+def cast(tensor):
+    if torch.is_autocast_enabled():
+        return tensor.to(torch.get_autocast_gpu_dtype() if tensor.is_cuda else torch.get_autocast_cpu_dtype())
+    return tensor
+"""
+
+
+@pytest.mark.parametrize(
+    ("region", "expected"),
+    [
+        ("with torch.autocast('cuda', dtype=torch.bfloat16): ...", []),
+        ("with torch.autocast(device_type='cuda', dtype=torch.bfloat16): ...", []),
+        ("with torch.autocast(device_type=x.device.type, enabled=False): ...", []),
+        ("with torch.autocast('cpu', dtype=torch.bfloat16): ...", ["LT011"]),
+        ("with torch.autocast(device_type=x.device.type, dtype=torch.bfloat16): ...", ["LT011"]),
+        ("region = torch.cuda.amp.autocast if gpu else torch.cpu.amp.autocast", ["LT011"]),
+    ],
+)
+def test_a_question_about_cuda_matters_where_a_cpu_has_autocast(told, region, expected):
+    assert codes(told({"cast.py": ASKS_CUDA, "run.py": f"import torch\n\n{region}\n"})) == expected

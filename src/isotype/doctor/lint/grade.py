@@ -29,11 +29,12 @@ _ON_PURPOSE = re.compile(
     r"match(?:es|ing)? (?:the )?(?:original|reference|official|upstream|paper)|same as (?:the )?(?:original|reference|official|upstream)",
     re.IGNORECASE,
 )
+_WITHOUT_PARAMETERS = re.compile(r"(Loss|Error|Warning|Dropout|Identity|Tensor)$")
 _TRAINER_BASES = re.compile(r"\b(PreTrainedModel|ModelMixin|LightningModule)\b")
 
 
 class Grade(StrEnum):
-    """proved: executed, and it failed or lost precision; reached: a caller or a framework's contract leads there; possible: neither."""
+    """possible: the code alone; reached: callers or a framework's contract lead there; proved: reached, and executed, and it failed."""
 
     PROVED = "proved"
     REACHED = "reached"
@@ -42,11 +43,10 @@ class Grade(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """A grade with its reason. against: whether something speaks against the scenario, so that a run of the function decides nothing."""
+    """A grade with its reason."""
 
     grade: Grade
     why: str
-    against: bool = False
 
     def __str__(self) -> str:
         return f"{self.grade}: {self.why}"
@@ -60,7 +60,7 @@ def evidence_for(hit: Hit, file: SourceFile, path: Path, repository: Repository 
     if not against and hit.scenario is not None and repository is not None:
         against = repository.against(hit.scenario, path, file.text) or _cast_by_callers(file, hit, repository)
     if against:
-        return Evidence(Grade.POSSIBLE, against, against=True)
+        return Evidence(Grade.POSSIBLE, against)
     if hit.reached:
         return Evidence(Grade.REACHED, hit.reached)
     if hit.leads is not None:
@@ -176,7 +176,7 @@ def _brought_about(hit: Hit, file: SourceFile, path: Path, repository: Repositor
     """Where this repository, or a framework by its contract, runs the code with these dtypes; or ""."""
     scenario = hit.scenario
     assert scenario is not None
-    spot = repository.place_of(scenario, path)
+    spot = repository.place_of(scenario, path, sharded=_may_be_sharded(file, hit.node))
     if spot is not None:
         return f"{spot} {_what(scenario)}"
     if scenario.autocast is not None:
@@ -194,6 +194,15 @@ def _brought_about(hit: Hit, file: SourceFile, path: Path, repository: Repositor
     if not scenario.mixed_weights and _takes_a_dtype(file, hit.node):
         return _asks_for_another_dtype(file, hit.node, repository)
     return ""
+
+
+def _may_be_sharded(file: SourceFile, node: ast.AST) -> bool:
+    """Whether FSDP's policy may reach it: not a module without parameters and submodules, as losses are."""
+    top, _ = _owners(file, node)
+    if not isinstance(top, ast.ClassDef) or [last_name(b) for b in top.bases] != ["Module"]:
+        return True
+    made = [last_name(n.func) for n in ast.walk(top) if isinstance(n, ast.Call)]
+    return any(name[:1].isupper() and not _WITHOUT_PARAMETERS.search(name) for name in made)
 
 
 def _what(scenario: Scenario) -> str:

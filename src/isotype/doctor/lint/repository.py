@@ -30,6 +30,9 @@ _CAST = re.compile(
     rb"\.half\(\)|\.bfloat16\(\)|torch_dtype|^(?!.*autocast)(?!.*(?:==|!=|\bin\b|\bis\b)).*torch\.(?:bfloat16|float16|half)\b", re.MULTILINE
 )
 _REGION = re.compile(rb"\bautocast\((?!False|[^)\n]*enabled\s*=\s*False)")
+_CPU_REGION = re.compile(
+    rb"autocast\((?![^)\n]*enabled\s*=\s*False)[^)\n]*(?:[\"']cpu[\"']|device(?!_type\s*=\s*[\"']))|\bcpu\.amp\.autocast\b"
+)
 # what hands the choice to a trainer's option
 _TRAINER = re.compile(
     rb"GradScaler|mixed_precision\s*[=:]|AmpOptimWrapper|amp\.initialize|auto_fp16|TrainingArguments|LightningModule|\bAccelerator\(|"
@@ -42,14 +45,18 @@ _WIDE = re.compile(
     rb"prepare_model_for_(?:kbit|int8)|keep_in_fp32|upcast_layernorm|cast_norms?_to_fp32|load_in_[48]bit|BitsAndBytesConfig|"
     rb"norm\w*(?:\.weight)?(?:\.data)?\.(?:to\(torch\.float32\)|float\(\))"
 )
+_LOW_IS_GIVEN = rb"=(?!\s*(?:None|torch\.(?:float(?:32|64)?|double)\b|[\"'](?:float32|fp32)))"
 # a whole model in a low precision, and not some tensor of it
 _MODEL_CAST = re.compile(
     rb"\b\w*(?:model|net|unet|vae|transformer|encoder|decoder|pipe|pipeline|policy|backbone|llm|lm)\w*(?:\.\w+\([^()\n]*\))*"
-    rb"\.(?:half\(\)|bfloat16\(\)|to\([^)\n]*(?:dtype|bfloat16|float16|torch\.half))|torch_dtype\s*=\s*(?!None)|"
-    rb"(?:from_pretrained|from_config|from_single_file)\([^)]*?\bdtype\s*=|\bMixedPrecision(?:Policy)?\(|param_dtype\s*=\s*torch\.|"
-    rb"set_default_dtype\([^)\n]*(?:bfloat16|float16|half|dtype\))|[\"']bf16[\"']\s*:\s*\{"
+    rb"\.(?:half\(\)|bfloat16\(\)|to\([^)\n]*(?:dtype|bfloat16|float16|torch\.half))|torch_dtype\s*%b|"
+    rb"\b(?:from_pretrained|from_config|from_single_file)\([^)]*?(?<![.\w])dtype\s*%b|"
+    rb"set_default_dtype\([^)\n]*(?:bfloat16|float16|half|dtype\))|[\"']bf16[\"']\s*:\s*\{" % (_LOW_IS_GIVEN, _LOW_IS_GIVEN)
 )
+# FSDP casts the parameters and inputs of what it shards
+_POLICY = re.compile(rb"\bMixedPrecision(?:Policy)?\(|param_dtype\s*=\s*torch\.")
 _DECORATED = re.compile(rb"^\s*@[\w.]*(?:custom_[fb]wd|autocast_custom)\w*", re.MULTILINE)
+_DEFINITION = re.compile(rb"[ \t]*(?:async[ \t]+)?def\b")
 _STEP = re.compile(rb"(?:optimi[sz]er|optim|opt|scaler)\w*(?:\[\w+\])?\.step\(")
 _TESTS = re.compile(r"(^|[_/])(tests?|testing|bench\w*)([_/.]|$)")
 _BENCHMARKS = re.compile(r"(^|[_/])bench\w*([_/.]|$)")
@@ -159,13 +166,20 @@ class Repository:
         """Where an autograd.Function is decorated for autocast: its author reckons with users that open a region."""
         return self._spot(_DECORATED, {p: t for p, t in self.texts.items() if b"autocast" in t or b"custom_fwd" in t}, self.root)
 
-    def place_of(self, scenario: Scenario, path: Path) -> Spot | None:
-        """The place, nearest to this file, where the repository brings the scenario about."""
+    def autocast_of_the_cpu(self, path: Path) -> Spot | None:
+        """The place, nearest to this file, where an autocast region is opened for a CPU, or for a device that a variable names."""
+        return self._nearest(_CPU_REGION, path, b"autocast")
+
+    def place_of(self, scenario: Scenario, path: Path, *, sharded: bool = True) -> Spot | None:
+        """The place, nearest to this file, where the repository brings the scenario about.
+
+        sharded  whether FSDP may cast the code's inputs
+        """
         if scenario.autocast is not None:
             return self._nearest(_REGION, path, b"autocast") or self._nearest(_TRAINER, path)
         if scenario.mixed_weights:
             return self._nearest(_WIDE, path)
-        return self._nearest(_MODEL_CAST, path)
+        return self._nearest(_MODEL_CAST, path) or (self._nearest(_POLICY, path) if sharded else None)
 
     def use_of(self, name: str, but: Path) -> Spot | None:
         """Where another file names it; a file that defines the same name itself does not count."""
@@ -177,17 +191,20 @@ class Repository:
 
     def _nearest(self, pattern: re.Pattern[bytes], path: Path, word: bytes = b"") -> Spot | None:
         if (pattern, path.parent) not in self._places:
-            self._places[pattern, path.parent] = self._spot(pattern, {p: t for p, t in self.texts.items() if word in t}, path)
+            texts = {p: t for p, t in self.texts.items() if word in t}
+            self._places[pattern, path.parent] = self._spot(pattern, texts, path, definitions=False)
         return self._places[pattern, path.parent]
 
-    def _spot(self, pattern: re.Pattern[bytes], texts: dict[Path, bytes], near: Path) -> Spot | None:
-        """The first match outside of comments, in the file that shares most folders with `near`."""
+    def _spot(self, pattern: re.Pattern[bytes], texts: dict[Path, bytes], near: Path, *, definitions: bool = True) -> Spot | None:
+        """The first match outside of comments, in the file that shares most folders with `near`; or also outside of lines with `def`."""
         above = set(near.resolve().parents)
         for file in sorted(texts, key=lambda p: -len(above.intersection(p.parents))):
             text = texts[file]
             for match in pattern.finditer(text):
                 line = text.rfind(b"\n", 0, match.start()) + 1
                 number = text.count(b"\n", 0, match.start()) + 1
+                if not definitions and _DEFINITION.match(text, line):
+                    continue
                 if b"#" not in text[line : match.start()] and not self._in_a_text(file, number):
                     return Spot(file.relative_to(self.root).as_posix(), number)
         return None

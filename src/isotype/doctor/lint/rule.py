@@ -84,8 +84,8 @@ class Rule:
 
     words  the rule is asked only about files whose text has one of them (a cheap first look)
     in_tests  False for a rule that supposes dtypes: a function called test_... fixes its own
-    on     False for a rule of which fewer than 8 in 10 findings were true at first look, or that is not measured, or a matter of taste:
-           in a folder it has to be selected by its code, or to be proved
+    on     False for a rule of which fewer than 8 in 10 findings were true at first look, or that is new: in a folder it has to be selected
+           by its code, or its findings to be reached and proved
     by_name  whether a rule that is off reports all the same on a file that is named itself: whoever names a file asks about it
     first_look  how many of its findings were true, of how many read, in packages that were linted for the first time
     """
@@ -112,9 +112,10 @@ class Rule:
         named = ", but for a file that is named itself" if cls.by_name and not cls.on else ""
         facts = f"severity {cls.severity}, {'on' if cls.on else 'off'} by default{named}, automatic fix: {cls.fix_safety}"
         if cls.first_look:
-            facts += (
-                f"; at first look on code not seen before, possible findings included, {cls.first_look[0]} of {cls.first_look[1]} were true"
-            )
+            true, read = cls.first_look
+            facts += f"; at first look on code not seen before, possible findings included, {true} of {read} were true"
+        else:
+            facts += "; no finding yet in code not seen before: how often it is right is not known"
         body = re.sub(rf"^({'|'.join(SECTIONS)})\n-+$", r"## \1", body, flags=re.MULTILINE)
         return f"# {cls.code} {cls.name}: {title}\n\n({facts})\n{body.rstrip()}\n"
 

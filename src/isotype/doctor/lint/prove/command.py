@@ -29,7 +29,7 @@ def proved(found: Sequence[Found], *, seconds: float = SECONDS) -> tuple[list[Fo
     jobs = {
         i: Job(f.finding.place.file or "", f.finding.place.line or 0, f.finding.code, f.scenario)
         for i, f in enumerate(found)
-        if f.scenario is not None and f.finding.code in REFUSED | LOSSES
+        if f.scenario is not None and f.finding.code in REFUSED | LOSSES and (f.asked or f.evidence.grade is Grade.REACHED)
     }
     verdicts = dict(zip(jobs, run_apart(list(jobs.values()), seconds=seconds)))
     graded = [_graded(f, verdicts.get(i)) for i, f in enumerate(found)]
@@ -43,7 +43,7 @@ def _graded(found: Found, verdict: Verdict | None) -> Found:
         return found
     if verdict.outcome == "held":
         return found.graded(Evidence(Grade.POSSIBLE, verdict.text))
-    if found.evidence.against:
+    if found.evidence.grade is Grade.POSSIBLE:  # it fails, and nobody is seen to hand it these dtypes
         return found.graded(replace(found.evidence, why=f"{found.evidence.why}; {verdict.text}"))
     return found.graded(Evidence(Grade.PROVED, verdict.text))
 

@@ -53,7 +53,7 @@ class FloatTensorWithoutDtype(Rule):
     name = "float-tensor-without-dtype"
     on = False
     by_name = True
-    first_look = (33, 69)
+    first_look = (33, 70)
     in_tests = False
     fix_safety = FixSafety.UNSAFE
 

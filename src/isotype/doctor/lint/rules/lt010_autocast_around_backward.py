@@ -49,7 +49,7 @@ class AutocastAroundBackward(Rule):
 
     code = "LT010"
     name = "autocast-around-backward"
-    first_look = (15, 15)
+    first_look = (15, 16)
     words = ("autocast",)
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
@@ -57,7 +57,7 @@ class AutocastAroundBackward(Rule):
             inner = [n for n in own_nodes(region) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
             for call in sorted(inner, key=lambda n: n.lineno):
                 told = _told(call)
-                if told and not (told[2] is Severity.WARNING and _stands_outside_again(file, call, region)):
+                if told and not (told[2] is Severity.WARNING and (_stands_outside_again(file, call, region) or _of_zero(call))):
                     what, why, severity = told
                     yield Hit(
                         node=call,
@@ -76,6 +76,13 @@ def _stands_outside_again(file: SourceFile, call: ast.Call, region: ast.AST) -> 
             return True
         parent = file.parents.get(parent)
     return False
+
+
+def _of_zero(call: ast.Call) -> bool:
+    """`(logits * 0).sum().backward()`: a pass for its side effects, whose gradients are zero in every dtype."""
+    assert isinstance(call.func, ast.Attribute)
+    products = [n for n in ast.walk(call.func.value) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)]
+    return any(isinstance(side, ast.Constant) and side.value == 0 for n in products for side in (n.left, n.right))
 
 
 def _disables(node: ast.expr) -> bool:

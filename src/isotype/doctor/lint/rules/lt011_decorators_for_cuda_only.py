@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 from ..dataflow.functions import function_classes
+from ..repository import Repository
 from ..rule import Hit, Rule
 from ..source import SourceFile, last_name
 from .evidence import details, first_of_each, operands
@@ -38,11 +41,15 @@ class DecoratorsForCudaOnly(Rule):
     Known problems
     --------------
     Decorators: reported only when the methods were followed to a product that is refused without them, in a file that speaks of another
-    device ("cpu", "xpu", ...) and uses no Triton and no CUDA extension. Questions: only in a function that asks for the CPU's dtype too.
+    device ("cpu", "xpu", ...) and uses no Triton and no CUDA extension. Questions: only in a function that asks for the CPU's dtype too,
+    in a repository that opens autocast for a CPU. Where nothing is cast, fp32 is computed: slower than asked for, and seldom wrong.
     """
 
     code = "LT011"
     name = "decorators-for-cuda-only"
+    on = False
+    by_name = True
+    first_look = (0, 2)
     words = ("custom_fwd", "is_autocast_enabled()")
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
@@ -79,8 +86,16 @@ def _asked_of_cuda(file: SourceFile) -> Iterator[Hit]:
             cause=f"line {about[0].lineno} asks for the dtype of the CPU's autocast, in a branch that is taken only where CUDA's is on: "
             "under CPU autocast nothing is cast",
             fix="torch.is_autocast_enabled(tensor.device.type)",
-            reached=f"line {about[0].lineno} reckons with CPU autocast",
+            leads=partial(_opened_for_the_cpu, file, f"line {about[0].lineno} asks for the dtype of the CPU's autocast"),
         )
+
+
+def _opened_for_the_cpu(file: SourceFile, here: str, repository: Repository | None) -> tuple[str, str]:
+    """Where the repository opens autocast on a CPU; else "" and what is missing."""
+    if repository is None:
+        return here, ""
+    spot = repository.autocast_of_the_cpu(Path(file.path))
+    return (f"{spot} opens autocast for the CPU, or for any device", "") if spot else ("", f"{here}, but nothing here opens it")
 
 
 def _of_the_cpu(call: ast.Call, name: str = "is_autocast_enabled") -> bool:

@@ -57,6 +57,8 @@ class KeptSumInLowPrecision(Rule):
 
     code = "LT017"
     name = "kept-sum-in-low-precision"
+    on = False
+    by_name = True
     first_look = (0, 1)
     words = ("grad", "decay", "lerp", "ema", "beta", "momentum", "mean", "average", "avg")
 

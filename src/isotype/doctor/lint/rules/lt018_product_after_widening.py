@@ -46,7 +46,7 @@ class ProductAfterWidening(Rule):
     name = "product-after-widening"
     on = False
     by_name = True
-    first_look = (3, 4)
+    first_look = (3, 5)
     in_tests = False
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:

@@ -76,7 +76,7 @@ def _fails(kernel: Kernel, event: KernelEvent) -> bool:
 
 def _hit(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hit:
     flags = _flags(kernel, event.test) if event.test is not None else []
-    before, after = _shown(event.before.type), _shown(event.after.type)
+    before, after = str(event.before), str(event.after)
     block = f"the run-time branch `if {file.snippet(event.test, 40)}`" if event.test is not None else "a run-time loop"
     lost = (
         f"; {', '.join(flags)} {'is' if len(flags) == 1 else 'are'} not tl.constexpr, so the branch is taken at run time" if flags else ""
@@ -96,10 +96,6 @@ def _hit(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hit:
         elsewhere=partial(against, file, kernel, event),
         leads=partial(leads, file, kernel, event),
     )
-
-
-def _shown(type_: str | None) -> str:
-    return f"the element type of {type_[5:-1]}" if type_ and type_.startswith("elem(") else str(type_)
 
 
 def _flags(kernel: Kernel, test: ast.expr) -> list[str]:

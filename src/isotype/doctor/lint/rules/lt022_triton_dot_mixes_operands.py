@@ -7,7 +7,7 @@ from functools import partial
 from ....finding import Severity
 from ..rule import Hit, Rule
 from ..source import SourceFile, keyword
-from ..triton.kernel import Kernel, KernelEvent, Value, is_activation
+from ..triton.kernel import Kernel, KernelEvent, is_activation
 from ..triton.kernels import kernels
 from ..triton.launches import against, leads, mixed
 
@@ -47,6 +47,9 @@ class TritonDotMixesOperands(Rule):
     code = "LT022"
     name = "triton-dot-mixes-operands"
     severity = Severity.ERROR
+    on = False
+    by_name = True
+    first_look = (0, 1)
     words = ("triton",)
 
     def visit(self, file: SourceFile) -> Iterator[Hit]:
@@ -64,7 +67,7 @@ class TritonDotMixesOperands(Rule):
                     continue
                 yield Hit(
                     node=event.node,
-                    message=f"tl.dot gets {_shown(event.before)} and {_shown(event.after)}",
+                    message=f"tl.dot gets {event.before} and {event.after}",
                     cause="both operands of tl.dot must have the same dtype, it does not promote: fp32 against the pointer's element type "
                     "fails to compile as soon as that is bf16 or fp16",
                     fix="cast one operand: `.to(other.dtype)`, and apply a float scale after the dot",
@@ -76,14 +79,10 @@ class TritonDotMixesOperands(Rule):
 def _of_two_pointers(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hit:
     return Hit(
         node=event.node,
-        message=f"tl.dot gets {_shown(event.before)} and {_shown(event.after)}, which a launch makes two dtypes",
+        message=f"tl.dot gets {event.before} and {event.after}, which a launch makes two dtypes",
         cause="both operands of tl.dot must have the same dtype, it does not promote; an autograd.Function without custom_fwd and "
         "custom_bwd hands over a gradient in autocast's dtype beside what it saved in another",
         fix="cast in the kernel, `.to(other.dtype)`, or cast the tensors to one dtype before the launch",
         leads=partial(mixed, file, kernel, event),
         only_reached=True,
     )
-
-
-def _shown(value: Value) -> str:
-    return f"the element type of {value.loaded}" if value.loaded else str(value.type)

@@ -55,61 +55,51 @@ class TritonLowPrecisionAccumulator(Rule):
     def visit(self, file: SourceFile) -> Iterator[Hit]:
         for kernel in kernels(file):
             for event in kernel.events:
-                if event.kind == "atomic":
-                    yield _atomic(file, kernel, event)
-                elif event.kind == "reread":
-                    yield _reread(file, kernel, event)
-                elif event.kind == "sum":
-                    yield _narrowed(file, kernel, event)
-                if event.kind == "accumulator" and _sums_floats(kernel, event):
-                    held = f"the element type of {event.before.loaded}" if event.before.loaded else str(event.before.type)
+                said = _said(kernel, event)
+                if said is not None:
+                    message, cause, fix = said
                     yield Hit(
                         node=event.node,
-                        message=f"`{event.name}` accumulates over a loop in {held}",
-                        cause=f"every addition rounds to {held}: bf16 keeps 8 bits, fp16 overflows at 65504; tl.float32 does neither",
-                        fix="tl.zeros(..., dtype=tl.float32), and cast once at the store",
+                        message=message,
+                        cause=cause,
+                        fix=fix,
                         elsewhere=partial(against, file, kernel, event),
                         leads=partial(leads, file, kernel, event),
+                        only_reached=event.kind in ("atomic", "reread"),
                     )
 
 
-def _atomic(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hit:
-    return Hit(
-        node=event.node,
-        message=f"tl.atomic_add sums into {event.name} in its element type, which a launch makes bf16",
-        cause=f"each program adds its part to {event.name}, and each addition rounds to the buffer's dtype: in bf16 (8 bits) parts below "
-        "1/256 of the sum are lost, and the result depends on the order",
-        fix="allocate the buffer in torch.float32 where the kernel is launched, and cast it afterwards",
-        elsewhere=partial(against, file, kernel, event),
-        leads=partial(leads, file, kernel, event),
-        only_reached=True,
-    )
-
-
-def _reread(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hit:
-    return Hit(
-        node=event.node,
-        message=f"{kernel.node.name} reads back what it stored in {event.name}, and stores it again: it was rounded in between",
-        cause=f"a value that was stored in {event.name} has been rounded to its element type, bf16 (8 bits) for a bf16 buffer: what is "
-        "added to or taken from it afterwards meets the rounding error, and a small difference is lost",
-        fix="keep the value in tl.float32 until its last store, or compute it again",
-        elsewhere=partial(against, file, kernel, event),
-        leads=partial(leads, file, kernel, event),
-        only_reached=True,
-    )
-
-
-def _narrowed(file: SourceFile, kernel: Kernel, event: KernelEvent) -> Hit:
-    held = f"the element type of {event.before.loaded}" if event.before.loaded else str(event.before.type)
-    return Hit(
-        node=event.node,
-        message=f"tl.{event.name} adds in {held}: what it adds was cast down first",
-        cause=f"tl.{event.name} adds in the dtype of its argument, {held}: in bf16 (8 bits) parts below 1/256 of the sum are lost, "
-        "also if the variable that takes the result has another dtype",
-        fix=f"cast the argument: tl.{event.name}((...).to(tl.float32), ...), or leave out the cast before the sum",
-        elsewhere=partial(against, file, kernel, event),
-        leads=partial(leads, file, kernel, event),
-    )
+def _said(kernel: Kernel, event: KernelEvent) -> tuple[str, str, str] | None:
+    """Message, cause and fix; None for an event that is none of this rule's."""
+    name, held = event.name, event.before
+    if event.kind == "atomic":
+        return (
+            f"tl.atomic_add sums into {name} in its element type, which a launch makes bf16",
+            f"each program adds its part to {name}, and each addition rounds to the buffer's dtype: in bf16 (8 bits) parts below "
+            "1/256 of the sum are lost, and the result depends on the order",
+            "allocate the buffer in torch.float32 where the kernel is launched, and cast it afterwards",
+        )
+    if event.kind == "reread":
+        return (
+            f"{kernel.node.name} reads back what it stored in {name}, and stores it again: it was rounded in between",
+            f"a value that was stored in {name} has been rounded to its element type, bf16 (8 bits) for a bf16 buffer: what is "
+            "added to or taken from it afterwards meets the rounding error, and a small difference is lost",
+            "keep the value in tl.float32 until its last store, or compute it again",
+        )
+    if event.kind == "sum":
+        return (
+            f"tl.{name} adds in {held}: what it adds was cast down first",
+            f"tl.{name} adds in the dtype of its argument, {held}: in bf16 (8 bits) parts below 1/256 of the sum are lost, "
+            "also if the variable that takes the result has another dtype",
+            f"cast the argument: tl.{name}((...).to(tl.float32), ...), or leave out the cast before the sum",
+        )
+    if event.kind == "accumulator" and _sums_floats(kernel, event):
+        return (
+            f"`{name}` accumulates over a loop in {held}",
+            f"every addition rounds to {held}: bf16 keeps 8 bits, fp16 overflows at 65504; tl.float32 does neither",
+            "tl.zeros(..., dtype=tl.float32), and cast once at the store",
+        )
+    return None
 
 
 def _sums_floats(kernel: Kernel, event: KernelEvent) -> bool:

@@ -35,6 +35,9 @@ class Value:
         """The pointer whose element type this has."""
         return self.type[5:-1] if self.type and self.type.startswith("elem(") else None
 
+    def __str__(self) -> str:
+        return f"the element type of {self.loaded}" if self.loaded else str(self.type)
+
 
 NOTHING = Value(None)
 
