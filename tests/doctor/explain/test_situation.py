@@ -85,3 +85,37 @@ def test_the_odd_one_of_query_key_value(q: str, k: str, v: str, cause: str):
         [f"Expected query, key, and value to have the same dtype, but got query.dtype: {q} key.dtype: {k} and value.dtype: {v} instead."]
     )
     assert cause in (finding.cause or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "cause", "fix"),
+    [
+        ("RuntimeError: expected scalar type Float but found BFloat16\ntorch.matmul(attn, v) under FSDP", "EX001", "operands of two dtypes", "attn.to(v.dtype)"),
+        ("---> 67     return torch.layer_norm(\n     68         input,\n\nRuntimeError: expected scalar type BFloat16 but found Float", "EX004", "norm weight and input", "norm"),
+        ("RuntimeError: Expected query, key, and value to have the same dtype,\nbut got query.dtype: c10::BFloat16 key.dtype: float and value.dtype: float instead.", "EX005", "KV cache", "cache"),
+        ("RuntimeError: index_add_(): self (Half) and source (Float) must have the same scalar type\nAMP training", "EX007", "autocast made the source fp32", "src.to(dst.dtype)"),
+        ("RuntimeError: expected m1 and m2 to have the same dtype, but got: c10::BFloat16 != float\ninference on a CPU", "EX001", "half-precision parameters on a CPU", "model.float()"),
+        ("AssertionError: FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}\nfirst forward", "EX014", "parts of the model", "before wrapping"),
+        ("AssertionError: FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}\nwith LoRA", "EX014", "fp32 adapters", "autocast_adapter_dtype=False"),
+        ("RuntimeError: mat1 and mat2 must have the same dtype\nmodels converted to float16, GPU without bfloat16", "EX001", "input and weight in two dtypes", "layer.weight.dtype"),
+        ("'mps.add' op requires the same element type for all operands and results\n%4 = \"mps.add\"(%1, %2) : (tensor<1xf32>, tensor<3x4xbf16>) -> tensor<*xf32>", "EX034", "does not promote", "scale.to(x.dtype)"),
+    ],
+)  # fmt: skip
+def test_what_a_report_quotes_or_says_decides_its_first_cause(text: str, code: str, cause: str, fix: str):
+    (finding,) = explain(text.splitlines())
+    assert finding.code == code
+    assert cause in (finding.cause or "").partition(": ")[0]
+    assert fix in (finding.fix or "")
+
+
+@pytest.mark.parametrize(("where", "device"), [("inference on a CPU", "cpu"), ("on MPS", "mps"), ("on an A100", "cuda")])
+def test_autocast_is_advised_for_the_device_that_the_text_names(where: str, device: str):
+    (finding,) = explain([f"RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16, {where}"])
+    told = f"{finding.fix} {dict(finding.details).get('or', '')}"
+    assert f'torch.autocast("{device}"' in told
+
+
+def test_code_that_a_long_log_quotes_is_not_the_failing_call():
+    log = ["torch.layer_norm(x, shape)", *["step"] * 50, "RuntimeError: expected scalar type BFloat16 but found Float"]
+    (finding,) = explain(log)
+    assert finding.code == "EX001"

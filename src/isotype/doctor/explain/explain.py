@@ -11,7 +11,7 @@ from ...finding import Finding, Place, Severity
 from . import families  # noqa: F401  they register themselves
 from .certainty import sureness, without_autocast, would_tell
 from .family import FAMILIES, Explained, Seen
-from .log import Incident, incidents
+from .log import LONGEST_PASSAGE, Incident, incidents
 from .recognise import half_words, recognise
 from .situation import read, said_in
 
@@ -35,7 +35,9 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
     raised = ""
     lines = iter(lines)
     head = list(islice(lines, REPORT + 1))
-    said = said_in("".join(line if line.endswith("\n") else line + "\n" for line in head)) if len(head) <= REPORT else frozenset()
+    report = "".join(line if line.endswith("\n") else line + "\n" for line in head) if len(head) <= REPORT else ""
+    said = said_in(report)
+    short = report if len(head) <= LONGEST_PASSAGE else ""  # so short a text speaks of one error: the code that it quotes is the error's
     for incident in incidents(chain(head, lines)):
         before, raised = raised, incident.text.partition("\n")[0] if incident.exception else raised
         if incident.chained and raised == before:
@@ -43,7 +45,7 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
         loose = _NUMBER.sub("#", incident.text) if incident.exception is None and not incident.frames else ""
         if loose in plain:
             continue
-        seen = recognise(_said(incident), read(incident.frames, said))
+        seen = recognise(_said(incident), read(incident.frames, said, short or incident.text))
         if (
             seen is not None
             and seen.operator == "unknown wording"

@@ -110,7 +110,9 @@ _DISAGREE = re.compile(
 
 @cache
 def _compiled() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    return tuple((op, re.compile(re.sub(r"(?<!\?P)<(\w+)>", lambda m: f"(?P<{m[1]}>{_BLOCK})", form))) for op, form in FORMS)
+    """Each form's pattern. A blank stands for a line break as well: messages are folded where they are long."""
+    folded = [(op, form.replace(" ", r"\s") if "[" not in form else form) for op, form in FORMS]
+    return tuple((op, re.compile(re.sub(r"(?<!\?P)<(\w+)>", lambda m: f"(?P<{m[1]}>{_BLOCK})", form))) for op, form in folded)
 
 
 def recognise(text: str, situation: Situation) -> Seen | None:
@@ -163,7 +165,7 @@ def operator_of(situation: Situation) -> str:
         return "optimizer update"
     if (call := failing_call(situation)) and not call.is_product and not re.search(_NAMED_BELOW, call.function):
         return "paired arguments"
-    inner = situation.frames[-3:]
+    inner = situation.frames[-3:] or [frame for frame in (situation.quoted,) if frame]
     for pattern, operator in (
         (r"layer_norm|rms_norm|group_norm|batch_norm|LayerNorm|RMSNorm|normalization\.py", "norm"),
         (r"scaled_dot_product|sdpa|flash_attn|xformers", "attention"),
