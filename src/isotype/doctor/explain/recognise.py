@@ -10,7 +10,7 @@ import re
 from functools import cache
 
 from ...dtypes import parse
-from .family import Seen
+from .family import FAMILIES, Seen
 from .forms import FORMS
 from .situation import Situation
 from .source_line import failing_call
@@ -209,6 +209,14 @@ def _unknown_wording(text: str, situation: Situation) -> Seen | None:
             situation=situation,
         )
     return _unknown_refusal(text, situation)
+
+
+def symptom(text: str, situation: Situation) -> Seen | None:
+    """A report without an error that names half precision and describes what its family knows; None where no cause fits."""
+    if not half_words(text) and not re.search(r"autocast\(", text):
+        return None
+    seen = Seen(text=text, operator="symptom", situation=situation)
+    return seen if any(cause.score > 1 for cause in FAMILIES["symptom"][1](seen).causes) else None
 
 
 def half_words(text: str) -> list[str]:
