@@ -35,8 +35,8 @@ _WORDS = frozenset(" ".join(chain.from_iterable(TOOLS.values())).split())  # key
 def near_miss_keys(r: Record) -> Iterator[Finding]:
     """A key that is nearly a precision setting
 
-    **Why it matters.** `bf_16: true` is no setting of any trainer, nor is `mixed_precison: bf16`. Settings are often read key by key, and what is not asked for is
-    dropped without a word: the run trains in fp32, or in the launcher's precision.
+    **Why it matters.** `bf_16: true` is no setting of any trainer, nor is `mixed_precison: bf16`. Settings are often read key by key,
+    and a key that nothing asks for is dropped without a word: the run trains in fp32, or in the launcher's precision.
 
     **Example.** `bf_16: true` in axolotl's YAML; `mixed-precision: bf16` in a kohya TOML.
 
