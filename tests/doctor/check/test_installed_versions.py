@@ -36,7 +36,7 @@ CLAIMS = {
     "record: SFTConfig is bf16 where fp16 is off": (
         "trl",
         "trainer/base_config.py",
-        r"self\.bf16 = not \(?self\.fp16\)? if self\.bf16 is None",
+        r"self\.bf16 = not .*if self\.bf16 is None",
     ),
     "record: TRL casts adapters on a quantised base": (
         "trl",
