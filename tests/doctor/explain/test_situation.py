@@ -99,6 +99,9 @@ def test_the_odd_one_of_query_key_value(q: str, k: str, v: str, cause: str):
         ("AssertionError: FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}\nfirst forward", "EX014", "parts of the model", "before wrapping"),
         ("AssertionError: FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}\nwith LoRA", "EX014", "fp32 adapters", "autocast_adapter_dtype=False"),
         ("RuntimeError: mat1 and mat2 must have the same dtype\nmodels converted to float16, GPU without bfloat16", "EX001", "input and weight in two dtypes", "layer.weight.dtype"),
+        ("RuntimeError: masked_scatter: expected self and source to have same dtypes but got Float and Half\nwith video input", "EX007", "image or audio features", "features.to(inputs_embeds.dtype)"),
+        ("CheckpointError: Recomputed values\nfor the following tensors have different metadata than during the forward pass.\nsaved metadata:  {'shape': ..., 'dtype': torch.bfloat16, 'device': cuda:0}\nrecomputed metadata:  {'shape': ..., 'dtype': torch.float32, 'device': cuda:0}\nwith FSDP2", "EX015", "FSDP casts a block's inputs", "cos.to(x.dtype)"),
+        ("CheckpointError: Recomputed values for the following tensors have different metadata than during the forward pass.\nsaved metadata: {'shape': torch.Size([2]), 'dtype': torch.bfloat16}\nrecomputed metadata: {'shape': torch.Size([2]), 'dtype': torch.float32}", "EX015", "autocast differs", "autocast inside"),
         ("'mps.add' op requires the same element type for all operands and results\n%4 = \"mps.add\"(%1, %2) : (tensor<1xf32>, tensor<3x4xbf16>) -> tensor<*xf32>", "EX034", "does not promote", "scale.to(x.dtype)"),
     ],
 )  # fmt: skip

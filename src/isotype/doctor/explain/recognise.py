@@ -93,11 +93,11 @@ _TAKEN = re.compile(
 )
 _PATHLIKE = re.compile(r"[\w.~-]*[/\\][\w./\\~-]+|[\w-]+\.(?:safetensors|bin|ckpt|pth?|gguf|onnx|py|json|ya?ml|so|dll)\b|--[\w-]+=?")
 _SAME_TYPE = re.compile(r"(?i)same (?:element |data |scalar )?d?types?\b|\bbad (?:lhs|rhs|acc) type\b")
-_META = re.compile(r"different metadata than during the forward pass")
+_META = re.compile(r"different\s+metadata\s+than\s+during\s+the\s+forward\s+pass")
 _META_PAIR = re.compile(
     (
-        r"saved metadata: \{[^}]*?torch\.Size\((?P<s1>[^)]*)\), 'dtype': (?P<d1>torch\.\w+).*?recomputed "
-        r"metadata: \{[^}]*?torch\.Size\((?P<s2>[^)]*)\), 'dtype': (?P<d2>torch\.\w+)"
+        r"saved metadata:\s+\{'shape': (?P<s1>torch\.Size\([^)]*\)|\.\.\.), 'dtype': (?P<d1>torch\.\w+).*?recomputed "
+        r"metadata:\s+\{'shape': (?P<s2>torch\.Size\([^)]*\)|\.\.\.), 'dtype': (?P<d2>torch\.\w+)"
     ),
     re.S,
 )

@@ -31,7 +31,8 @@ def package(file: str) -> str | None:
 class Situation:
     """Facts of one traceback; each flag's evidence is a frame, kept under the flag's name in `proof`.
 
-    said    what the lines around the traceback say: autocast, resumed, sharded, adapters, fp32 head, muon, grouped product, cpu, mps
+    said    what the lines around the traceback say: autocast, resumed, sharded, features (of images or audio), adapters, fp32 head, muon,
+            grouped product, cpu, mps
     quoted  without a traceback, the line of code that the text quotes, as a frame without a file
     """
 
@@ -119,7 +120,8 @@ _SAID = {
         r"|\b(?:under|with) AMP\b|\bAMP training\b"
     ),
     "resumed": r"\bresum(?:e|es|ed|ing)\b|from_checkpoint|load_state_dict",
-    "sharded": r"\bFSDP2?\b|fully_shard|ZeRO-?[123]",
+    "sharded": r"\bFSDP(?:v?2)?\b|fully_shard|ZeRO-?[123]",
+    "features": r"\b(?:image|audio|vision|video|pixel)s?\b",
     "adapters": r"\bq?lora\b|\bpeft\b|\badapters?\b|get_peft_model",
     "fp32 head": r"cast_lm_head_to_fp32|lm_head_(?:in_)?fp32|upcast_lm_head",
     "muon": r"muon|newtonschulz|zeropower|v_mean|second_momentum",
