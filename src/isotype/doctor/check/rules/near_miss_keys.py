@@ -36,7 +36,7 @@ def near_miss_keys(r: Record) -> Iterator[Finding]:
     """A key that is nearly a precision setting
 
     **Why it matters.** `bf_16: true` is no setting of any trainer, nor is `mixed_precison: bf16`. Settings are often read key by key,
-    and a key that nothing asks for is dropped without a word: the run trains in fp32, or in the launcher's precision.
+    and a key that nothing asks for is dropped without a warning: the run trains in fp32, or in the launcher's precision.
 
     **Example.** `bf_16: true` in axolotl's YAML; `mixed-precision: bf16` in a kohya TOML.
 
@@ -61,10 +61,9 @@ def _near_misses(document: Document) -> Iterator[tuple[str, str, str]]:
     told = set()
     for key, setting in document.settings.items():
         parts = key.split(".")
-        for number, part in (
-            {0: parts[0], len(parts) - 1: parts[-1]}.items() if document.tool in _SECTIONED else ((len(parts) - 1, parts[-1]),)
-        ):
-            before = ".".join(parts[:number])
+        last = len(parts) - 1
+        for number in sorted({0, last} if document.tool in _SECTIONED else {last}):
+            part, before = parts[number], ".".join(parts[:number])
             meant = [word for word in known if _letters(word) == _letters(part)] or [word for word in known if _one_edit(part, word)]
             meant = [word for word in meant if f"{before}.{word}".strip(".") not in document.settings]
             if not meant or part in known or part in _WORDS or part.isupper() or (before, part) in told:
