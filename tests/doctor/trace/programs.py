@@ -1027,16 +1027,6 @@ def autocast_dtype_left(broken):
         torch.set_autocast_dtype("cpu", bf16)
 
 
-def round_trip_before_a_layer(broken):
-    """The value leaves bf16 once; the last cast only follows another tensor, and is not the place to mend."""
-    up, down = nn.Linear(8, 8, dtype=bf16), nn.Linear(8, 8, dtype=bf16)
-    x = torch.randn(2, 8, dtype=bf16)
-    wide = up(x).float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True))
-    back = normed.to(x.dtype)
-    down(back.to(wide.dtype) if broken else back)
-
-
 class Gate(nn.Module):
     def __init__(self):
         super().__init__()
