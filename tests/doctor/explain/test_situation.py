@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from isotype.doctor.explain import explain
+from isotype.finding import Severity
 
 MIXED = "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16"
 LIB = "/env/lib/python3.11/site-packages"
@@ -85,3 +86,88 @@ def test_the_odd_one_of_query_key_value(q: str, k: str, v: str, cause: str):
         [f"Expected query, key, and value to have the same dtype, but got query.dtype: {q} key.dtype: {k} and value.dtype: {v} instead."]
     )
     assert cause in (finding.cause or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "cause", "fix"),
+    [
+        ("RuntimeError: expected scalar type Float but found BFloat16\ntorch.matmul(attn, v) under FSDP", "EX001", "operands of two dtypes", "attn.to(v.dtype)"),
+        ("---> 67     return torch.layer_norm(\n     68         input,\n\nRuntimeError: expected scalar type BFloat16 but found Float", "EX004", "norm weight and input", "norm"),
+        ("RuntimeError: Expected query, key, and value to have the same dtype,\nbut got query.dtype: c10::BFloat16 key.dtype: float and value.dtype: float instead.", "EX005", "KV cache", "cache"),
+        ("RuntimeError: index_add_(): self (Half) and source (Float) must have the same scalar type\nAMP training", "EX007", "autocast made the source fp32", "src.to(dst.dtype)"),
+        ("RuntimeError: expected m1 and m2 to have the same dtype, but got: c10::BFloat16 != float\ninference on a CPU", "EX001", "half-precision parameters on a CPU", "model.float()"),
+        ("AssertionError: FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}\nfirst forward", "EX014", "parts of the model", "before wrapping"),
+        ("AssertionError: FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}\nwith LoRA", "EX014", "fp32 adapters", "autocast_adapter_dtype=False"),
+        ("RuntimeError: mat1 and mat2 must have the same dtype\nmodels converted to float16, GPU without bfloat16", "EX001", "input and weight in two dtypes", "layer.weight.dtype"),
+        ("RuntimeError: masked_scatter: expected self and source to have same dtypes but got Float and Half\nwith video input", "EX007", "image or audio features", "features.to(inputs_embeds.dtype)"),
+        ("CheckpointError: Recomputed values\nfor the following tensors have different metadata than during the forward pass.\nsaved metadata:  {'shape': ..., 'dtype': torch.bfloat16, 'device': cuda:0}\nrecomputed metadata:  {'shape': ..., 'dtype': torch.float32, 'device': cuda:0}\nwith FSDP2", "EX015", "FSDP casts a block's inputs", "cos.to(x.dtype)"),
+        ("CheckpointError: Recomputed values for the following tensors have different metadata than during the forward pass.\nsaved metadata: {'shape': torch.Size([2]), 'dtype': torch.bfloat16}\nrecomputed metadata: {'shape': torch.Size([2]), 'dtype': torch.float32}", "EX015", "autocast differs", "autocast inside"),
+        ("'mps.add' op requires the same element type for all operands and results\n%4 = \"mps.add\"(%1, %2) : (tensor<1xf32>, tensor<3x4xbf16>) -> tensor<*xf32>", "EX034", "does not promote", "scale.to(x.dtype)"),
+    ],
+)  # fmt: skip
+def test_what_a_report_quotes_or_says_decides_its_first_cause(text: str, code: str, cause: str, fix: str):
+    (finding,) = explain(text.splitlines())
+    assert finding.code == code
+    assert cause in (finding.cause or "").partition(": ")[0]
+    assert fix in (finding.fix or "")
+
+
+@pytest.mark.parametrize(("where", "device"), [("inference on a CPU", "cpu"), ("on MPS", "mps"), ("on an A100", "cuda")])
+def test_autocast_is_advised_for_the_device_that_the_text_names(where: str, device: str):
+    (finding,) = explain([f"RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16, {where}"])
+    told = f"{finding.fix} {dict(finding.details).get('or', '')}"
+    assert f'torch.autocast("{device}"' in told
+
+
+def test_code_that_a_long_log_quotes_is_not_the_failing_call():
+    log = ["torch.layer_norm(x, shape)", *["step"] * 50, "RuntimeError: expected scalar type BFloat16 but found Float"]
+    (finding,) = explain(log)
+    assert finding.code == "EX001"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("Fine-tuning in bf16 at 1e-6: the weights do not change, the loss stays as it was.", "updates too small for bf16 weights"),
+        ("I use torch.autocast('cuda') without anything else. The loss stagnates at 5.", "gradients below fp16's range"),
+        ("After resuming, Adam's moments are fp32, they were bf16 when saved.", "optimizer states cast while loading"),
+        ("The results of torch.compile and eager mode differ in the third digit, bf16.", "compiled code rounds in fewer places"),
+        ("timesteps change when I cast them to bfloat16: 937 becomes 936", "positions or timesteps rounded to bf16"),
+        ("grad_norm nan at the first step, bf16, batches with padding", "masks that add up to -inf"),
+        ("gradient norm becomes nan with FSDP in bf16", "norms reduced in bf16"),
+        ("nan gradients after an hour of fp16", "values beyond fp16's range"),
+    ],
+)
+def test_a_symptom_in_words_is_a_note_with_places_to_look(text: str, cause: str):
+    (finding,) = explain([text])
+    assert (finding.code, finding.severity) == ("EX038", Severity.NOTE)
+    assert finding.cause.startswith(f"{cause}: perhaps ")
+    assert dict(finding.details)["sure"].startswith("a guess")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "We trained in bf16 and everything is fine; weights are saved in fp32.",
+        "torch.compile is slower than eager mode in bf16.",
+        "bf16 run resumed from a checkpoint: the learning rate schedule starts again.",
+        "How do I save position_ids? I use bf16.",
+        "With LoRA in bf16 the loss does not decrease at a learning rate of 1e-9.",
+        "No nan in loss or gradients with bf16.",
+        "The weights do not change: I forgot optimizer.step().",
+        "gradients are nan after an hour in bf16",
+        "bf16 adapters: the optimizer's step counter is lost after loading a checkpoint.",
+        "  File \"train.py\", line 3, in step\n    x = y\nKeyError: 'weights do not change in bf16'",
+    ],
+)
+def test_words_that_no_symptom_fits_are_not_explained(text: str):
+    (finding,) = explain(text.splitlines())
+    assert finding.code == "EX000", finding.cause
+
+
+def test_nan_in_a_bf16_run_is_not_called_an_overflow_of_fp16():
+    (finding,) = explain(["Loss is nan, bf16 training"])
+    assert finding.code == "EX032"
+    assert "weights that are nan already" in finding.cause
+    (finding,) = explain(["Loss is nan, fp16 training"])
+    assert "overflows fp16" in finding.cause

@@ -1025,3 +1025,17 @@ def autocast_dtype_left(broken):
                 evaluate_in_half()
     finally:
         torch.set_autocast_dtype("cpu", bf16)
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.rand(16).to(bf16))
+
+    def forward(self, x):
+        return torch.sin(100.0 * x * self.scale.float())
+
+
+def sine_of_values_scaled_by_a_bf16_buffer(broken):
+    """A 1-d bf16 buffer that is no table of frequencies: its products are not one position times the table."""
+    Gate()(torch.randn(4, 16))

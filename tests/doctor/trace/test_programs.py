@@ -57,7 +57,7 @@ FAULTS = {
     "gradients_accumulated_in_bf16": ("TR024", ("weight", "bf16", "additions"), ("fp32",)),
     "metric_summed_in_bf16": ("TR024", ("metric_summed_in_bf16", "bf16"), ("float32",)),
     "average_written_anew": ("TR018", ("0.999", "bf16", "EMA"), ("fp32",)),
-    "builder_never_restores": ("TR017", ("build", "never put back", "linspace"), ("finally",)),
+    "builder_never_restores": ("TR017", ("build", "not restored", "linspace"), ("finally",)),
     "timestep_in_the_models_dtype": ("TR015", ("999", "bf16", ".to()"), ("fp32",)),
     "positions_counted_in_bf16": ("TR015", ("counts", "600", "bf16"), ("fp32",)),
     "trained_weights_reloaded_rounded": ("TR011", ("overwritten", "bf16", "weight"), ("fp32",)),
@@ -70,7 +70,7 @@ FAULTS = {
     "total_written_anew": ("TR024", ("total_written_anew", "bf16", "additions"), ("float32",)),
     "unscaled_by_hand_too": ("TR027", ("1024", "twice", "p.grad.div_"), ("unscale_",)),
     "stepped_while_scaled": ("TR027", ("steps gradients", "1024", "optimizer.step()"), ("scaler.step",)),
-    "scaler_made_in_the_step": ("TR029", ("24 steps", "GradScaler(", "made anew"), ("before the loop",)),
+    "scaler_made_in_the_step": ("TR029", ("24 steps", "GradScaler(", "created for each step"), ("before the loop",)),
     "saved_in_bf16_in_place": ("TR011", ("bf16", "weight", "p.data.bfloat16()"), ("state_dict",)),
     "state_written_anew": ("TR018", ("0.999", "bf16", "second[i]"), ("fp32",)),
     "overflow_hidden_by_nan_to_num": ("TR023", ("fp16", "Scores", "65504"), ("bf16",)),
@@ -122,6 +122,7 @@ def test_fault_is_reported_with_place_cause_and_fix(name):
         "batch_norm_that_arrived_in_bf16",
         "a_copy_evaluated_in_bf16",
         "master_weights_are_no_orphans",
+        "sine_of_values_scaled_by_a_bf16_buffer",
     ],
 )
 def test_repaired_program_is_quiet(name):

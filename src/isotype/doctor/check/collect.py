@@ -169,6 +169,11 @@ def _document(tree: Tree, name: str, shown: str) -> Document | None:
     tool, inside = identify(tree.data, name), ""
     if tool is None and (inside := _arguments_within(tree.data)):
         tool = "hf"
+    tables: set[str] = set()
+    if tool is None and name.endswith(".toml"):  # kohya's scripts take the keys of all tables as if there were no tables
+        tables = {key for key, value in tree.data.items() if isinstance(value, dict)}
+        flat = {k: v for key in tables for k, v in tree.data[key].items()} | {k: v for k, v in tree.data.items() if k not in tables}
+        tool = "kohya" if identify(flat, name) == "kohya" else None
     if tool in (None, "model") and _both_halves_within(tree.data):
         tool = "other"
     if tool is None:
@@ -179,6 +184,8 @@ def _document(tree: Tree, name: str, shown: str) -> Document | None:
         if not key.startswith(inside):
             continue
         key = key.removeprefix(inside)
+        if tool == "kohya" and key.partition(".")[0] in tables:
+            key = key.partition(".")[2]
         document.add(key.removeprefix("--"), value, line, written=key)
     if tool in ("model", "hf") and any(str(k).startswith(("bnb_", "load_in_")) for k in tree.data):
         for key, setting in list(document.settings.items()):

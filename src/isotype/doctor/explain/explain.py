@@ -11,8 +11,8 @@ from ...finding import Finding, Place, Severity
 from . import families  # noqa: F401  they register themselves
 from .certainty import sureness, without_autocast, would_tell
 from .family import FAMILIES, Explained, Seen
-from .log import Incident, incidents
-from .recognise import half_words, recognise
+from .log import LONGEST_PASSAGE, Incident, incidents
+from .recognise import half_words, recognise, symptom
 from .situation import read, said_in
 
 REPORT = 400  # lines: a text as long as this at most is one report, and what it says in words belongs to its error
@@ -35,7 +35,9 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
     raised = ""
     lines = iter(lines)
     head = list(islice(lines, REPORT + 1))
-    said = said_in("".join(line if line.endswith("\n") else line + "\n" for line in head)) if len(head) <= REPORT else frozenset()
+    report = "".join(line if line.endswith("\n") else line + "\n" for line in head) if len(head) <= REPORT else ""
+    said = said_in(report)
+    short = report if len(head) <= LONGEST_PASSAGE else ""  # so short a text speaks of one error: the code that it quotes is the error's
     for incident in incidents(chain(head, lines)):
         before, raised = raised, incident.text.partition("\n")[0] if incident.exception else raised
         if incident.chained and raised == before:
@@ -43,7 +45,7 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
         loose = _NUMBER.sub("#", incident.text) if incident.exception is None and not incident.frames else ""
         if loose in plain:
             continue
-        seen = recognise(_said(incident), read(incident.frames, said))
+        seen = recognise(_said(incident), read(incident.frames, said, short or incident.text))
         if (
             seen is not None
             and seen.operator == "unknown wording"
@@ -66,7 +68,8 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
             found.pop(next(iter(found)))
         found[key] = (finding, count + 1)
     if not found:
-        return [_not_dtype(last_incident, source)]
+        told = symptom(short, read((), said)) if last_incident is None or last_incident.exception is None else None
+        return [_finding(told, Incident(short, [], 1), source) if told else _not_dtype(last_incident, source)]
     traced = {key[:2] for key in found if key[2]}
     ordered = [entry for key, entry in found.items() if key[2] or key[:2] not in traced]  # a logger's line beside its traceback
     findings = []
@@ -102,7 +105,7 @@ def _finding(seen: Seen, incident: Incident, source: str | None) -> Finding:
     frame = situation.users or situation.callers or situation.innermost
     details: list[tuple[str, str]] = [
         (
-            "error",
+            "text" if seen.operator == "symptom" else "error",
             incident.text.strip()[:300] if len(incident.text.strip().splitlines()) < 2 else _telling_line(incident.text, seen),
         )
     ]

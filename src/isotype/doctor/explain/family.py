@@ -39,7 +39,9 @@ class Seen:
 
     @property
     def autocast(self) -> str:
-        return f'torch.autocast("cuda", dtype={self.torch_half})'
+        """The call that switches autocast on, for the device that the text names, or CUDA."""
+        device = next((kind for kind in ("cpu", "mps") if kind in self.situation.said), "cuda")
+        return f'torch.autocast("{device}", dtype={self.torch_half})'
 
 
 @dataclass(frozen=True, kw_only=True)

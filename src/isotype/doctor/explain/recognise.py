@@ -10,7 +10,7 @@ import re
 from functools import cache
 
 from ...dtypes import parse
-from .family import Seen
+from .family import FAMILIES, Seen
 from .forms import FORMS
 from .situation import Situation
 from .source_line import failing_call
@@ -93,11 +93,11 @@ _TAKEN = re.compile(
 )
 _PATHLIKE = re.compile(r"[\w.~-]*[/\\][\w./\\~-]+|[\w-]+\.(?:safetensors|bin|ckpt|pth?|gguf|onnx|py|json|ya?ml|so|dll)\b|--[\w-]+=?")
 _SAME_TYPE = re.compile(r"(?i)same (?:element |data |scalar )?d?types?\b|\bbad (?:lhs|rhs|acc) type\b")
-_META = re.compile(r"different metadata than during the forward pass")
+_META = re.compile(r"different\s+metadata\s+than\s+during\s+the\s+forward\s+pass")
 _META_PAIR = re.compile(
     (
-        r"saved metadata: \{[^}]*?torch\.Size\((?P<s1>[^)]*)\), 'dtype': (?P<d1>torch\.\w+).*?recomputed "
-        r"metadata: \{[^}]*?torch\.Size\((?P<s2>[^)]*)\), 'dtype': (?P<d2>torch\.\w+)"
+        r"saved metadata:\s+\{'shape': (?P<s1>torch\.Size\([^)]*\)|\.\.\.), 'dtype': (?P<d1>torch\.\w+).*?recomputed "
+        r"metadata:\s+\{'shape': (?P<s2>torch\.Size\([^)]*\)|\.\.\.), 'dtype': (?P<d2>torch\.\w+)"
     ),
     re.S,
 )
@@ -110,7 +110,9 @@ _DISAGREE = re.compile(
 
 @cache
 def _compiled() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    return tuple((op, re.compile(re.sub(r"(?<!\?P)<(\w+)>", lambda m: f"(?P<{m[1]}>{_BLOCK})", form))) for op, form in FORMS)
+    """Each form's pattern. A blank stands for a line break as well: messages are folded where they are long."""
+    folded = [(op, form.replace(" ", r"\s") if "[" not in form else form) for op, form in FORMS]
+    return tuple((op, re.compile(re.sub(r"(?<!\?P)<(\w+)>", lambda m: f"(?P<{m[1]}>{_BLOCK})", form))) for op, form in folded)
 
 
 def recognise(text: str, situation: Situation) -> Seen | None:
@@ -163,7 +165,7 @@ def operator_of(situation: Situation) -> str:
         return "optimizer update"
     if (call := failing_call(situation)) and not call.is_product and not re.search(_NAMED_BELOW, call.function):
         return "paired arguments"
-    inner = situation.frames[-3:]
+    inner = situation.frames[-3:] or [frame for frame in (situation.quoted,) if frame]
     for pattern, operator in (
         (r"layer_norm|rms_norm|group_norm|batch_norm|LayerNorm|RMSNorm|normalization\.py", "norm"),
         (r"scaled_dot_product|sdpa|flash_attn|xformers", "attention"),
@@ -207,6 +209,14 @@ def _unknown_wording(text: str, situation: Situation) -> Seen | None:
             situation=situation,
         )
     return _unknown_refusal(text, situation)
+
+
+def symptom(text: str, situation: Situation) -> Seen | None:
+    """A report without an error that names half precision and describes what its family knows; None where no cause fits."""
+    if not half_words(text) and not re.search(r"autocast\(", text):
+        return None
+    seen = Seen(text=text, operator="symptom", situation=situation)
+    return seen if any(cause.score > 1 for cause in FAMILIES["symptom"][1](seen).causes) else None
 
 
 def half_words(text: str) -> list[str]:

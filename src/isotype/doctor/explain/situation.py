@@ -31,13 +31,16 @@ def package(file: str) -> str | None:
 class Situation:
     """Facts of one traceback; each flag's evidence is a frame, kept under the flag's name in `proof`.
 
-    said  what the lines around the traceback say: autocast, resumed, sharded, fp32 head, muon, grouped product
+    said    what the lines around the traceback say: autocast, resumed, sharded, features (of images or audio), adapters, fp32 head, muon,
+            grouped product, cpu, mps
+    quoted  without a traceback, the line of code that the text quotes, as a frame without a file
     """
 
     frames: Sequence[Frame] = ()
     proof: dict[str, Frame] = field(default_factory=dict)
     packages: frozenset[str] = frozenset()
     said: frozenset[str] = frozenset()
+    quoted: Frame | None = None
 
     def __contains__(self, flag: str) -> bool:
         return flag in self.proof or flag in self.said
@@ -112,13 +115,27 @@ def _flags(frame: Frame) -> set[str]:
 
 
 _SAID = {
-    "autocast": r"\b(?:under|in|with) (?:torch\.|CUDA |bf16 |the )*(?:amp\.|cuda\.amp\.)?autocast\b",
+    "autocast": (
+        r"\b(?:under|in|with) (?:torch\.|CUDA |bf16 |the )*(?:amp\.|cuda\.amp\.)?autocast\b"
+        r"|\b(?:under|with) AMP\b|\bAMP training\b"
+    ),
     "resumed": r"\bresum(?:e|es|ed|ing)\b|from_checkpoint|load_state_dict",
-    "sharded": r"\bFSDP2?\b|fully_shard|ZeRO-?[123]",
+    "sharded": r"\bFSDP(?:v?2)?\b|fully_shard|ZeRO-?[123]",
+    "features": r"\b(?:image|audio|vision|video|pixel)s?\b",
+    "adapters": r"\bq?lora\b|\bpeft\b|\badapters?\b|get_peft_model",
     "fp32 head": r"cast_lm_head_to_fp32|lm_head_(?:in_)?fp32|upcast_lm_head",
     "muon": r"muon|newtonschulz|zeropower|v_mean|second_momentum",
     "grouped product": r"\b_?grouped_mm\b|grouped_linear",
+    "cpu": (
+        r"\b(?:inference|training|generation|generates?|run|runs|running|trained|trains?) on (?:a |the |my )?CPU\b"
+        r"|device(?:_map)?[ =(]+['\"]?cpu\b"
+    ),
+    "mps": r"\bMPS\b|\bM-series Mac|\bApple Silicon\b",
 }
+_QUOTED = re.compile(
+    r"(?m)^\s*-+>\s*\d+\s+(?P<arrow>\S.*)$"
+    r"|(?P<call>\b(?:torch|F|nn\.functional)\.(?:[\w.]*(?:norm|attention|conv|linear)\w*|matmul|b?mm|einsum|addmm|baddbmm)\([^()\n]*\))"
+)
 
 
 def said_in(text: str) -> frozenset[str]:
@@ -126,9 +143,17 @@ def said_in(text: str) -> frozenset[str]:
     return frozenset(flag for flag, pattern in _SAID.items() if re.search(pattern, text, re.IGNORECASE))
 
 
-def read(frames: Sequence[Frame], said: frozenset[str] = frozenset()) -> Situation:
+def quoted_in(text: str) -> Frame | None:
+    """The code that a text without a traceback quotes: the line that an arrow marks, or the last call of an operation."""
+    match = next(iter([*_QUOTED.finditer(text)][-1:]), None)
+    return Frame("", None, "", (match["arrow"] or match["call"]).strip()) if match else None
+
+
+def read(frames: Sequence[Frame], said: frozenset[str] = frozenset(), text: str = "") -> Situation:
+    """The situation of a traceback; `text`, the error's passage, is looked through for code where there is no traceback."""
     proof: dict[str, Frame] = {}
     for frame in frames:
         for flag in _flags(frame):
             proof[flag] = frame
-    return Situation(frames, proof, frozenset(p for f in frames if (p := package(f.file))), said)
+    packages = frozenset(p for f in frames if (p := package(f.file)))
+    return Situation(frames, proof, packages, said, None if frames else quoted_in(text))

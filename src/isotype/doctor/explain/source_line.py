@@ -26,12 +26,22 @@ class Call:
     in_place: bool = False
 
     @property
+    def place(self) -> str:
+        """The call's line of code, and where it stands."""
+        return f"{self.frame.code} at {self.frame.file}:{self.frame.line}" if self.frame.file else f"the text quotes {self.frame.code}"
+
+    @property
     def is_product(self) -> bool:
         return self.function.rstrip("_") in PRODUCTS
 
 
 def failing_call(situation: Situation) -> Call | None:
-    """The call on the user's innermost line, where it goes straight into torch; None behind a layer or another library."""
+    """The call on the user's innermost line, where it goes straight into torch; None behind a layer or another library.
+
+    Without a traceback: the call that the text quotes.
+    """
+    if situation.quoted is not None:
+        return _call(situation.quoted)
     for frame in reversed(situation.frames):
         if not is_library(frame.file):
             return _call(frame)

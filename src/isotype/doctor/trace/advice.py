@@ -36,17 +36,22 @@ def cause_of(odd: Operand, op: str, census: Counter[torch.dtype], autocast: str)
     return ". ".join(part for part in (text, share, autocast) if part)
 
 
+def a_or_an(word: str) -> str:
+    """The article of a dtype's word: an fp32 tensor, a bf16 tensor."""
+    return "an" if word[0] in "aeiof" else "a"
+
+
 def _decision(decider: Origin) -> str:
     word = dtype_name(decider.dtype)
     match decider.kind:
         case "parameter" | "buffer":
             return f"{decider.kind} {decider.what} is {word}"
         case "created":
-            return f"{decider.what} made a {word} tensor"
+            return f"{decider.what} made {a_or_an(word)} {word} tensor"
         case "cast":
             return f"an explicit cast, {decider.what}, made it {word}"
         case "input":
-            return f"a {word} tensor came in from outside"
+            return f"{a_or_an(word)} {word} tensor came from outside the trace"
         case _:
             return f"{decider.what} returned {word}"
 
@@ -81,7 +86,9 @@ def fix_of(
             owner, _, leaf = decider.what.rpartition(".")
             whole = f"`model.get_submodule({owner!r}).to({wanted})`" if owner else f"cast `{leaf}` with the rest of the model to {wanted}"
             ways.append(f"if {decider.what} was not meant to be {dtype_name(decider.dtype)}: {whole}")
-            ways.append("or keep it, and cast what leaves it: `.to(x.dtype)`" + (f" at {_line(forced.site)}" if forced else ""))
+            ways.append(
+                "or keep it, and cast the results computed with it back: `.to(x.dtype)`" + (f" at {_line(forced.site)}" if forced else "")
+            )
         case "cast":
             ways.append(
                 f"cast back after the part that needs {dtype_name(decider.dtype)}: `.to(x.dtype)`, here {wanted}, or drop the cast at "
@@ -99,4 +106,4 @@ def fix_of(
 
 
 def _line(site: Site | None) -> str:
-    return str(site) if site is not None else "its place"
+    return str(site) if site is not None else "the place where it is made"

@@ -90,7 +90,7 @@ class Origin:
             case "parameter" | "buffer":
                 return f"{word}: {self.kind} {self.what}"
             case "input":
-                return f"{word}: came in from outside the trace{f' ({self.what})' if self.what else ''}"
+                return f"{word}: came from outside the trace{f' ({self.what})' if self.what else ''}"
             case "created":
                 return f"{word}: created by {self.what}"
             case "cast":

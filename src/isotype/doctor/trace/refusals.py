@@ -134,7 +134,7 @@ def _unscale(context: Context, error: BaseException, evidence: Evidence) -> Find
         message=f"GradScaler refuses fp16 gradients: {len(low)} trainable parameters are fp16",
         cause=f"the trainable parameters {listed(low)} are stored in fp16, so their gradients are fp16; GradScaler unscales fp32 "
         "gradients only, "
-        "since an fp16 gradient has already lost what the scale was to save" + (f". {changed}" if changed else ""),
+        "since an fp16 gradient has already lost the digits that the scale should save" + (f". {changed}" if changed else ""),
         fix="keep trainable parameters in fp32 (`for p in model.parameters(): if p.requires_grad: p.data = p.data.float()`) before the "
         "optimizer "
         "is built; autocast lowers the compute\nor train in bf16 without a GradScaler",
@@ -238,7 +238,7 @@ def recompute_finding(recompute: Any, error: BaseException | None) -> Finding:
         "ran with autocast "
         f"{recompute.after}: the dtype of what it saves and of its gradients changes between the two. torch.utils.checkpoint restores "
         "the autocast state "
-        "around the checkpointed function; one opened or switched off inside it, by a condition, is its own",
+        "around the checkpointed function; an autocast that is opened or switched off inside it by a condition is not restored",
         observed=f"{type(error).__name__}: {str(error).splitlines()[0]}" if error is not None else None,
         fix="decide autocast the same way in forward and in recompute: open it unconditionally inside the checkpointed function, or "
         "around the whole forward",

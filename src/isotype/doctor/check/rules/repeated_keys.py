@@ -27,7 +27,7 @@ def key_given_twice(r: Record) -> Iterator[Finding]:
             yield warning(
                 f"{key} is given twice",
                 shown,
-                cause="the later value wins, without a word",
+                cause="the later value is used, without a warning",
                 fix="remove one of them",
                 wins="the later one",
             )

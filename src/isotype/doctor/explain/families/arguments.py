@@ -50,6 +50,18 @@ def paired_arguments(s: Seen) -> Explained:
         return Explained(message=f"set_ of a {right} tensor into a {left} one", causes=[cause])
     if s.operator == "interpolation":
         return Explained(message=f"lerp of {left} with {right}", causes=_interpolation(s, left, right))
+    if name.startswith("mps."):
+        unpromoted = Cause(
+            name="an operand that MPS does not promote",
+            score=3,
+            why=(
+                f"the graph compiler of MPS takes one dtype where CUDA and the CPU promote: {left} meets {right}. The odd one is often a "
+                "tensor of one element (a learning rate, a beta, a scale) that is kept in fp32"
+            ),
+            fix="cast it before the operation: scale = scale.to(x.dtype), or use a Python number",
+            because="the text is of MPS's graph compiler",
+        )
+        return Explained(message=f"{name} of {left} and {right}", causes=[unpromoted])
     named = [s.words[key] for key in ("left", "right") if key in s.words]
     other = "b.astype(a.dtype)" if re.match(r"(?:lax|jnp|jax)\.", name) else "tf.cast(b, a.dtype)" if "zero-based" in s.text else ""
     pair = named if len(named) == 2 else list(call.tensors[:2]) if call else []
@@ -76,11 +88,7 @@ def paired_arguments(s: Seen) -> Explained:
                 score=3,
                 why=f"{name} takes one dtype and casts nothing: {roles}; what was made in fp32 (a grid, weights, a softmax) met {s.half}",
                 fix=f"cast one at the call: {cast}, or both to fp32 where the precision matters",
-                because=f"{call.frame.code} at {call.frame.file}:{call.frame.line}"
-                if call
-                else "the text names the arguments"
-                if named
-                else "",
+                because=call.place if call else "the text names the arguments" if named else "",
             )
         ],
     )

@@ -83,7 +83,7 @@ def _finding(left: Left) -> Finding:
         message=f"the dtype of autocast was left at {after} by {setter.function}",
         place=place_of(setter),
         cause=f"{setter.function} set it for the whole process and has ended: {left.module}, which was trained under autocast in {before}, "
-        f"is trained in {after} since, wherever `torch.autocast` is opened without dtype="
+        f"has been trained in {after} since then wherever `torch.autocast` is opened without dtype="
         + (", and fp16 needs a loss scale" if left.after == torch.float16 else ""),
         fix=f"pass dtype= to torch.autocast in {setter.function} in place of setting it, and where the model is trained",
         details=(("set at", f"{setter}: {setter.text}"),),

@@ -67,7 +67,7 @@ class BrokenSteps(Watcher):
         first = self._first
         word, site = dtype_name(first.dtype), first.site
         if first.gradient:
-            cause = f"the gradient of {first.names[0]} held {first.gradient}, and was stepped all the same"
+            cause = f"the gradient of {first.names[0]} contained {first.gradient}, and the optimizer applied it"
             fix = "skip such a step: torch.nn.utils.clip_grad_norm_(..., error_if_nonfinite=True) raises, torch.amp.GradScaler skips; then "
             fix += "look for what overflows before it"
         elif first.eps is not None:

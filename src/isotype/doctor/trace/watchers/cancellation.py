@@ -72,7 +72,7 @@ def _finding(cancelled: Cancelled) -> Finding:
     return Finding(
         code="TR031",
         severity=Severity.WARNING,
-        message=f"a variance is the difference of two nearly equal {word} numbers: mostly rounding is left",
+        message=f"a variance is the difference of two nearly equal {word} numbers: it is mostly rounding error",
         place=place_of(site),
         cause=f"the mean of the squares and the square of the mean were rounded to {word} ({eps(word) / 2:.1e} of each) before one was "
         "subtracted from the other; where the mean is larger than the spread their difference is noise, zero, or negative, and "

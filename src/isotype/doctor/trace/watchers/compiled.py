@@ -89,7 +89,7 @@ class Compiled(Watcher):
                     cause="a compiled graph shows the tracer its inputs and outputs only; run eagerly, every op in it is seen. What "
                     "the compiler itself decides is not: "
                     "Inductor keeps fused intermediates in fp32, and its backward runs under the autocast state of its forward",
-                    fix="nothing to mend; for dtypes inside compiled code see TORCH_LOGS=output_code",
+                    fix="no change is needed; for dtypes inside compiled code see TORCH_LOGS=output_code",
                 )
             )
         if self._launches:
@@ -99,7 +99,7 @@ class Compiled(Watcher):
                     code="TR021",
                     severity=Severity.NOTE,
                     message=f"Triton kernels were launched: {shown}",
-                    cause="the tracer sees what a launch is given, not the dtypes inside the kernel",
+                    cause="the tracer sees the arguments of a launch, not the dtypes inside the kernel",
                     fix="check the kernels themselves with `isotype kernels FILE.py`",
                 )
             )

@@ -122,11 +122,11 @@ def _never_restored(change: Change) -> Finding:
     return Finding(
         code="TR017",
         severity=Severity.WARNING if not in_library(setter.file) else Severity.NOTE,
-        message=f"the default dtype was set to {word} by {setter.function} and never put back",
+        message=f"the default dtype was set to {word} by {setter.function} and not restored",
         place=Place(file=setter.file, line=setter.line, symbol=setter.function),
         cause=f"{setter.function} made {change.built} tensors under torch.set_default_dtype({word}) and ended; everything created since "
         f"without dtype= is {word} too, first at {change.outside[0]}",
-        fix=f"put it back in {setter.function} with try: ... finally: torch.set_default_dtype(old), or pass dtype= to what it builds",
+        fix=f"restore it in {setter.function} with try: ... finally: torch.set_default_dtype(old), or pass dtype= to what it builds",
         details=tuple(("created at", f"{site}: {site.text}") for site in change.outside),
     )
 

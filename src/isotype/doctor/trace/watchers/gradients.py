@@ -67,7 +67,7 @@ class Casts(Watcher):
                     severity=Severity.NOTE,
                     message=f"{len(frozen.names)} frozen {frozen.before} parameters are cast to {frozen.after} again on every call",
                     place=Place(symbol=next(iter(frozen.names))),
-                    cause="autocast keeps the low-precision copy of trainable parameters only, so a frozen one is cast anew each time "
+                    cause="autocast keeps the low-precision copy of trainable parameters only, so a frozen one is cast again each time "
                     "it is used",
                     observed=f"{frozen.count} casts, {size(frozen.written)} written, {size(frozen.written / forwards)} each forward",
                     fix=f"load or cast the frozen weights in {frozen.after} once (dtype= of from_pretrained); trainable parameters "
@@ -85,7 +85,7 @@ class Casts(Watcher):
             severity=Severity.WARNING if loses else Severity.NOTE,
             message=f"{origin.backward} returns a {before} gradient for a {after} tensor",
             place=place_of(site, origin.module or origin.backward),
-            cause=f"the backward of this custom function returned {before}; autograd casts it to {after} without a word"
+            cause=f"the backward of this custom function returned {before}; autograd casts it to {after} without a warning"
             + (f", so the gradient's dtype looks right though its values were rounded to {before}" if loses else ""),
             observed=f"{cast.count} times",
             fix=f"return each gradient in its tensor's dtype: compute it in {after} or cast it in backward, "

@@ -89,10 +89,10 @@ def _finding(guard: Guard) -> Finding:
     return Finding(
         code="TR030",
         severity=Severity.WARNING,
-        message=f"{what}, and does not keep values from it",
+        message=f"{what}, so the guard has no effect",
         place=place_of(site),
-        cause=f"the tensor is {word}, and {given} is taken in its dtype, where it rounds to {guard.held:g}; values that it was to "
-        f"keep from {guard.held:g} are {guard.held:g} here, and a logarithm, a quotient or a root of what is left gives inf or NaN",
+        cause=f"the tensor is {word}, and {given} is taken in its dtype, where it rounds to {guard.held:g}; values that it "
+        f"should keep away from {guard.held:g} are {guard.held:g} here, and their logarithm, quotient or root gives inf or NaN",
         fix="widen to fp32 before the guard (`x.float()`) and finish there, or use the stable form (logsigmoid, log_softmax, "
         f"binary_cross_entropy_with_logits); else a guard that {word} holds: torch.finfo(x.dtype).{'eps' if guard.held else 'tiny'}",
         details=(("at", f"{site}: {site.text}"),) if site is not None else (),

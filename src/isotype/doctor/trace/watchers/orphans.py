@@ -61,7 +61,7 @@ class Orphans(Watcher):
             Finding(
                 code="TR026",
                 severity=Severity.WARNING,
-                message=f"{len(names)} parameters get gradients and no optimizer steps them: {listed(names, 4)}",
+                message=f"{len(names)} parameters get gradients, and no optimizer updates them: {listed(names, 4)}",
                 place=place_of(first.site, first.name),
                 cause=f"the optimizer holds a {held} parameter of this shape that no module owns any more: {first.name} was replaced "
                 f"after the optimizer was made, and {now}; it keeps its first values",

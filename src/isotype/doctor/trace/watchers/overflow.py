@@ -176,8 +176,9 @@ class Overflows(Watcher):
                     severity=Severity.WARNING,
                     message=f"fp16 values flush to zero when they are multiplied by {by:.3g}",
                     place=place_of(site),
-                    cause="fp16's smallest value is 6e-8, and below 6e-5 it has fewer and fewer digits: divided by what they are averaged "
-                    f"over, {len(self._divided)} tensors lost more than {100 * _SHARE:.0f}% of their values, and what is left is rough",
+                    cause="fp16's smallest value is 6e-8, and below 6e-5 it has fewer and fewer digits: divided by the number that they "
+                    f"are averaged over, {len(self._divided)} tensors lost more than {100 * _SHARE:.0f}% of their values, and the rest is "
+                    "imprecise",
                     fix="divide in fp32, before the cast or after it (`x.float() / n`), or send bf16, which has the range of fp32",
                     details=(("at", f"{site}: {site.text}"),) if site is not None else (),
                 )

@@ -303,7 +303,7 @@ def _stuck(lost: dict[str, Stuck]) -> Finding:
         message=f"updates of {word} parameters round away where they are assigned: {', '.join(list(lost)[:4])}",
         place=place_of(site, next(iter(lost))),
         cause=f"the update is computed in fp32 and the result is cast to {word} for `.data`; nothing keeps the fp32 values, so the next "
-        "update starts from the rounded ones and what is below their rounding never adds up",
+        "update starts from the rounded ones, and changes smaller than their rounding never add up",
         observed=f"{100 * first.same / first.sets:.0f}% of the sampled elements were the same after an assignment, over {first.sets}",
         fix="keep fp32 master weights across steps and copy them down: master -= ...; p.data.copy_(master)\nor round stochastically",
         details=(("assigned at", f"{site}: {site.text}"),) if site is not None else (),

@@ -106,8 +106,8 @@ class RunningStatistics(Watcher):
                 message=f"running statistics of batch norms kept in {word} lose their updates: {listed(names, 4)}",
                 place=place_of(worst.site, worst.name),
                 cause=f"a {worst.what} moves by {worst.momentum:g} (momentum) of its distance to a batch's; where that is below half a "
-                f"step of {word} ({eps(word) / 2:.1e} of the value) it stands still, and evaluation normalizes with what it holds",
-                observed=f"{worst.name} is {100 * off:.0f}% off what its last batches show, and their updates were lost",
+                f"step of {word} ({eps(word) / 2:.1e} of the value) it does not change, and evaluation normalizes with the old value",
+                observed=f"{worst.name} differs by {100 * off:.0f}% from the statistics of its last batches, whose updates were lost",
                 fix="keep the batch norms in fp32 in a low-precision model (`norm.float()` after the cast), or keep the model in fp32 "
                 "and let autocast lower the compute",
             )

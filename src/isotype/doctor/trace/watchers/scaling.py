@@ -226,8 +226,8 @@ class Scaling(Watcher):
                 _misused(
                     f"gradients are divided by the loss scale of {scale:g} twice",
                     by_hand or site,
-                    f"the program divided the gradients by the scale, and scaler.step ({site}) divides them by {scale:g} again, since it "
-                    "knows of unscale_ only: the weights hardly move",
+                    f"the program divided the gradients by the scale, and scaler.step ({site}) divides them by {scale:g} again, since only "
+                    "scaler.unscale_ tells it that this was done: the weights hardly move",
                     "scaler.unscale_(optimizer) in place of the division: scaler.step then leaves the gradients as they are",
                 )
             )
@@ -251,7 +251,7 @@ class Scaling(Watcher):
                 severity=Severity.WARNING,
                 message=f"GradScaler skipped {self._worst} steps in a row" + ("" if self._taken else " and took none"),
                 place=place_of(site),
-                cause="the gradients of every one of these steps held inf or NaN, so the weights stand still while the loss is logged: "
+                cause="the gradients of every one of these steps held inf or NaN, so the weights do not change while the loss is logged: "
                 "a few skipped steps find the scale, so many mean that fp16 overflows at any scale (a loss or an activation beyond "
                 "65504, a NaN in the data or a weight), or that the scale falls too slowly (backoff_factor near 1)",
                 fix="run in bf16, which has the range of fp32 and needs no scaler; or keep what overflows in fp32 (the loss and its sum "
@@ -273,7 +273,8 @@ class Scaling(Watcher):
                 severity=Severity.WARNING,
                 message=f"{name} clips gradients that still hold the loss scale of {scale:g}",
                 place=place_of(site),
-                cause=f"GradScaler.scale multiplied the loss, and with it every gradient, by {scale:g}: compared like that with the limit, "
+                cause=f"GradScaler.scale multiplied the loss, and with it every gradient, by {scale:g}: compared with the limit "
+                "before they are unscaled, "
                 "nearly every step is clipped, and what is left after unscaling is that much too small",
                 observed=f"{self._count} times" if self._count > 1 else "",
                 fix=f"call scaler.unscale_(optimizer) between backward and {name} (scaler.step then does not unscale again)",
@@ -298,10 +299,10 @@ def _made_anew(steps: int, site: Site | None) -> Finding:
     return Finding(
         code="TR029",
         severity=Severity.WARNING,
-        message=f"GradScaler skipped {steps} steps in a row and took none: each was another scaler's",
+        message=f"GradScaler skipped {steps} steps in a row and took none: each step had its own scaler",
         place=place_of(site),
-        cause="a GradScaler finds its scale by halving it after every skipped step; one made anew for each step begins at its first scale "
-        "again, overflows again, and every step is skipped",
+        cause="a GradScaler finds its scale by halving it after every skipped step; one that is created for each step starts at its "
+        "initial scale again, overflows again, and every step is skipped",
         fix="make one GradScaler before the loop, and save and load its state_dict with the optimizer's",
         details=(("made at", f"{site}: {site.text}"),) if site is not None else (),
     )

@@ -237,11 +237,11 @@ def _of_decay(site: Site | None, decay: _Decay) -> Finding:
     return Finding(
         code="TR018",
         severity=Severity.WARNING,
-        message=f"an average kept in {word} does not decay: times {decay.factor:g} leaves "
+        message=f"an average kept in {word} does not decay: multiplying by {decay.factor:g} leaves "
         f"{100 * decay.stands:.0f}% of its values as they are",
         place=place_of(site),
         cause=f"{decay.factor:g} lies {1 - decay.factor:.1e} below 1, less than a step of {word} ({eps(word):.1e}): the product rounds "
-        "back to the value, so the average (an EMA) keeps its past whole and drifts",
+        "back to the value, so the average (an EMA) never forgets old values and drifts",
         fix="keep the average in fp32 (`ema = p.detach().float().clone()`), and cast it down only where it is used",
         details=(("updated at", f"{site}: {site.text}"),) if site is not None else (),
     )

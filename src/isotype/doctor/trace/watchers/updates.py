@@ -344,7 +344,7 @@ class Updates(Watcher):
         return Finding(
             code="TR018",
             severity=Severity.WARNING,
-            message=f"a counter kept in {word} stands still: {', '.join(dict.fromkeys(w.name for w in stuck))}",
+            message=f"a counter kept in {word} stops counting: {', '.join(dict.fromkeys(w.name for w in stuck))}",
             place=place_of(site, first.name),
             cause=f"{word} keeps {bits} significant bits, so counting by ones ends at {2**bits}: one more rounds back "
             "to it (a float buffer takes the model's dtype with model.to)",
