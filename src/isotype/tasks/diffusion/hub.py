@@ -22,7 +22,7 @@ def settings_of(name: str, revision: str | None) -> Path:
     is_away()
     try:
         hf_hub_download(name, PIPELINE_FILE, revision=revision)
-        return Path(snapshot_download(name, revision=revision, allow_patterns=SETTINGS))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(SETTINGS)))
     except Exception as error:  # whatever the hub's library raises
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             raise UsageError(f"model.name: {name}: no {PIPELINE_FILE} on the hub: not a diffusers pipeline") from error
