@@ -8,7 +8,7 @@
 Every part is a process of its own: what crashes, hangs or breaks the device ends that part alone. Its command, exit code, seconds, output
 and rows are one line of OUT/tests.jsonl or OUT/benchmarks.jsonl, written as soon as it ends; a part that has a line with exit code 0 is
 not run again. A part is begun only if it should fit in what is left of --minutes. Exit code: 0 all done, 1 a part failed, 3 some are left.
-Nothing need be installed but the libraries of pyproject.toml's train extra: src/ is put on the path.
+Nothing need be installed but the libraries of pyproject.toml's train and quant extras: src/ is put on the path.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def benchmarks(a: argparse.Namespace) -> list[Part]:
         ops("head-gemma", "head-gemma-frozen", "head-gemma-trainable"),
         lora("lora-blocks", "blocks", 4096),
         lora("lora-4k", "model", 4096),
+        lora("qlora-4k", "model", 4096, "--base", "nf4", "--rows", "PEFT", "Isotype"),
         lora("lora-16k", "checkpointing", 16384),
         lora("lora-memory-4k", "memory", 4096, "--rows", "PEFT", "Isotype"),
         Part("train", (str(BENCHMARKS / "train.py"), "--device", a.device, *train_size)),

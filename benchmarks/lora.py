@@ -5,6 +5,7 @@
     python benchmarks/lora.py --part checkpointing   # the same with gradient checkpointing
     python benchmarks/lora.py --part memory          # a process for each contender
     python benchmarks/lora.py --part host            # CPU time of forward a layer where there is next to nothing to compute
+    python benchmarks/lora.py --part model --base nf4 --profile operators.txt    # QLoRA, with the operators of a step of each contender
     python benchmarks/lora.py --device cuda --hidden 4096 --intermediate 14336 --layers 4 --length 1024 --json
 
 A Llama of 162M parameters (12 layers of 768, MLP 3072, 12 heads, vocabulary 32,000), 4 x 512 tokens, rank 16 on every linear layer, fp32
@@ -99,12 +100,21 @@ def optimized(model: nn.Module, *, lora: bool = True) -> nn.Module:
     return model
 
 
+def heads(a: argparse.Namespace) -> int:
+    """Llama's geometry from 2,048 features on: heads of 128, one key head for four; below, heads of 64, each with its own key head."""
+    return a.heads or a.hidden // (128 if a.hidden >= 2048 else 64)
+
+
+def key_heads(a: argparse.Namespace) -> int:
+    return a.key_heads or (heads(a) // 4 if a.hidden >= 2048 else heads(a))
+
+
 def config_of(a: argparse.Namespace) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
         vocab_size=a.vocabulary, hidden_size=a.hidden, intermediate_size=a.intermediate, num_hidden_layers=a.layers,
-        num_attention_heads=a.hidden // 64, num_key_value_heads=a.hidden // 64, use_cache=False,
+        num_attention_heads=heads(a), num_key_value_heads=key_heads(a), use_cache=False,
     )  # fmt: skip
 
 
@@ -116,6 +126,8 @@ def contender(a: argparse.Namespace, who: str, checkpointing: bool) -> nn.Module
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(config_of(a)).to(a.device, torch.bfloat16).requires_grad_(False)
+    if a.base == "nf4":
+        in_4_bits(model)
     if who == "no adapter":
         model.model.layers[0].input_layernorm.weight.requires_grad_()
     else:
@@ -126,6 +138,38 @@ def contender(a: argparse.Namespace, who: str, checkpointing: bool) -> nn.Module
     if who != "PEFT":
         optimized(model, lora=who != "PEFT, our ops")
     return model.train()
+
+
+def in_4_bits(model: nn.Module) -> None:
+    """Every linear layer of the decoder as bitsandbytes' NF4 layer, as transformers loads them for QLoRA."""
+    import bitsandbytes
+
+    # PEFT asks for it
+    model.is_loaded_in_4bit = True
+    for parent in list(model.model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear):
+                layer = bitsandbytes.nn.Linear4bit(
+                    child.in_features, child.out_features, False, compute_dtype=torch.bfloat16, compress_statistics=True, quant_type="nf4"
+                )
+                layer.weight = bitsandbytes.nn.Params4bit(
+                    child.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4"
+                )
+                setattr(parent, name, layer.to(child.weight.device))
+
+
+def profiled(a: argparse.Namespace, steps: dict[str, Step]) -> str:
+    """The 30 operators of each contender's step with most time of their own."""
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if a.device != "cpu" else [])
+    order = "self_cpu_time_total" if a.device == "cpu" else "self_device_time_total"
+    tables = []
+    for who, step in steps.items():
+        with profile(activities=kinds) as seen:
+            step()
+        tables.append(f"{who}\n{seen.key_averages().table(sort_by=order, row_limit=30)}\n")
+    return "\n".join(tables)
 
 
 def step_of(a: argparse.Namespace, model: nn.Module) -> Callable[[], float]:
@@ -147,8 +191,9 @@ def flops(a: argparse.Namespace, checkpointing: bool) -> float:
     """Of one step with adapters: frozen weights take part in two products, adapters in three, causal attention in half of seven."""
     tokens = a.batch * a.length
     square, wide = a.hidden**2, a.hidden * a.intermediate
-    weights = a.layers * (4 * square + 3 * wide)
-    ranks = a.layers * a.rank * (8 * a.hidden + 3 * (a.hidden + a.intermediate))
+    keys = a.hidden // heads(a) * key_heads(a)
+    weights = a.layers * (2 * square + 2 * a.hidden * keys + 3 * wide)
+    ranks = a.layers * a.rank * (6 * a.hidden + 2 * keys + 3 * (a.hidden + a.intermediate))
     attention = a.layers * tokens * a.length * a.hidden
     forward = 2 * tokens * (weights + ranks) + 2 * attention
     head = 2 * tokens * a.hidden * a.vocabulary
@@ -160,6 +205,8 @@ def model_part(a: argparse.Namespace, checkpointing: bool) -> dict[str, Any]:
     steps = {who: step_of(a, contender(a, who, checkpointing)) for who in rows}
     losses = {who: step() for who, step in steps.items()}
     timed = compare(a, steps, a.rounds)
+    if a.profile is not None:
+        a.profile.write_text(profiled(a, steps))
     tokens = a.batch * a.length
     floor = flops(a, checkpointing) / peak_flops(a)
     found: dict[str, Any] = {
@@ -215,7 +262,7 @@ def python_calls(run: Callable[[], object]) -> int:
     """Calls of functions, built-in ones included."""
     profile = cProfile.Profile()
     profile.runcall(run)
-    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+    return int(pstats.Stats(profile).total_calls)
 
 
 # --- blocks alone
@@ -376,6 +423,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--part", choices=("blocks", "model", "checkpointing", "memory", "host", "all"), default="all")
     parser.add_argument("--rows", nargs="+", choices=MODEL, default=MODEL, help="PEFT, Isotype and perhaps others: fewer take less time")
+    parser.add_argument("--heads", type=int, default=0, help="default: heads of 128 from 2,048 features on, of 64 below")
+    parser.add_argument("--key-heads", type=int, default=0, help="default: a quarter of the heads from 2,048 features on, all below")
+    parser.add_argument("--base", choices=("bf16", "nf4"), default="bf16", help="of the whole step; nf4 is QLoRA")
+    parser.add_argument("--profile", type=Path, help="writes the operators of one step of each contender of --part model to this file")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
@@ -397,7 +448,7 @@ def main() -> None:
         "host": lambda: host_part(a),
     }
     found = {name: run() for name, run in parts.items() if a.part in (name, "all")}
-    settings = {k: v for k, v in vars(a).items() if k not in ("json", "only", "checkpointed", "part")}
+    settings = {k: v for k, v in vars(a).items() if k not in ("json", "only", "checkpointed", "part", "profile")}
     if a.json:
         print(json.dumps({"settings": settings, **found}, indent=1))
         return
