@@ -74,7 +74,7 @@ def _outlined(model: PreTrainedModel, folder: Path) -> PeftModel:
     try:
         settings = PeftConfig.from_pretrained(str(folder))
         settings.inference_mode = False  # a saved adapter says that it is not trained; a run goes on with it
-        wrapped: PeftModel = get_peft_model(model, settings)  # type: ignore[assignment]  # no mixed adapter
+        wrapped: PeftModel = get_peft_model(model, settings)
         return wrapped
     except (OSError, ValueError) as error:
         raise UsageError(f"adapter.start_from: {folder}: {str(error).splitlines()[0]}") from None
