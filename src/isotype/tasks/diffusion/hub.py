@@ -10,8 +10,8 @@ from ...environment.hub import is_away, say
 from ...errors import UsageError
 from ...model.load import loading_error
 
-SETTINGS = ("*.json", "*/*.json", "*/*.txt", "*/*.model")
-VARIANTS = ("*.fp16*", "*.bf16*", "*.non_ema*", "*.ema*")  # the same weights in another dtype or form, beside the main file
+SETTINGS = ["*.json", "*/*.json", "*/*.txt", "*/*.model"]
+VARIANTS = ["*.fp16*", "*.bf16*", "*.non_ema*", "*.ema*"]  # the same weights in another dtype or form, beside the main file
 
 
 def settings_of(name: str, revision: str | None) -> Path:
@@ -39,7 +39,7 @@ def fetch_weights(name: str, folder: Path, parts: Sequence[str]) -> None:
         say(f"{name}: {', '.join(parts)}: fetched from the hub, once; it is kept in {constants.HF_HUB_CACHE}")
     try:
         snapshot_download(
-            name, revision=folder.name, allow_patterns=[f"{part}/*.safetensors" for part in parts], ignore_patterns=list(VARIANTS)
+            name, revision=folder.name, allow_patterns=[f"{part}/*.safetensors" for part in parts], ignore_patterns=VARIANTS
         )  # fmt: skip
     except Exception as error:  # whatever the hub's library raises
         raise loading_error(name, "model.name:", error) from error
