@@ -240,3 +240,29 @@ def test_losses_and_gradients_under_ddp_are_the_plain_models(tmp_path):
         command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, timeout=900
     )
     assert done.stdout.count("same") == 2, done.stderr[-3000:]
+
+
+def exchanged_activation(model):
+    model.model.layers[0].mlp.act_fn = nn.ReLU()
+
+
+def another_epsilon(model):
+    model.model.norm.variance_epsilon = 0.5
+
+
+def doubled_activation(model):
+    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda module, args, output: output * 2)
+
+
+@pytest.mark.parametrize("trained_before", [False, True], ids=["at once", "after a step"])
+@pytest.mark.parametrize("change", [exchanged_activation, another_epsilon, doubled_activation])
+def test_what_changes_on_a_module_after_optimize_is_computed(change, trained_before):
+    model, mine = tiny("llama"), tiny("llama")
+    assert optimize(mine).replaced
+    for each in (model, mine):
+        if trained_before:
+            loss_and_gradients(each, batch())
+        change(each)
+    same_training(model, mine)
+    copied = copy.deepcopy(mine)
+    same_training(model, copied)
