@@ -133,7 +133,8 @@ class DeferredLogits(DeferredTensor):
         shape = (*recipe.hidden.shape[:-1], recipe.weight.shape[0])
 
         def make() -> DeferredLogits:
-            return Tensor._make_wrapper_subclass(cls, shape, dtype=recipe.dtype, device=recipe.hidden.device)  # type: ignore[return-value]
+            made: DeferredLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=recipe.dtype, device=recipe.hidden.device)
+            return made
 
         made = in_graph(make, recipe.sources(), lambda *sources: recipe.of(*sources).compute(), grad=recipe.grad)
         made.recipe, made.computed = recipe, None

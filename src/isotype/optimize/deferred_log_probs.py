@@ -30,7 +30,8 @@ class DeferredLogProbs(DeferredTensor):
         recipe = logits.recipe
 
         def make() -> DeferredLogProbs:
-            return Tensor._make_wrapper_subclass(cls, logits.shape, dtype=dtype, device=logits.device)  # type: ignore[return-value]
+            made: DeferredLogProbs = Tensor._make_wrapper_subclass(cls, logits.shape, dtype=dtype, device=logits.device)
+            return made
 
         def remake(*sources: Any) -> Tensor:
             return F.log_softmax(recipe.of(*sources).compute(), -1, dtype=cast).to(dtype) * factor

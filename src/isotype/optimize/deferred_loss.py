@@ -23,11 +23,13 @@ Divisor: TypeAlias = int | float | Tensor
 class DeferredLoss(DeferredTensor):
     """Stands for `compute(None)`, the sum; `compute(n)` is the sum divided by n, rounded once.
 
-    sources  the tensors that it is made of; remake: the sum of other such tensors
+    sources  the tensors that it is made of
+    remake   the function that makes the sum of other such tensors; both lists are emptied when the sum is spent
     """
 
     compute: Callable[[Divisor | None], Tensor]
     sources: list[Tensor | None]
+    remake: list[Callable[..., Tensor]]
 
     @staticmethod
     def __new__(
@@ -37,7 +39,8 @@ class DeferredLoss(DeferredTensor):
         device = sources[0].device
 
         def make() -> DeferredLoss:
-            return Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=device)  # type: ignore[return-value]
+            made: DeferredLoss = Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=device)
+            return made
 
         # the graph lives as long as somebody holds the sum: see `divided`
         compute_again = [remake]

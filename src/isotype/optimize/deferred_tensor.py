@@ -49,7 +49,7 @@ class Graph(torch.autograd.Function):
         leaves = [x if x is None else x.detach().requires_grad_(need) for x, need in zip(ctx.sources, needed, strict=True)]
         with torch.enable_grad():
             made = ctx.remake(*leaves)
-        wanted = [x for x, need in zip(leaves, needed, strict=True) if need]
+        wanted: list[Any] = [x for x, need in zip(leaves, needed, strict=True) if need]
         found = iter(torch.autograd.grad(made, wanted, gradient, allow_unused=True))
         return None, None, None, *(next(found) if need else None for need in needed)
 
@@ -68,7 +68,8 @@ def _in_an_autograd_function() -> bool:
     """Whether the forward of an autograd function runs. What it computes of its inputs has to be real: a deferred tensor has a graph of its
     own, past the function's backward."""
     frame: FrameType | None = sys._getframe(2)
-    apply = torch.autograd.Function.apply.__func__.__code__
+    method: Any = torch.autograd.Function.apply
+    apply = method.__func__.__code__
     while frame is not None and frame.f_code is not apply:
         frame = frame.f_back
     return frame is not None

@@ -165,8 +165,9 @@ def _called_alone(inner: nn.Module) -> list[nn.Module]:
     """Parts of a transformers model whose forward is called past the whole model's: the model without its head, by some losses; the
     encoder of an encoder-decoder model, by `generate`."""
     parts = [getattr(inner, "base_model", None)]
-    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and hasattr(inner, "get_encoder"):
-        parts.append(inner.get_encoder())
+    encoder = getattr(inner, "get_encoder", None)
+    if callable(encoder) and getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+        parts.append(encoder())
     return [part for part in parts if isinstance(part, nn.Module) and part is not inner]
 
 
