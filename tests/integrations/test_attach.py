@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from isotype.errors import UsageError
 from isotype.integrations import attach, detach
@@ -289,6 +290,13 @@ def test_a_deep_copy_of_an_attached_model_runs(models):
 def test_a_precision_may_be_given_as_an_object(models):
     attached = attach(trainer_of("SFT", models, bf16=True), Precision.preset("bf16-lora", generate="bf16"), quiet=True)
     assert attached.precision == Precision.preset("bf16-lora")
+
+
+@pytest.mark.parametrize(("optim", "states"), [("adamw_bnb_8bit", "int8"), ("lion_8bit", "int8"), ("adamw_torch", "fp32")])
+def test_states_of_an_8_bit_optimizer_are_declared_as_such(optim, states, models):
+    trainer = trainer_of("SFT", models)
+    trainer.args.optim = OptimizerNames(optim)  # as transformers' own arguments keep the word
+    assert attach(trainer, "fp32", quiet=True).precision.optimizer == states
 
 
 class NoTransformersModel(torch.nn.Module):

@@ -365,3 +365,82 @@ def test_a_head_whose_memory_was_freed_is_told_in_words():
     weight.untyped_storage().resize_(0)
     with pytest.raises(IsotypeError, match="its memory was freed before the logits were computed"):
         F.cross_entropy(logits.view(-1, 7), torch.arange(10) % 7)
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (x * x).sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 2 * g * x
+
+
+class Reversed(torch.autograd.Function):
+    """Its backward is not the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+@torch.jit.script
+def scripted(x):
+    return x.pow(2).mean()
+
+
+def total(x):
+    return F.cross_entropy(x.reshape(-1, 7), torch.arange(x.shape[:-1].numel()) % 7, reduction="sum")
+
+
+# none of them calls __torch_function__
+BESIDES = {
+    "an autograd function": Squares.apply,
+    "an autograd function with a gradient of its own": lambda x: Reversed.apply(x).square().sum(),
+    "an autograd function of some rows": lambda x: Reversed.apply(x[:, 1:] / 2).square().sum(),
+    "an autograd function of log-probabilities": lambda x: Reversed.apply(x.log_softmax(-1)).square().sum(),
+    "an autograd function of a summed loss": lambda x: Reversed.apply(total(x)),
+    "reentrant checkpointing": lambda x: torch.utils.checkpoint.checkpoint(lambda y: y.square().sum(), x, use_reentrant=True),
+    "TorchScript": scripted,
+    "vmap": lambda x: torch.vmap(lambda y: y.logsumexp(-1))(x).sum(),
+    "vjp": lambda x: torch.func.vjp(lambda y: y.square().sum(), x)[0],
+}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("use", BESIDES.values(), ids=BESIDES)
+def test_code_that_torch_function_does_not_see_gets_the_gradients_of_real_logits(use, bias):
+    results = []
+    for f in (defer, F.linear):
+        leaves = [t for t in make(bias) if t is not None]
+        x = torch.tanh(f(leaves[0], leaves[1], leaves[2] if bias else None) / 5) * 5
+        # the loss reads the logits too, as a model's own does
+        value = use(x) + total(x) / 3
+        value.backward()
+        results.append([value.detach(), *(t.grad for t in leaves)])
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_an_autograd_function_of_logits_without_gradients_gets_none():
+    hidden, weight, _ = make()
+    with torch.no_grad():
+        assert not Squares.apply(defer(hidden, weight, None)).requires_grad
+    logits = defer(hidden, weight, None)
+    with torch.no_grad():
+        assert not Squares.apply(logits).requires_grad
+    assert not Squares.apply(logits.detach()).requires_grad
+
+
+def test_a_sum_that_was_divided_cannot_be_read_by_an_autograd_function_besides():
+    hidden, weight, _ = make()
+    loss = total(defer(hidden, weight, None))
+    value = loss / 3 + Squares.apply(loss)
+    with pytest.raises(IsotypeError, match="was divided already"):
+        value.backward()

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from isotype.errors import DtypeError
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
-from isotype.precision.apply import apply_precision, generating, precision_of
+from isotype.precision.apply import apply_precision, generating, precision_of, remove_precision
 from isotype.precision.observe import Observation, Observer
 
 
@@ -163,3 +163,34 @@ def test_the_loss_and_the_files_are_looked_at(tmp_path):
     observer.look_at_files(seen, tmp_path, "fp32")
     assert dict(seen.dtypes["save"]) == {"fp32": 1, "bf16": 1}
     assert [f.message for f in seen.violations] == ["the loss is bf16, declared fp32", "b in model.safetensors is bf16, declared fp32"]
+
+
+def test_generate_of_an_encoder_decoder_model_runs_its_encoder_under_the_precision():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=64, d_model=16, d_ff=32, d_kv=8, num_layers=1, num_heads=2, decoder_start_token_id=0, pad_token_id=0)
+    ).eval()
+    apply_precision(model, PRESETS["bf16-mixed"], device_type="cpu")
+    ids = torch.tensor([[5, 6, 7]])
+    with generating(model):
+        tokens = model.generate(input_ids=ids, max_new_tokens=3)
+    assert tokens.shape[0] == 1
+    assert model.get_encoder()(input_ids=ids).last_hidden_state.dtype == torch.bfloat16
+    remove_precision(model)
+    assert model.get_encoder()(input_ids=ids).last_hidden_state.dtype == torch.float32
+
+
+def test_a_setting_that_computes_fp32_products_in_bf16_is_a_violation():
+    model = prepared("fp32")
+    observer = Observer(model, PRESETS["fp32"])
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    try:
+        for setting, violations in (("ieee", []), ("bf16", ["products of fp32 tensors are computed in bf16"]), ("tf32", [])):
+            torch.backends.mkldnn.matmul.fp32_precision = setting
+            with observer.watch(1) as seen:
+                model(input_ids=IDS, labels=IDS).loss.backward()
+            assert [finding.message for finding in seen.violations] == violations
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before

@@ -82,7 +82,7 @@ def resolve_for(trainer: Any, precision: Any) -> Resolved:
         {"preset": preset, **overrides},
         device=hardware,
         adapter=adapter,
-        optimizer="adamw8bit" if "8bit" in str(trainer.args.optim) else "adamw",
+        optimizer="adamw8bit" if "8bit" in getattr(trainer.args.optim, "value", trainer.args.optim) else "adamw",
         frozen=any(not p.requires_grad for p in model.parameters()),
         sources={"precision.preset": f"attach(precision={str(precision)!r})", "adapter.kind": "the trainer's model"},
     )

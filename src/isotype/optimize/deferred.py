@@ -27,8 +27,8 @@ from ..errors import IsotypeError
 from ..ops import cross_entropy, linear_cross_entropy
 from ..ops.autocast import autocast_dtype, autocast_off, product_dtype
 from .deferred_log_probs import log_softmax
-from .deferred_loss import DeferredLoss
-from .deferred_tensor import DeferredTensor
+from .deferred_loss import DeferredLoss, Divisor
+from .deferred_tensor import DeferredTensor, in_graph
 from .deferred_values import answered, argmax, gather, logsumexp, mean
 from .deferred_views import VIEWS, Views, again, needs_the_memory
 from .weight_changes import change_count
@@ -56,6 +56,13 @@ class Recipe:
 
     def scaled(self, factor: float) -> Recipe:
         return replace(self, pre=self.pre * factor) if self.post is None else replace(self, post=self.post * factor)
+
+    def sources(self) -> list[Tensor | None]:
+        return [self.hidden, self.weight, self.bias]
+
+    def of(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Recipe:
+        """The same logits of other sources."""
+        return replace(self, hidden=hidden, weight=weight, bias=bias)
 
     def check(self) -> None:
         if self.weight.numel() and not self.weight.is_meta and not self.weight.untyped_storage().size():
@@ -124,7 +131,12 @@ class DeferredLogits(DeferredTensor):
     @staticmethod
     def __new__(cls, recipe: Recipe) -> DeferredLogits:
         shape = (*recipe.hidden.shape[:-1], recipe.weight.shape[0])
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=recipe.dtype, device=recipe.hidden.device)
+
+        def make() -> DeferredLogits:
+            made: DeferredLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=recipe.dtype, device=recipe.hidden.device)
+            return made
+
+        made = in_graph(make, recipe.sources(), lambda *sources: recipe.of(*sources).compute(), grad=recipe.grad)
         made.recipe, made.computed = recipe, None
         made.made_from, made.in_place, made.views = None, False, Views()
         made.views.add(made)
@@ -315,11 +327,10 @@ def _cross_entropy(
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "class_weights": weight}
     if reduction == "sum" and torch.is_grad_enabled() and _requires_grad(input):
         # not yet: what divides it next goes into the op
-        return DeferredLoss(
-            lambda by: recipe.loss(target, **options, **({"reduction": "sum"} if by is None else {"num_items": by})).to(dtype),
-            dtype,
-            recipe.hidden.device,
-        )
+        def compute(by: Divisor | None, recipe: Recipe = recipe) -> Tensor:
+            return recipe.loss(target, **options, **({"reduction": "sum"} if by is None else {"num_items": by})).to(dtype)
+
+        return DeferredLoss(compute, dtype, recipe.sources(), lambda *sources: compute(None, recipe.of(*sources)))
     loss: Tensor | None = recipe.loss(target, reduction=reduction, **options).to(dtype)
     return loss
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.autocast import autocast_dtype
-from .deferred_tensor import DeferredTensor
+from .deferred_tensor import DeferredTensor, in_graph
 from .deferred_values import any_class, is_last, one_class_a_row, per_row, row_means
 
 
@@ -27,7 +27,16 @@ class DeferredLogProbs(DeferredTensor):
 
     @staticmethod
     def __new__(cls, logits: Any, factor: float, cast: torch.dtype | None, dtype: torch.dtype) -> DeferredLogProbs:
-        made = Tensor._make_wrapper_subclass(cls, logits.shape, dtype=dtype, device=logits.device)
+        recipe = logits.recipe
+
+        def make() -> DeferredLogProbs:
+            made: DeferredLogProbs = Tensor._make_wrapper_subclass(cls, logits.shape, dtype=dtype, device=logits.device)
+            return made
+
+        def remake(*sources: Any) -> Tensor:
+            return F.log_softmax(recipe.of(*sources).compute(), -1, dtype=cast).to(dtype) * factor
+
+        made = in_graph(make, recipe.sources(), remake, grad=recipe.grad)
         made.logits, made.factor, made.cast, made.computed = logits, factor, cast, None
         return made
 

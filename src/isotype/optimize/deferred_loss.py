@@ -15,20 +15,37 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .deferred_tensor import DeferredTensor
+from .deferred_tensor import DeferredTensor, in_graph
 
 Divisor: TypeAlias = int | float | Tensor
 
 
 class DeferredLoss(DeferredTensor):
-    """Stands for `compute(None)`, the sum; `compute(n)` is the sum divided by n, rounded once."""
+    """Stands for `compute(None)`, the sum; `compute(n)` is the sum divided by n, rounded once.
+
+    sources  the tensors that it is made of
+    remake   the function that makes the sum of other such tensors; both lists are emptied when the sum is spent
+    """
 
     compute: Callable[[Divisor | None], Tensor]
+    sources: list[Tensor | None]
+    remake: list[Callable[..., Tensor]]
 
     @staticmethod
-    def __new__(cls, compute: Callable[[Divisor | None], Tensor], dtype: torch.dtype, device: torch.device) -> DeferredLoss:
-        made = Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=device)
-        made.compute, made.computed = compute, None
+    def __new__(
+        cls, compute: Callable[[Divisor | None], Tensor], dtype: torch.dtype, sources: list[Tensor | None], remake: Callable[..., Tensor]
+    ) -> DeferredLoss:
+        assert sources[0] is not None
+        device = sources[0].device
+
+        def make() -> DeferredLoss:
+            made: DeferredLoss = Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=device)
+            return made
+
+        # the graph lives as long as somebody holds the sum: see `divided`
+        compute_again = [remake]
+        made = in_graph(make, sources, lambda *x: compute_again[0](*x), grad=True)
+        made.compute, made.computed, made.sources, made.remake = compute, None, sources, compute_again
         return made
 
     def materialise(self, asked_by: str = "materialise") -> Tensor:
@@ -45,6 +62,8 @@ class DeferredLoss(DeferredTensor):
             self.computed = quotient * by
         # it holds the hidden states, and whoever holds the sum through backward would hold them too: 128 MiB at 16,384 tokens of 4,096
         self.compute = _spent
+        self.sources.clear()
+        self.remake.clear()
         return quotient
 
     @classmethod

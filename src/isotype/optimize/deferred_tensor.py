@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+
+from ..errors import IsotypeError
+
+T = TypeVar("T", bound="DeferredTensor")
 
 # functions that need no values
 _METADATA = {
@@ -14,6 +21,66 @@ _METADATA = {
     *(Tensor.element_size, Tensor.is_contiguous, Tensor.__len__, torch.is_floating_point, torch.numel),
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "is_sparse", "is_meta", "_base")),
 }
+
+
+class Graph(torch.autograd.Function):
+    """The place of a deferred tensor in autograd's graph, for code that PyTorch does not show to `__torch_function__`: autograd functions,
+    `vmap` and other transforms, TorchScript. Backward computes the tensor again from its sources and differentiates that.
+
+    make     makes the deferred tensor
+    sources  the tensors that it is made of, with their graphs; the list is emptied when the tensor is spent
+    remake   the real tensor of other such tensors
+    """
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], Tensor], sources: list[Any], remake: Callable[..., Tensor], *tensors: Any) -> Tensor:
+        ctx.sources, ctx.remake = sources, remake
+        return make()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if not ctx.sources:
+            raise IsotypeError(
+                "this sum of losses was divided already, and an autograd function or a transform read it besides",
+                fix="use the quotient in both places, or isotype.restore(model)",
+            )
+        needed = ctx.needs_input_grad[3:]
+        leaves = [x if x is None else x.detach().requires_grad_(need) for x, need in zip(ctx.sources, needed, strict=True)]
+        with torch.enable_grad():
+            made = ctx.remake(*leaves)
+        wanted: list[Any] = [x for x, need in zip(leaves, needed, strict=True) if need]
+        found = iter(torch.autograd.grad(made, wanted, gradient, allow_unused=True))
+        return None, None, None, *(next(found) if need else None for need in needed)
+
+
+def in_graph(make: Callable[[], T], sources: list[Any], remake: Callable[..., Tensor], *, grad: bool) -> T:
+    """`make()`, with gradients for its sources where `grad` and the sources ask for them. See `Graph`."""
+    wanted = grad and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in sources)
+    # a transform refuses this form of an autograd function, and gives what it differentiates to __torch_function__
+    if not wanted or torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active():
+        return make()
+    made: T = Graph.apply(make, sources, remake, *sources)
+    return made
+
+
+def _in_an_autograd_function() -> bool:
+    """Whether the forward of an autograd function runs. What it computes of its inputs has to be real: a deferred tensor has a graph of its
+    own, past the function's backward."""
+    frame: FrameType | None = sys._getframe(2)
+    method: Any = torch.autograd.Function.apply
+    apply = method.__func__.__code__
+    while frame is not None and frame.f_code is not apply:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _has_graph(x: Any) -> bool:
+    """Whether it is a deferred tensor that PyTorch itself differentiates."""
+    if not isinstance(x, DeferredTensor):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.requires_grad
 
 
 class DeferredTensor(Tensor):
@@ -39,7 +106,8 @@ class DeferredTensor(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        known = cls.answered(func, args, kwargs)
+        hidden = not torch.is_grad_enabled() and any(_has_graph(x) for x in args) and _in_an_autograd_function()
+        known = None if hidden else cls.answered(func, args, kwargs)
         return cls._with_real_tensors(func, getattr(func, "__name__", str(func)), args, kwargs) if known is None else known
 
     @classmethod

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..lora.gated import run_gated, why_not_one
-from ..lora.plain import is_lora
+from ..lora.plain import has_hooks, is_lora
 from ..ops import gelu_mul, silu_mul
 from ..ops.gated import Gated
 from ..placement import Placement
@@ -31,13 +31,17 @@ ACTIVATIONS: dict[Gated, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Ten
 
 @dataclass(frozen=True)
 class GatedSettings:
-    """Names of the children; `up` is None where one layer makes both halves."""
+    """Names of the children; `up` is None where one layer makes both halves.
+
+    function  the activation that was probed, for `computes_another`
+    """
 
     gate: str
     up: str | None
     down: str
     activation: str
     op: Gated
+    function: Any
 
 
 def linears(module: nn.Module) -> dict[str, tuple[int, int]]:
@@ -94,7 +98,7 @@ def recognise(module: nn.Module) -> GatedSettings | None:
         twin = stand_in(module, tiny, {})
         for activation in activations(module):
             for op in ACTIVATIONS:
-                settings = GatedSettings(gate, up, down, activation, op)
+                settings = GatedSettings(gate, up, down, activation, op, getattr(module, activation))
                 if same(partial(type(module).forward, twin, x), partial(compute, twin, x, settings)):
                     return settings
     return None
@@ -116,11 +120,17 @@ def compute(module: nn.Module, x: Tensor, s: GatedSettings) -> Tensor:
     return down(ACTIVATIONS[s.op][1](gate, up))
 
 
+def computes_another(module: nn.Module, s: GatedSettings) -> bool:
+    """Whether the activation was exchanged since, or has hooks that the op would not call."""
+    activation = getattr(module, s.activation)
+    return activation is not s.function or (isinstance(activation, nn.Module) and has_hooks(activation))
+
+
 def gated_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if args or kwargs:
+    settings = settings_of(self)
+    if args or kwargs or computes_another(self, settings):
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return own
-    settings = settings_of(self)
     together = run_gated(layers_of(self, settings), hidden_states, settings.op)
     return compute(self, hidden_states, settings) if together is None else together
 

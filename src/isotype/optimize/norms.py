@@ -20,9 +20,11 @@ PART = "norm"
 
 @dataclass(frozen=True)
 class NormSettings:
-    """remade  a LoRA layer or an attention that reads the output saves the norm's input in its place"""
+    """eps     the attribute that has it, read at every call: it may be changed afterwards; None where it is written in the class's code
+    remade  a LoRA layer or an attention that reads the output saves the norm's input in its place
+    """
 
-    eps: float
+    eps: str | None
     unit_offset: bool
     out_dtype: torch.dtype | None
     remade: bool = False
@@ -46,10 +48,17 @@ def is_candidate(module: nn.Module) -> bool:
     return list(own) == ["weight"] and own["weight"].dim() == 1 and not list(module.children()) and "Norm" in type(module).__name__
 
 
-def epsilons(module: nn.Module) -> list[float]:
-    """The small positive numbers among the instance's attributes, under any name."""
-    found = [v for v in vars(module).values() if isinstance(v, float) and 0 < v < 1e-2]
-    return found or [1e-6]
+_USUAL_EPSILON = 1e-6
+
+
+def epsilons(module: nn.Module) -> list[str | None]:
+    """The attributes of the instance that have a small positive number."""
+    found: list[str | None] = [name for name, v in vars(module).items() if isinstance(v, float) and 0 < v < 1e-2]
+    return found or [None]
+
+
+def epsilon(module: nn.Module, name: str | None) -> float:
+    return _USUAL_EPSILON if name is None else float(vars(module)[name])
 
 
 def recognise(module: nn.Module) -> NormSettings | None:
@@ -62,7 +71,8 @@ def recognise(module: nn.Module) -> NormSettings | None:
     x = torch.linspace(-3e-3, 4e-3, 2 * size).view(2, size)
     for eps in epsilons(module):
         for unit_offset in (False, True):
-            if same(partial(type(module).forward, twin, x), partial(rms_norm, x, weight, eps, unit_offset=unit_offset)):
+            ours = partial(rms_norm, x, weight, epsilon(module, eps), unit_offset=unit_offset)
+            if same(partial(type(module).forward, twin, x), ours):
                 return NormSettings(eps, unit_offset, None)
     return None
 
@@ -86,13 +96,13 @@ def norm_forward(self: Any, hidden_states: Tensor, *args: Any, beside: Beside | 
     s: NormSettings = settings_of(self)
     if beside is not None:
         normed, beside.total = add_rms_norm(
-            hidden_states, beside.residual, self.weight, s.eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype,
+            hidden_states, beside.residual, self.weight, epsilon(self, s.eps), unit_offset=s.unit_offset, out_dtype=s.out_dtype,
         )  # fmt: skip
         return normed
     if args or kwargs:
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return own
-    norm = partial(rms_norm, eps=s.eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype)
+    norm = partial(rms_norm, eps=epsilon(self, s.eps), unit_offset=s.unit_offset, out_dtype=s.out_dtype)
     made = norm(hidden_states, self.weight)
     return remember(made, norm, hidden_states, self.weight) if s.remade else made
 

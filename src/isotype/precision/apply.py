@@ -52,8 +52,8 @@ class _State:
         return planned.autocast(self.device_type, to_torch(self.dtype) if self.dtype != "fp32" else None)
 
 
-class _BackboneState:
-    """The same for the model without its head, which some losses call past the whole model's forward: its autocast is the whole model's."""
+class _PartState:
+    """The same for a part that is called past the whole model's forward: its autocast is the whole model's."""
 
     def __init__(self, whole: _State, forward: Any) -> None:
         self.whole, self.forward = whole, forward
@@ -118,10 +118,9 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str,
     setattr(inner, _STATE, state)
 
     state.put(MadeMethod(_in_its_precision, (), inner))
-    backbone = _backbone(inner)
-    if backbone is not None:
-        setattr(backbone, _STATE, _BackboneState(state, backbone.__dict__.get("forward")))
-        state.put(MadeMethod(_in_its_precision, (), backbone))
+    for part_called in _called_alone(inner):
+        setattr(part_called, _STATE, _PartState(state, part_called.__dict__.get("forward")))
+        state.put(MadeMethod(_in_its_precision, (), part_called))
     in_fp32 = modules_kept_in_fp32(inner, to_torch(precision.compute))
     for block in _blocks_of_transformers(inner):
         block.register_forward_hook(_NarrowFirst(to_torch(precision.compute)))
@@ -153,9 +152,8 @@ def remove_precision(model: nn.Module) -> None:
         return
     for method in reversed(state.methods):
         method.take_back()
-    backbone = _backbone(inner)
-    if backbone is not None:
-        backbone.__dict__.pop(_STATE, None)
+    for part in _called_alone(inner):
+        part.__dict__.pop(_STATE, None)
     for module, attribute, value in reversed(state.settings):
         setattr(module, attribute, value)
     for module in inner.modules():
@@ -163,10 +161,14 @@ def remove_precision(model: nn.Module) -> None:
             del module._forward_hooks[key]
 
 
-def _backbone(inner: nn.Module) -> nn.Module | None:
-    """The model without its head, where transformers has one inside."""
-    found = getattr(inner, "base_model", None)
-    return found if isinstance(found, nn.Module) and found is not inner else None
+def _called_alone(inner: nn.Module) -> list[nn.Module]:
+    """Parts of a transformers model whose forward is called past the whole model's: the model without its head, by some losses; the
+    encoder of an encoder-decoder model, by `generate`."""
+    parts = [getattr(inner, "base_model", None)]
+    encoder = getattr(inner, "get_encoder", None)
+    if callable(encoder) and getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+        parts.append(encoder())
+    return [part for part in parts if isinstance(part, nn.Module) and part is not inner]
 
 
 def is_narrowed(module: nn.Module, in_fp32: set[nn.Module]) -> bool:
@@ -182,7 +184,7 @@ def _in_its_precision(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: _State | _BackboneState = getattr(self, _STATE)
+        state: _State | _PartState = getattr(self, _STATE)
         run = state.forward if state.forward is not None else functools.partial(type(self).forward, self)
         with state.autocast():
             return run(*args, **kwargs)

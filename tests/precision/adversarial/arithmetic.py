@@ -133,6 +133,37 @@ class Int8Activations(MLP):
         return super().forward((x.float() + (small.float() * scale - x.float()).detach()).to(x.dtype))
 
 
+class Rounded(MLP):
+    """Activations on a grid of hundredths."""
+
+    def grid(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + (self.grid(y.detach()) - y).detach()
+
+
+class ByFloorDivision(Rounded):
+    def grid(self, x: Tensor) -> Tensor:
+        return (x // 0.01) * 0.01
+
+
+class ByRemainder(Rounded):
+    def grid(self, x: Tensor) -> Tensor:
+        return x - x % 0.01
+
+
+class ByCastIntegers(Rounded):
+    def grid(self, x: Tensor) -> Tensor:
+        return (x * 128).int().to(x.dtype) / 128
+
+
+class ByDividedIntegers(Rounded):
+    def grid(self, x: Tensor) -> Tensor:
+        return (x * 128).int() / 128
+
+
 class Fp8Activations(MLP):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(torch.float8_e4m3fn).to(x.dtype))
@@ -287,7 +318,7 @@ class ByLargeConstant(MLP):
 for made in (
     ByTable, ByBins, ByNearest, ByIntegers, ByLargeConstant,
     Fp64ThenFp16MLP, Fp16MLP, Fp32MLP, EinsumMLP, Fp32Convolution, InlineNorm, NarrowVariance, NarrowPooling, NarrowRunningSum,
-    Int8Activations, Fp8Activations, SumOfProducts, RecomputedInFp16,
+    Int8Activations, ByFloorDivision, ByRemainder, ByCastIntegers, ByDividedIntegers, Fp8Activations, SumOfProducts, RecomputedInFp16,
 ):  # fmt: skip
     program(made.__name__, lambda made=made: tiny(mlp=made))
 for made in (Fp16Scores, NarrowSoftmax, WrittenOutSoftmax, Fp32Attention, NarrowScale):

@@ -10,7 +10,7 @@ from isotype.precision.apply import generating
 from tests.models import SIZES, lora, quantised
 
 from .run import BATCH, set_up, watched_step
-from .tiny import tiny
+from .tiny import MLP, tiny
 
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
@@ -109,3 +109,33 @@ def test_a_plain_pytorch_model_gives_no_violation(preset):
     seen = watched_step(set_up(tiny(), PRESETS[preset]), 1)
     assert [finding.message for finding in seen.violations] == []
     assert not seen.unobserved
+
+
+class TokenShift(MLP):
+    """Mixes each position with the one before by a weight of its own, cast to the dtype of the activations, in two places."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.mix = torch.nn.Parameter(torch.full((self.up.in_features,), 0.3))
+
+    def forward(self, x):
+        mix = self.mix.to(x.dtype)
+        return super().forward(x * mix + torch.nn.functional.pad(x, (0, 0, 1, -1)) * (1 - mix))
+
+
+class Threshold(MLP):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.threshold = torch.nn.Parameter(torch.full((self.down.out_features,), 0.01))
+
+    def forward(self, x):
+        y, t = super().forward(x), self.threshold.to(x.dtype)
+        return torch.where(y > t, y, y * 0.1 + t)
+
+
+@pytest.mark.parametrize("preset", ["bf16-mixed", "fp32"])
+@pytest.mark.parametrize("mlp", [TokenShift, Threshold])
+def test_a_weight_that_the_model_itself_casts_to_compute_gives_no_violation(mlp, preset):
+    run = set_up(tiny(mlp=mlp), PRESETS[preset])
+    for step in (1, 2):
+        assert [finding.message for finding in watched_step(run, step).violations] == []

@@ -12,7 +12,7 @@ from ..apply import is_norm
 from .call import SMALL, Call, float_word, short_name
 from .callers import ENGINE, OURS, PRACTICE
 from .lineage import NOTHING, Lineage, Mark
-from .regions import FORWARD
+from .regions import BACKWARD, FORWARD
 
 
 def judge_cast(call: Call, made: Lineage) -> Lineage:
@@ -71,6 +71,8 @@ def _report_hidden_loss(call: Call, lineage: Lineage, before: str, after: str) -
     for mark in lineage.marks:
         if mark.kind == "reduced" and not mark.anywhere and mark.module != call.module:
             continue
+        if call.region == BACKWARD and call.by.kind == ENGINE and mark.module and mark.dtype == call.step.compute:
+            continue  # autograd multiplies gradients by a weight that the forward narrowed to `compute`, as it was declared
         what = {
             "rounded": "values were rounded to",
             "reduced": f"{mark.operator} was computed in",

@@ -11,7 +11,7 @@ from ...dtypes import itemsize
 from ..apply import is_norm
 from . import operators as ops
 from .call import SMALL, Call, short_name
-from .callers import ENGINE, OURS, PRACTICE
+from .callers import ENGINE, OURS, PRACTICE, USER
 from .lineage import WEIGHT, Lineage, Mark, plain_tensors
 from .regions import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE
 
@@ -29,7 +29,14 @@ def judge_arithmetic(call: Call, dtype: str, made: Lineage) -> Lineage:
         norm.sums.add(dtype)
     if region == FORWARD and made.activation:
         made = replace(made, marks=tuple(m for m in made.marks if m.kind == "reduced"))
-    if op.kind == ops.ROUND and by.kind != OURS and (made.data or region in (BACKWARD, GRADIENTS, UPDATE)) and op.name != "floor_divide":
+    if op.name == "remainder" and by.kind == USER and made.activation:
+        call.unobserved(
+            f"values modulo a number in {call.module or region}",
+            f"{short_name(by.file)}:{by.line} takes the rest of a division: whether it is taken off again, which rounds, is not seen",
+        )
+    # libraries divide positions and counts; a program that does it to activations rounds them
+    rounds = made.activation and by.kind == USER if op.name == "floor_divide" else made.data or region in (BACKWARD, GRADIENTS, UPDATE)
+    if op.kind == ops.ROUND and by.kind != OURS and rounds:
         role = call.role()
         call.report(
             role, f"{op.name} puts values on a grid", observed="a grid", declared=getattr(precision, role), cause="quantised in place"

@@ -187,12 +187,26 @@ class Observer:
             stack.enter_context(arithmetic)
             yield observation
         arithmetic.finish()
+        self._look_at_product_setting(observation, role)
         self._changes.remember()
         if optimizer is not None:
             if "grads" not in observation.total:
                 # an fp16 overflow skips the update
                 self.look(observation, gradient=lambda p: None)
             self.look(observation, states=lambda p: optimizer.state.get(p, {}), parameters=False)
+
+    def _look_at_product_setting(self, observation: Observation, role: str) -> None:
+        """PyTorch may be told to multiply fp32 tensors in fewer bits, which no operator's dtype shows."""
+        on_gpu = any(p.device.type == "cuda" for p in self.model.parameters())
+        backend = torch.backends.cuda if on_gpu else torch.backends.mkldnn
+        # "none" leaves the choice to the wider setting. "tf32" on a CPU is what torch.set_float32_matmul_precision("high") leaves there
+        settings = (s.fp32_precision for s in (backend.matmul, backend, torch.backends) if hasattr(s, "fp32_precision"))
+        word = next((s for s in settings if s != "none"), "none")
+        if getattr(self.precision, role) == "fp32" and word in (("tf32", "bf16") if on_gpu else ("bf16",)):
+            observation.report(
+                role, f"products of fp32 tensors are computed in {word}", symbol="torch.backends", observed=word, declared="fp32",
+                cause='a setting of the process: torch.set_float32_matmul_precision("medium"), or fp32_precision of torch.backends',
+            )  # fmt: skip
 
     def _left(self, observation: Observation, call: Call, role: str) -> None:
         if role != "compute" or not is_norm(call.module):

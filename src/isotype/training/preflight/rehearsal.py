@@ -8,6 +8,7 @@ exact.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +34,9 @@ def undone(prepared: CheckedRun) -> Iterator[None]:
     model, stepper = prepared.model, prepared.stepper
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
-    rates = [group["lr"] for group in stepper.optimizer.param_groups]
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in stepper.optimizer.param_groups]
+    # a trainer that trains once more, or was given an optimizer, has states already
+    states, stepper.optimizer.state = stepper.optimizer.state, defaultdict(dict)
     scale = (stepper.loss_scale.scale, stepper.loss_scale.quiet) if stepper.loss_scale else None
     with random_state_restored():
         try:
@@ -41,14 +44,14 @@ def undone(prepared: CheckedRun) -> Iterator[None]:
         finally:
             stepper.accumulator.zero()
             model.zero_grad(set_to_none=True)
-            stepper.optimizer.state.clear()
-            for group, rate in zip(stepper.optimizer.param_groups, rates):
-                group["lr"] = rate
+            stepper.optimizer.state = states
+            for group, before in zip(stepper.optimizer.param_groups, settings, strict=True):
+                group.update(before)
             if stepper.loss_scale and scale:
                 stepper.loss_scale.scale, stepper.loss_scale.quiet = scale
             with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+                for buffer, value in buffers:
+                    buffer.copy_(value)
             for module, mode in modes:
                 module.training = mode
             if prepared.device.type == "cuda":
