@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from packaging.requirements import Requirement
@@ -37,3 +39,13 @@ def test_what_is_no_env_json(tmp_path, content):
         (tmp_path / "env.json").write_text(content)
     with pytest.raises(UsageError, match="--requirements"):
         requirements(tmp_path)
+
+
+def test_the_record_of_a_process_that_set_tf32_by_its_new_name():
+    """PyTorch raises when the old name is read then; in a process of its own, since the setting cannot be taken back whole."""
+    code = (
+        "import torch; torch.backends.cuda.matmul.fp32_precision = 'tf32'; "
+        "from isotype.environment.versions import environment; assert environment()['torch']['tf32_matmul'] is True"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr

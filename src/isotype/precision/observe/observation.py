@@ -73,8 +73,8 @@ class Observation:
         self.total[role] += 1
 
     def report(
-        self, role: str, message: str, *, symbol: str, observed: str, declared: str, cause: str = _CAUSE, file: str | None = None,
-        line: int | None = None,
+        self, role: str, message: str, *, symbol: str, observed: str, declared: str, cause: str = _CAUSE, fix: str = _FIX,
+        file: str | None = None, line: int | None = None,
     ) -> None:  # fmt: skip
         """Adds a violation, unless one with the same message exists."""
         if (role, message) in self._said:
@@ -89,6 +89,6 @@ class Observation:
                 declared=f"precision.{role}: {declared}",
                 observed=observed,
                 cause=cause,
-                fix=_FIX,
+                fix=fix,
             )
         )

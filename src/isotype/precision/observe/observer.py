@@ -206,6 +206,7 @@ class Observer:
             observation.report(
                 role, f"products of fp32 tensors are computed in {word}", symbol="torch.backends", observed=word, declared="fp32",
                 cause='a setting of the process: torch.set_float32_matmul_precision("medium"), or fp32_precision of torch.backends',
+                fix='torch.set_float32_matmul_precision("highest"), or a precision that computes in bf16',
             )  # fmt: skip
 
     def _left(self, observation: Observation, call: Call, role: str) -> None:
