@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from isotype.inference.merge import merge
 from isotype.model.saved_form import cast_once, digests, refuse_difference, refuse_untrue_config, trained_tensors
 from isotype.runs.untrusted import CONSENT
 from isotype.tasks.choose import train
+from isotype.training.quiet import quiet_libraries
 from tests.models import lora
 
 TOKENS = torch.arange(3, 20)[None]
@@ -67,6 +69,15 @@ def test_a_merged_head_that_is_no_longer_the_embedding_is_not_called_tied(tied_b
     merge(load_run(tmp_path / "adapter"), tmp_path / "merged")
     assert config_of(tmp_path / "merged")["tie_word_embeddings"] is False
     torch.testing.assert_close(as_engines_read(tmp_path / "merged"), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_merge_shows_no_advice_to_whoever_makes_an_adapter(tied_base, tmp_path):
+    adapter_on(tied_base, tmp_path / "adapter", target_modules=["embed_tokens", "q_proj"])
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        quiet_libraries()
+        merge(load_run(tmp_path / "adapter"), tmp_path / "merged")
+    assert not [str(one.message) for one in shown if "tie_word_embeddings" in str(one.message)]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

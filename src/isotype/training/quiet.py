@@ -33,6 +33,8 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
     # peft asks the hub at each save whether the vocabulary was changed, which no run does
     warnings.filterwarnings("ignore", message="Unable to fetch remote file|Could not find a config file in", module="peft")
+    # advice to whoever makes an adapter: a folder's is loaded as it was saved, and a merge decides itself whether the head stays tied
+    warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`", module="peft")
 
 
 @contextmanager
