@@ -115,8 +115,10 @@ class Observer:
                 and (word not in self._words() or (_is_table(buffer) and not _of_the_models_file(self.model, full)))
             ):
                 observation.report(
-                    "compute", f"buffer {full} is stored in {word}, declared fp32", symbol=full, observed=word, declared="fp32"
-                )
+                    "compute", f"buffer {full} is stored in {word}, declared fp32", symbol=full, observed=word, declared="fp32",
+                    cause="it was so at the first look: a .to() cast it, or its class makes it in the dtype in which the model is loaded",
+                    fix="leave the .to() out, or load the model in fp32: precision.base: fp32, in full fine-tuning bf16-mixed",
+                )  # fmt: skip
 
     def _words(self) -> set[str]:
         p = self.precision
