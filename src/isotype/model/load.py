@@ -28,6 +28,7 @@ from ..runs.checkpoint.atomic_folder import fault, write_folder
 from . import attention as attention_choice
 from .added_tokens import add_tokens, grow_embeddings, grown_config, weight_of
 from .in_file import declare, depends_on_dtype, dtype_of_files
+from .rotary_tables import forget_longer_batches
 from .trainable_architecture import refuse_other_objectives
 
 if TYPE_CHECKING:
@@ -171,6 +172,7 @@ def _load(source: Source, attention: str, options: dict[str, Any]) -> PreTrained
         # transformers fills these with random numbers and a warning
         what = f"{len(absent)} weights are missing or have another shape, {absent[0]} first"
         raise UsageError(f"model {source.name}: {what}: not a whole causal language model")
+    forget_longer_batches(model)
     return model
 
 
