@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,3 +63,52 @@ def test_a_resumed_run_may_leave_out_rows_that_stopped_it() -> None:
     assert change.allowed
     (change,) = compare(config("skip"), config("error"))
     assert not change.allowed
+
+
+def zipped(name: str, content: str) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr(name, content)
+    return packed.getvalue()
+
+
+ROW = lines({"prompt": "q", "completion": "a"})
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("x.jsonl", gzip.compress(ROW.encode()), "x.jsonl: the file is compressed with gzip, and no text\nmv {x.jsonl} {x.jsonl.gz}, and"),
+        ("x.json", gzip.compress(ROW.encode()), "x.json: the file is compressed with gzip, and no text\nmv {x.json} {x.json.gz}, and"),
+        ("x.jsonl.gz", gzip.compress(gzip.compress(ROW.encode())), "with gzip, and no text\ngunzip {x.jsonl.gz}   # it was packed twice"),
+        (
+            "x.jsonl",
+            zipped("x.jsonl", ROW),
+            "x.jsonl: the file is a zip archive, as a spreadsheet (.xlsx) is too, and no text\nunpack it, or",
+        ),
+        ("x.csv", zipped("xl/workbook.xml", "<a/>"), "x.csv: the file is a zip archive, as a spreadsheet (.xlsx) is too, and no text"),
+        (
+            "x.jsonl",
+            "PAR1\x15\x04".encode("latin-1") + bytes(40),
+            "x.jsonl: the file is Parquet, and no text\nmv {x.jsonl} {x.jsonl.parquet}",
+        ),
+        ("x.jsonl", ROW.encode("utf-16-le"), "UTF-16 without its mark\niconv -f UTF-16LE -t UTF-8 {x.jsonl} > utf8.jsonl"),
+        ("x.jsonl", ROW.encode("utf-16-be"), "UTF-16 without its mark\niconv -f UTF-16BE -t UTF-8 {x.jsonl} > utf8.jsonl"),
+        ("x.jsonl", ROW.encode() + b'{"prompt": "\0q"}\n', "is zero, which is no text\ncat {x.jsonl} | tr -d '\\000' > no_zeros.jsonl"),
+        (
+            "x.jsonl.gz",
+            gzip.compress(ROW.encode() * 99)[:-12],
+            "ended before the end-of-stream marker was reached\ncopy or download the file",
+        ),
+        ("x.jsonl.gz", ROW, "Not a gzipped file (b'{\"')\nif it is not compressed: mv {x.jsonl.gz} {x.jsonl}, and give that name"),
+    ],
+    ids=["gzip", "gzip as json", "gzip twice", "zip", "spreadsheet", "parquet", "utf-16le", "utf-16be", "zero byte", "cut gzip", "no gzip"],
+)
+def test_a_file_of_another_kind_than_its_name_says_is_told_what_it_is_and_what_helps(
+    tmp_path: Path, families: SimpleNamespace, file: str, content: str | bytes, told: str
+) -> None:
+    for name in (f"{file}.gz", f"{file}.parquet", file, file.removesuffix(".gz")):
+        told = told.replace("{" + name + "}", str(tmp_path / name))
+    said = error_of(tmp_path, families, file, content)
+    assert told in said
+    assert said.count("\n") == 1

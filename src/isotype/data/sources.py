@@ -20,7 +20,7 @@ from .bad_rows import BadRow
 from .formats import Example
 from .json_rows import read_json
 from .progress import Meter
-from .read import DATA_ENDINGS, ENDINGS, JSON_ENDINGS, TEXT_ENDINGS, Record, ending, existing_file, sha256, text_lines
+from .read import DATA_ENDINGS, ENDINGS, JSON_ENDINGS, TEXT_ENDINGS, NoRows, Record, ending, existing_file, sha256, text_lines
 from .source import Source
 from .tables import read_csv, read_parquet
 
@@ -73,7 +73,21 @@ class FileSource(Source):
     files: Sequence[File] = ()
 
     def __post_init__(self) -> None:
-        for file in self.files:
+        empty = [file for file in self.files if not self._takes_format(file)]
+        if empty:
+            of = len(self.files)
+            self.files = [file for file in self.files if file not in empty]
+            if not self.files:
+                raise NoRows(f"{self.name}: none of its {of} files holds a row")
+            named = ", ".join(_some({file.path for file in empty}))
+            self.notes.append(f"{self.name}: {len(empty)} of {of} files {'holds' if len(empty) == 1 else 'hold'} no rows ({named})")
+
+    def _takes_format(self, file: File) -> bool:
+        """Notes the format of a file. False for one that holds no rows, where there are others: a part of an export may be empty."""
+        alone = len(self.files) == 1
+        try:
+            if not alone and file.size == 0:
+                return False
             if file.is_text:
                 if self.spec.format not in ("auto", "text"):
                     raise UsageError(
@@ -82,6 +96,11 @@ class FileSource(Source):
                 self.forms.append(("text", f"the ending {file.path.suffix}: plain text, cut into windows of data.max_length"))
             else:
                 self.looked_at(file.records(), file.name)
+        except NoRows:
+            if alone:
+                raise
+            return False
+        return True
 
     @property
     def bytes(self) -> int:
@@ -190,7 +209,7 @@ def _files(name: str) -> tuple[list[File], list[str]]:
         return [File(existing_file(name), name)], []
     left_out = len(matched) - len(known)
     notes = [f"{name}: {left_out} of {len(matched)} files are not read ({', '.join(_some(set(matched) - set(known)))})"] if left_out else []
-    return [File(existing_file(str(p)), str(p)) for p in known], notes
+    return [File(existing_file(str(p), empty=len(known) > 1), str(p)) for p in known], notes
 
 
 def _some(paths: set[Path], most: int = 3) -> list[str]:

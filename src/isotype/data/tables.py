@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import UsageError
 from .progress import Meter
-from .read import Record, decoded_line, ending, raw_lines
+from .read import NoRows, Record, decoded_line, ending, raw_lines
 
 _BATCH = 512  # rows of Parquet widened to Python at once
 _FIELD = 1 << 27  # characters of one CSV cell; csv's own limit, 131072, is less than a long document
@@ -65,7 +65,7 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
                 yield Record(name, begins, None if wrong else row, wrong=wrong)
         begins, wrong = at + 1, None
     if header is None:
-        raise UsageError(f"{name}: the file holds no header")
+        raise NoRows(f"{name}: the file holds no header")
 
 
 def read_parquet(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
