@@ -75,6 +75,17 @@ def test_parts_without_rows_beside_others_are_passed_over_and_told(folder: Path)
         found("set/e.jsonl")
 
 
+def test_a_broken_link_is_refused_and_a_link_to_the_folder_is_not_followed(folder: Path) -> None:
+    (folder / "set/deep/again").symlink_to(folder / "set")
+    one = found("set/**/[abc].*")
+    assert asked(one) == [row["prompt"] for row in ROWS]
+    assert [note for note in one.notes if "each is read once" in note]
+    (folder / "set/part.jsonl").symlink_to(folder / "gone.jsonl")
+    for name in ("set", "set/*.jsonl"):
+        with pytest.raises(UsageError, match=r"set/part\.jsonl: a link to .*gone\.jsonl, which does not exist"):
+            found(name)
+
+
 def test_the_limit_counts_over_all_files(folder: Path) -> None:
     assert asked(found("set", limit=6)) == ["q0", "q1", "q2", "q3", "q4", "q5"]
     assert asked(found("set", limit=6), skip=5) == ["q5"]

@@ -182,7 +182,8 @@ def decoded_line(raw: bytes, *, file: str, line: int, offset: int) -> tuple[str,
     try:
         return decoded(raw, file=file, line=line, offset=offset), None
     except UsageError as error:
-        if b"\0" in raw or not error.message.startswith(f"{file}:{line}: ") or raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+        whole = offset == 0 and (raw.startswith((b"\xff\xfe", b"\xfe\xff")) or (b"\0" in raw and _utf16(raw) is not None))
+        if whole or not error.message.startswith(f"{file}:{line}: "):
             raise
         return raw.decode("utf-8", "replace"), f"{error.message.removeprefix(f'{file}:{line}: ')}: {error.fix}"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..config.sources import HUB, STDLIB, SourceSpec
 from ..errors import UsageError
-from .bad_rows import BadRow
+from .bad_rows import BadRow, RowError
 from .formats import Example
 from .json_rows import read_json
 from .progress import Meter
@@ -100,7 +100,20 @@ class FileSource(Source):
             if alone:
                 raise
             return False
+        except RowError as error:
+            raise UsageError(error.message, fix=error.fix or self._advice(file, error.message)) from None
         return True
+
+    def _advice(self, file: File, said: str) -> str | None:
+        """What helps where the first rows of a file have no known columns."""
+        if "data.columns" in said and len(self.files) > 1:
+            return (
+                "data.columns holds for every file of a source: give files with other columns as sources of their own, "
+                "data.train: [{name: ..., columns: {...}}, ...]"
+            )
+        if "no known format in the keys" in said and ending(file.path) in (".csv", ".tsv"):
+            return "a table begins with the names of its columns: write prompt and completion above the first row if it has none"
+        return None
 
     @property
     def bytes(self) -> int:
@@ -192,14 +205,18 @@ def _is_saved(name: str) -> bool:
 def _files(name: str) -> tuple[list[File], list[str]]:
     path = Path(name).expanduser()
     if any(mark in name for mark in "*?[") and not path.exists():
-        matched = [Path(found) for found in sorted(glob.glob(str(path), recursive=True)) if Path(found).is_file()]
+        there = [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
+        _refuse_broken_links(there)
+        matched, notes = _once(name, [p for p in there if p.is_file()])
         if not matched:
             raise UsageError(f"{name}: the pattern matches no file")
         known = [p for p in matched if ending(p) in ENDINGS and p.name not in _BESIDE_SAVED]
         if not known:
             raise UsageError(f"{name}: none of the {len(matched)} files it matches ends in {', '.join(ENDINGS)}")
     elif path.is_dir():
-        matched = sorted(p for p in path.rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts))
+        there = sorted(p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
+        _refuse_broken_links(there)
+        matched, notes = _once(name, [p for p in there if p.is_file()])
         known = [p for p in matched if ending(p) in ENDINGS and p.name not in _BESIDE_SAVED]
         if not known:
             raise UsageError(f"{name}: a folder without a file that ends in {', '.join(ENDINGS)}")
@@ -208,8 +225,27 @@ def _files(name: str) -> tuple[list[File], list[str]]:
     else:
         return [File(existing_file(name), name)], []
     left_out = len(matched) - len(known)
-    notes = [f"{name}: {left_out} of {len(matched)} files are not read ({', '.join(_some(set(matched) - set(known)))})"] if left_out else []
+    if left_out:
+        notes.append(f"{name}: {left_out} of {len(matched)} files are not read ({', '.join(_some(set(matched) - set(known)))})")
     return [File(existing_file(str(p), empty=len(known) > 1), str(p)) for p in known], notes
+
+
+def _refuse_broken_links(found: Sequence[Path]) -> None:
+    """A part of the data that is not there must not be passed over."""
+    for path in found:
+        if ending(path) in ENDINGS and path.is_symlink() and not path.exists():
+            raise UsageError(f"{path}: a link to {path.readlink()}, which does not exist", fix="restore that file, or remove the link")
+
+
+def _once(name: str, files: list[Path]) -> tuple[list[Path], list[str]]:
+    """The files, each under its shortest name, and a note on those that links between folders lead to again."""
+    names: dict[Path, Path] = {}
+    for path in sorted(files, key=lambda p: (len(p.parts), p)):
+        names.setdefault(path.parent.resolve() / path.name, path)
+    again = len(files) - len(names)
+    return sorted(names.values()), [
+        f"{name}: links between folders lead to {again} files a second time; each is read once"
+    ] if again else []
 
 
 def _some(paths: set[Path], most: int = 3) -> list[str]:
