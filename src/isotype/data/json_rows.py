@@ -70,9 +70,8 @@ def _lines(path: Path, name: str, skip: int, meter: Meter | None) -> Iterator[Re
             yield Record(name, number, None, wrong=_impossible(error))
         else:
             if isinstance(value, list):
-                yield Record(
-                    name, number, None, wrong="a row must be an object with keys, got a list; a file that is one array is named .json"
-                )
+                hint = "" if ending(path) == ".json" else "; a file that is one array is named .json"
+                yield Record(name, number, None, wrong=f"a row must be an object with keys, got a list{hint}")
                 continue
             yield _checked(name, number, value, line, decoder.repeated)
 

@@ -238,14 +238,14 @@ def _refuse_broken_links(found: Sequence[Path]) -> None:
 
 
 def _once(name: str, files: list[Path]) -> tuple[list[Path], list[str]]:
-    """The files, each under its shortest name, and a note on those that links between folders lead to again."""
+    """The files, each under its shortest name, in the order given, and a note on those that links between folders lead to again."""
     names: dict[Path, Path] = {}
     for path in sorted(files, key=lambda p: (len(p.parts), p)):
         names.setdefault(path.parent.resolve() / path.name, path)
-    again = len(files) - len(names)
-    return sorted(names.values()), [
-        f"{name}: links between folders lead to {again} files a second time; each is read once"
-    ] if again else []
+    kept = set(names.values())
+    again = len(files) - len(kept)
+    notes = [f"{name}: links between folders lead to {again} files a second time; each is read once"] if again else []
+    return [path for path in files if path in kept], notes
 
 
 def _some(paths: set[Path], most: int = 3) -> list[str]:

@@ -18,6 +18,7 @@ from .read import NoRows, Record, decoded_line, ending, raw_lines
 
 _BATCH = 512  # rows of Parquet widened to Python at once
 _SEP_LINE = re.compile(r'"?sep=(.)"?\r?\n?')  # Excel's own line above the header, which names the delimiter
+_LINE_ENDS = re.compile(r"\s*[\r\n]\s*")
 _FIELD = 1 << 27  # characters of one CSV cell; csv's own limit, 131072, is less than a long document
 
 
@@ -59,7 +60,7 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
                 raise UsageError(f"{name}:{begins}: broken CSV: {error}") from None
             wrong = wrong or f"broken CSV: {error}"
         if header is None and cells:
-            header = _header([" ".join(cell.split()) for cell in cells], name)
+            header = _header([_LINE_ENDS.sub(" ", cell.strip()) for cell in cells], name)
         elif header is not None and (cells or wrong):  # else a blank line
             if len(cells) != len(header) and not wrong:
                 kind = "more" if len(cells) > len(header) else "fewer"
