@@ -76,9 +76,11 @@ def test_parts_without_rows_beside_others_are_passed_over_and_told(folder: Path)
 
 
 def test_a_broken_link_is_refused_and_a_link_to_the_folder_is_not_followed(folder: Path) -> None:
+    (folder / "elsewhere.jsonl").write_bytes(lines(ROWS[:1]))
+    (folder / "set/deep/b.jsonl").symlink_to(folder / "elsewhere.jsonl")
     (folder / "set/deep/again").symlink_to(folder / "set")
     one = found("set/**/[abc].*")
-    assert asked(one) == [row["prompt"] for row in ROWS]
+    assert asked(one) == [row["prompt"] for row in (*ROWS[:8], ROWS[0], *ROWS[8:])]
     assert [note for note in one.notes if "each is read once" in note]
     (folder / "set/part.jsonl").symlink_to(folder / "gone.jsonl")
     for name in ("set", "set/*.jsonl"):

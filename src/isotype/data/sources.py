@@ -206,8 +206,7 @@ def _files(name: str) -> tuple[list[File], list[str]]:
     path = Path(name).expanduser()
     if any(mark in name for mark in "*?[") and not path.exists():
         there = [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
-        _refuse_broken_links(there)
-        matched, notes = _once(name, [p for p in there if p.is_file()])
+        matched, notes = _reached(name, there)
         if not matched:
             raise UsageError(f"{name}: the pattern matches no file")
         known = [p for p in matched if ending(p) in ENDINGS and p.name not in _BESIDE_SAVED]
@@ -215,8 +214,7 @@ def _files(name: str) -> tuple[list[File], list[str]]:
             raise UsageError(f"{name}: none of the {len(matched)} files it matches ends in {', '.join(ENDINGS)}")
     elif path.is_dir():
         there = sorted(p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
-        _refuse_broken_links(there)
-        matched, notes = _once(name, [p for p in there if p.is_file()])
+        matched, notes = _reached(name, there)
         known = [p for p in matched if ending(p) in ENDINGS and p.name not in _BESIDE_SAVED]
         if not known:
             raise UsageError(f"{name}: a folder without a file that ends in {', '.join(ENDINGS)}")
@@ -230,22 +228,20 @@ def _files(name: str) -> tuple[list[File], list[str]]:
     return [File(existing_file(str(p), empty=len(known) > 1), str(p)) for p in known], notes
 
 
-def _refuse_broken_links(found: Sequence[Path]) -> None:
-    """A part of the data that is not there must not be passed over."""
-    for path in found:
-        if ending(path) in ENDINGS and path.is_symlink() and not path.exists():
-            raise UsageError(f"{path}: a link to {path.readlink()}, which does not exist", fix="restore that file, or remove the link")
-
-
-def _once(name: str, files: list[Path]) -> tuple[list[Path], list[str]]:
-    """The files, each under its shortest name, in the order given, and a note on those that links between folders lead to again."""
-    names: dict[Path, Path] = {}
+def _reached(name: str, found: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """The files among the names found, in their order, each under its shortest name, and a note on those that links between folders lead
+    to again. Raises UsageError for a link to a part of the data that is not there."""
+    files = [path for path in found if path.is_file() or (path.is_symlink() and not path.exists())]
+    shortest: dict[Path, Path] = {}
     for path in sorted(files, key=lambda p: (len(p.parts), p)):
-        names.setdefault(path.parent.resolve() / path.name, path)
-    kept = set(names.values())
+        shortest.setdefault(path.parent.resolve() / path.name, path)
+    kept = set(shortest.values())
+    for path in kept:
+        if not path.is_file() and ending(path) in ENDINGS:
+            raise UsageError(f"{path}: a link to {path.readlink()}, which does not exist", fix="restore that file, or remove the link")
     again = len(files) - len(kept)
     notes = [f"{name}: links between folders lead to {again} files a second time; each is read once"] if again else []
-    return [path for path in files if path in kept], notes
+    return [path for path in files if path in kept and path.is_file()], notes
 
 
 def _some(paths: set[Path], most: int = 3) -> list[str]:
