@@ -31,7 +31,7 @@ _HALF = (torch.bfloat16, torch.float16)
 PLANNED = (9, 0)
 # FlashAttention's oldest and newest
 FIRST, LAST = (8, 0), (12, 1)
-# older ones give wrong results for lengths that are no multiple of 128 (pytorch issue 169849)
+# PyTorch prefers cuDNN past this version: 9.15.1 mends lengths that are no multiple of 128 (pytorch issue 169849)
 CUDNN_AFTER = 91500
 
 

@@ -23,9 +23,17 @@ _kept: OrderedDict[tuple[object, ...], tuple[Any, Tensor | None]] = OrderedDict(
 
 def compiled(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
     """`function`, compiled for the first length and, with the second, for any length: lengths of one compile each would pass the limit."""
-    more = {"recompile_limit": KINDS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
-    made: Callable[..., Any] = torch.compile(function, backend=backend, **more)
-    return made
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        made: Callable[..., Any] = torch.compile(function, backend=backend, recompile_limit=KINDS)
+        return made
+    own = torch.compile(function, backend=backend)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # torch 2.11 and 2.12 read the limit where they compile
+        with torch._dynamo.config.patch(recompile_limit=KINDS):
+            return own(*args, **kwargs)
+
+    return run
 
 
 @cache
