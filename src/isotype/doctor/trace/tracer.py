@@ -371,7 +371,9 @@ class Tracer(TorchDispatchMode):
     def census(self) -> Counter[torch.dtype]:
         """Parameter elements by dtype of the model that is running, or that ran last; of all models before any has run."""
         if self._census is None:
-            running = self.stack[0] if self.stack and next(self.stack[0].parameters(), None) is not None else self._ran and self._ran()
+            running = self.stack[0] if self.stack else None
+            if running is None or next(running.parameters(), None) is None:  # between two forwards, or in a loss
+                running = self._ran() if self._ran is not None else None
             self._census = self.names.census(self.names.root_of(running) if running is not None else None)
         return self._census
 
