@@ -256,6 +256,15 @@ def test_another_tools_word_for_a_value_is_known(write, word, ours):
         load(write(f"parallel:\n  kind: {word}"))
 
 
-def test_an_override_that_is_not_offered_is_refused_by_name():
-    with pytest.raises(UsageError, match=r"dpo\.beta: training on preferences is not offered yet"):
-        load(None, ["dpo.beta=0.1"])
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("dpo.beta=0.1", "dpo.beta: training on preferences is not offered yet"),
+        ("model.rope_scaling.type=linear", "model.rope_scaling.type: changing the rotary embedding is not offered yet"),
+        ("train.deepspeed.zero_optimization.stage=2", "train.deepspeed.zero_optimization.stage: sharding by DeepSpeed is not offered"),
+    ],
+)
+def test_an_override_that_is_not_offered_is_refused_by_name(override, said):
+    with pytest.raises(UsageError) as caught:
+        load(None, [override])
+    assert said in str(caught.value)

@@ -206,7 +206,7 @@ def _from_override(settings: _Settings, override: str) -> None:
 def _unknown(key: str) -> str:
     key = key.lstrip("-")  # files of command line options have them with their dashes
     section, dot, name = key.partition(".")
-    for word in (name, section):
+    for word in (name, name.partition(".")[0], section):
         if word in NOT_OFFERED:
             return NOT_OFFERED[word]
     elsewhere = [k for k in keys() if k.partition(".")[2] == (name if dot else key)]
