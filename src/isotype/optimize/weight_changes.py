@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-# id of a trained weight that was asked about -> steps. No weak reference, with which torch.utils.swap_tensors refuses a weight. A new tensor
-# may get the id of a dead one: its count then begins above 0, and only differences matter.
+# id of a trained weight that was asked about -> steps. Not a weak reference: torch.utils.swap_tensors refuses a weight that has one. A new
+# tensor may get the id of a dead one: its count then begins above 0, and only differences matter.
 _steps: dict[int, int] = {}
 
 
