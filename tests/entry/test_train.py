@@ -103,6 +103,21 @@ def test_callbacks_that_draw_and_generate_leave_the_run_bit_identical(workshop, 
     assert {name for name, *_ in told} == {"step", "evaluation", "save", "samples"}
 
 
+def test_a_callback_may_call_backward_and_leave_settings_changed(workshop, tmp_path, monkeypatch):
+    plain = isotype.train(**settings(workshop, tmp_path / "plain"))
+    monkeypatch.chdir(tmp_path)
+
+    class Looks(isotype.Callback):
+        def on_step(self, moment):
+            ids = torch.arange(8)[None]
+            moment.model(input_ids=ids, labels=ids).loss.backward()
+            torch.set_grad_enabled(False)
+            os.chdir("/")
+
+    looked = isotype.train(**settings(workshop, "looked"), callbacks=[Looks()])
+    same_result(plain.folder, tmp_path / looked.folder)
+
+
 def test_a_callback_that_changes_a_weight_stops_the_run(workshop, tmp_path):
     class Changes(isotype.Callback):
         def on_step(self, moment):

@@ -230,6 +230,7 @@ class Loop:
         if self.callbacks and self.world.first:
             moment = Moment(self.progress.step, self.plan.total, row, self.model, self.folder.path)
             self.stop_asked |= tell(self.callbacks, name, moment, self.stepper.optimizer)
+            self.stepper.accumulator.zero()  # a backward of a callback's own left gradients
 
     def _write(self, row: dict[str, Any]) -> None:
         if not self.world.first:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from ...dtypes import name as dtype_name
 from ...finding import Finding
+from ...precision.observe.regions import observing
 from .calls import Calls
 from .context import Recompute
 from .failures import Failures
@@ -175,6 +176,7 @@ class Tracer(TorchDispatchMode):
             stepped(optimizer)
         self.resume()
 
+    @observing
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         key = id(module)
         if key not in self.names.modules:
@@ -195,6 +197,7 @@ class Tracer(TorchDispatchMode):
         for entered in self._events.entered:
             entered(module, args)
 
+    @observing
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         while self.stack and self.stack.pop() is not module:
             pass
