@@ -309,6 +309,19 @@ def test_an_interrupt_before_step_1_raises_keyboard_interrupt_and_leaves_no_run(
     assert not (tmp_path / "run/resolved.yaml").exists()
 
 
+def test_a_run_that_a_callbacks_keyboard_interrupt_ended_says_so_and_goes_on(workshop, tmp_path):
+    class Interrupts(isotype.Callback):
+        def on_step(self, moment):
+            if moment.step == 3:
+                raise KeyboardInterrupt
+
+    whole = isotype.train(**settings(workshop, tmp_path / "whole"))
+    stopped = isotype.train(**settings(workshop, tmp_path / "stopped"), callbacks=[Interrupts()])
+    assert stopped.status == "interrupted"
+    assert isotype.train(resume=stopped.folder).status == "done"
+    same_result(whole.folder, stopped.folder)
+
+
 def test_a_run_does_not_depend_on_the_callers_default_dtype_or_gradient_mode(workshop, tmp_path):
     one = isotype.train(**settings(workshop, tmp_path / "one"))
     torch.set_default_dtype(torch.float64)
