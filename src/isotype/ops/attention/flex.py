@@ -24,12 +24,13 @@ _kept: OrderedDict[tuple[object, ...], tuple[Any, Tensor | None]] = OrderedDict(
 def compiled(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
     """`function`, compiled for the first length and, with the second, for any length: lengths of one compile each would pass the limit."""
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        made: Callable[..., Any] = torch.compile(function, backend=backend, recompile_limit=KINDS)
+        more: dict[str, Any] = {"recompile_limit": KINDS}
+        made: Callable[..., Any] = torch.compile(function, backend=backend, **more)
         return made
     own = torch.compile(function, backend=backend)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # torch 2.11 and 2.12 read the limit where they compile
+        # an older torch reads the limit where it compiles
         with torch._dynamo.config.patch(recompile_limit=KINDS):
             return own(*args, **kwargs)
 
@@ -41,7 +42,9 @@ def _functions(on_gpu: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(flex_attention, create_block_mask), compiled on a GPU. Uncompiled, the second makes a mask of positions x positions on its way."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    return (compiled(flex_attention), compiled(create_block_mask)) if on_gpu else (flex_attention, create_block_mask)
+    attend: Callable[..., Any] = flex_attention
+    blocks: Callable[..., Any] = create_block_mask
+    return (compiled(attend), compiled(blocks)) if on_gpu else (attend, blocks)
 
 
 def attention(
