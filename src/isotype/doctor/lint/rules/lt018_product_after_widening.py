@@ -40,7 +40,8 @@ class ProductAfterWidening(Rule):
 
     Known problems
     --------------
-    Operands of attention are compared by the statement that binds them together, whatever their dtype is. A weight that is kept in fp32 on purpose, as a router's often is, is recognised by a cast written in the product itself only.
+    A weight that is kept in fp32 on purpose, as a router's often is, is recognised by a cast written in the product itself only.
+    Operands of attention are compared where one statement binds them, whatever their dtype is.
     """
 
     code = "LT018"
