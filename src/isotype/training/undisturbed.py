@@ -64,10 +64,33 @@ def process_settings_restored() -> Iterator[None]:
         for kind, (enabled, word) in autocast.items():
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, word)
-        while _autocast_depth() > depth:
-            torch.autocast_decrement_nesting()
-            torch.clear_autocast_cache()
+        _leave_autocast(depth)
         os.chdir(folder)
+
+
+@contextmanager
+def callers_autocast_left() -> Iterator[None]:
+    """Leaves the autocast blocks of the caller, and enters them again on exit.
+
+    Inside one, PyTorch keeps each weight as it was first cast until the block ends: every step would compute with the first step's weights.
+    """
+    depth, enabled = _autocast_depth(), {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
+    _leave_autocast(0)
+    for kind in enabled:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind, was in enabled.items():
+            torch.set_autocast_enabled(kind, was)
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
+
+
+def _leave_autocast(depth: int) -> None:
+    while _autocast_depth() > depth:
+        torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
 
 
 def _autocast_depth() -> int:

@@ -177,3 +177,9 @@ def test_a_product_of_an_objectives_own_gives_no_violation_in_backward():
 
     run.stepper.loss_sum = loss_sum
     assert [finding.message for finding in watched_step(run, 1).violations] == []
+
+
+def test_a_whole_number_in_a_narrow_buffer_gives_no_violation():
+    model = tiny()
+    model.layers[1].mlp.register_buffer("scale", torch.tensor(2.0, dtype=torch.bfloat16))
+    assert [finding.message for finding in watched_step(set_up(model, PRESETS["fp32"]), 1).violations] == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -284,7 +285,10 @@ def _assigned_in_forward(model: nn.Module, full: str) -> bool:
 def _is_a_programs_scale(model: nn.Module, full: str, buffer: Tensor) -> bool:
     """Whether a buffer of one number, not a whole one, is of a module of the program's own. Libraries keep scales as their files do."""
     kind = type(model.get_submodule(full.rpartition(".")[0])).__module__
-    return not kind.startswith(("transformers.", "peft.", "bitsandbytes.", "torch.")) and not _whole(buffer)
+    if kind.startswith(("transformers.", "peft.", "bitsandbytes.", "torch.")):
+        return False
+    value = buffer.item()  # no cast, which would be judged
+    return math.isfinite(value) and not value.is_integer()
 
 
 def _is_table(buffer: Tensor) -> bool:
