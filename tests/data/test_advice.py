@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,3 +63,99 @@ def test_a_resumed_run_may_leave_out_rows_that_stopped_it() -> None:
     assert change.allowed
     (change,) = compare(config("skip"), config("error"))
     assert not change.allowed
+
+
+def zipped(name: str, content: str) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr(name, content)
+    return packed.getvalue()
+
+
+ROW = lines({"prompt": "q", "completion": "a"})
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("x.jsonl", gzip.compress(ROW.encode()), "x.jsonl: the file is compressed with gzip, and no text\nmv {x.jsonl} {x.jsonl.gz}, and"),
+        ("x.json", gzip.compress(ROW.encode()), "x.json: the file is compressed with gzip, and no text\nmv {x.json} {x.json.gz}, and"),
+        ("x.jsonl.gz", gzip.compress(gzip.compress(ROW.encode())), "with gzip, and no text\ngunzip {x.jsonl.gz}   # it was packed twice"),
+        (
+            "x.jsonl",
+            zipped("x.jsonl", ROW),
+            "x.jsonl: the file is a zip archive, as a spreadsheet (.xlsx) is too, and no text\nunpack it, or",
+        ),
+        ("x.csv", zipped("xl/workbook.xml", "<a/>"), "x.csv: the file is a zip archive, as a spreadsheet (.xlsx) is too, and no text"),
+        (
+            "x.jsonl",
+            "PAR1\x15\x04".encode("latin-1") + bytes(40),
+            "x.jsonl: the file is Parquet, and no text\nmv {x.jsonl} {x.jsonl.parquet}",
+        ),
+        ("x.jsonl", ROW.encode("utf-16-le"), "UTF-16 without its mark\niconv -f UTF-16LE -t UTF-8 {x.jsonl} > utf8.jsonl"),
+        ("x.jsonl", ROW.encode("utf-16-be"), "UTF-16 without its mark\niconv -f UTF-16BE -t UTF-8 {x.jsonl} > utf8.jsonl"),
+        ("x.jsonl", ROW.encode() + b'{"prompt": "\0q"}\n', "is zero, which is no text: cat {x.jsonl} | tr -d '\\000' > no_zeros.jsonl"),
+        (
+            "x.jsonl.gz",
+            gzip.compress(ROW.encode() * 99)[:-12],
+            "ended before the end-of-stream marker was reached\ncopy or download the file",
+        ),
+        ("x.jsonl.gz", ROW, "Not a gzipped file (b'{\"')\nif it is not compressed: mv {x.jsonl.gz} {x.jsonl}, and give that name"),
+    ],
+    ids=["gzip", "gzip as json", "gzip twice", "zip", "spreadsheet", "parquet", "utf-16le", "utf-16be", "zero byte", "cut gzip", "no gzip"],
+)
+def test_a_file_of_another_kind_than_its_name_says_is_told_what_it_is_and_what_helps(
+    tmp_path: Path, families: SimpleNamespace, file: str, content: str | bytes, told: str
+) -> None:
+    for name in (f"{file}.gz", f"{file}.parquet", file, file.removesuffix(".gz")):
+        told = told.replace("{" + name + "}", str(tmp_path / name))
+    said = error_of(tmp_path, families, file, content)
+    assert told in said
+    assert said.count("\n") == 1
+
+
+ROWS = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("x.jsonl", "".join(json.dumps(row) + ",\n" for row in ROWS), "a row has no comma behind it where each line is a row"),
+        ("x.jsonl", "".join(f"{row}\n" for row in ROWS), "Python's own notation is no JSON: json.dumps writes it"),
+        ("x.jsonl", "// rows\n" + lines(*ROWS), "broken JSON at column 1: Expecting value; JSON has no comments: remove the line"),
+        ("x.json", "[ // rows\n" + json.dumps(ROWS)[1:], "broken JSON at column 3: Expecting value; JSON has no comments: remove it"),
+        ("x.json", json.dumps(ROWS)[:-1] + ",\n]", "broken JSON: a comma before the closing bracket\nremove the comma"),
+        ("x.jsonl", json.dumps(ROWS[0]) + json.dumps(ROWS[1]), "Extra data; each line holds one object"),
+        ("x.jsonl", json.dumps(ROWS), "got a list; a file that is one array is named .json"),
+        ("x.jsonl", "[\n" + json.dumps(ROWS)[1:], "or objects over several lines, are read from a file named .json"),
+        ("x.jsonl", json.dumps(ROWS[0], indent=1), "or objects over several lines, are read from a file named .json"),
+        ("x.csv", "prompt,completion\rq,a\r", "x.csv:1: the line ends are a lone carriage return\ntr '\\r' '\\n' < "),
+        ("x.csv", "# a comment\nprompt,completion\nq,a\n", "the first line was taken for the header: '# a comment': remove it"),
+        ("x.csv", "How much?,One\nHow many?,Two\n", "write prompt and completion above the first row if it has none"),
+    ],
+    ids=["commas", "Python", "comment", "comment in array", "last comma", "two in a line", "array", "array on lines", "object on lines",
+         "carriage return", "comment above the header", "no header"],
+)  # fmt: skip
+def test_what_is_nearly_json_or_a_table_is_told_what_to_change(
+    tmp_path: Path, families: SimpleNamespace, file: str, content: str, told: str
+) -> None:
+    assert told in error_of(tmp_path, families, file, content)
+
+
+def test_files_with_other_columns_are_told_to_be_sources_of_their_own(tmp_path: Path, families: SimpleNamespace) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/a.jsonl").write_text(ROW)
+    (tmp_path / "set/b.jsonl").write_text(lines({"question": "q", "answer": "a"}))
+    for columns in (None, {"prompt": "question", "completion": "answer"}):
+        with pytest.raises(UsageError) as caught:
+            load_data(DataSection(train=str(tmp_path / "set"), columns=columns), families.of("chatml"), seed=0)
+        assert "give files with other columns as sources of their own" in str(caught.value.fix)
+
+
+def test_a_zero_byte_makes_its_row_a_bad_one(tmp_path: Path, families: SimpleNamespace) -> None:
+    for file, content in (("x.jsonl", lines(*ROWS)), ("x.csv", "prompt,completion\n" + "q,a\n" * 3)):
+        path = tmp_path / file
+        path.write_bytes(content.replace("q", "q\0", 2).replace("q\0", "q", 1).encode())
+        loaded = load_data(DataSection(train=str(path), on_bad_row="skip"), families.of("chatml"), seed=0)
+        assert (len(loaded.train), len(loaded.bad_rows)) == (2, 1)
+        assert "is zero, which is no text" in loaded.bad_rows[0].reason

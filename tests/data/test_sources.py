@@ -58,6 +58,34 @@ def test_a_folder_and_a_pattern_are_their_files(folder: Path, name: str) -> None
     assert one.notes == (["set: 1 of 4 files are not read (README.md)"] if name == "set" else [])
 
 
+def test_parts_without_rows_beside_others_are_passed_over_and_told(folder: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS[:1]).slice(0, 0), folder / "set/d.parquet")
+    (folder / "set/e.jsonl").write_bytes(b"")
+    (folder / "set/f.csv").write_bytes(b"prompt,completion\n")
+    (folder / "set/g.csv").write_bytes(b"\n")
+    one = found("set")
+    assert asked(one) == [row["prompt"] for row in ROWS]
+    assert one.facts()["files"] == 3
+    assert "set: 4 of 7 files hold no rows (d.parquet, e.jsonl, f.csv, ...)" in one.notes
+    with pytest.raises(UsageError, match="none of its 2 files holds a row"):
+        found("set/[ef].*")
+    with pytest.raises(UsageError, match=r"set/d\.parquet: the file holds no rows"):
+        found("set/d.parquet")
+    with pytest.raises(UsageError, match=r"set/e\.jsonl: the file is empty"):
+        found("set/e.jsonl")
+
+
+def test_a_broken_link_is_refused_and_a_link_to_the_folder_is_not_followed(folder: Path) -> None:
+    (folder / "set/deep/again").symlink_to(folder / "set")
+    one = found("set/**/[abc].*")
+    assert asked(one) == [row["prompt"] for row in ROWS]
+    assert [note for note in one.notes if "each is read once" in note]
+    (folder / "set/part.jsonl").symlink_to(folder / "gone.jsonl")
+    for name in ("set", "set/*.jsonl"):
+        with pytest.raises(UsageError, match=r"set/part\.jsonl: a link to .*gone\.jsonl, which does not exist"):
+            found(name)
+
+
 def test_the_limit_counts_over_all_files(folder: Path) -> None:
     assert asked(found("set", limit=6)) == ["q0", "q1", "q2", "q3", "q4", "q5"]
     assert asked(found("set", limit=6), skip=5) == ["q5"]

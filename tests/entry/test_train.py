@@ -128,6 +128,30 @@ def test_a_callback_that_changes_a_weight_stops_the_run(workshop, tmp_path):
         isotype.train(**settings(workshop, tmp_path / "run"), callbacks=[Changes()])
 
 
+def written_through_data(p):
+    p.data.copy_(p.data.bfloat16())
+
+
+def replaced_data(p):
+    p.data = p.data.bfloat16().float()
+
+
+def written_by_numpy(p):
+    p.detach().numpy()[...] = p.detach().bfloat16().float().numpy()
+
+
+@pytest.mark.parametrize("rounded", [written_through_data, replaced_data, written_by_numpy])
+def test_a_write_that_pytorch_does_not_count_stops_the_run(workshop, tmp_path, rounded):
+    class Rounds(isotype.Callback):
+        def on_step(self, moment):
+            for p in moment.model.parameters():
+                if p.requires_grad:
+                    rounded(p)
+
+    with pytest.raises(RunError, match=r"step 1: Rounds.on_step changed .*lora_"):
+        isotype.train(**settings(workshop, tmp_path / "run"), callbacks=[Rounds()])
+
+
 def test_an_objective_replaces_the_cross_entropy(workshop, tmp_path):
     def smoothed(model, batch):
         logits = model(**batch.inputs).logits[:, :-1].float()
@@ -283,6 +307,19 @@ def test_an_interrupt_before_step_1_raises_keyboard_interrupt_and_leaves_no_run(
     with pytest.raises(KeyboardInterrupt, match="before step 1"):
         isotype.train(**settings(workshop, tmp_path / "run"))
     assert not (tmp_path / "run/resolved.yaml").exists()
+
+
+def test_a_run_that_a_callbacks_keyboard_interrupt_ended_says_so_and_goes_on(workshop, tmp_path):
+    class Interrupts(isotype.Callback):
+        def on_step(self, moment):
+            if moment.step == 3:
+                raise KeyboardInterrupt
+
+    whole = isotype.train(**settings(workshop, tmp_path / "whole"))
+    stopped = isotype.train(**settings(workshop, tmp_path / "stopped"), callbacks=[Interrupts()])
+    assert stopped.status == "interrupted"
+    assert isotype.train(resume=stopped.folder).status == "done"
+    same_result(whole.folder, stopped.folder)
 
 
 def test_a_run_does_not_depend_on_the_callers_default_dtype_or_gradient_mode(workshop, tmp_path):

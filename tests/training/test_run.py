@@ -165,6 +165,7 @@ def test_a_second_ctrl_c_stops_at_once_and_nothing_saved_is_lost(configured, tmp
         ctrl_c_before(patched, LanguageTask, "collate", call=7, times=2)
         assert train(configured("stopped")) == 130
     assert "interrupted at once, without a save: the last checkpoint is step " in capsys.readouterr().out
+    assert result_of(tmp_path / "stopped")["status"] == "interrupted"
     assert train(configured("stopped"), resume=tmp_path / "stopped") == 0
     same_result(tmp_path / "whole", tmp_path / "stopped")
 

@@ -20,6 +20,7 @@ from .read import Record, decoded_line, ending, raw_lines, text_blocks
 MOST = 1 << 28  # characters of one row: more is a bracket or a quote that is never closed
 _BLANK = re.compile(r"[ \t\n\r]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_SEVERAL_LINES = "; an array, or objects over several lines, are read from a file named .json"
 _ESCAPE = 12  # characters that an escape may have: a failure so near to the end of the window may be the window's
 
 
@@ -59,14 +60,36 @@ def _lines(path: Path, name: str, skip: int, meter: Meter | None) -> Iterator[Re
         try:
             value = decoder.decode(line)
         except json.JSONDecodeError as error:
-            hint = "; a .json file holds an array, or one object a line" if ending(path) == ".json" else ""
+            hint = _nearly_json(line, error.pos)
+            if ending(path) == ".json" and (not hint or hint == _SEVERAL_LINES):
+                hint = "; a .json file holds an array, or one object a line"
             ends = error.pos >= len(line.rstrip())
             where = ": the line ends within a value" if ends else f" at column {error.pos + 1}: {error.msg}"
             yield Record(name, number, None, wrong=f"broken JSON{where}{hint}")
         except (RecursionError, ValueError) as error:
             yield Record(name, number, None, wrong=_impossible(error))
         else:
+            if isinstance(value, list):
+                hint = "" if ending(path) == ".json" else "; a file that is one array is named .json"
+                yield Record(name, number, None, wrong=f"a row must be an object with keys, got a list{hint}")
+                continue
             yield _checked(name, number, value, line, decoder.repeated)
+
+
+def _nearly_json(line: str, at: int) -> str:
+    """What to do with a line of what is often taken for JSON lines; "" where that is not known. `at`: where the error is."""
+    text, rest = line.strip(), line[at:].strip()
+    if text.startswith(("//", "/*", "#")):
+        return "; JSON has no comments: remove the line"
+    if text in ("{", "[", "]", "}"):
+        return _SEVERAL_LINES
+    if rest == ",":
+        return "; a row has no comma behind it where each line is a row"
+    if text.startswith("{'"):
+        return "; Python's own notation is no JSON: json.dumps writes it"
+    if rest.startswith("{"):
+        return "; each line holds one object"
+    return ""
 
 
 class _Window:
@@ -132,7 +155,9 @@ class _Window:
 
     def broken(self, error: json.JSONDecodeError) -> UsageError:
         line, column = self.place(error.pos)
-        return UsageError(f"{self.name}:{line}: broken JSON at column {column}: {error.msg}")
+        comment = self.text.startswith(("//", "/*", "#"), error.pos)
+        hint = "; JSON has no comments: remove it" if comment else ""
+        return UsageError(f"{self.name}:{line}: broken JSON at column {column}: {error.msg}{hint}")
 
 
 def _array(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
@@ -158,7 +183,8 @@ def _array(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:
         if separator != ",":
             raise UsageError(f"{name}:{line}: broken JSON: ',' or ']' expected" + (", the file ends here" if not separator else ""))
         window.at += 1
-        window.next_character()
+        if window.next_character() == "]":
+            raise UsageError(f"{name}:{line}: broken JSON: a comma before the closing bracket", fix="remove the comma")
 
 
 def _objects(path: Path, name: str, meter: Meter | None) -> Iterator[Record]:

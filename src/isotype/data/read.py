@@ -26,7 +26,21 @@ TEXT_ENDINGS = (".txt", ".text", ".md", ".rst")
 DATA_ENDINGS = JSON_ENDINGS + TABLE_ENDINGS
 ENDINGS = DATA_ENDINGS + TEXT_ENDINGS
 _BOMS = ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"))
+# the first bytes of what is often given under the name of a text file, what it is, and the ending under which it is read ("": none)
+_OTHER_KINDS = (
+    (b"\x1f\x8b", "compressed with gzip", ".gz"),
+    (b"PAR1\x15", "Parquet", ".parquet"),
+    (b"PK\x03\x04", "a zip archive, as a spreadsheet (.xlsx) is too", ""),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an Office document of the older kind (.xls)", ""),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd", ""),
+    (b"\xfd7zXZ\0", "compressed with xz", ""),
+    (b"BZh91AY&SY", "compressed with bzip2", ""),
+)
 BLOCK = 1 << 20  # bytes that `text_blocks` reads at a time
+
+
+class NoRows(UsageError):
+    """A file that can be read and holds no row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +64,11 @@ def ending(path: Path) -> str:
     return Path(path.stem).suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
 
 
-def existing_file(name: str, endings: tuple[str, ...] = ENDINGS) -> Path:
-    """The path of a readable, non-empty, regular file with one of the endings, or an error that says what is there instead."""
+def existing_file(name: str, endings: tuple[str, ...] = ENDINGS, *, empty: bool = False) -> Path:
+    """The path of a readable, regular file with one of the endings, or an error that says what is there instead.
+
+    empty   a file without a byte is accepted too
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         inside = sorted(p.name for p in path.iterdir() if ending(p) in endings)[:3]
@@ -74,7 +91,7 @@ def existing_file(name: str, endings: tuple[str, ...] = ENDINGS) -> Path:
         raise UsageError(f"{name}: the ending {path.suffix or '(none)'} says no known format; use one of {', '.join(endings)}")
     try:
         with path.open("rb") as file:
-            if not file.read(1):
+            if not file.read(1) and not empty:
                 raise UsageError(f"{name}: the file is empty")
     except OSError as error:
         raise UsageError(f"{name}: cannot be read: {error.strerror}") from None
@@ -87,12 +104,16 @@ def decoded(raw: bytes, *, file: str, line: int, offset: int) -> str:
         for bom, encoding in _BOMS:
             if raw.startswith(bom):
                 raise UsageError(f"{file}:1: byte 0: the file is {encoding}; save it as UTF-8", fix=_converted(file, encoding))
+        for mark, kind, named in _OTHER_KINDS:
+            if raw.startswith(mark):
+                raise UsageError(f"{file}: the file is {kind}, and no text", fix=_unpacked(file, named))
         raw = raw.removeprefix(b"\xef\xbb\xbf")
     if (at := raw.find(b"\0")) >= 0:  # every second byte of English in UTF-16; in JSON it is no character
         line += raw.count(b"\n", 0, at)
-        raise UsageError(
-            f"{file}:{line}: byte {offset + at} is zero: UTF-16 without its mark, or no text", fix=_converted(file, "UTF-16LE")
-        )
+        place = f"{file}:{line}: byte {offset + at} is zero"
+        if offset == 0 and (utf16 := _utf16(raw)):
+            raise UsageError(f"{place}: UTF-16 without its mark", fix=_converted(file, utf16))
+        raise UsageError(f"{place}, which is no text", fix=_without_zeros(file))
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -109,6 +130,33 @@ def _converted(file: str, encoding: str) -> str:
     import shlex
 
     return f"iconv -f {encoding} -t UTF-8 {shlex.quote(file)} > utf8{Path(file).suffix}"
+
+
+def _utf16(raw: bytes) -> str | None:
+    """The encoding of bytes of which most in even, or in odd, places are zero, as in UTF-16 of a Latin script."""
+    for first, encoding in ((1, "UTF-16LE"), (0, "UTF-16BE")):
+        places = raw[first:512:2]
+        if 2 * places.count(0) > len(places) > 0:
+            return encoding
+    return None
+
+
+def _unpacked(file: str, named: str) -> str:
+    """What to do with a file that is of another kind than its name says."""
+    import shlex
+
+    if Path(file).suffix.lower() == ".gz":
+        return f"gunzip {shlex.quote(file)}   # it was packed twice"
+    if named:
+        return f"mv {shlex.quote(file)} {shlex.quote(file + named)}, and give that name"
+    return "unpack it, or save the sheet as CSV in UTF-8, and give the file that comes out"
+
+
+def _without_zeros(file: str) -> str:
+    import shlex
+
+    read = "gzip -dc" if Path(file).suffix.lower() == ".gz" else "cat"
+    return f"{read} {shlex.quote(file)} | tr -d '\\000' > no_zeros{ending(Path(file))}   # if the rest is text"
 
 
 def text_lines(path: Path, name: str, meter: Meter | None = None) -> Iterator[tuple[int, str]]:
@@ -134,7 +182,8 @@ def decoded_line(raw: bytes, *, file: str, line: int, offset: int) -> tuple[str,
     try:
         return decoded(raw, file=file, line=line, offset=offset), None
     except UsageError as error:
-        if b"\0" in raw or not error.message.startswith(f"{file}:{line}: ") or raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+        whole = offset == 0 and (raw.startswith((b"\xff\xfe", b"\xfe\xff")) or (b"\0" in raw and _utf16(raw) is not None))
+        if whole or not error.message.startswith(f"{file}:{line}: "):
             raise
         return raw.decode("utf-8", "replace"), f"{error.message.removeprefix(f'{file}:{line}: ')}: {error.fix}"
 
@@ -172,7 +221,13 @@ _UNREADABLE = (gzip.BadGzipFile, EOFError, zlib.error, OSError)
 def _unreadable(error: Exception, name: str, line: int) -> UsageError:
     if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
         return UsageError(f"{name}:{line}: cannot be read: {error.strerror or error}")
-    return UsageError(f"{name}:{line}: broken gzip: {error}")
+    import shlex
+
+    if isinstance(error, gzip.BadGzipFile) and line == 1 and "Not a gzipped file" in str(error):
+        fix = f"if it is not compressed: mv {shlex.quote(name)} {shlex.quote(str(Path(name).with_suffix('')))}, and give that name"
+    else:
+        fix = f"copy or download the file again; gzip -t {shlex.quote(name)} tells whether it is whole"
+    return UsageError(f"{name}:{line}: broken gzip: {error}", fix=fix)
 
 
 @contextmanager

@@ -9,11 +9,10 @@ from itertools import islice
 from typing import Any
 
 from ..config.sources import SourceSpec
-from ..errors import UsageError
 from .bad_rows import BadRow, RowError
 from .formats import Example, FormatName, detect, example, ignored_keys
 from .progress import Meter
-from .read import Record
+from .read import NoRows, Record
 
 NO_ROWS = "the file holds no rows"
 _LOOKED_AT = 64  # rows from whose first sound one the format is taken
@@ -89,4 +88,4 @@ class Source:
                 return
             except RowError as error:  # another row may be valid; if none is, the error of the first row is raised
                 first_error = first_error or error
-        raise first_error or UsageError(f"{name}: {NO_ROWS}")
+        raise first_error or NoRows(f"{name}: {NO_ROWS}")

@@ -16,11 +16,11 @@ from typing import Any
 
 from ..config.sources import HUB, STDLIB, SourceSpec
 from ..errors import UsageError
-from .bad_rows import BadRow
+from .bad_rows import BadRow, RowError
 from .formats import Example
 from .json_rows import read_json
 from .progress import Meter
-from .read import DATA_ENDINGS, ENDINGS, JSON_ENDINGS, TEXT_ENDINGS, Record, ending, existing_file, sha256, text_lines
+from .read import DATA_ENDINGS, ENDINGS, JSON_ENDINGS, TEXT_ENDINGS, NoRows, Record, ending, existing_file, sha256, text_lines
 from .source import Source
 from .tables import read_csv, read_parquet
 
@@ -73,7 +73,21 @@ class FileSource(Source):
     files: Sequence[File] = ()
 
     def __post_init__(self) -> None:
-        for file in self.files:
+        empty = [file for file in self.files if not self._takes_format(file)]
+        if empty:
+            of = len(self.files)
+            self.files = [file for file in self.files if file not in empty]
+            if not self.files:
+                raise NoRows(f"{self.name}: none of its {of} files holds a row")
+            named = ", ".join(_some({file.path for file in empty}))
+            self.notes.append(f"{self.name}: {len(empty)} of {of} files {'holds' if len(empty) == 1 else 'hold'} no rows ({named})")
+
+    def _takes_format(self, file: File) -> bool:
+        """Notes the format of a file. False for one that holds no rows, where there are others: a part of an export may be empty."""
+        alone = len(self.files) == 1
+        try:
+            if not alone and file.size == 0:
+                return False
             if file.is_text:
                 if self.spec.format not in ("auto", "text"):
                     raise UsageError(
@@ -82,6 +96,24 @@ class FileSource(Source):
                 self.forms.append(("text", f"the ending {file.path.suffix}: plain text, cut into windows of data.max_length"))
             else:
                 self.looked_at(file.records(), file.name)
+        except NoRows:
+            if alone:
+                raise
+            return False
+        except RowError as error:
+            raise UsageError(error.message, fix=error.fix or self._advice(file, error.message)) from None
+        return True
+
+    def _advice(self, file: File, said: str) -> str | None:
+        """What helps where the first rows of a file have no known columns."""
+        if "data.columns" in said and len(self.files) > 1:
+            return (
+                "data.columns holds for every file of a source: give files with other columns as sources of their own, "
+                "data.train: [{name: ..., columns: {...}}, ...]"
+            )
+        if "no known format in the keys" in said and ending(file.path) in (".csv", ".tsv"):
+            return "a table begins with the names of its columns: write prompt and completion above the first row if it has none"
+        return None
 
     @property
     def bytes(self) -> int:
@@ -173,14 +205,18 @@ def _is_saved(name: str) -> bool:
 def _files(name: str) -> tuple[list[File], list[str]]:
     path = Path(name).expanduser()
     if any(mark in name for mark in "*?[") and not path.exists():
-        matched = [Path(found) for found in sorted(glob.glob(str(path), recursive=True)) if Path(found).is_file()]
+        there = [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
+        _refuse_broken_links(there)
+        matched, notes = _once(name, [p for p in there if p.is_file()])
         if not matched:
             raise UsageError(f"{name}: the pattern matches no file")
         known = [p for p in matched if ending(p) in ENDINGS and p.name not in _BESIDE_SAVED]
         if not known:
             raise UsageError(f"{name}: none of the {len(matched)} files it matches ends in {', '.join(ENDINGS)}")
     elif path.is_dir():
-        matched = sorted(p for p in path.rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts))
+        there = sorted(p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
+        _refuse_broken_links(there)
+        matched, notes = _once(name, [p for p in there if p.is_file()])
         known = [p for p in matched if ending(p) in ENDINGS and p.name not in _BESIDE_SAVED]
         if not known:
             raise UsageError(f"{name}: a folder without a file that ends in {', '.join(ENDINGS)}")
@@ -189,8 +225,27 @@ def _files(name: str) -> tuple[list[File], list[str]]:
     else:
         return [File(existing_file(name), name)], []
     left_out = len(matched) - len(known)
-    notes = [f"{name}: {left_out} of {len(matched)} files are not read ({', '.join(_some(set(matched) - set(known)))})"] if left_out else []
-    return [File(existing_file(str(p)), str(p)) for p in known], notes
+    if left_out:
+        notes.append(f"{name}: {left_out} of {len(matched)} files are not read ({', '.join(_some(set(matched) - set(known)))})")
+    return [File(existing_file(str(p), empty=len(known) > 1), str(p)) for p in known], notes
+
+
+def _refuse_broken_links(found: Sequence[Path]) -> None:
+    """A part of the data that is not there must not be passed over."""
+    for path in found:
+        if ending(path) in ENDINGS and path.is_symlink() and not path.exists():
+            raise UsageError(f"{path}: a link to {path.readlink()}, which does not exist", fix="restore that file, or remove the link")
+
+
+def _once(name: str, files: list[Path]) -> tuple[list[Path], list[str]]:
+    """The files, each under its shortest name, in the order given, and a note on those that links between folders lead to again."""
+    names: dict[Path, Path] = {}
+    for path in sorted(files, key=lambda p: (len(p.parts), p)):
+        names.setdefault(path.parent.resolve() / path.name, path)
+    kept = set(names.values())
+    again = len(files) - len(kept)
+    notes = [f"{name}: links between folders lead to {again} files a second time; each is read once"] if again else []
+    return [path for path in files if path in kept], notes
 
 
 def _some(paths: set[Path], most: int = 3) -> list[str]:

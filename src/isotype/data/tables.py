@@ -6,6 +6,7 @@ Parquet fills missing keys with nulls at every depth. They are removed, so that 
 from __future__ import annotations
 
 import csv
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any
 
 from ..errors import UsageError
 from .progress import Meter
-from .read import Record, decoded_line, ending, raw_lines
+from .read import NoRows, Record, decoded_line, ending, raw_lines
 
 _BATCH = 512  # rows of Parquet widened to Python at once
+_SEP_LINE = re.compile(r'"?sep=(.)"?\r?\n?')  # Excel's own line above the header, which names the delimiter
+_LINE_ENDS = re.compile(r"\s*[\r\n]\s*")
 _FIELD = 1 << 27  # characters of one CSV cell; csv's own limit, 131072, is less than a long document
 
 
@@ -37,10 +40,13 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
     csv.field_size_limit(_FIELD)
     source = lines()
     first = next(source, "")
-    delimiter = "\t" if ending(path) == ".tsv" else _delimiter(first)
+    begins = 1
+    if told := _SEP_LINE.fullmatch(first):
+        first = next(source, "")
+        begins = 2
+    delimiter = told[1] if told else "\t" if ending(path) == ".tsv" else _delimiter(first)
     rows = csv.reader(_again(first, source), delimiter=delimiter, strict=True)
     header: list[str] | None = None
-    begins = 1
     while True:
         cells: list[str] = []
         try:
@@ -48,15 +54,19 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
         except StopIteration:
             break
         except csv.Error as error:  # the reader goes on with the next line
+            if header is None and "new-line character" in str(error):
+                raise UsageError(f"{name}:{begins}: the line ends are a lone carriage return", fix=_with_line_ends(name)) from None
             if header is None:
                 raise UsageError(f"{name}:{begins}: broken CSV: {error}") from None
             wrong = wrong or f"broken CSV: {error}"
         if header is None and cells:
-            header = _header([cell.strip() for cell in cells], name)
+            header = _header([_LINE_ENDS.sub(" ", cell.strip()) for cell in cells], name)
         elif header is not None and (cells or wrong):  # else a blank line
             if len(cells) != len(header) and not wrong:
                 kind = "more" if len(cells) > len(header) else "fewer"
                 hint = "; quote a cell that holds the delimiter" if len(cells) > len(header) else ""
+                if header[0].startswith("#"):
+                    hint = f"; the first line was taken for the header: {header[0][:40]!r}: remove it if it is a comment"
                 wrong = f"{len(cells)} cells, {kind} than the header's {len(header)}{hint}"
             if skip:
                 skip -= 1
@@ -65,7 +75,7 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
                 yield Record(name, begins, None if wrong else row, wrong=wrong)
         begins, wrong = at + 1, None
     if header is None:
-        raise UsageError(f"{name}: the file holds no header")
+        raise NoRows(f"{name}: the file holds no header")
 
 
 def read_parquet(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
@@ -116,8 +126,14 @@ def _again(first: str, rest: Iterator[str]) -> Iterator[str]:
 
 
 def _delimiter(header: str) -> str:
-    """A comma, or what a header without one is divided by: semicolons in many spreadsheets, tabs."""
-    return next((mark for mark in ",;\t" if mark in header), ",")
+    """A comma, or what a header without one is divided by: semicolons in many spreadsheets, tabs, vertical bars."""
+    return next((mark for mark in ",;\t|" if mark in header), ",")
+
+
+def _with_line_ends(name: str) -> str:
+    import shlex
+
+    return f"tr '\\r' '\\n' < {shlex.quote(name)} > lines{Path(name).suffix}"
 
 
 def _header(names: list[str], file: str) -> list[str]:

@@ -34,6 +34,7 @@ from .disk_errors import refused_by_disk
 from .finish import finish
 from .interrupt import Interrupt
 from .loop import Loop
+from .memory.advice import less_memory
 from .milestones import Milestones
 from .own_code import Objective, Own, compare_objectives
 from .preflight.check import RECORD, preflight
@@ -107,12 +108,12 @@ def _train(
         except torch.OutOfMemoryError as error:
             raise RunError(
                 f"out of memory: {str(error).splitlines()[0]}",
-                fix="a smaller train.batch_size with more train.accumulate gives the same result; train.gradient_checkpointing: layers",
+                fix=less_memory(loaded.config, loaded.config.train.gradient_checkpointing),
             ) from error
         except KeyboardInterrupt:
             console.settle()
             world.failed(KeyboardInterrupt())
-            status, result = INTERRUPTED, _stopped_at_once(folder, console, trained=interrupt.training)
+            status, result = INTERRUPTED, _stopped_at_once(folder, console, world, trained=interrupt.training)
         except PreflightError:
             # nothing was started: the folder holds only the record, and the same command may be given again
             if world.first:
@@ -137,8 +138,8 @@ def run_folder(loaded: LoadedConfig, resume: Path | None) -> RunFolder:
     return RunFolder(resume or Path(loaded.config.run.folder.replace("{name}", name_of(loaded.config))))
 
 
-def _stopped_at_once(folder: RunFolder, console: RunConsole, *, trained: bool) -> dict[str, Any]:
-    """The result of a stop without a save: before step 1, or by a second Ctrl-C."""
+def _stopped_at_once(folder: RunFolder, console: RunConsole, world: World, *, trained: bool) -> dict[str, Any]:
+    """The result of a stop without a save: before step 1, by a second Ctrl-C, or by a KeyboardInterrupt that a callback raised."""
     step, _ = CheckpointStore(folder.checkpoints).newest_whole()
     if not folder.is_run:
         console.say("interrupted before step 1: nothing was begun, and the same command starts again")
@@ -146,7 +147,12 @@ def _stopped_at_once(folder: RunFolder, console: RunConsole, *, trained: bool) -
         where = f"the last checkpoint is step {step}" if step is not None else "there was no checkpoint yet"
         what = "interrupted at once, without a save" if trained else "interrupted before it went on"
         console.say(f"{what}: {where}. Go on with: isotype train --resume {folder.path}")
-    return {"status": "interrupted", "folder": str(folder.path), "steps": step}
+    result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
+    # a result that is there is of the part that is resumed, or of this one, which has ended
+    if folder.is_run and world.first and not (folder.path / "result.json").exists():
+        with contextlib.suppress(RunError):  # as for a failed run: a full disk is not why this one ended
+            folder.write_json("result.json", result)
+    return result
 
 
 def _run(

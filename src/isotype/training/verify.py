@@ -45,7 +45,7 @@ def verify_result(
             compare(model)
             return model, []
         part = part_of(mesh, look=compare)
-        model = task.reload(folder, precision, torch.device("cpu"), part)
+        model = task.reload(folder, precision, device, part)
         return model, keep_own_part(model, mesh, part, reduce=precision.reduce)
 
     model, units = world.in_turn(load)

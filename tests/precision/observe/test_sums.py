@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
@@ -40,6 +41,39 @@ def test_seen_and_unseen_counts_sum_to_the_total(preset, optimized):
     assert sums(seen, "norms") == norms
     assert sums(seen, "loss") == 1
     assert sums(seen, "compute") > 0
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products and attention without the observer."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.count += name in ("mm", "addmm", "bmm", "baddbmm") or name.startswith("_scaled_dot_product")
+        return func(*args, **(kwargs or {}))
+
+
+# products that are counted beside `compute`: their dtype is that of another declaration, or of PyTorch's own backward
+BESIDE = ("other_products", "isotype_ops", "mirrored_in_backward", "lora_branch", "tables", "router")
+
+
+@pytest.mark.parametrize("preset", ["fp32", "bf16-mixed", "bf16-lora", "bf16-pure", "fp16-mixed"])
+def test_every_product_of_a_step_is_counted_once(preset):
+    model = tiny_model()
+    run = set_up(lora(model) if preset == "bf16-lora" else model, PRESETS[preset])
+    with Products() as there:
+        seen = watched_step(run, 1)
+    assert sums(seen, "compute") + sum(seen.dtypes[kind].total() for kind in BESIDE) == there.count > 0
+
+
+@pytest.mark.parametrize("preset", ["fp32", "bf16-lora", "bf16-pure"])
+def test_every_state_of_adamw_is_counted(preset):
+    model = tiny_model()
+    run = set_up(lora(model) if preset == "bf16-lora" else model, PRESETS[preset])
+    assert sums(watched_step(run, 1), "optimizer") == tensors_of(run.stepper.optimizer) > 0
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> int:

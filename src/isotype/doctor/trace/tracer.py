@@ -7,6 +7,7 @@ switched off (`pace`). The tracer calls the watchers (`watcher`), which share it
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from types import FrameType
 from typing import Any, TypeVar
@@ -70,6 +71,7 @@ class Tracer(TorchDispatchMode):
         self.picture = PrecisionMap(self)
         self._mapped = mapped
         self._census: Counter[torch.dtype] | None = None
+        self._ran: weakref.ref[torch.nn.Module] | None = None  # the module with parameters that was called last from outside any other
         self.device = "cpu"
         self.factory_dtype: torch.dtype | None = None  # what the running factory call names
         self.autocast_around = False  # whether autocast was on where the program called; it reads as off below the dispatcher
@@ -182,13 +184,15 @@ class Tracer(TorchDispatchMode):
         if not self.stack:
             self.resume()
             self.forwards += 1
+            self._census = None
+            if next(module.parameters(), None) is not None:
+                self._ran = weakref.ref(module)
             for root_called in self._events.root_called:
                 root_called(module)
             if self.pace.begins(module, args):
                 return
             for forward_begins in self._events.forward_begins:
                 forward_begins()
-            self._census = None
         self.stack.append(module)
         for entered in self._events.entered:
             entered(module, args)
@@ -327,6 +331,7 @@ class Tracer(TorchDispatchMode):
     def before_explaining(self) -> None:
         """Names what has not run yet, so that an explanation can."""
         self.names.find_live()
+        self._census = None
 
     def autocast_state(self) -> tuple[str, bool]:
         return self.autocast.state()
@@ -367,9 +372,12 @@ class Tracer(TorchDispatchMode):
         self.pace.changed()
 
     def census(self) -> Counter[torch.dtype]:
-        """Parameter elements by dtype of the model that is running."""
+        """Parameter elements by dtype of the model that is running, or that ran last; of all models before any has run."""
         if self._census is None:
-            self._census = self.names.census(self.stack[0] if self.stack else None)
+            running = self.stack[0] if self.stack else None
+            if running is None or next(running.parameters(), None) is None:  # between two forwards, or in a loss
+                running = self._ran() if self._ran is not None else None
+            self._census = self.names.census(self.names.root_of(running) if running is not None else None)
         return self._census
 
     def call_failed(self, error: Exception, func: Any, args: tuple, kwargs: dict | None) -> None:

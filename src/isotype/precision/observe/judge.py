@@ -20,7 +20,7 @@ from ...dtypes import name
 from . import operators as ops
 from .call import Call, float_word, short_name
 from .callers import ENGINE, OURS, PRACTICE, USER
-from .casts import judge_cast, judge_widened_operands
+from .casts import judge_cast, judge_narrow_write, judge_widened_operands
 from .disguises import quantised_operands, shifted
 from .few_bits import few_bits, few_signed_levels
 from .lineage import BUFFER, NOTHING, WEIGHT, Lineage, joined, plain_tensors
@@ -63,7 +63,7 @@ class Judge(Call):
                 made = judge_cast(self, made)
             else:
                 judge_widened_operands(self, known, dtype)
-                made = judge_arithmetic(self, dtype, made)
+                made = judge_narrow_write(self, dtype, judge_arithmetic(self, dtype, made))
         elif self.op.kind == ops.BITS or (made.bits and self.op.kind == ops.ARITHMETIC):
             self._bits(made)
         if self.op.name in _CODES:
