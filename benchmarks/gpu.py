@@ -1,21 +1,30 @@
-"""Everything there is to run on a GPU, in two commands, each under nine minutes, part by part, and resumed where it stopped.
+"""Everything there is to run on a GPU, in commands under nine minutes each, part by part, and resumed where they stopped. In this order:
 
+    python benchmarks/gpu.py probe --out gpu         # versions, compiler, which attention wins, products, copies: a minute
     python benchmarks/gpu.py tests --out gpu         # the tests marked gpu: kernels, then ops, models, LoRA, runs
-    python benchmarks/gpu.py benchmarks --out gpu    # ops and LoRA beside their peers, at an H100's and H200's sizes
-    python benchmarks/gpu.py benchmarks --out gpu --part elementwise --again
-    python benchmarks/gpu.py benchmarks --out /tmp/tiny --device cpu --tiny    # the same commands at sizes of a test
+    python benchmarks/gpu.py profile --out gpu       # 4 layers of Llama-3.1-8B at 4k and 16k tokens, beside what the ledger counts
+    python benchmarks/gpu.py goal --out gpu          # whole steps of 8B LoRA and QLoRA and Gemma-2-2B beside PEFT and Unsloth
+    python benchmarks/gpu.py ops --out gpu           # ops and heads beside their peers, and the floors
+    python benchmarks/gpu.py benchmarks --out gpu    # LoRA's blocks and steps in more detail
+    python benchmarks/gpu.py ops --out gpu --part elementwise --again
+    python benchmarks/gpu.py goal --out new --before gpu                     # what gpu/goal.jsonl has done is not run again
+    python benchmarks/gpu.py ops --out /tmp/tiny --device cpu --tiny         # the same commands at sizes of a test
 
 Every part is a process of its own: what crashes, hangs or breaks the device ends that part alone. Its command, exit code, seconds, output
-and rows are one line of OUT/tests.jsonl or OUT/benchmarks.jsonl, written as soon as it ends; a part that has a line with exit code 0 is
-not run again. A part is begun only if it should fit in what is left of --minutes. Exit code: 0 all done, 1 a part failed, 3 some are left.
-Nothing need be installed but the libraries of pyproject.toml's train and quant extras: src/ is put on the path.
+and rows are one line of OUT/COMMAND.jsonl, written as soon as it ends; a part that has a line with exit code 0 is not run again. While it
+runs, its output is in OUT/running.log, which stays where this command is killed. A part is begun only if it should fit in what is left of
+--minutes. Exit code: 0 all done, 1 a part failed, 2 nothing could be run, with the reason in a line, 3 some parts are left.
+Nothing is fetched. Nothing need be installed but the libraries of pyproject.toml's train and quant extras: src/ is put on the path.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,7 +56,23 @@ GROUPS: dict[str, str | tuple[str, ...]] = {
     "runs": ("tests/training/", "tests/tasks/", "tests/test_five_failures.py"),
     "others": "",
 }
-SHARD = 24  # tests of a part: a kernel that compiles for the first time takes about 2 s, a run about 10
+SHARD = 24  # tests of a part: a kernel that compiles for the first time takes about 2 s
+SHARDS = {"runs": 8}  # a run takes about 10 s, a part 4 minutes at most
+
+NEEDED = (
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "safetensors",
+    "tokenizers",
+    "pydantic",
+    "ruamel.yaml",
+    "typer",
+    "rich",
+    "packaging",
+)
+NEEDED_BY_TESTS = ("pytest", "hypothesis", "datasets", "jinja2")
 
 
 def collected(root: Path) -> list[str]:
@@ -80,7 +105,7 @@ def shards(ids: list[str]) -> dict[str, list[str]]:
         groups[next(name for name, path in GROUPS.items() if identifier.startswith(path))].append(identifier)
     parts = {}
     for name, members in groups.items():
-        count = -(-len(members) // SHARD)
+        count = -(-len(members) // SHARDS.get(name, SHARD))
         for i in range(count):
             parts[f"{name}-{i + 1}" if count > 1 else name] = members[i * len(members) // count : (i + 1) * len(members) // count]
     return parts
@@ -88,21 +113,73 @@ def shards(ids: list[str]) -> dict[str, list[str]]:
 
 def tests(a: argparse.Namespace) -> list[Part]:
     parts = []
+    folder = Path(tempfile.mkdtemp(prefix="isotype-gpu-shards-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # the names of tests as they end, and not dots: a part that is cut says how far it came
+    options = ("-o", "addopts=", "--strict-markers", "-p", "no:cacheprovider", "-v", "--tb=short", "-m", "gpu", "-rs", "--durations=5")
     for name, ids in shards(collected(ROOT)).items():
         # by a file: ids hold brackets and spaces, and a hundred of them are a long command line
-        file = a.out.resolve() / "shards" / f"{name}.txt"
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file = folder / f"{name}.txt"
         file.write_text("\n".join(ids) + "\n", encoding="utf-8")
-        parts.append(Part(name, ("-m", "pytest", "-q", "-m", "gpu", "-rs", "--durations=5", f"@{file}"), 240))
+        parts.append(Part(name, ("-m", "pytest", *options, f"@{file}"), 240))
     return parts
 
 
-def benchmarks(a: argparse.Namespace) -> list[Part]:
+def probe(a: argparse.Namespace) -> list[Part]:
+    return [Part("probe", (str(BENCHMARKS / "gpu_probe.py"), "--device", a.device, *(["--tiny"] if a.tiny else [])), 180, True)]
+
+
+def whole_steps(a: argparse.Namespace, name: str, *words: str, limit: int = 150) -> Part:
+    """A part of benchmarks/goal.py; `words` without the sizes."""
+    sizes = ("--model", "tiny", "--tokens", "32", "--steps", "1", "--warmup", "1") if a.tiny else ("--tokens", "4096", "16384")
+    return Part(name, (str(BENCHMARKS / "goal.py"), "--device", a.device, *words, *sizes), limit, True)
+
+
+def profile(a: argparse.Namespace) -> list[Part]:
+    """Where the time of a step goes, 4 layers of the true geometry, and the ledger of the same step."""
+    ways = {
+        "none": ("--recompute", "none"),
+        "layers": ("--recompute", "layers", "--keep", "attention"),
+        "offload": ("--recompute", "layers+offload", "--keep", "all"),
+    }
+    if a.device == "cpu":
+        del ways["offload"]
+    more = () if a.tiny else ("--layers", "4", "--ledger")
+    return [whole_steps(a, f"profile-{name}", "--who", "isotype", "--profile", *more, *way) for name, way in ways.items()]
+
+
+def goal(a: argparse.Namespace) -> list[Part]:
+    """The geometry with most to say first: 8B QLoRA, 8B LoRA, Gemma-2-2B; ours fast and lean, PEFT, Unsloth."""
+    lean = ("--recompute", "layers") if a.device == "cpu" else ("--recompute", "layers+offload", "--keep", "all")
+    whos = {
+        "isotype": ("--who", "isotype", "--recompute", "none"),
+        "isotype-lean": ("--who", "isotype", *lean),
+        "peft": ("--who", "peft", "--recompute", "layers"),
+        "unsloth": ("--who", "unsloth"),
+    }
+    models = {
+        "qlora-8b": ("--model", "llama-8b", "--base", "nf4"),
+        "lora-8b": ("--model", "llama-8b"),
+        "gemma-2b": ("--model", "gemma-2b"),
+    }
+    return [whole_steps(a, f"{model}-{who}", *settings, *way) for model, settings in models.items() for who, way in whos.items()]
+
+
+def ops(a: argparse.Namespace) -> list[Part]:
     device = ("--device", a.device, *(["--tiny"] if a.tiny else []))
 
-    def ops(name: str, *cases: str, limit: int = 150) -> Part:
+    def part(name: str, *cases: str, limit: int = 150) -> Part:
         return Part(name, (str(BENCHMARKS / "ops_gpu.py"), *device, *(word for case in cases for word in ("--case", case))), limit, True)
 
+    return [
+        part("elementwise", "rms_norm", "rms_norm_heads", "silu_mul", "gelu_mul_tanh", "rope", "cross_entropy"),
+        part("head-llama", "head-llama-frozen", "head-llama-trainable"),
+        part("head-gemma", "head-gemma-frozen", "head-gemma-trainable"),
+        part("unsloth", "unsloth"),
+    ]
+
+
+def benchmarks(a: argparse.Namespace) -> list[Part]:
     # Llama 3 8B's layers and head, four layers of them
     large = ("--hidden", "4096", "--intermediate", "14336", "--layers", "4", "--vocabulary", "128256", "--batch", "1")
     small = ("--hidden", "64", "--intermediate", "128", "--layers", "1", "--vocabulary", "200", "--batch", "1", "--rounds", "1")
@@ -130,16 +207,13 @@ def benchmarks(a: argparse.Namespace) -> list[Part]:
     if not a.tiny:
         train_size = ("--layers", "12", "--hidden", "1024", "--vocabulary", "128256", "--length", "2048", "--batch", "4", "--rounds", "1")
     return [
-        ops("elementwise", "rms_norm", "rms_norm_heads", "silu_mul", "gelu_mul_tanh", "rope", "cross_entropy"),
-        ops("head-llama", "head-llama-frozen", "head-llama-trainable"),
-        ops("head-gemma", "head-gemma-frozen", "head-gemma-trainable"),
         lora("lora-blocks", "blocks", 4096),
         lora("lora-4k", "model", 4096),
         lora("qlora-4k", "model", 4096, "--base", "nf4", "--rows", "PEFT", "Isotype"),
         lora("lora-16k", "checkpointing", 16384),
         lora("lora-memory-4k", "memory", 4096, "--rows", "PEFT", "Isotype"),
+        lora("unsloth-4k", "model", 4096, "--base", "nf4", "--rows", "Unsloth"),
         Part("train", (str(BENCHMARKS / "train.py"), "--device", a.device, *train_size)),
-        ops("unsloth", "unsloth"),
     ]
 
 
@@ -153,13 +227,16 @@ def with_source(environment: Mapping[str, str], root: Path, *folders: str) -> di
     return {**environment, "PYTHONPATH": os.pathsep.join(p for p in path if p)}
 
 
-def run(part: Part, limit: float) -> dict[str, object]:
+def run(part: Part, limit: float, log: Path) -> dict[str, object]:
+    """log  holds the part's output while it runs, and afterwards where this process is killed before it ends"""
     environment = with_source(os.environ, ROOT) | {"PYTHONUNBUFFERED": "1"}
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
         command = [sys.executable, *part.command, *(["--json", str(rows)] if part.rows else [])]
-        with tempfile.TemporaryFile("w+") as output:
+        with log.open("w+", encoding="utf-8", errors="replace") as output:
+            print(f"{part.name}: {' '.join(part.command)}", file=output, flush=True)
+            begin = output.tell()
             # a session of its own, so that a part's own processes end with it
             process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
             try:
@@ -168,37 +245,73 @@ def run(part: Part, limit: float) -> dict[str, object]:
                 os.killpg(process.pid, 9)
                 process.wait()
                 code = 124
-            output.seek(0)
+            output.seek(begin)
             text = output.read()
         found = json.loads(rows.read_text()) if rows.is_file() else None
+    log.unlink()
     return {
         "part": part.name, "rc": code, "seconds": round(time.monotonic() - start, 1), "command": " ".join(part.command), "rows": found,
         "output": text[-200_000:],
     }  # fmt: skip
 
 
+COMMANDS = ("probe", "tests", "profile", "goal", "ops", "benchmarks")
+
+
+def why_nothing_runs(a: argparse.Namespace) -> str:
+    """In one line, before anything is collected or started; "" where parts can run."""
+    needed = ("torch",) if a.what == "probe" else NEEDED + (NEEDED_BY_TESTS if a.what == "tests" else ())
+    if absent := [name for name in needed if not installed(name)]:
+        return f"not installed: {' '.join(absent)} (python -m pip install {' '.join(absent)})"
+    on_cpu = os.environ.get("ISOTYPE_GPU_TESTS_ON") == "cpu" if a.what == "tests" else a.device == "cpu"
+    if on_cpu:
+        return "" if a.tiny or a.what == "tests" else "these sizes are a GPU's: --device cpu goes with --tiny"
+    import torch
+
+    if torch.cuda.is_available():
+        return ""
+    instead = "ISOTYPE_GPU_TESTS_ON=cpu runs the tests here" if a.what == "tests" else "--device cpu --tiny runs the same code here"
+    built = f"torch {torch.__version__}" if torch.version.cuda or torch.version.hip else f"torch {torch.__version__}, built without CUDA"
+    return f"no GPU ({built}): {instead}; --list says what there is"
+
+
+def installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the package of a dotted name
+        return False
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tests", "benchmarks"))
+    parser.add_argument("what", choices=COMMANDS)
     parser.add_argument("--out", type=Path, required=True, help="a folder; what it already holds is not run again")
     parser.add_argument("--part", action="append", help="only this one; may be given several times")
+    parser.add_argument("--before", type=Path, action="append", default=[], help="a folder with results of earlier times; may be repeated")
     parser.add_argument("--again", action="store_true", help="also what was done before")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="benchmarks at sizes of a test: the figures then mean nothing")
+    parser.add_argument("--tiny", action="store_true", help="sizes of a test: the figures then mean nothing")
     parser.add_argument("--list", action="store_true", help="only say what there is")
     a = parser.parse_args()
-    a.out.mkdir(parents=True, exist_ok=True)
-    parts = {"tests": tests, "benchmarks": benchmarks}[a.what](a)
+    if not a.list and (reason := why_nothing_runs(a)):
+        print(f"gpu.py {a.what}: {reason}", file=sys.stderr)
+        return 2
+    try:
+        parts = {"probe": probe, "tests": tests, "profile": profile, "goal": goal, "ops": ops, "benchmarks": benchmarks}[a.what](a)
+    except RuntimeError as error:  # a file of tests that cannot be imported
+        print(error, file=sys.stderr)
+        return 2
     names = [part.name for part in parts]
     if unknown := [name for name in a.part or [] if name not in names]:
         parser.error(f"--part {unknown[0]}: there are {', '.join(names)}")
     file = a.out / f"{a.what}.jsonl"
-    before = set() if a.again else done_before(file)
+    before = set() if a.again else set().union(*(done_before(folder / file.name) for folder in (a.out, *a.before)))
     wanted = [part for part in parts if part.name not in before and part.name in (a.part or names)]
     if a.list:
         print("\n".join(f"{part.name:24s} {'done' if part.name in before else ''}" for part in parts))
         return 0
+    a.out.mkdir(parents=True, exist_ok=True)
     end, left, failed = time.monotonic() + 60 * a.minutes, [], []
     for part in wanted:
         room = end - time.monotonic()
@@ -207,7 +320,7 @@ def main() -> int:
             left.append(part.name)
             continue
         print(f"--- {part.name}", flush=True)
-        line = run(part, min(part.limit, room))
+        line = run(part, min(part.limit, room), a.out / "running.log")
         with file.open("a") as lines:
             lines.write(json.dumps(line) + "\n")
         # the last of it: a reply may keep only the end of all output

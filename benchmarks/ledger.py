@@ -34,14 +34,14 @@ KEPT = {
 }
 
 
-def ledger_of(tokens: int, *, kind: str, kept: str, rank: int, device: str, layers: int) -> Ledger:
-    given = ["precision.preset=nf4-lora", f"adapter.r={rank}", "train.batch_size=1", "train.accumulate=1"]
+def ledger_of(tokens: int, *, kind: str, kept: str, rank: int, device: str, layers: int, base: str = "nf4") -> Ledger:
+    given = [f"precision.preset={base}-lora", f"adapter.r={rank}", "train.batch_size=1", "train.accumulate=1"]
     config = load(None, given).config
-    precision = Precision.preset("nf4-lora")
+    precision = Precision.preset(f"{base}-lora")
     made = outline(
         AutoConfig.for_model(**{**LLAMA_31_8B, "num_hidden_layers": layers}), config, precision, device_type="cuda"
     )  # fmt: skip
-    what = Checkpointing(kind, tuple(range(layers)), layers, "asked", **KEPT[kept])
+    what = Checkpointing(kind, tuple(range(layers)), layers, "asked", **KEPT[kept]) if kind != "none" else Checkpointing(kind)
     largest = step_outline(config, precision, length=tokens, device_type="cuda")
     memory = plan_memory(made, config.train, precision, largest, checkpointing=what, device_type="cuda")
     if memory.not_simulated:
@@ -52,7 +52,7 @@ def ledger_of(tokens: int, *, kind: str, kept: str, rank: int, device: str, laye
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--kind", default="layers+offload", choices=["layers", "layers+offload"])
+    parser.add_argument("--kind", default="layers+offload", choices=["none", "layers", "layers+offload"])
     parser.add_argument("--kept", default="all", choices=list(KEPT))
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--layers", type=int, default=32)

@@ -6,6 +6,7 @@
     python benchmarks/lora.py --part memory          # a process for each contender
     python benchmarks/lora.py --part host            # CPU time of forward a layer where there is next to nothing to compute
     python benchmarks/lora.py --part model --base nf4 --profile operators.txt    # QLoRA, with the operators of a step of each contender
+    python benchmarks/lora.py --part model --rows PEFT Isotype Unsloth --device cuda    # Unsloth: a process of its own, on a GPU
     python benchmarks/lora.py --device cuda --hidden 4096 --intermediate 14336 --layers 4 --length 1024 --json
 
 A Llama of 162M parameters (12 layers of 768, MLP 3072, 12 heads, vocabulary 32,000), 4 x 512 tokens, rank 16 on every linear layer, fp32
@@ -16,6 +17,8 @@ weights and inputs; ratios are between medians of one run.
     PEFT, our ops  the model optimized, LoRA layers left to PEFT
     Isotype        isotype.optimize(model)
     no adapter     the same optimized model without adapters; its first norm is trained so that backward runs through all of it
+    Unsloth        Unsloth's own Llama with its own checkpointing, after the others and in a process of its own, since importing it
+                   patches torch and transformers; where it cannot run, its row says why not
 
 Memory of the step is the process's highest resident size during a step (allocator's peak on a GPU) less what it held before it, weights
 and optimizer states, after one step has warmed everything up; beside it, what autograd holds for backward, weights left out.
@@ -27,6 +30,7 @@ import argparse
 import copy
 import cProfile
 import ctypes
+import importlib.util
 import json
 import pstats
 import statistics
@@ -38,9 +42,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import unsloth_row
 from torch import nn
 
 MODEL = ("PEFT", "PEFT, our ops", "Isotype", "no adapter")
+ROWS = (*MODEL, unsloth_row.NAME)
 TARGETS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 Step = Callable[[], object]
 
@@ -140,6 +146,10 @@ def contender(a: argparse.Namespace, who: str, checkpointing: bool) -> nn.Module
     return model.train()
 
 
+def has_bitsandbytes() -> bool:
+    return importlib.util.find_spec("bitsandbytes") is not None
+
+
 def in_4_bits(model: nn.Module) -> None:
     """Every linear layer of the decoder as bitsandbytes' NF4 layer, as transformers loads them for QLoRA."""
     import bitsandbytes
@@ -201,27 +211,66 @@ def flops(a: argparse.Namespace, checkpointing: bool) -> float:
 
 
 def model_part(a: argparse.Namespace, checkpointing: bool) -> dict[str, Any]:
-    rows = ("PEFT", "Isotype") if checkpointing else a.rows
+    rows = ("PEFT", "Isotype") if checkpointing else tuple(who for who in a.rows if who in MODEL)
     steps = {who: step_of(a, contender(a, who, checkpointing)) for who in rows}
     losses = {who: step() for who, step in steps.items()}
     timed = compare(a, steps, a.rounds)
     if a.profile is not None:
         a.profile.write_text(profiled(a, steps))
     tokens = a.batch * a.length
-    floor = flops(a, checkpointing) / peak_flops(a)
     found: dict[str, Any] = {
         "tokens/s": {who: round(tokens / value) for who, value in timed.items()},
         "first loss": {who: round(loss, 4) for who, loss in losses.items()},
-        "tokens/s, Isotype / PEFT": round(timed["PEFT"] / timed["Isotype"], 2),
-        "floor, s (FLOPs at the measured peak)": round(floor, 2),
-        "Isotype's step / floor": round(timed["Isotype"] / floor, 2),
     }
+    if {"PEFT", "Isotype"} <= set(rows):
+        found["tokens/s, Isotype / PEFT"] = round(timed["PEFT"] / timed["Isotype"], 2)
+    if "Isotype" in rows:
+        floor = flops(a, checkpointing) / peak_flops(a)
+        found["floor, s (FLOPs at the measured peak)"] = round(floor, 2)
+        found["Isotype's step / floor"] = round(timed["Isotype"] / floor, 2)
     if not checkpointing and set(rows) == set(MODEL):
         base = timed["no adapter"]
         found["adapters' cost in the optimized model, Isotype / PEFT"] = round(
             (timed["Isotype"] - base) / (timed["PEFT, our ops"] - base), 2
         )
+    if unsloth_row.NAME in a.rows and not checkpointing:
+        del steps
+        found[unsloth_row.NAME] = theirs = unsloths(a)
+        if isinstance(theirs, dict) and "Isotype" in rows:
+            found["tokens/s, Isotype / Unsloth"] = round(found["tokens/s"]["Isotype"] / theirs["tokens/s"], 2)
     return found
+
+
+def unsloths(a: argparse.Namespace) -> dict[str, Any] | str:
+    """Tokens a second and memory of Unsloth's step at these shapes, from a process of its own; or why it has none, in one line."""
+    if reason := unsloth_row.why_not(a.device, importing=False):
+        return reason
+    done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only", unsloth_row.NAME], capture_output=True, text=True)
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode or not last.startswith("{"):
+        said = done.stderr.strip() or done.stdout.strip() or "it said nothing"
+        return f"it failed: {said.splitlines()[-1]}"[:300]
+    return dict(json.loads(last))
+
+
+def unsloth_part(a: argparse.Namespace) -> dict[str, Any]:
+    """In its own process: a few steps of its model."""
+    if reason := unsloth_row.why_not(a.device):
+        sys.exit(reason)
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(config_of(a)).to(a.device, torch.bfloat16)
+    step = step_of(a, unsloth_row.adapted(base, rank=a.rank, length=a.length, nf4=a.base == "nf4", targets=TARGETS))
+    loss = step()
+    taken = compare(a, {unsloth_row.NAME: step}, a.rounds)[unsloth_row.NAME]
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return {
+        "tokens/s": round(a.batch * a.length / taken), "first loss": round(loss, 4),
+        "step MB": round((torch.cuda.max_memory_allocated() - held) / 1e6),
+    }  # fmt: skip
 
 
 # --- what a layer costs the host
@@ -393,7 +442,7 @@ def step_memory(a: argparse.Namespace, who: str, checkpointing: bool) -> dict[st
 def memory_part(a: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for checkpointing in (False, True):
-        rows = ("PEFT", "Isotype") if checkpointing else a.rows
+        rows = ("PEFT", "Isotype") if checkpointing else tuple(who for who in a.rows if who in MODEL)
         here = {}
         for who in rows:
             command = [sys.executable, __file__, *sys.argv[1:], "--only", who, *(["--checkpointed"] if checkpointing else [])]
@@ -401,6 +450,9 @@ def memory_part(a: argparse.Namespace) -> dict[str, Any]:
             if done.returncode:
                 sys.exit(f"{who} failed:\n{done.stderr[-2000:]}")
             here[who] = json.loads(done.stdout.splitlines()[-1])
+        if not {"PEFT", "Isotype"} <= set(rows):
+            found["with checkpointing" if checkpointing else "without"] = here
+            continue
         ratio = round(here["Isotype"]["step MB"] / max(1, here["PEFT"]["step MB"]), 2)
         found["with checkpointing" if checkpointing else "without"] = {**here, "step memory, Isotype / PEFT": ratio}
     return found
@@ -422,7 +474,7 @@ def main() -> None:
     for name, default in {**sizes, "rounds": 3, "block-rounds": 15, "threads": torch.get_num_threads()}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--part", choices=("blocks", "model", "checkpointing", "memory", "host", "all"), default="all")
-    parser.add_argument("--rows", nargs="+", choices=MODEL, default=MODEL, help="PEFT, Isotype and perhaps others: fewer take less time")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="PEFT, Isotype and perhaps others: fewer take less time")
     parser.add_argument("--heads", type=int, default=0, help="default: heads of 128 from 2,048 features on, of 64 below")
     parser.add_argument("--key-heads", type=int, default=0, help="default: a quarter of the heads from 2,048 features on, all below")
     parser.add_argument("--base", choices=("bf16", "nf4"), default="bf16", help="of the whole step; nf4 is QLoRA")
@@ -433,10 +485,17 @@ def main() -> None:
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: the process's own time, for a machine that others use"
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", choices=MODEL, help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=ROWS, help=argparse.SUPPRESS)
     parser.add_argument("--checkpointed", action="store_true", help=argparse.SUPPRESS)
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
+    if a.base == "nf4" and not has_bitsandbytes():
+        sys.exit("--base nf4 needs bitsandbytes, which is not installed")
+    if torch.device(a.device).type == "cuda" and not torch.cuda.is_available():
+        sys.exit(f"--device {a.device}: there is no GPU here (torch {torch.__version__})")
+    if a.only == unsloth_row.NAME:
+        print(json.dumps(unsloth_part(a)))
+        return
     if a.only:
         print(json.dumps(step_memory(a, a.only, a.checkpointed)))
         return

@@ -6,11 +6,13 @@ import argparse
 import ast
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
 
@@ -25,7 +27,7 @@ def gpu(monkeypatch):
 
 
 def started(gpu, monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *words, "--device", "cpu", "--tiny"])
     return gpu.main()
 
 
@@ -57,15 +59,83 @@ def test_a_part_that_does_not_fit_is_left_for_the_next_time(gpu, monkeypatch, tm
     monkeypatch.setattr(gpu, "benchmarks", lambda a: [gpu.Part(name, ("-S", "-c", "pass"), 900) for name in "ab"])
     now = 0.0
 
-    def part_takes_a_minute(part, limit, run=gpu.run):
+    def part_takes_a_minute(part, limit, log, run=gpu.run):
         nonlocal now
         now += 60.0
-        return run(part, 900)
+        return run(part, 900, log)
 
     monkeypatch.setattr(gpu, "run", part_takes_a_minute)
     monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: now))
     assert started(gpu, monkeypatch, "benchmarks", "--out", str(tmp_path), "--minutes", "1.5") == 3
     assert [line["part"] for line in lines(tmp_path)] == ["a"]
+
+
+def test_results_of_earlier_times_are_not_made_again(gpu, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gpu, "ops", lambda a: [gpu.Part(name, ("-S", "-c", "pass"), 30) for name in "abc"])
+    for part in "ab":
+        assert started(gpu, monkeypatch, "ops", "--out", str(tmp_path / part), "--part", part) == 0
+    before = [word for part in "ab" for word in ("--before", str(tmp_path / part))]
+    assert started(gpu, monkeypatch, "ops", "--out", str(tmp_path / "new"), *before) == 0
+    assert [line["part"] for line in lines(tmp_path / "new", "ops")] == ["c"]
+    assert "1 done, 2 before" in capsys.readouterr().out
+
+
+def test_the_output_of_a_part_is_in_a_file_while_it_runs(gpu, tmp_path):
+    log = tmp_path / "running.log"
+    # written so that the command itself, which the file begins with, does not contain it
+    reads = f"import pathlib; print('be' 'gun', flush=True); print(pathlib.Path({str(log)!r}).read_text().count('be' 'gun'))"
+    line = gpu.run(gpu.Part("a", ("-S", "-c", reads), 60), 60, log)
+    assert line["output"] == "begun\n1\n", line
+    assert not log.exists()
+
+
+@pytest.mark.parametrize("what", ["probe", "tests", "profile", "goal", "ops", "benchmarks"])
+def test_without_a_gpu_every_command_says_so_in_one_line(gpu, monkeypatch, tmp_path, capsys, what):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("ISOTYPE_GPU_TESTS_ON", raising=False)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", what, "--out", str(tmp_path / "out")])
+    assert gpu.main() == 2
+    said = capsys.readouterr()
+    assert re.fullmatch(rf"gpu.py {what}: no GPU \(torch .*\): .* runs .* here; --list says what there is\n", said.err)
+    assert not said.out
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_installed_is_named_before_anything_runs(gpu, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gpu, "NEEDED", ("json", "no_such_package", "no_such.module"))
+    assert started(gpu, monkeypatch, "ops", "--out", str(tmp_path / "out")) == 2
+    assert capsys.readouterr().err.startswith("gpu.py ops: not installed: no_such_package no_such.module (python -m pip install")
+
+
+@pytest.mark.parametrize("what", ["probe", "profile", "goal", "ops", "benchmarks"])
+def test_the_parts_of_a_command_are_listed_without_a_gpu(gpu, monkeypatch, tmp_path, capsys, what):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", what, "--out", str(tmp_path), "--list"])
+    assert gpu.main() == 0
+    names = capsys.readouterr().out.split()
+    parts = getattr(gpu, what)(argparse.Namespace(device="cuda", tiny=False))
+    assert names == [part.name for part in parts]
+    assert len(set(names)) == len(names)
+    for part in parts:
+        assert Path(part.command[0]).is_file()
+        assert part.limit <= 300
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("what", "part"), [("probe", "probe"), ("profile", "profile-layers"), ("goal", "gemma-2b-unsloth")])
+def test_probe_profile_and_goal_run_at_the_sizes_of_a_test(gpu, monkeypatch, tmp_path, what, part):
+    status = started(gpu, monkeypatch, what, "--out", str(tmp_path), "--part", part)
+    (line,) = lines(tmp_path, what)
+    assert status == 0, line["output"]
+    if what == "goal":
+        assert "Unsloth left out: Unsloth needs a GPU" in line["output"]
+    elif what == "probe":
+        assert set(line["rows"]) == {"versions", "compilers", "device", "Triton's kernels", "attention", "products", "copies"}
+    else:
+        (row,) = line["rows"]
+        assert row["tokens"] == 32
+        assert row["tokens/s"] > 0
+        assert "ms in all" in row["profile"]
 
 
 def decorated(file):

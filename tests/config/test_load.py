@@ -235,6 +235,9 @@ def test_other_tools_names_are_known(write):
             "run.yaml:2 parallel.kind: expected one of auto replicate shard hybrid, got tensor; tensor parallelism",
         ),
         ("parallel:\n  context_parallel_size: 2", "run.yaml:2 parallel.context_parallel_size: context parallelism is not offered yet; "),
+        ("parallel:\n  param_dtype: bf16", "run.yaml:2 parallel.param_dtype: not offered: it rounds adapters, norms and their gradients; "),
+        ("parallel:\n  kind: cp", "got cp; context parallelism is not offered yet; "),
+        ("parallel:\n  reduce_dtype: fp32", "run.yaml:2 parallel.reduce_dtype: unknown key; here it is precision.reduce"),
         ("adapter:\n  dora: true", "run.yaml:2 adapter.dora: DoRA is not offered yet; adapter.rslora: true is"),
         ("adapter:\n  kind: dora", "run.yaml:2 adapter.kind: expected one of lora none, got dora; DoRA is not offered yet"),
         ("model:\n  rope_scaling: {factor: 2}", "run.yaml:2 model.rope_scaling: changing the rotary embedding is not offered yet; "),
@@ -247,6 +250,21 @@ def test_a_setting_that_is_not_offered_is_refused_by_name(write, text, said):
     assert "did you mean" not in str(caught.value)
 
 
-def test_an_override_that_is_not_offered_is_refused_by_name():
-    with pytest.raises(UsageError, match=r"dpo\.beta: training on preferences is not offered yet"):
-        load(None, ["dpo.beta=0.1"])
+@pytest.mark.parametrize(("word", "ours"), [("fsdp", "shard"), ("FSDP2", "shard"), ("hsdp", "hybrid"), ("ddp", "replicate")])
+def test_another_tools_word_for_a_value_is_known(write, word, ours):
+    with pytest.raises(UsageError, match=f"run.yaml:2 parallel.kind: expected one of .*, got {word}, did you mean {ours}\\?"):
+        load(write(f"parallel:\n  kind: {word}"))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("dpo.beta=0.1", "dpo.beta: training on preferences is not offered yet"),
+        ("model.rope_scaling.type=linear", "model.rope_scaling.type: changing the rotary embedding is not offered yet"),
+        ("train.deepspeed.zero_optimization.stage=2", "train.deepspeed.zero_optimization.stage: sharding by DeepSpeed is not offered"),
+    ],
+)
+def test_an_override_that_is_not_offered_is_refused_by_name(override, said):
+    with pytest.raises(UsageError) as caught:
+        load(None, [override])
+    assert said in str(caught.value)

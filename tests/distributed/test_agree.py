@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -49,7 +50,13 @@ def test_the_setting_that_differs_is_named():
 
 
 def test_versions_name_what_decides_numbers():
-    assert f"torch {torch.__version__}" in versions()
+    assert f"torch {torch.__version__}" in versions().splitlines()
+
+
+def test_only_the_version_that_differs_is_shown():
+    its = versions().replace(f"torch {torch.__version__}", "torch 1.0")
+    with pytest.raises(UsageError, match=rf"have different versions: torch 1\.0 and torch {re.escape(torch.__version__)}\n"):
+        refuse_differences(Others({"versions": its}), versions=versions())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

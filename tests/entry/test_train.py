@@ -103,6 +103,21 @@ def test_callbacks_that_draw_and_generate_leave_the_run_bit_identical(workshop, 
     assert {name for name, *_ in told} == {"step", "evaluation", "save", "samples"}
 
 
+def test_a_callback_may_call_backward_and_leave_settings_changed(workshop, tmp_path, monkeypatch):
+    plain = isotype.train(**settings(workshop, tmp_path / "plain"))
+    monkeypatch.chdir(tmp_path)
+
+    class Looks(isotype.Callback):
+        def on_step(self, moment):
+            ids = torch.arange(8)[None]
+            moment.model(input_ids=ids, labels=ids).loss.backward()
+            torch.set_grad_enabled(False)
+            os.chdir("/")
+
+    looked = isotype.train(**settings(workshop, "looked"), callbacks=[Looks()])
+    same_result(plain.folder, tmp_path / looked.folder)
+
+
 def test_a_callback_that_changes_a_weight_stops_the_run(workshop, tmp_path):
     class Changes(isotype.Callback):
         def on_step(self, moment):
@@ -111,6 +126,30 @@ def test_a_callback_that_changes_a_weight_stops_the_run(workshop, tmp_path):
 
     with pytest.raises(RunError, match=r"Changes.on_step changed .*lora_"):
         isotype.train(**settings(workshop, tmp_path / "run"), callbacks=[Changes()])
+
+
+def written_through_data(p):
+    p.data.copy_(p.data.bfloat16())
+
+
+def replaced_data(p):
+    p.data = p.data.bfloat16().float()
+
+
+def written_by_numpy(p):
+    p.detach().numpy()[...] = p.detach().bfloat16().float().numpy()
+
+
+@pytest.mark.parametrize("rounded", [written_through_data, replaced_data, written_by_numpy])
+def test_a_write_that_pytorch_does_not_count_stops_the_run(workshop, tmp_path, rounded):
+    class Rounds(isotype.Callback):
+        def on_step(self, moment):
+            for p in moment.model.parameters():
+                if p.requires_grad:
+                    rounded(p)
+
+    with pytest.raises(RunError, match=r"step 1: Rounds.on_step changed .*lora_"):
+        isotype.train(**settings(workshop, tmp_path / "run"), callbacks=[Rounds()])
 
 
 def test_an_objective_replaces_the_cross_entropy(workshop, tmp_path):
@@ -293,3 +332,14 @@ def test_a_run_does_not_depend_on_the_callers_default_dtype_or_gradient_mode(wor
     finally:
         torch.set_default_dtype(torch.float32)
     same_result(one.folder, other.folder)
+
+
+def test_a_run_does_not_depend_on_the_callers_autocast(workshop, tmp_path):
+    """Inside it, PyTorch would keep each weight as the first step cast it."""
+    more = {"precision": "bf16-mixed", "adapter": "none"}
+    plain = isotype.train(**settings(workshop, tmp_path / "plain") | more)
+    with torch.autocast("cpu", torch.bfloat16):
+        run = isotype.train(**settings(workshop, tmp_path / "run") | more)
+        assert torch.is_autocast_enabled("cpu")
+    same_result(plain.folder, run.folder)
+    assert not torch.is_autocast_enabled("cpu")

@@ -66,6 +66,17 @@ def test_label_smoothing_of_trainer_needs_no_logits(models, tmp_path):
     assert set(heads(tmp_path)) == {"linear_log_probs"}
 
 
+def test_label_smoothing_in_bf16_gives_no_violation(models, tmp_path):
+    """The mean logit is a product in fp32, and so is its gradient."""
+    more = {"label_smoothing_factor": 0.1, "output_dir": str(tmp_path / "out")}
+    trainer = plain(Setting(models, "full", bf16=True, more=more))
+    attach(trainer, "bf16-mixed", quiet=True)
+    curve(trainer)
+    record = json.loads((tmp_path / "out" / "isotype" / "precision.json").read_text())
+    assert [finding["message"] for finding in record["violations"]] == []
+    assert set(record["unobserved"]) <= {"norms", "reduce"}
+
+
 def test_outside_the_loss_logits_are_plain(models):
     trainer = plain(Setting(models))
     attach(trainer, "fp32", quiet=True)

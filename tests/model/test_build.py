@@ -10,6 +10,7 @@ from isotype.config.schema import RunConfig
 from isotype.model.build import build_model
 from isotype.model.load import Source, load_tokenizer
 from isotype.precision import PRESETS
+from isotype.precision.apply import inner_model
 from isotype.precision.part import Part
 
 ADAPTERS = {
@@ -36,3 +37,13 @@ def test_a_part_is_that_of_the_whole_model(preset, adapter, files, workshop, tmp
         assert parts[name].dtype == weight.dtype
         own, expected = (p.chunk(2)[1:] for p in (parts[name].detach(), weight.detach()))
         assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True)), name
+
+
+@pytest.mark.parametrize(("preset", "adapter"), [("bf16-mixed", "none"), ("nf4-lora", "lora")])
+def test_a_part_lies_on_the_cpu_and_is_made_for_the_device_of_the_run(preset, adapter, workshop):
+    """The processes cut it there and move their rows to the GPU; autocast is the GPU's."""
+    config = RunConfig.model_validate({"model": {"name": str(workshop.base), "allow_unquantised": True}, "adapter": ADAPTERS[adapter]})
+    tokenizer = load_tokenizer(config.model)
+    model, _ = build_model(config, PRESETS[preset], Source(str(workshop.base)), tokenizer, torch.device("cuda"), Part(0, 2))
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert inner_model(model)._isotype_precision.device_type == "cuda"

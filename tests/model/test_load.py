@@ -7,8 +7,10 @@ from isotype.config.schema import ModelSection
 from isotype.errors import UsageError
 from isotype.model.load import Source, base_source, check_vocabulary, load_base, load_tokenizer
 from isotype.precision import PRESETS
+from isotype.tasks.language.batches import collate
+from isotype.tasks.language.loss import batch_loss_sum
 from isotype.training.memory.live_bytes import LiveBytes
-from tests.models import SIZES, tiny
+from tests.models import SIZES, rows, tiny
 
 CPU = torch.device("cpu")
 
@@ -175,6 +177,32 @@ def test_auto_attention_picks_the_fastest_of_the_family_and_prints_it(tmp_path, 
     assert taken(model) == word
     assert said(model, "auto").startswith(f"{word} (auto: ")
     assert said(model, word) == word
+
+
+WITHOUT_SDPA = {
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 128},
+    "gemma2": {"head_dim": 8},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 4},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 128},
+    "mamba": {"state_size": 4},
+    "rwkv": {"attention_hidden_size": 32},
+    "xglm": {"ffn_dim": 48, "attention_heads": 4, "num_layers": 2, "d_model": 32},
+}
+
+
+@pytest.mark.parametrize("family", WITHOUT_SDPA)
+def test_a_family_without_sdpa_trains_by_default(tmp_path, family):
+    from isotype.model.attention import taken
+
+    tiny(family, **WITHOUT_SDPA[family]).save_pretrained(tmp_path)
+    model = load(Source(str(tmp_path)), "fp32", trainable=True, attention="auto")
+    assert taken(model) == "eager"
+    batch_loss_sum(model, collate(rows(2), pad_id=0), dtype="fp32").backward()
+    with pytest.raises(UsageError, match="does not have it") as caught:
+        load(Source(str(tmp_path)), attention="sdpa")
+    assert caught.value.fix == "model.attention: auto"
 
 
 def test_explicit_sdpa_that_the_family_lacks_is_refused_with_a_fix_that_helps(tmp_path):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from isotype.environment.planned import planned_for
 from isotype.errors import UsageError
@@ -15,6 +19,7 @@ from tests.host_reads import NoHostReads
 from tests.ops.trials import FACTOR, error
 
 HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
+ADA, BLACKWELL, CONSUMER_BLACKWELL = (8, 9), (10, 0), (12, 0)
 CHOICES = [
     # what is asked for, and the back end on Hopper, Ampere and Turing
     ({}, "cudnn", "flash", "sdpa"),
@@ -36,14 +41,121 @@ def of(shape, dtype=torch.bfloat16, grad=True):
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
 
 
+@pytest.fixture
+def pretend(monkeypatch):
+    """`pretend(capability, **asked)`: the back end on a GPU of this capability, with a cuDNN that serves and kernels that run."""
+    monkeypatch.setattr(choice, "cudnn_version", lambda: 92200)
+    monkeypatch.setattr(choice, "has_flash", lambda: True)
+    monkeypatch.setattr(choice, "why_no_kernels", lambda device: "")
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
+
+    def chosen(capability, depth=128, keys=256, dtype=torch.bfloat16, **asked):
+        monkeypatch.setattr(choice, "capability", lambda device: capability)
+        asked = {"causal": True, "masked": False, "window": None, "softcap": None, "packed": False, **asked}
+        return choice.on_a_gpu(dtype, of((1, 8, 256, depth), dtype), of((1, 2, keys, depth), dtype), **asked)
+
+    return chosen
+
+
 @pytest.mark.parametrize(("asked", "hopper", "ampere", "turing"), CHOICES, ids=lambda a: str(a))
-def test_the_back_end_follows_from_shapes_and_device(monkeypatch, asked, hopper, ampere, turing):
-    asked = {"causal": True, "masked": False, "window": None, "softcap": None, "packed": False, "dtype": torch.bfloat16, **asked}
-    depth, keys, dtype = asked.pop("depth", 128), asked.pop("keys", 256), asked.pop("dtype")
-    q, k = of((1, 8, 256, depth), dtype), of((1, 2, keys, depth), dtype)
-    for capability, wanted in ((HOPPER, hopper), (AMPERE, ampere), (TURING, turing)):
-        monkeypatch.setattr(choice, "capability", lambda device, c=capability: c)
-        assert choice.on_a_gpu(dtype, q, k, **asked) == wanted
+def test_the_back_end_follows_from_shapes_and_device(pretend, asked, hopper, ampere, turing):
+    assert [pretend(capability, **asked) for capability in (HOPPER, AMPERE, TURING)] == [hopper, ampere, turing]
+
+
+@pytest.mark.parametrize("depth", [128, 192, 200, 224, 232, 256])
+def test_a_head_size_without_a_backward_on_small_gpus_is_left_to_pytorch(pretend, depth):
+    # PyTorch's check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
+    small = "sdpa" if 192 < depth <= 224 else "flash"
+    assert [pretend(c, depth, packed=True) for c in ((8, 6), ADA, CONSUMER_BLACKWELL, (12, 1))] == [small] * 4
+    assert [pretend(c, depth, packed=True) for c in (AMPERE, HOPPER, BLACKWELL)] == ["flash"] * 3
+    assert pretend((13, 0), depth, packed=True) == "sdpa"
+
+
+def test_cudnn_runs_where_pytorch_would_run_it(pretend, monkeypatch):
+    assert [pretend(c) for c in (HOPPER, BLACKWELL, ADA, CONSUMER_BLACKWELL)] == ["cudnn", "cudnn", "flash", "flash"]
+    with monkeypatch.context() as m:
+        # 9.15.0 and older are wrong for lengths that are no multiple of 128
+        m.setattr(choice, "cudnn_version", lambda: 91500)
+        assert pretend(HOPPER) == "flash"
+    with monkeypatch.context() as m:
+        m.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+        assert pretend(HOPPER) == "flash"
+    # its backward is not deterministic
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert pretend(HOPPER) == "flash"
+    monkeypatch.setattr(torch, "is_deterministic_algorithms_warn_only_enabled", lambda: True)
+    assert pretend(HOPPER) == "cudnn"
+
+
+def test_a_back_end_that_the_user_switched_off_is_not_called(pretend, monkeypatch):
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        assert pretend(HOPPER) == "flash"
+    with sdpa_kernel(SDPBackend.MATH):
+        assert [pretend(HOPPER), pretend(HOPPER, packed=True)] == ["sdpa", "sdpa"]
+    assert pretend(HOPPER) == "cudnn"
+    monkeypatch.setattr(choice, "has_flash", lambda: False)
+    assert [pretend(HOPPER, packed=True), pretend(AMPERE)] == ["sdpa", "sdpa"]
+
+
+def test_a_softcap_is_computed_plainly_where_triton_cannot_run(pretend, monkeypatch):
+    assert pretend(AMPERE, softcap=50.0) == "flex"
+    monkeypatch.setattr(choice, "why_no_kernels", lambda device: "Triton cannot run a kernel")
+    assert pretend(AMPERE, softcap=50.0) == "plain"
+    # a plan launches nothing
+    with planned_for("cuda"):
+        assert pretend(AMPERE, softcap=50.0) == "flex"
+
+
+def test_flex_attention_is_compiled_once_for_all_lengths(monkeypatch):
+    graphs, runs = [], []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+
+        def run(*args):
+            runs.append(graph)
+            return graph.forward(*args)
+
+        return run
+
+    attend = flex.compiled(flex_attention, counting)
+    monkeypatch.setattr(flex, "_functions", lambda on_gpu: (attend, create_block_mask))
+    monkeypatch.setattr(flex, "_kept", OrderedDict())
+    lengths = range(32, 32 * 11, 32)
+    for positions in lengths:
+        q, k, v = (torch.randn(1, n, positions, 16) for n in (2, 1, 1))
+        out = flex.attention(q, k, v, None, True, 0.25, None, 50.0, None)
+    torch.testing.assert_close(out, written_out(q, k, v, causal=True, softcap=50.0), rtol=1e-4, atol=1e-5)
+    # one graph for the first length, one for any other. Past Dynamo's limit of 8 a call would run none
+    assert len(graphs) <= 4
+    assert len(runs) == len(lengths)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["by torch.compile", "where it compiles"])
+def test_more_kinds_of_calls_are_compiled_than_dynamo_allows_by_default(monkeypatch, told):
+    if not told:
+        # of an older torch, whose compile takes no limit
+        monkeypatch.setattr(flex.inspect, "signature", lambda function: SimpleNamespace(parameters={}))
+    graphs = []
+    doubled = flex.compiled(lambda x: x * 2, lambda graph, inputs: graphs.append(graph) or graph.forward)
+    for dimensions in range(1, 13):
+        assert doubled(torch.ones((1,) * dimensions)).sum() == 2
+    assert len(graphs) == 12
+
+
+def test_block_masks_are_those_of_their_own_batch(monkeypatch):
+    monkeypatch.setattr(flex, "_kept", OrderedDict())
+    q, k, v = (x.detach() for x in drawn(torch.float32))
+    for documents in (Documents.of([10, 14, 5, 19]), Documents.of([20, 4, 24]), None):
+        for window in (None, 5):
+            for _ in range(2):
+                got = flex.attention(q, k, v, None, True, 0.25, window, 3.0, documents)
+            torch.testing.assert_close(got, written_out(q, k, v, causal=True, window=window, softcap=3.0, documents=documents))
+    assert len(flex._kept) == 6
+    for positions in range(8, 8 + flex.KEPT):
+        q, k, v = (x.detach() for x in drawn(torch.float32, positions=positions))
+        flex.attention(q, k, v, None, True, 0.25, None, 3.0, None)
+    assert len(flex._kept) == flex.KEPT
 
 
 def test_a_plan_assumes_hopper_and_a_cpu_is_no_gpu():

@@ -286,3 +286,42 @@ def test_a_module_that_rounds_its_result_is_not_replaced(kind, forward):
         if type(module).__name__ == kind:
             module.__class__ = type("Rounded" + kind[5:], (type(module),), {"forward": forward})
     assert not [entry for entry in optimize(model).replaced if entry.kind.startswith("Rounded")]
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+def test_hooks_for_every_module_of_the_process_see_the_modules_inside_fused_layers(adapter):
+    model = tiny("llama")
+    model = lora(model, init_lora_weights=False) if adapter else model
+    mine = copy.deepcopy(model)
+    optimize(mine)
+    seen = []
+    for each in (model, mine):
+        names, outputs = {id(module): path for path, module in each.named_modules()}, {}
+
+        def keep(module, args, output, names=names, outputs=outputs):
+            if isinstance(output, torch.Tensor):
+                outputs[names[id(module)]] = output * 1
+
+        loss_and_gradients(each, batch())  # the layers have run fused before
+        handle = nn.modules.module.register_module_forward_hook(keep)
+        try:
+            loss_and_gradients(each, batch())
+        finally:
+            handle.remove()
+        seen.append({name: output.detach() for name, output in outputs.items()})
+    assert any("act_fn" in name for name in seen[0])
+    assert seen[1].keys() == seen[0].keys()
+    for name, output in seen[0].items():
+        torch.testing.assert_close(seen[1][name], output, rtol=1e-4, atol=1e-5)
+
+
+def test_trained_weights_of_an_optimised_model_can_be_swapped():
+    """torch.utils.swap_tensors, which `to` calls for weights of other libraries' kinds, refuses a weight with a weak reference."""
+    model, mine = tiny("llama"), tiny("llama")
+    optimize(mine)
+    for each in (model, mine):
+        loss_and_gradients(each, batch())
+        each.zero_grad()
+        for weight in list(each.parameters()):
+            torch.utils.swap_tensors(weight, nn.Parameter(weight.detach() * 1.1))
+    same_training(model, mine)

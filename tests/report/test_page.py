@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from isotype.report.page import page, progress, status
+from isotype.report.page import page, progress, status, tiles
+from isotype.report.plots import loss_plot
 from isotype.report.record import read_run
 from isotype.report.settings import differences
 from isotype.report.verdicts import precision, preflight
+from isotype.report.words import plain
 
 from .runs import run_folder, step, whole
 
@@ -147,3 +149,12 @@ def test_an_axis_is_fitted_to_values_that_lie_close_together(tmp_path: Path) -> 
     low = {plot.key: plot.bounds[1][0] for plot, _ in page(read_run(folder))["figures"]}
     assert low["tokens_per_second"] > 2900
     assert low["grad_norm"] == 0
+
+
+@pytest.mark.parametrize("steps", [8, 80])
+def test_the_training_loss_on_top_is_the_one_that_its_curve_ends_at(tmp_path: Path, steps: int) -> None:
+    made = record(tmp_path / "run", metrics=[step(n, loss=2.0 + (n % 3) / n) for n in range(1, steps + 1)])
+    (tile,) = (tile for tile in tiles(made) if tile.label.startswith("training loss"))
+    line = next(series for series in loss_plot(made).series if series.look == "line")
+    assert line.name.startswith(tile.label)
+    assert (tile.value, tile.note) == (plain(line.points[-1][1]), f"from {plain(line.points[0][1])} at step 1")

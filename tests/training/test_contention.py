@@ -53,3 +53,28 @@ def test_the_measurement_leaves_the_number_of_threads_as_it_was():
     wall, _ = module._measured(1)
     assert wall > 0
     assert torch.get_num_threads() == before
+
+
+SHARED = module.Contention(load=9.0, cores=2.0, threads=2, seconds={1: 1.0, 2: 3.0}, cpu_seconds={1: 1.0, 2: 6.0})
+
+
+def test_a_run_advises_fewer_threads_and_goes_on_with_those_that_it_has(configured, monkeypatch, capsys):
+    from isotype.tasks.choose import train
+    from isotype.training import run
+
+    monkeypatch.setattr(run, "contention", lambda: SHARED)
+    before = torch.get_num_threads()
+    assert train(configured(train={"steps": 1}, run={"samples": [], "sample_every": 0})) == 0
+    assert "OMP_NUM_THREADS=1" in capsys.readouterr().out
+    assert torch.get_num_threads() == before
+
+
+def test_the_quickstart_takes_fewer_threads(monkeypatch):
+    from isotype import quickstart
+
+    taken, said = [], []
+    monkeypatch.setattr(module, "contention", lambda: SHARED)
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    quickstart._take_fewer_threads_where_faster(said.append)
+    assert taken == [1]
+    assert "a load of 9.0 on 2 cores" in said[0]

@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from tests.training.test_run import same_result
 from tests.training.toy_task import ToyTask
+from torch import nn
 
 from isotype.report import write_report
 from isotype.training.plan import plan
@@ -84,3 +86,15 @@ def test_a_toy_task_is_planned(toy):
     assert made.memory.not_simulated is None
     assert made.total == 16 + 16 + 16 + 1
     assert "40 points" in made.as_text()
+
+
+class Noisy(nn.Module):
+    def forward(self, x):
+        return x + 0.1 * torch.randn_like(x)
+
+
+def test_a_model_that_draws_in_evaluation_gives_the_same_loss_after_reload(toy, monkeypatch):
+    plain = ToyTask.network
+    monkeypatch.setattr(ToyTask, "network", lambda self, *given: nn.Sequential(plain(self, *given), Noisy()))
+    loaded, task = toy(train={"steps": 2})
+    assert train(loaded, task) == 0

@@ -119,6 +119,17 @@ def test_fp32_gradients_become_what_they_meant(tmp_path):
     assert not [f for f in check([str(tmp_path / "result.yaml")]).findings if f.severity > Severity.NOTE]
 
 
+def test_every_picture_is_trained_on_unless_a_dataset_is_held_out(env, tmp_path):
+    assert config(translate(written(tmp_path)).text, tmp_path).images.eval_split == 0
+    assert "eval_split" not in translate(env).text
+
+
+@pytest.mark.parametrize(("value", "fate"), [("0.0", Fate.NO_EFFECT), (0, Fate.NO_EFFECT), (0.7, Fate.NOT_OFFERED)])
+def test_guidance_that_is_not_rescaled_is_switched_off(value, fate, tmp_path):
+    outcomes = translate(written(tmp_path, validation_guidance_rescale=value)).outcomes
+    assert next(o.fate for o in outcomes if o.given.name == "validation_guidance_rescale") == fate
+
+
 def test_toml_is_read_too(tmp_path):
     file = tmp_path / "config.toml"
     file.write_text("".join(f"{key.lstrip('-')} = {json.dumps(value)}\n" for key, value in JSON.items()))

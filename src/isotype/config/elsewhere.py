@@ -38,17 +38,30 @@ _NAMES = {
     "run.trackers": "report_to",
     "precision.preset": "bf16 fp16 mixed_precision load_in_4bit",
     "precision.base": "torch_dtype",
+    "precision.reduce": "reduce_dtype mixed_precision_reduce",
     "parallel.kind": "fsdp fsdp_config fsdp_version",
 }
 # what a section is taken for where it has a value and no keys: `model: org/name`
 MEANT = {"model": "model.name", "data": "data.train", "adapter": "adapter.kind", "precision": "precision.preset"}
 ELSEWHERE = {theirs: ours for ours, names in _NAMES.items() for theirs in names.split()}
 
+# a key -> other tools' words for its values
+WORDS = {
+    "parallel.kind": {
+        **dict.fromkeys(("fsdp", "fsdp1", "fsdp2", "full_shard", "zero3"), "shard"),
+        **dict.fromkeys(("hsdp", "hybrid_shard"), "hybrid"),
+        **dict.fromkeys(("ddp", "dp", "data_parallel", "no_shard"), "replicate"),
+    }
+}
+
 _PREFERENCES = "training on preferences is not offered yet; TRL's trainers do it"
 _SHARDED = "sharding by DeepSpeed is not offered; parallel.kind: shard shares weights, gradients and states between processes"
 _TENSOR = "tensor parallelism is not offered yet; parallel.kind: shard shares the weights, layer by layer"
 _CONTEXT = "context parallelism is not offered yet; data.max_length and train.gradient_checkpointing: layers bound a row's memory"
 _PIPELINE = "pipeline parallelism is not offered yet; parallel.kind: shard shares the weights, layer by layer"
+_PARAM_DTYPE = (
+    "not offered: it rounds adapters, norms and their gradients; precision.compute is the dtype of products, precision.reduce that of sums"
+)
 _DORA = "DoRA is not offered yet; adapter.rslora: true is, and isotype merge takes DoRA adapters that PEFT trained"
 _ROPE = "changing the rotary embedding is not offered yet; the config.json in the model's folder decides it (rope_parameters)"
 # a section, a key or a value -> the answer
@@ -56,9 +69,10 @@ NOT_OFFERED = {
     **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "cpo", "ipo", "grpo", "ppo", "rlhf", "reward_model"), _PREFERENCES),
     **dict.fromkeys(("deepspeed", "deepspeed_config", "zero_optimization", "zero_stage"), _SHARDED),
     **dict.fromkeys(("tensor", "tensor_parallel", "tensor_parallel_size", "tensor_parallel_degree", "tp", "tp_size"), _TENSOR),
-    **dict.fromkeys(("context", "context_parallel", "context_parallel_size", "context_parallel_degree", "cp_size"), _CONTEXT),
+    **dict.fromkeys(("context", "context_parallel", "context_parallel_size", "context_parallel_degree", "cp", "cp_size"), _CONTEXT),
     **dict.fromkeys(("sequence_parallel", "sequence_parallel_size", "sequence_parallel_degree", "sp_size"), _CONTEXT),
-    **dict.fromkeys(("pipeline", "pipeline_parallel", "pipeline_parallel_size", "pipeline_parallel_degree", "pp_size"), _PIPELINE),
+    **dict.fromkeys(("pipeline", "pipeline_parallel", "pipeline_parallel_size", "pipeline_parallel_degree", "pp", "pp_size"), _PIPELINE),
+    **dict.fromkeys(("param_dtype", "mixed_precision_param", "mixed_precision_policy"), _PARAM_DTYPE),
     **dict.fromkeys(("dora", "use_dora"), _DORA),
     **dict.fromkeys(("rope_scaling", "rope_theta", "rope_parameters"), _ROPE),
 }

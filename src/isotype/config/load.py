@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from ..dtypes import parse
 from ..errors import UsageError
-from .elsewhere import ELSEWHERE, MEANT, NOT_OFFERED
+from .elsewhere import ELSEWHERE, MEANT, NOT_OFFERED, WORDS
 from .expected import expected, keys, options, sections, takes
 from .recipes import STRONG, recipe
 from .schema import RunConfig
@@ -206,7 +206,7 @@ def _from_override(settings: _Settings, override: str) -> None:
 def _unknown(key: str) -> str:
     key = key.lstrip("-")  # files of command line options have them with their dashes
     section, dot, name = key.partition(".")
-    for word in (name, section):
+    for word in (name, name.partition(".")[0], section):
         if word in NOT_OFFERED:
             return NOT_OFFERED[word]
     elsewhere = [k for k in keys() if k.partition(".")[2] == (name if dot else key)]
@@ -275,7 +275,8 @@ def _meant(key: str, value: Any) -> str:
         near = [word for word in (parse(str(value)),) if word in words]
     except ValueError:
         near = []
-    near = near or get_close_matches(str(value), words, n=1)
+    theirs = WORDS.get(key, {}).get(str(value).lower())
+    near = near or ([theirs] if theirs else get_close_matches(str(value), words, n=1))
     return f", did you mean {near[0]}?" if near else ""
 
 

@@ -88,12 +88,12 @@ def fingerprint_of_weights(model: nn.Module) -> str:
 
 
 def versions() -> str:
-    """Those that decide a run's numbers: `isotype 0.1, torch 2.13.0, ...`."""
+    """Those that decide a run's numbers, one a line: `torch 2.13.0`."""
     known = []
     for name in ("isotype", "torch", "transformers", "peft", "bitsandbytes", "numpy"):
         with suppress(metadata.PackageNotFoundError):
             known.append(f"{name} {metadata.version(name)}")
-    return ", ".join(known)
+    return "\n".join(known)
 
 
 def lines_of(config: RunConfig) -> str:

@@ -1,7 +1,8 @@
 """A model that is distributed over the processes: each holds some rows of every weight, and a unit's weights are gathered while it runs.
 
-The engine is torch's FSDP2. Every decoder layer is a unit, an embedding that is not the head too, and the rest (norm, head) is the last
-one, which stays gathered from the forward to its backward: deferred logits multiply by the head's weight after the forward has ended.
+The engine is torch's FSDP2. Units are the decoder layers, or the blocks of a denoiser, and an embedding that is not the head. The rest
+(norm, head) is the last unit, which stays gathered from the forward to its backward: deferred logits multiply by the head's weight after
+the forward has ended.
 
 The units compute in the weights' own dtypes (`param_dtype=None`): products belong to the ops. Gradients are summed, not averaged, in
 `precision.reduce`. FSDP narrows the sum to the weights' dtype before anyone sees it; `Sums` takes it before.
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..dtypes import name, to_torch
 from ..errors import UsageError
 from ..precision.apply import inner_model, is_block, is_quantised
+from ..precision.denoiser_blocks import denoiser_blocks
 from ..precision.own_part import own_part
 from ..precision.part import Part
 from .world import World
@@ -132,7 +134,10 @@ def keep_own_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> li
 
 
 def units_of(inner: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every decoder layer, and of the embedding where the head does not share its weight."""
+    """(name, module) of every decoder layer or denoiser block, and of the embedding where the head does not share its weight."""
+    of_denoiser = {id(block) for block in denoiser_blocks(inner)}
+    if of_denoiser:
+        return [(full, module) for full, module in inner.named_modules() if id(module) in of_denoiser]
     found: list[tuple[str, nn.Module]] = []
     inside = ""
     for full, module in inner.named_modules():

@@ -1,7 +1,7 @@
 """Restores the state of the process after a run: a run in a notebook or a sweep must not change what runs after it.
 
 A run seeds the generators, may forbid nondeterministic algorithms, and silences libraries. It also depends on settings of the process that
-a caller may have changed: the default dtype and the gradient mode. It begins with PyTorch's own defaults for these.
+a caller may have changed: the default dtype, the gradient mode and autocast. It begins with PyTorch's own defaults for these.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ LIBRARIES = ("peft", "bitsandbytes")
 
 @contextmanager
 def own_process_state() -> Iterator[None]:
-    """Sets the default dtype to fp32 and records gradients. Restores everything on exit."""
+    """Sets the default dtype to fp32, records gradients, and leaves the caller's autocast. Restores everything on exit."""
     import numpy as np
     import torch
     import transformers
+
+    from ..training.undisturbed import callers_autocast_left
 
     levels = {name: logging.getLogger(name).level for name in LIBRARIES}
     said, bars = transformers.utils.logging.get_verbosity(), transformers.utils.logging.is_progress_bar_enabled()
@@ -34,6 +36,7 @@ def own_process_state() -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=range(torch.cuda.device_count())))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(callers_autocast_left())
         try:
             torch.set_default_dtype(torch.float32)
             yield

@@ -16,6 +16,7 @@ from ..errors import UsageError
 from ..optimize import optimize, restore
 from ..precision.apply import apply_precision, remove_precision
 from .accelerate_autocast import Autocast
+from .adapter_copies import AdapterCopies
 from .attachment import Attachment
 from .evaluation import Evaluation
 from .guards import Guards
@@ -115,7 +116,7 @@ def _put_on(attached: Attachment, *, reversible: bool) -> Guards:
         attached.undo.append(attached.pure.remove)
         attached.pure.install()
     guards = Guards(trainer, precision.compute, attached.gradient)
-    for part in (guards, Evaluation(trainer), Logits(trainer)):
+    for part in (guards, Evaluation(trainer), Logits(trainer), AdapterCopies(trainer)):
         attached.undo.append(part.remove)
         part.install()
     _one_graph_for_every_rank(attached)

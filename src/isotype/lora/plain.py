@@ -9,10 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as every_module
 
 from .quantised import forward_4bit, is_4bit, state_reason
 
 _PLAIN = "_isotype_plain"
+# the dictionaries in which PyTorch keeps the hooks of `register_module_forward_hook` and the like
+_OF_ALL_MODULES = (
+    every_module._global_forward_hooks,
+    every_module._global_forward_pre_hooks,
+    every_module._global_backward_hooks,
+    every_module._global_backward_pre_hooks,
+)
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -64,7 +72,8 @@ class Plain:
     def holds(self, layer: Any) -> bool:
         modules, adapter = layer._modules, self.adapter
         if (
-            layer._disable_adapters
+            every_module._has_any_global_hook()
+            or layer._disable_adapters
             or layer.merged_adapters
             or layer._active_adapter != self.active
             or adapter in layer.lora_variant
@@ -145,7 +154,9 @@ def _look(layer: Any) -> str | None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    every = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    """Whether a hook waits for the call of this module: its own, or one that is registered for every module of the process."""
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    every = (*own, *_OF_ALL_MODULES) if every_module._has_any_global_hook() else own
     # asked for every layer: nearly always all are empty
     if not any(every):
         return False

@@ -27,12 +27,15 @@ def build_model(
 ) -> tuple[nn.Module, Manifest]:  # fmt: skip
     """Returns the model and the manifest of the replaced modules.
 
-    part  what this process will keep of the model, where several share it
+    device  of the run: a model that several processes share is made for it, and its weights lie on the CPU until they are cut
+    part    what this process will keep of that model
     """
     every_weight = config.adapter.kind == "none"
     # an adapter begins with values that depend on the base's: rounded to its dtype, and copies of it in `modules_to_save`
     mapped = part is not None and every_weight
-    base = load_base(source, precision, attention=config.model.attention, device=device, trainable=every_weight, mapped=mapped)
+    base = load_base(
+        source, precision, attention=config.model.attention, device=device, trainable=every_weight, mapped=mapped, part=part
+    )  # fmt: skip
     notes = base_notes(source, precision)
     if precision.base == "nf4":
         check_share(base.requires_grad_(False), consent=config.model.allow_unquantised, kept_in=precision.unquantised)
@@ -43,7 +46,7 @@ def build_model(
     )
     # before the precision, which wraps the forward that the ops look at
     manifest = (
-        optimize(model, precision, lora_branch=config.model.lora_branch)
+        optimize(model, precision, device_type=device.type, lora_branch=config.model.lora_branch)
         if config.model.optimize
         else Manifest(notes=["model.optimize: false", *notes_of_optimize(model, precision)])
     )

@@ -22,6 +22,7 @@ from ..config.sources import is_folder_name, near_model
 from ..dtypes import to_torch
 from ..environment.hub import is_away, not_in_cache, say
 from ..errors import UsageError
+from ..precision.part import Part, loaded_on
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_base, of_config
 from ..runs.checkpoint.atomic_folder import fault, write_folder
@@ -118,12 +119,15 @@ def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrai
 
 
 def load_base(
-    source: Source, precision: Precision, *, attention: str, device: torch.device, trainable: bool, mapped: bool = False
-) -> PreTrainedModel:
-    """The base model on `device`; every weight in `trainable`'s dtype when all are trained, else in the base's, quantised for nf4.
+    source: Source, precision: Precision, *, attention: str, device: torch.device, trainable: bool, mapped: bool = False,
+    part: Part | None = None,
+) -> PreTrainedModel:  # fmt: skip
+    """The base model for `device`; every weight in `trainable`'s dtype when all are trained, else in the base's, quantised for nf4.
 
     mapped  weights may keep the dtype of their file: they are then read when they are used, and the caller casts them
+    part    what this process will keep of the model, where several share it: the weights stay on the CPU (`loaded_on`)
     """
+    where = loaded_on(device, part)
     options = attention_choice.attention_options(attention, device)
     dtype = to_torch(precision.trainable if trainable else precision.unquantised)
     # transformers would load it unchanged, and ignore the requested dtype
@@ -137,10 +141,10 @@ def load_base(
     if quantises:
         if not quantised_before:
             options["quantization_config"] = _nf4(precision)
-        options["device_map"] = {"": device}
+        options["device_map"] = {"": where}
     model = _load(source, attention, options)
     if "device_map" not in options:
-        model.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to in a way that hides its first argument from mypy
+        model.to(where)  # type: ignore[arg-type]  # transformers wraps Module.to in a way that hides its first argument from mypy
     # a rotary table in half precision is wrong from position 256 on; it is a buffer, and buffers stay as transformers made them
     return model
 

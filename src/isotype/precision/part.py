@@ -15,6 +15,12 @@ import torch
 from torch import Tensor, nn
 
 
+def loaded_on(device: torch.device, part: Part | None) -> torch.device:
+    """Where a model's weights are loaded: on the run's device, or, where several processes share the model, on the CPU, from where each
+    unit's part goes to the device."""
+    return device if part is None else torch.device("cpu")
+
+
 def _unwritten(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A tensor whose memory the system gives page by page as it is written, and gets back when the tensor is freed. malloc would reuse
     blocks that were freed before, and keep them."""

@@ -10,7 +10,7 @@ from typing import Any
 from ..config.sources import short_names
 from .chart import line_chart
 from .dataset import data, examples
-from .plots import loss_plot, plots, smoothed
+from .plots import MANY, loss_plot, plots, smoothed
 from .record import RunRecord
 from .sampled_pictures import as_data, asked, picture_of
 from .settings import differences
@@ -98,7 +98,10 @@ def tiles(record: RunRecord) -> list[Tile]:
     units = "pictures" if record.plan.get("task") == "diffusion" else "tokens"
     loss = record.curve("loss")
     if loss:
-        found.append(Tile("training loss", plain(smoothed(loss)[-1][1]), f"from {plain(loss[0][1])} at step {loss[0][0]:,.0f}"))
+        many = len(loss) > MANY
+        line = smoothed(loss) if many else loss  # the line that the chart labels
+        name = "training loss" + (", smoothed" if many else "")
+        found.append(Tile(name, plain(line[-1][1]), f"from {plain(line[0][1])} at step {line[0][0]:,.0f}"))
     evaluations = [(s, v) for s, v in record.curve("eval_loss") if math.isfinite(v)]
     if evaluations:
         step, best = min(evaluations, key=lambda p: p[1])

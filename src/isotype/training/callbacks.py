@@ -1,23 +1,28 @@
 """Calls a user's own code after a step, an evaluation, a save or a round of samples.
 
 A callback may read everything, generate, log, write files and ask the run to stop. It must not change the weights, because the run folder
-would then no longer describe the run; such a change is an error. Random state and the modules' modes are restored after each call, so that
-the weights are bit-identical to those of a run without callbacks.
+would then no longer describe the run; such a change is an error. Random state, the modules' modes, gradients and the process's settings are
+restored after each call, so that the weights are bit-identical to those of a run without callbacks.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import RunError, UsageError
-from .undisturbed import modes_restored, random_state_restored
+from ..precision.own_part import own_part
+from .undisturbed import modes_restored, process_settings_restored, random_state_restored
+
+# what PyTorch does not count as a write (`p.data`, NumPy) is found in a sample: a few tensors, some elements of each
+_SAMPLED_PARAMETERS, _SAMPLED_ELEMENTS = 32, 64
 
 
 @dataclass(frozen=True)
@@ -74,16 +79,19 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
 
 
 def tell(callbacks: Sequence[Callback], name: str, moment: Moment, optimizer: torch.optim.Optimizer) -> bool:
-    """Calls `on_NAME` of each callback; returns whether one asked to stop.
+    """Calls `on_NAME` of each callback; returns whether one asked to stop. Gradients that a callback leaves are the caller's to free.
 
-    Raises RunError CB001 when one changed a weight or a state of the optimizer.
+    Raises RunError CB001 when one changed a weight, whether it is trained, or a state of the optimizer.
     """
     for callback in callbacks:
-        before = _versions(moment.model, optimizer)
-        with random_state_restored(), modes_restored(moment.model):
+        before, values = _versions(moment.model, optimizer), _values(moment.model, optimizer)
+        with random_state_restored(), process_settings_restored(), modes_restored(moment.model):
             getattr(callback, f"on_{name}")(moment)
         now = _versions(moment.model, optimizer)
         changed = next((key for key in before.keys() | now.keys() if before.get(key) != now.get(key)), None)
+        if changed is None:
+            after = _values(moment.model, optimizer)
+            changed = next((key for key in values if not torch.equal(values[key], after[key])), None)
         if changed is not None:
             raise RunError(
                 f"step {moment.step}: {type(callback).__name__}.on_{name} changed {changed}", code="CB001",
@@ -92,12 +100,31 @@ def tell(callbacks: Sequence[Callback], name: str, moment: Moment, optimizer: to
     return bool(moment._asked)
 
 
-def _versions(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, int]]:
-    """(identity, PyTorch's count of writes in place) of every parameter and of every tensor among the optimizer's states."""
+def _versions(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, ...]]:
+    """(identity, PyTorch's count of writes in place) of every parameter and of every tensor among the optimizer's states; of parameters
+    whether they are trained too."""
     names = {id(p): name for name, p in model.named_parameters()}
-    found = {name: (id(p), p._version) for name, p in model.named_parameters()}
+    found: dict[str, tuple[int, ...]] = {name: (id(p), p._version, p.requires_grad) for name, p in model.named_parameters()}
     for p, states in optimizer.state.items():
         for key, state in states.items():
-            if isinstance(state, torch.Tensor):
+            if isinstance(state, Tensor):
                 found[f"the optimizer's {key} of {names.get(id(p), 'a parameter')}"] = (id(state), state._version)
     return found
+
+
+def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The bytes of some elements of some trained parameters, and of the optimizer's states of these."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    found: dict[str, Tensor] = {}
+    for name, p in trained[:: max(1, math.ceil(len(trained) / _SAMPLED_PARAMETERS))]:
+        found[name] = _elements(p)
+        for key, state in optimizer.state.get(p, {}).items():
+            if isinstance(state, Tensor):
+                found[f"the optimizer's {key} of {name}"] = _elements(state)
+    return found
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """uint8[...]: bytes, since a NaN equals itself by them alone."""
+    flat = own_part(tensor).detach().flatten()
+    return flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)].clone().view(torch.uint8)

@@ -20,6 +20,7 @@ from .ema import FOLDER_SUFFIX
 from .loop import Loop
 from .setup import Prepared
 from .task import Evaluation
+from .undisturbed import same_draws
 from .verify import ROWS, verify_result
 
 
@@ -104,7 +105,8 @@ def _save(loop: Loop, target: Path, sharding: Sharding | None, world: World) -> 
     if world.first:
         loop.observe_saved(target, dtype)
     weights = digests(tensors, to_torch(dtype))
-    trained = loop.task.evaluate(loop.model, loop.device, dtype=precision.loss, most=ROWS, world=world)
+    with same_draws():
+        trained = loop.task.evaluate(loop.model, loop.device, dtype=precision.loss, most=ROWS, world=world)
     return _Saved(target, trained, weights)
 
 

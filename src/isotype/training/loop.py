@@ -131,11 +131,12 @@ class Loop:
                     sampling=self.plan.due(self.plan.sample_every, step),
                     saving=self.plan.due(self.plan.save_every, step) or step == self.plan.total,
                 )
-            if self.world.any(interrupt.asked) and step < self.plan.total:
+            interrupted, stopped = (count > 0 for count in self.world.sum([interrupt.asked, self.stop_asked]))
+            if interrupted and step < self.plan.total:
                 self.console.settle()
                 self.save()
                 return False
-            if stopping or (self.callbacks and self.world.any(self.stop_asked)):
+            if stopping or stopped:
                 if self.saved_step != step:
                     self.save()
                 break
@@ -229,6 +230,7 @@ class Loop:
         if self.callbacks and self.world.first:
             moment = Moment(self.progress.step, self.plan.total, row, self.model, self.folder.path)
             self.stop_asked |= tell(self.callbacks, name, moment, self.stepper.optimizer)
+            self.stepper.accumulator.zero()  # a backward of a callback's own left gradients
 
     def _write(self, row: dict[str, Any]) -> None:
         if not self.world.first:

@@ -13,9 +13,10 @@ from ..errors import UsageError
 from ..precision.resolve import Resolved
 from .attention_line import attention_line
 from .ledger.step import Ledger, step_ledger
+from .memory.advice import less_memory
 from .memory.device import peak_memory, shown
 from .memory.plan import MemoryPlan
-from .memory.recomputation import NONE, Checkpointing
+from .memory.recomputation import Checkpointing
 from .milestones import Milestones
 from .processes_plan import ProcessesPlan, passes_of, plan_processes
 from .quiet import quiet_libraries
@@ -145,9 +146,7 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, l
     if wants_compiled(config):
         notes = [*notes, "model.compile: layers: the memory is that of the uncompiled step"]
     if hardware.memory and peak > hardware.memory:
-        recompute = "train.gradient_checkpointing=layers, " if checkpointing.kind == NONE else ""
-        advice = f"{recompute}a smaller train.batch_size with more train.accumulate, or --preset qlora"
-        notes = [*notes, f"this will not fit into {shown(hardware.memory)}: {advice}"]
+        notes = [*notes, f"this will not fit into {shown(hardware.memory)}: {less_memory(config, checkpointing.kind)}"]
     return Plan(
         processes=None
         if gpus is None or passes is None

@@ -34,6 +34,7 @@ from .disk_errors import refused_by_disk
 from .finish import finish
 from .interrupt import Interrupt
 from .loop import Loop
+from .memory.advice import less_memory
 from .milestones import Milestones
 from .own_code import Objective, Own, compare_objectives
 from .preflight.check import RECORD, preflight
@@ -107,7 +108,7 @@ def _train(
         except torch.OutOfMemoryError as error:
             raise RunError(
                 f"out of memory: {str(error).splitlines()[0]}",
-                fix="a smaller train.batch_size with more train.accumulate gives the same result; train.gradient_checkpointing: layers",
+                fix=less_memory(loaded.config, loaded.config.train.gradient_checkpointing),
             ) from error
         except KeyboardInterrupt:
             console.settle()

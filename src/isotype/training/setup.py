@@ -94,9 +94,9 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     basis = settle(task, sources, world=world)
     precision = basis.resolved.precision
     parallel = choose_parallel(task, basis, world)
+    world.at(0, "encoding the data")
+    world.first_before_others(lambda: task.encode(basis.device))  # what it put into the cache, the others find there
     world.at(0, "building the model")
-    # a model that is to be distributed goes to the device unit by unit
-    where = torch.device("cpu") if parallel.shares else basis.device
     with world.exchanging():
         mesh = mesh_of(world, basis.device, nodes=parallel.nodes) if parallel.shares else None
 
@@ -109,7 +109,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     part = None if mesh is None else part_of(mesh, look)
 
     def build() -> tuple[nn.Module, Manifest]:
-        return task.build_model(precision, where, folder, part)
+        return task.build_model(precision, basis.device, folder, part)
 
     def complete() -> tuple[nn.Module, Manifest, Checkpointing, list[nn.Module]]:
         model, manifest = world.first_before_others(build) if config.model.init == "random" else build()

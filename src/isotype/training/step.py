@@ -84,8 +84,7 @@ class Stepper:
         """Runs one step. Raises  RunError NF001, before any weight changes, for a non-finite loss or (without loss scaling) gradient."""
         weight, units = (int(n) for n in self.world.sum([sum(b.weight for b in batches), sum(b.units for b in batches)]))
         loss_tensor = self.accumulate(batches, weight, for_all=True)
-        own_loss = self._add_up(loss_tensor) if self.world.size > 1 else None
-        norm_tensor = self.norm()
+        own_loss, norm_tensor = self._add_up(loss_tensor) if self.world.size > 1 else (None, self.norm())
         loss, norm = torch.stack([loss_tensor, norm_tensor.to(loss_tensor)]).tolist()  # the one wait for the device in a step
         if not math.isfinite(loss):
             raise self.non_finite(batches, step=step, what="the loss", own=own_loss)
@@ -115,21 +114,23 @@ class Stepper:
         if self.sharding is None:
             return norm
         (square,) = self.world.sum([float(norm) ** 2])
-        return norm.new_tensor(math.sqrt(square / self.sharding.replicas) if math.isfinite(square) else square)
+        return _norm_of_parts(norm, square, self.sharding)
 
-    def _add_up(self, loss: Tensor) -> float:
-        """Makes loss and gradients those of all processes; returns this process's own loss."""
+    def _add_up(self, loss: Tensor) -> tuple[float, Tensor]:
+        """Makes loss and gradients those of all processes; returns this process's own loss, and the norm of the whole gradient: fp32[]."""
         own = float(loss)
         if self.sharding is not None:  # its gradients were summed in the backward
-            loss.fill_(self.world.sum([own])[0])
             self.accumulator.sent = self.sharding.sent()
-            return own
+            norm = gradient_norm(self.accumulator.gradients())
+            total, square = self.world.sum([own, float(norm) ** 2])
+            loss.fill_(total)
+            return own, _norm_of_parts(norm, square, self.sharding)
         reached = self.accumulator.reached()
         self.accumulator.finish_sums()
         total, *counts = self.world.sum([own, *reached])
         loss.fill_(total)
         self.accumulator.drop_unreached([count > 0 for count in counts])
-        return own
+        return own, self.norm()
 
     def _look(self) -> list[Tensor]:
         return [own_part(p).detach().flatten()[index] for p, index in self._sampled]
@@ -149,6 +150,11 @@ class Stepper:
         found = self.world.gather([own is not None and not math.isfinite(own), error.message, error.fix])
         rank, (_, message, fix) = next(((rank, told) for rank, told in enumerate(found) if told[0]), (0, found[0]))
         return RunError(message + (f" (rank {rank})" if found[rank][0] else ""), code="NF001", fix=fix)
+
+
+def _norm_of_parts(own: Tensor, square: float, sharding: Sharding) -> Tensor:
+    """own  fp32[], the norm of this process's part; `square`: the squares of all processes' norms, summed"""
+    return own.new_tensor(math.sqrt(square / sharding.replicas) if math.isfinite(square) else square)
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,7 @@
 """`Task`: the protocol that each kind of training implements.
 
 A task loads a model and its data, computes a loss, evaluates, samples, saves. `training` never imports one: the command line chooses it
-(`isotype.tasks.choose`) and hands it in. The order of the calls is `check`, `load_data`, `build_model`, then the rest.
+(`isotype.tasks.choose`) and hands it in. The order of the calls is `check`, `load_data`, `encode`, `build_model`, then the rest.
 """
 
 from __future__ import annotations
@@ -155,9 +155,14 @@ class Task(Protocol):
     def load_data(self) -> None:
         """Everything but the model: tokenizer, rows, prompts. Raises UsageError."""
 
+    def encode(self, device: torch.device) -> None:
+        """What other models make of the data (latents, text embeddings), computed once; these models are freed. Nothing where there are
+        none. Raises UsageError."""
+
     def build_model(self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None) -> tuple[nn.Module, Manifest]:
         """The model as it will be trained, and what Isotype replaced in it.
 
+        device  of the run; with `part` the weights are on the CPU
         folder  where a model that is made here (`model.init: random`) is kept, so that a resumed run starts from the same one
         part    what this process will keep of the model, where several share it: other rows need no values
         """

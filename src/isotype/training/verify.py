@@ -14,6 +14,7 @@ from ..errors import RunError
 from ..model.saved_form import Digests, refuse_difference
 from ..precision.precision import Precision
 from .task import Evaluation, Task
+from .undisturbed import same_draws
 
 ROWS = 16  # enough that a wrong adapter cannot hide, few enough for a CPU
 
@@ -44,13 +45,14 @@ def verify_result(
             compare(model)
             return model, []
         part = part_of(mesh, look=compare)
-        model = task.reload(folder, precision, torch.device("cpu"), part)
+        model = task.reload(folder, precision, device, part)
         return model, keep_own_part(model, mesh, part, reduce=precision.reduce)
 
     model, units = world.in_turn(load)
     if sharding is not None:
         Sharding(model, units, world, mesh=mesh, replicas=sharding.replicas)
-    reloaded = task.evaluate(model, device, dtype=precision.loss, most=ROWS, world=world)
+    with same_draws():
+        reloaded = task.evaluate(model, device, dtype=precision.loss, most=ROWS, world=world)
     allowed = saved_dtype_error(precision, adapter=adapter) * max(1.0, abs(trained.loss))
     if not abs(reloaded.loss - trained.loss) <= allowed:
         raise RunError(

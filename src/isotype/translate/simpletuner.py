@@ -313,6 +313,7 @@ KEYS: dict[str, Handler] = {
     "validation_epoch_interval": not_offered("run.sample_every is a number of steps"),
     "validation_num_inference_steps": to_count("run.sample_steps"),
     "validation_guidance": to_number("run.sample_guidance"),
+    "validation_guidance_rescale": lambda draft, given: draft.no_effect(given, "switched off") if number(given.value or 0) == 0 else draft.not_offered(given, "run.sample_guidance, which is not rescaled"),
     "validation_resolution": _sample_size,
     "validation_seed": no_effect("samples are drawn from train.seed, the same at every step"),
     "validation_disable": lambda draft, given: draft.set(given, "run.sample_every", 0) if truth(given.value) else draft.no_effect(given, "switched off"),
@@ -367,5 +368,7 @@ def finish(draft: Draft, source: Source) -> None:
     if "images.resolution" not in draft.settings:
         draft.default("images.resolution", 1024)
     finish_data(draft)
+    if "images.eval" not in draft.settings:
+        draft.default("images.eval_split", 0.0)  # it trains on every picture
     if "train.steps" in draft.settings:
         draft.settings.pop("train.epochs", None)

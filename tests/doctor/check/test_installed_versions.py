@@ -58,6 +58,20 @@ CLAIMS = {
         "utils/dataclasses.py",
         r"NO = \"no\"\s+FP8 = \"fp8\"\s+FP16 = \"fp16\"\s+BF16 = \"bf16\"\s*\n\n",
     ),
+    "CF058: fp8_config is read for fp8 only": (
+        "accelerate",
+        "utils/launch.py",
+        r"if args\.mixed_precision\.lower\(\) == \"fp8\":\n(?:.*\n){3,6}?\s+\w+ = setup_fp8_env",
+    ),
+    "CF058: accelerate config writes amax_history_length": (
+        "accelerate",
+        "commands/config/cluster.py",
+        r"fp8_config\[\"amax_history_length\"\]",
+    ),
+    "CF058: a recipe reads AMAX_HISTORY_LEN": ("accelerate", "utils/dataclasses.py", r"env_prefix \+ \"AMAX_HISTORY_LEN\""),
+    "CF058: a recipe reads AMAX_COMPUTE_ALGO": ("accelerate", "utils/dataclasses.py", r"env_prefix \+ \"AMAX_COMPUTE_ALGO\""),
+    "CF058: a recipe reads OPT_LEVEL": ("accelerate", "utils/dataclasses.py", r"env_prefix \+ \"OPT_LEVEL\""),
+    "CF058: the first three characters": ("accelerate", "utils/launch.py", r"FP8_OVERRIDE_FPROP\"\] = str\(value\[0\]\)"),
     "CF059: fp8 needs a library": ("accelerate", "state.py", r"Using `fp8` precision requires"),
 }
 

@@ -400,6 +400,65 @@ def test_a_comment_that_states_the_intent(tmp_path, comment, expected):
     assert {f.code for f in lint_command([tmp_path / "attention.py"]).findings} == expected
 
 
+RUNS_IT_IN_BF16 = """import torch
+from package.attention import attend
+
+
+def test_attend():
+    q = torch.randn(2, 4, 8{dtype})
+    assert {asserted}
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asserted", "expected"),
+    [
+        ("", "attend(q, q, q).shape == q.shape", {"LT018"}),
+        ("", "attend(q, q, q).dtype == torch.float32", set()),
+        (", dtype=torch.bfloat16", "attend(q, q, q).shape == q.shape", set()),
+        (", dtype=torch.bfloat16", "q.shape", {"LT018"}),
+    ],
+)
+def test_a_test_that_states_the_intent(tmp_path, dtype, asserted, expected):
+    """A test that asserts the dtype of what the function gives, or that runs it in bf16, speaks against a finding."""
+    package, tests = tmp_path / "package", tmp_path / "tests"
+    package.mkdir()
+    tests.mkdir()
+    (tmp_path / "pyproject.toml").touch()
+    for name, text in (("__init__", ""), ("attention", ATTEND.format(comment="")), ("model", CALLER.format(cast=""))):
+        (package / f"{name}.py").write_text(text)
+    (tests / "test_attention.py").write_text(RUNS_IT_IN_BF16.format(dtype=dtype, asserted=asserted))
+    assert {f.code for f in lint_command([tmp_path], select=SPEAKING).findings} == expected
+
+
+WITHOUT_A_CAST = CALLER.format(cast="").partition("\n\ndef load")[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("", set()),
+        ("dtype: fp32\n", set()),
+        ("dtype: bf16\n", {"LT018"}),
+    ],
+)
+def test_a_configuration_file_asks_for_weights_in_bf16(tmp_path, settings, expected):
+    """torchtune's recipe in the same repository loads the model in that dtype; nothing in the Python files names one."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (tmp_path / "pyproject.toml").touch()
+    for name, text in (("__init__", ""), ("attention", ATTEND.format(comment="")), ("model", WITHOUT_A_CAST)):
+        (package / f"{name}.py").write_text(text)
+    recipe = "tokenizer:\n  _component_: torchtune.models.llama3.llama3_tokenizer\nmodel:\n  _component_: package.model.Attention\n"
+    recipe += "checkpointer:\n  _component_: torchtune.training.FullModelHFCheckpointer\nepochs: 1\n"
+    (tmp_path / "recipe.yaml").write_text(recipe + settings)
+    (tmp_path / "broken.json").write_text('{"bf16": ')
+    (tmp_path / "nowhere.json").symlink_to(tmp_path / "missing.json")
+    found = lint_command([tmp_path], select=SPEAKING).findings
+    assert {f.code for f in found} == expected
+    assert all("recipe.yaml:8" in str(f.details) for f in found)
+
+
 TABLE_OF_A_DTYPE = """import torch
 
 

@@ -56,6 +56,36 @@ def test_exception_keeps_type_and_message_and_gains_the_explanation():
     assert seen.failure is seen.findings[0]
 
 
+def test_a_failure_counts_the_parameters_of_the_model_that_failed():
+    """A larger frozen model in bf16 beside it says nothing of an fp32 student."""
+    teacher = nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 4)).to(bf16).requires_grad_(False)
+    student = net()
+
+    def steps():
+        student(teacher(torch.randn(2, 16, dtype=bf16)).float().repeat(1, 4))
+        student(teacher(torch.randn(2, 16, dtype=bf16)).repeat(1, 4))
+
+    with pytest.raises(RuntimeError) as caught, trace(student), torch.no_grad():
+        steps()
+    note = "\n".join(caught.value.__notes__)
+    assert "100% of the parameters are fp32" in note, note
+    assert "addmm then got it as mat1" in note, note
+
+
+def test_a_loss_that_fails_counts_the_parameters_of_the_model_that_ran():
+    teacher = nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 4)).to(bf16).requires_grad_(False)
+    student = net()
+
+    def distance():
+        wide = teacher(torch.randn(2, 16, dtype=bf16))
+        return torch.mm(student(torch.randn(2, 16)), wide.t())
+
+    with pytest.raises(RuntimeError) as caught, trace(student), torch.no_grad():
+        distance()
+    note = "\n".join(caught.value.__notes__)
+    assert "100% of the parameters are fp32" in note, note
+
+
 @pytest.mark.parametrize(
     ("given", "model", "offered"),
     [(bf16, torch.float32, bf16), (torch.float32, torch.float16, torch.float16), (torch.float64, torch.float32, None)],

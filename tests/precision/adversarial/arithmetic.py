@@ -154,6 +154,11 @@ class ByRemainder(Rounded):
         return x - x % 0.01
 
 
+class ByFmod(Rounded):
+    def grid(self, x: Tensor) -> Tensor:
+        return x - x.fmod(0.02)
+
+
 class ByCastIntegers(Rounded):
     def grid(self, x: Tensor) -> Tensor:
         return (x * 128).int().to(x.dtype) / 128
@@ -318,7 +323,8 @@ class ByLargeConstant(MLP):
 for made in (
     ByTable, ByBins, ByNearest, ByIntegers, ByLargeConstant,
     Fp64ThenFp16MLP, Fp16MLP, Fp32MLP, EinsumMLP, Fp32Convolution, InlineNorm, NarrowVariance, NarrowPooling, NarrowRunningSum,
-    Int8Activations, ByFloorDivision, ByRemainder, ByCastIntegers, ByDividedIntegers, Fp8Activations, SumOfProducts, RecomputedInFp16,
+    Int8Activations, ByFloorDivision, ByRemainder, ByFmod, ByCastIntegers, ByDividedIntegers, Fp8Activations, SumOfProducts,
+    RecomputedInFp16,
 ):  # fmt: skip
     program(made.__name__, lambda made=made: tiny(mlp=made))
 for made in (Fp16Scores, NarrowSoftmax, WrittenOutSoftmax, Fp32Attention, NarrowScale):

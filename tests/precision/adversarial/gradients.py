@@ -78,6 +78,18 @@ def after_accumulation(run) -> None:
         p.register_post_accumulate_grad_hook(rounded)
 
 
+def accumulated_in_bf16(run) -> None:
+    """Gradients are added up in a tensor of bf16, which no cast shows, and come back."""
+    sums: dict[Tensor, Tensor] = {}
+
+    def added(p: Tensor) -> None:
+        total = sums.setdefault(p, torch.zeros_like(p, dtype=torch.bfloat16)).add_(p.grad)
+        p.grad.copy_(total)
+
+    for p in run.model.layers[1].mlp.parameters():
+        p.register_post_accumulate_grad_hook(added)
+
+
 def module_backward_hook(run) -> None:
     """Gradients of activations in fp16."""
     run.model.layers[1].mlp.register_full_backward_hook(lambda m, gi, go: tuple(g.half().to(g.dtype) for g in gi))
@@ -158,6 +170,7 @@ program("hook_puts_a_gradient_on_a_grid", tiny, prepare=hooked(lambda g: (g * 10
 program("hook_through_numpy", tiny, prepare=hooked(through_numpy))
 program("hook_multiplies_in_bf16", tiny, prepare=hooked(lambda g: (g.bfloat16() * 0.5).float()))
 program("hook_after_accumulation", tiny, prepare=after_accumulation)
+program("accumulated_in_bf16", tiny, prepare=accumulated_in_bf16)
 program("module_backward_hook", tiny, prepare=module_backward_hook)
 program("gradients_rounded_before_the_update", tiny, prepare=before_the_update)
 program("states_rounded", tiny, prepare=states_rounded)

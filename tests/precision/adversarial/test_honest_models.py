@@ -139,3 +139,47 @@ def test_a_weight_that_the_model_itself_casts_to_compute_gives_no_violation(mlp,
     run = set_up(tiny(mlp=mlp), PRESETS[preset])
     for step in (1, 2):
         assert [finding.message for finding in watched_step(run, step).violations] == []
+
+
+class Masks(MLP):
+    """Few values that are none of the model's: masks, signs, counts, a stream's own steps."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.decays = torch.nn.Parameter(torch.arange(1.0, 1 + self.up.in_features).log())
+
+    def forward(self, x):
+        y = super().forward(x)
+        kept = (y.detach() > 0).to(y.dtype)
+        shrunk = torch.where(kept > 0, y, torch.zeros_like(y)).sign() * y.abs().clamp(min=1e-6).log1p()
+        place = (kept.cumsum(1) - 1).clamp(min=0)
+        return y * kept / 0.8 + shrunk * (place < 4).to(y.dtype) * torch.exp(-self.decays.exp()).to(y.dtype)
+
+
+@pytest.mark.parametrize("preset", ["bf16-mixed", "fp32", "fp16-mixed"])
+def test_masks_signs_and_counts_are_not_taken_for_rounded_values(preset):
+    run = set_up(tiny(mlp=Masks), PRESETS[preset])
+    for step in (1, 2):
+        seen = watched_step(run, step)
+        assert [finding.message for finding in seen.violations] == []
+        assert not seen.unobserved
+
+
+def test_a_product_of_an_objectives_own_gives_no_violation_in_backward():
+    """A contrastive loss multiplies normalised hidden states in fp32."""
+    run = set_up(tiny(), PRESETS["bf16-mixed"])
+
+    def loss_sum(model, batch):
+        z = model(**batch.inputs).logits.float()
+        h = torch.nn.functional.normalize(z.mean(1), dim=-1)
+        scores = h @ h.t()
+        return torch.nn.functional.cross_entropy(scores, torch.arange(len(h))) + z.logsumexp(-1).sum()
+
+    run.stepper.loss_sum = loss_sum
+    assert [finding.message for finding in watched_step(run, 1).violations] == []
+
+
+def test_a_whole_number_in_a_narrow_buffer_gives_no_violation():
+    model = tiny()
+    model.layers[1].mlp.register_buffer("scale", torch.tensor(2.0, dtype=torch.bfloat16))
+    assert [finding.message for finding in watched_step(set_up(model, PRESETS["fp32"]), 1).violations] == []

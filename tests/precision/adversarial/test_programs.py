@@ -2,16 +2,16 @@
 
 import pytest
 
-from . import arithmetic, gradients, set_aside, storage, time_and_regions
+from . import arithmetic, coarse, gradients, set_aside, storage, time_and_regions
 from .program import PROGRAMS
 from .run import observed
 
-assert all((arithmetic, gradients, set_aside, storage, time_and_regions))
+assert all((arithmetic, coarse, gradients, set_aside, storage, time_and_regions))
 # what happens there happens outside PyTorch's operators, or in the values of a table: a line is all that can be said
 ONLY_SAID = {
     "ThroughNumpy", "WrittenByNumpy", "hook_through_numpy", "compiled_module", "CompiledMLP", "OutOfSight", "CustomOp", "FilledElsewhere",
-    "BetweenThreads", "gradients_through_a_list", "ByTable", "ByBins", "ByNearest", "ByRemainder",
-    "SiluFromATable", "SiluFromBuckets", "SiluFromTheNearest",
+    "BetweenThreads", "gradients_through_a_list", "ByTable", "ByBins", "ByNearest", "ByRemainder", "ByFmod",
+    "SiluFromATable", "SiluFromBuckets", "SiluFromTheNearest", *(made.__name__ for made in coarse.COARSE),
 }  # fmt: skip
 
 

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
-from isotype.precision.observe import Observation
+from isotype.precision.observe import Observation, Observer
 from isotype.precision.observe.states import states_of
 from tests.models import lora, quantised
 from tests.models import tiny as tiny_model
@@ -40,6 +41,39 @@ def test_seen_and_unseen_counts_sum_to_the_total(preset, optimized):
     assert sums(seen, "norms") == norms
     assert sums(seen, "loss") == 1
     assert sums(seen, "compute") > 0
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products and attention without the observer."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.count += name in ("mm", "addmm", "bmm", "baddbmm") or name.startswith("_scaled_dot_product")
+        return func(*args, **(kwargs or {}))
+
+
+# products that are counted beside `compute`: their dtype is that of another declaration, or of PyTorch's own backward
+BESIDE = ("other_products", "isotype_ops", "mirrored_in_backward", "lora_branch", "tables", "router")
+
+
+@pytest.mark.parametrize("preset", ["fp32", "bf16-mixed", "bf16-lora", "bf16-pure", "fp16-mixed"])
+def test_every_product_of_a_step_is_counted_once(preset):
+    model = tiny_model()
+    run = set_up(lora(model) if preset == "bf16-lora" else model, PRESETS[preset])
+    with Products() as there:
+        seen = watched_step(run, 1)
+    assert sums(seen, "compute") + sum(seen.dtypes[kind].total() for kind in BESIDE) == there.count > 0
+
+
+@pytest.mark.parametrize("preset", ["fp32", "bf16-lora", "bf16-pure"])
+def test_every_state_of_adamw_is_counted(preset):
+    model = tiny_model()
+    run = set_up(lora(model) if preset == "bf16-lora" else model, PRESETS[preset])
+    assert sums(watched_step(run, 1), "optimizer") == tensors_of(run.stepper.optimizer) > 0
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> int:
@@ -78,3 +112,15 @@ def test_factored_states_are_counted():
     weight = torch.nn.Parameter(torch.zeros(8, 4))
     factored = {"step": torch.tensor(1.0), "row": torch.zeros(8), "column": torch.zeros(4, dtype=torch.bfloat16)}
     assert list(states_of(weight, factored)) == [("row", "fp32"), ("column", "bf16")]
+
+
+def test_every_tensor_of_a_saved_file_is_counted(tmp_path):
+    from safetensors.torch import save_file
+
+    tensors = {"a": torch.zeros(2), "b": torch.zeros(3, dtype=torch.bfloat16), "packed": torch.zeros(4, dtype=torch.uint8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    seen = Observation(1)
+    model = tiny_model()
+    Observer(model, PRESETS["fp32"]).look_at_files(seen, tmp_path, "fp32")
+    assert sums(seen, "save") == len(tensors)
+    assert [finding.observed for finding in seen.violations] == ["bf16"]

@@ -45,7 +45,7 @@ def drawn(studio, tmp_path):
         if str(model).rpartition("/")[2].startswith("sdxl"):
             del config["diffusion"]["max_text_length"]  # no T5 encoder
         for section, values in sections.items():
-            config[section] |= values
+            config[section] = config.get(section, {}) | values
         file = Path(tmp_path / f"{folder}.yaml")
         file.write_text(json.dumps(config))  # JSON is YAML
         return load(file, [], {})

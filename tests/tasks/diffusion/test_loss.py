@@ -106,6 +106,7 @@ def test_the_loss_is_the_example_scripts_one(drawn, studio, kind, settings, plai
     loaded = drawn(model=getattr(studio, kind), adapter={"kind": "none"}, images={"limit": 4}, diffusion=settings)
     task = task_of(loaded.config)
     basis = settle(task, loaded.sources)
+    task.encode(basis.device)
     model, _ = task.build_model(basis.resolved.precision, basis.device, studio.sd3)
     batch = task.collate(task.feed().take(3))
     with torch.no_grad():

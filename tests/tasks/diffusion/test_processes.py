@@ -1,16 +1,32 @@
-"""One diffusion run on two processes (gloo): the losses and weights of one process."""
+"""Diffusion runs on two processes (gloo), which replicate or share the denoiser: the losses and weights of one process."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from PIL import Image, ImageChops, ImageStat
 from safetensors.torch import load_file
 
+from isotype.distributed.shard import units_of
 from isotype.tasks.choose import train
 from tests.distributed.processes import run
+from tests.long import in_full
 
 pytestmark = pytest.mark.timeout(900)
+RESULTS = ("adapter/adapter_model.safetensors", "model/diffusion_pytorch_model.safetensors")
+FULL = {"adapter": {"kind": "none"}}
+STEPS = {"steps": 3, "batch_size": 1, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 3}
+SAMPLED = {"run": {"samples": ["a red circle on white"], "sample_every": 3}}
+# family, sections, most by which losses and weights of two shards may differ from those of one process
+SHARED = {
+    "sd3 bf16-lora": ("sd3", {"precision": {"preset": "bf16-lora"}, **SAMPLED}, 2e-5, 2e-3),
+    "flux nf4-lora recomputed": ("flux", {"precision": {"preset": "nf4-lora"}, "train": {"gradient_checkpointing": "layers"}}, 2e-5, 2e-3),
+    "sdxl fp32 full": ("sdxl", {**FULL, **SAMPLED}, 2e-6, 2e-5),
+    "pixart bf16-pure full": ("pixart", {"precision": {"preset": "bf16-pure"}, **FULL}, 2e-5, 2e-3),
+    "flux bf16-mixed full": ("flux", {"precision": {"preset": "bf16-mixed"}, **FULL, **SAMPLED}, 2e-5, 2e-3),
+}
+SLICE = ("sd3 bf16-lora", "sdxl fp32 full")
 
 
 def losses(folder):
@@ -18,12 +34,14 @@ def losses(folder):
     return [row[key] for row in rows for key in ("loss", "eval_loss", "eval_loss_t0_500") if key in row]
 
 
+def weights(folder):
+    (file,) = [folder / name for name in RESULTS if (folder / name).is_file()]
+    return load_file(file)
+
+
 def test_bf16_weights_with_fp32_gradients_on_two_processes(drawn, tmp_path):
     """SimpleTuner's mixed_precision=bf16 with gradient_precision=fp32: under DDP it crashed at the first accumulated backward."""
-    sections = {
-        "adapter": {"kind": "none"}, "precision": {"preset": "bf16-pure"},
-        "train": {"steps": 3, "batch_size": 1, "accumulate": 4, "learning_rate": 1e-3, "eval_every": 3},
-    }  # fmt: skip
+    sections = {**FULL, "precision": {"preset": "bf16-pure"}, "train": STEPS}
     assert train(drawn("one", **sections)) == 0
     drawn("two", **sections)
     status, said = run(2, command=["train", str(tmp_path / "two.yaml")])
@@ -32,6 +50,56 @@ def test_bf16_weights_with_fp32_gradients_on_two_processes(drawn, tmp_path):
     observed = json.loads((tmp_path / "two/precision.json").read_text())
     assert observed["violations"] == []
     assert set(observed["observed"]["grads"]) == {"fp32"}
-    one, two = (load_file(tmp_path / name / "model/diffusion_pytorch_model.safetensors") for name in ("one", "two"))
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     close = [bool((one[name].float() - two[name].float()).abs().max() <= 2e-2) for name in one]
     assert all(close)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case if case in SLICE else pytest.param(case, marks=in_full) for case in SHARED])
+def test_two_processes_that_share_a_denoiser_make_the_run_of_one(case, drawn, studio, tmp_path):
+    """Evaluation has one pass for two processes, and the first process alone encodes."""
+    family, sections, loss, weight = SHARED[case]
+    sections = {**sections, "train": STEPS | {"eval_batch_size": 4} | sections.get("train", {}), "model": getattr(studio, family)}
+    sections["images"] = {"cache": str(tmp_path / "cache")}
+    assert train(drawn("one", **sections)) == 0
+    for entry in (tmp_path / "cache").iterdir():
+        entry.unlink()
+    drawn("two", **sections, parallel={"kind": "shard"})
+    status, said = run(2, command=["train", str(tmp_path / "two.yaml")])
+    assert status == 0, said
+    assert "gloo: shard (parallel.kind), each computes 2 x 1 rows of each step" in said
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    found = {"loss": max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(one, two, strict=True))}
+    first, second = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert set(first) == set(second)
+    found["weight"] = max(float((first[name].float() - second[name].float()).abs().max()) for name in first)
+    print(case, found)
+    assert found["loss"] <= loss
+    assert found["weight"] <= weight
+    records = [json.loads((tmp_path / name / "precision.json").read_text()) for name in ("one", "two")]
+    assert records[1]["violations"] == []
+    assert set(records[1]["observed"]["reduce"]) == {"fp32"}
+    for role, seen in records[0]["observed"].items():
+        assert set(records[1]["observed"][role]) == set(seen), role
+    manifests = [json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("one", "two")]
+    assert manifests[0] == manifests[1]
+    data = [json.loads((tmp_path / name / "data.json").read_text()) for name in ("one", "two")]
+    assert data[0] == data[1]
+    result = json.loads((tmp_path / "two/result.json").read_text())
+    assert result["status"] == "done"
+    assert result["check"]["trained_loss"] == pytest.approx(result["check"]["reloaded_loss"], abs=1e-5)
+    if "run" in sections:
+        drawn_at_first = [Image.open(tmp_path / name / "samples/step_0_0.png") for name in ("one", "two")]
+        assert max(ImageStat.Stat(ImageChops.difference(*drawn_at_first)).mean) <= 1.0  # of 255
+
+
+def test_units_of_a_denoiser_are_its_blocks(studio):
+    from diffusers import SD3Transformer2DModel, UNet2DConditionModel
+
+    denoiser = SD3Transformer2DModel.from_pretrained(studio.sd3 / "transformer")
+    blocks = [f"transformer_blocks.{i}" for i in range(len(denoiser.transformer_blocks))]
+    assert [name for name, _ in units_of(denoiser)] == blocks
+    unet = UNet2DConditionModel.from_pretrained(studio.sdxl / "unet")
+    kinds = {type(module).__name__ for _, module in units_of(unet)}
+    assert kinds == {"BasicTransformerBlock", "ResnetBlock2D"}

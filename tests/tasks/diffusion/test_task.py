@@ -97,6 +97,7 @@ def test_a_loss_counts_where_the_mask_is_and_times_its_weight(drawn, studio, tmp
     loaded = drawn(images=shaped(studio, tmp_path / "pictures"))
     task = task_of(loaded.config)
     settle(task, loaded.sources)
+    task.encode(torch.device("cpu"))
     model, _ = task.build_model(task.precision, torch.device("cpu"), studio.sd3)
     (batch,) = {len(b.latents): b for b in [task.collate(task.largest(2))]}.values()
     plain = replace(batch, mask=None, weights=None)
@@ -148,6 +149,7 @@ def test_encoders_are_gone_before_the_denoiser_is_loaded(drawn, studio, monkeypa
     loaded = drawn(model=studio.flux)
     task = task_of(loaded.config)
     settle(task, loaded.sources)
+    task.encode(torch.device("cpu"))
     task.build_model(task.precision, torch.device("cpu"), studio.flux)
     assert alive == []
 

@@ -15,11 +15,14 @@ from isotype.ops.attention import Documents
 from isotype.optimize import mask_needs, optimize
 from isotype.optimize.attention import why_no_document_mask
 from isotype.optimize.document_mask import DocumentMask, why_mask_is_read
+from isotype.precision import PRESETS
+from isotype.precision.apply import apply_precision
 from isotype.tasks.language import loss
 from isotype.tasks.language.batches import MULTIPLE_ON_A_GPU, collate, padded_length
 from isotype.tasks.language.loss import batch_loss_sum, model_inputs
+from tests.gpu import DEVICE, on_a_gpu
 from tests.host_reads import NoHostReads
-from tests.models import rows, tiny
+from tests.models import lora, rows, tiny
 
 SDPA = {"attn_implementation": "sdpa"}
 OPTIONS = {
@@ -147,6 +150,25 @@ def test_a_models_step_reads_nothing_on_the_host_and_makes_no_mask(family, kind)
     assert [name for name in mode.seen if "attention" in name]
     positions = batch.input_ids.shape[1]
     assert not mode.largest_bool >= positions * positions, f"a mask of {mode.largest_bool} elements"
+
+
+@on_a_gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has nothing to wait for")
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_on_a_gpu_a_models_step_waits_for_nothing(family, kind):
+    model, precision = lora(tiny(family, **OPTIONS[family])).to(DEVICE).train(), PRESETS["bf16-lora"]
+    apply_precision(model, precision, device_type=DEVICE)
+    optimize(model, precision)
+    batch = (packed() if kind == "packed" else unpacked()).to(torch.device(DEVICE))
+    # the first one compiles kernels and decides
+    batch_loss_sum(model, batch).backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batch_loss_sum(model, batch).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(

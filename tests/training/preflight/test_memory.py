@@ -53,6 +53,9 @@ def test_too_little_memory_is_an_error_and_almost_too_little_a_warning(subject):
         assert [f.severity for f in out_of_memory(with_memory(one, needs * share))] == severities, share
     (finding,) = out_of_memory(with_memory(one, needs / 2))
     assert "gradient_checkpointing" in str(finding.fix)
+    assert "train.batch_size" in str(finding.fix)
+    (finding,) = out_of_memory(with_memory(subject("one row", train={"batch_size": 1, "gradient_checkpointing": "layers"}), needs / 9))
+    assert finding.fix == "a smaller data.max_length, or --preset qlora"
 
 
 def test_unknown_memory_is_no_finding(subject):

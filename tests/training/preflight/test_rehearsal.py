@@ -108,6 +108,14 @@ def test_a_frozen_tensor_with_a_gradient(subject):
     assert frozen.grad is None, "cleared with the rest"
 
 
+@pytest.mark.parametrize(("preset", "blames_fp16"), [("fp16-mixed", True), ("fp32", False)])
+def test_fp16_is_blamed_where_it_is_computed_in(subject, preset, blames_fp16):
+    one = subject(precision={"preset": preset})
+    one.prepared.model.get_base_model().lm_head.register_forward_hook(lambda module, given, output: output * float("inf"))
+    (finding,) = rehearsed_evaluation(one)
+    assert ("fp16" in str(finding.fix)) == blames_fp16
+
+
 @pytest.mark.parametrize(("code", "rehearsed"), [("PF016", rehearsed_evaluation), ("PF017", rehearsed_samples)])
 def test_an_evaluation_or_a_generation_that_fails(subject, code, rehearsed):
     one = subject()

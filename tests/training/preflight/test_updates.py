@@ -20,6 +20,7 @@ def test_bf16_weights_rounded_to_nearest(subject, rate, severity):
     assert finding.severity == severity
     assert "bf16 keeps 8 bits" in str(finding.cause)
     assert dict(finding.details)["still"].startswith("5 of 21 tensors"), "a norm's weight is 1 and does not move"
+    assert finding.fix == f"precision.rounding: stochastic, precision.trainable: fp32, or a train.learning_rate above {rate:g}"
 
 
 def test_updates_that_change_their_weights_are_not_reported(subject):
@@ -32,6 +33,7 @@ def test_updates_that_change_their_weights_are_not_reported(subject):
 def test_updates_below_the_spacing_of_fp32_are_lost(subject):
     (finding,) = vanishing_updates(subject(adapter=FULL, train={"learning_rate": 1e-11}))
     assert "fp32 keeps 24 bits" in str(finding.cause)
+    assert finding.fix == "a train.learning_rate above 1e-11"
 
 
 def test_a_learning_rate_of_zero(subject):

@@ -16,6 +16,7 @@ from .dataflow.plain import entered_with
 from .repository import Repository
 from .rule import Hit
 from .source import Function, SourceFile, last_name
+from .stated_by_tests import stated
 
 # methods that a framework calls, whoever wrote the class
 _CALLED_BY_FRAMEWORKS = re.compile(
@@ -52,8 +53,22 @@ class Evidence:
         return f"{self.grade}: {self.why}"
 
 
-def evidence_for(hit: Hit, file: SourceFile, path: Path, repository: Repository | None) -> Evidence:
-    """The grade that the code, its callers and its repository give; nothing is executed."""
+def evidence_for(hit: Hit, file: SourceFile, path: Path, repository: Repository | None, *, refused: bool = False) -> Evidence:
+    """The grade that the code, its callers and its repository give; nothing is executed.
+
+    refused  whether the rule says that torch refuses the dtypes: a test that runs the code with them speaks against it
+    """
+    evidence = _evidence(hit, file, path, repository)
+    if evidence.grade is Grade.REACHED and hit.scenario is not None and not hit.reached and repository is not None:
+        top, _ = _owners(file, hit.node)
+        low = refused and hit.scenario.autocast is None and not hit.scenario.mixed_weights
+        against = stated(top.name, repository.tests, repository.root, refused=low) if top is not None else ""
+        if against:
+            return Evidence(Grade.POSSIBLE, against)
+    return evidence
+
+
+def _evidence(hit: Hit, file: SourceFile, path: Path, repository: Repository | None) -> Evidence:
     against = hit.weak or _intended(file, hit.node)
     if not against and hit.elsewhere is not None:
         against = hit.elsewhere(repository)
@@ -179,6 +194,9 @@ def _brought_about(hit: Hit, file: SourceFile, path: Path, repository: Repositor
     spot = repository.place_of(scenario, path, sharded=_may_be_sharded(file, hit.node))
     if spot is not None:
         return f"{spot} {_what(scenario)}"
+    setting = repository.configured(scenario)
+    if setting is not None:
+        return f"{setting} asks for {'autocast' if scenario.autocast else 'weights in a low precision'}"
     if scenario.autocast is not None:
         base = _base(path, _TRAINER_BASES)
         if base:

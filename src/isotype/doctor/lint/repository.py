@@ -9,12 +9,13 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
+from .configured import low_settings
 from .dataflow.events import Scenario
 from .files import SKIPPED_FOLDERS, regular
 from .source import SourceFile
@@ -89,21 +90,23 @@ class Repository:
     @cached_property
     def texts(self) -> dict[Path, bytes]:
         """The files' bytes, without tests and benchmarks."""
-        found: dict[Path, bytes] = {}
-        for count, (here, folders, files) in enumerate(os.walk(self.root)):
-            if count > MAX_FOLDERS:
-                break
-            folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS)
-            for name in sorted(files):
-                path = Path(here, name)
-                if name.endswith(".py") and regular(path) and not _TESTS.search(path.relative_to(self.root).as_posix()):
-                    try:
-                        found[path] = path.read_bytes()
-                    except OSError:
-                        continue
-                    if len(found) >= MAX_FILES:
-                        return found
-        return found
+        return dict(_python_under(self.root, tests=False))
+
+    @cached_property
+    def tests(self) -> dict[Path, bytes]:
+        """The bytes of the files of tests."""
+        return dict(_python_under(self.root, tests=True))
+
+    @cached_property
+    def _settings(self) -> list[tuple[str, Path, int]]:
+        return low_settings(self.root)
+
+    def configured(self, scenario: Scenario) -> Spot | None:
+        """The line of a configuration file that asks for weights, or for autocast, in a low precision."""
+        if scenario.mixed_weights:
+            return None
+        wanted = "autocast" if scenario.autocast is not None else "weights"
+        return next((Spot(file.relative_to(self.root).as_posix(), line) for kind, file, line in self._settings if kind == wanted), None)
 
     @cached_property
     def own(self) -> list[bytes]:
@@ -137,7 +140,7 @@ class Repository:
     @cached_property
     def low(self) -> bool:
         """Any low precision at all."""
-        return bool(_having(self.texts.values(), *_LOW))
+        return bool(_having(self.texts.values(), *_LOW)) or bool(self._settings)
 
     @cached_property
     def casts(self) -> bool:
@@ -276,6 +279,21 @@ class Repository:
         if not scenario.autocast and self.trains and not self.casts:
             return "this repository trains its models itself, and casts none to a low precision"
         return ""
+
+
+def _python_under(root: Path, *, tests: bool) -> Iterator[tuple[Path, bytes]]:
+    """The Python files below a folder with their bytes: those of tests and benchmarks, or the others."""
+    found = 0
+    for count, (here, folders, files) in enumerate(os.walk(root)):
+        if count > MAX_FOLDERS or found >= MAX_FILES:
+            return
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS)
+        for name in sorted(files):
+            path = Path(here, name)
+            if name.endswith(".py") and regular(path) and bool(_TESTS.search(path.relative_to(root).as_posix())) is tests:
+                with suppress(OSError):
+                    yield path, path.read_bytes()
+                    found += 1
 
 
 def _having(texts: Iterable[bytes], *words: bytes) -> list[bytes]:

@@ -18,6 +18,7 @@ from .config import LintConfig
 from .dataflow.events import Scenario
 from .files import read
 from .grade import Evidence, Grade, evidence_for
+from .prove.job import REFUSED
 from .repository import look_again, repository_of
 from .rule import Edit, Hit, Rule, all_rules
 from .source import SourceFile
@@ -151,7 +152,8 @@ def lint_text(text: str, path: Path, *, active: Sequence[str], config: LintConfi
             last = min(hit.node.end_lineno or hit.node.lineno, hit.node.lineno + 20)
             silent = [s for s in silenced if s.silences(rule.code, hit.node.lineno, last)]  # all of them, so that each counts as used
             if not silent:
-                evidence = evidence_for(hit, file, path, repository_of(path, config.named if config else ()))
+                repository = repository_of(path, config.named if config else ())
+                evidence = evidence_for(hit, file, path, repository, refused=rule.code in REFUSED)
                 if hit.only_reached and evidence.grade is Grade.POSSIBLE:
                     continue
                 found.append(Found(_finding(rule, hit, file, evidence), hit.edit, evidence, hit.scenario))

@@ -51,6 +51,10 @@ class Names:
     def roots(self) -> list[torch.nn.Module]:
         return [root for ref in self._roots if (root := ref()) is not None]
 
+    def root_of(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The root that holds the module, or the module itself where none does."""
+        return next((root for root in self.roots() if any(inner is module for inner in root.modules())), module)
+
     def find_live(self) -> None:
         """Learns the models that exist but have not run yet (for an error while wrapping or preparing one)."""
         found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module) and id(thing) not in self.modules]

@@ -7,6 +7,7 @@ switched off (`pace`). The tracer calls the watchers (`watcher`), which share it
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from types import FrameType
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from ...dtypes import name as dtype_name
 from ...finding import Finding
+from ...precision.observe.regions import observing
 from .calls import Calls
 from .context import Recompute
 from .failures import Failures
@@ -69,6 +71,7 @@ class Tracer(TorchDispatchMode):
         self.picture = PrecisionMap(self)
         self._mapped = mapped
         self._census: Counter[torch.dtype] | None = None
+        self._ran: weakref.ref[torch.nn.Module] | None = None  # the module with parameters that was called last from outside any other
         self.device = "cpu"
         self.factory_dtype: torch.dtype | None = None  # what the running factory call names
         self.autocast_around = False  # whether autocast was on where the program called; it reads as off below the dispatcher
@@ -173,6 +176,7 @@ class Tracer(TorchDispatchMode):
             stepped(optimizer)
         self.resume()
 
+    @observing
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         key = id(module)
         if key not in self.names.modules:
@@ -180,6 +184,8 @@ class Tracer(TorchDispatchMode):
         if not self.stack:
             self.resume()
             self.forwards += 1
+            if next(module.parameters(), None) is not None:
+                self._ran = weakref.ref(module)
             for root_called in self._events.root_called:
                 root_called(module)
             if self.pace.begins(module, args):
@@ -191,6 +197,7 @@ class Tracer(TorchDispatchMode):
         for entered in self._events.entered:
             entered(module, args)
 
+    @observing
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         while self.stack and self.stack.pop() is not module:
             pass
@@ -368,6 +375,13 @@ class Tracer(TorchDispatchMode):
         if self._census is None:
             self._census = self.names.census(self.stack[0] if self.stack else None)
         return self._census
+
+    def census_of_failure(self) -> Counter[torch.dtype]:
+        """The same of the whole model that is running, or that ran last (in a loss, or between two forwards); of all before any has run."""
+        running = self.stack[0] if self.stack else None
+        if running is None or next(running.parameters(), None) is None:
+            running = self._ran() if self._ran is not None else None
+        return self.names.census(self.names.root_of(running) if running is not None else None)
 
     def call_failed(self, error: Exception, func: Any, args: tuple, kwargs: dict | None) -> None:
         self.failures.call_failed(error, func, args, kwargs)

@@ -6,10 +6,15 @@
 `flex`   PyTorch's flex_attention, compiled: softcaps on a GPU
 `sdpa`   PyTorch's scaled_dot_product_attention, which chooses among its own: other dtypes, masks, older GPUs, a CPU without kernels
 `plain`  the reference, with all scores at once: softcaps where flex_attention is not compiled
+
+cuDNN and FlashAttention are called as operators, past the function in which PyTorch asks whether they may be: its conditions are here.
+Source: `can_use_cudnn_attention`, `can_use_flash_attention` and `check_prefer_cudnn_attention` in PyTorch 2.13's
+aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 """
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Literal
 
@@ -17,12 +22,17 @@ import torch
 from torch import Tensor
 
 from ...environment.planned import is_planned, stands_for
+from ..probe import why_no_kernels
 
 Backend = Literal["cpp", "cudnn", "flash", "flex", "sdpa", "plain"]
 
 _HALF = (torch.bfloat16, torch.float16)
 # the GPU that a plan assumes where none is present: Hopper
 PLANNED = (9, 0)
+# FlashAttention's oldest and newest
+FIRST, LAST = (8, 0), (12, 1)
+# PyTorch prefers cuDNN past this version: 9.15.1 mends lengths that are no multiple of 128 (pytorch issue 169849)
+CUDNN_AFTER = 91500
 
 
 @cache
@@ -39,6 +49,36 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return _capability(device.index)
 
 
+@cache
+def cudnn_version() -> int:
+    """91501 is 9.15.1. A plan without a GPU assumes one that serves; 0 where PyTorch was built without."""
+    if not torch.cuda.is_available():
+        return CUDNN_AFTER + 1
+    return torch.backends.cudnn.version() or 0
+
+
+@cache
+def has_flash() -> bool:
+    """Whether this PyTorch was built with FlashAttention. A plan without a GPU assumes so."""
+    return not torch.cuda.is_available() or torch.backends.cuda.is_flash_attention_available()
+
+
+def _cudnn_serves(found: tuple[int, int], depth: int) -> bool:
+    if found[0] not in (9, 10) or found[1] not in (0, 3) or depth > 128 or cudnn_version() <= CUDNN_AFTER:
+        return False
+    if not torch.backends.cuda.cudnn_sdp_enabled() or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
+        return False
+    # its backward sums in another order each time; FlashAttention's has a deterministic form
+    return not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _flash_serves(found: tuple[int, int], depth: int) -> bool:
+    if not FIRST <= found <= LAST or depth > 256 or not has_flash() or not torch.backends.cuda.flash_sdp_enabled():
+        return False
+    # heads of 200 to 224 have no backward where a multiprocessor has less shared memory than an A100's
+    return not (192 < depth <= 224 and ((8, 6) <= found <= (8, 9) or found >= (12, 0)))
+
+
 def on_a_gpu(
     dtype: torch.dtype,
     query: Tensor,
@@ -53,14 +93,15 @@ def on_a_gpu(
 ) -> Backend:
     """The back end for tensors of these shapes on a GPU, their own or `device`: what no fast kernel computes goes to `sdpa`, softcaps to
     `flex`."""
-    found = capability(device or query.device)
+    device = device or query.device
+    found = capability(device)
     if softcap is not None:
-        return "flex" if found is not None and found >= (8, 0) else "plain"
+        # flex_attention is a Triton kernel
+        compiles = found is not None and found >= FIRST and (is_planned(device) or not why_no_kernels(device))
+        return "flex" if compiles else "plain"
     depth, square = query.shape[3], query.shape[2] == key.shape[2]
-    fits = found is not None and found >= (8, 0) and dtype in _HALF and depth % 8 == 0 and depth <= 256 and square and not masked
-    if not fits:
+    if found is None or dtype not in _HALF or depth % 8 or not square or masked:
         return "sdpa"
-    assert found is not None
-    if packed or window is not None or not causal:
-        return "flash"
-    return "cudnn" if found[0] in (9, 10) and depth <= 128 else "flash"
+    if causal and not packed and window is None and _cudnn_serves(found, depth):
+        return "cudnn"
+    return "flash" if _flash_serves(found, depth) else "sdpa"

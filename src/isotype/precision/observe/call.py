@@ -12,7 +12,7 @@ from ..precision import Precision
 from . import operators as ops
 from .callers import ENGINE, Caller, caller
 from .lineage import Lineages, wide
-from .observation import Observation
+from .observation import FIX, Observation
 from .regions import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE, Regions
 
 # most elements of a tensor that is computed again to check it for loss
@@ -48,11 +48,15 @@ class JudgedStep:
                 self.product_outside(module, word, by, symbol)
         self.pending.clear()
 
-    def product_outside(self, module: str, word: str, by: Caller, symbol: str) -> None:
+    def product_outside(
+        self, module: str, word: str, by: Caller, symbol: str, *, declared: str = "",
+        cause: str = "its operands have that dtype, and no autocast narrowed them", fix: str = FIX,
+    ) -> None:  # fmt: skip
+        """declared  by default `compute`"""
+        declared = declared or self.compute
         self.seen.report(
-            self.role, f"{symbol} in {module or 'no module'} multiplies in {word}, declared {self.compute}", symbol=f"{symbol} in {module}",
-            observed=word, declared=self.compute, cause="its operands have that dtype, and no autocast narrowed them", file=by.file,
-            line=by.line,
+            self.role, f"{symbol} in {module or 'no module'} multiplies in {word}, declared {declared}", symbol=f"{symbol} in {module}",
+            observed=word, declared=declared, cause=cause, fix=fix, file=by.file, line=by.line,
         )  # fmt: skip
 
 

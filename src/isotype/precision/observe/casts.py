@@ -12,7 +12,7 @@ from ..apply import is_norm
 from .call import SMALL, Call, float_word, short_name
 from .callers import ENGINE, OURS, PRACTICE
 from .lineage import NOTHING, Lineage, Mark
-from .regions import BACKWARD, FORWARD
+from .regions import BACKWARD, FORWARD, GRADIENTS, UPDATE
 
 
 def judge_cast(call: Call, made: Lineage) -> Lineage:
@@ -48,6 +48,22 @@ def judge_widened_operands(call: Call, known: list[tuple[Tensor, Lineage | None]
         word = float_word(tensor.dtype)
         if lineage is not None and lineage.marks and word and itemsize(word) < itemsize(dtype):
             _report_hidden_loss(call, lineage, word, dtype)
+
+
+def judge_narrow_write(call: Call, dtype: str, made: Lineage) -> Lineage:
+    """Judges arithmetic in `dtype` whose result is written into a narrower tensor (`running.add_(fp32)`, `out=`): a cast without a cast."""
+    into_first = bool(call.op.writes) and call.op.writes[0]
+    after = float_word(call.outputs[0].dtype) if call.outputs and (into_first or "out" in call.kwargs) else None
+    if after is None or itemsize(after) >= itemsize(dtype) or call.by.kind in (OURS, ENGINE):
+        return made
+    precision = call.step.precision
+    if call.region == FORWARD and (call.by.kind == PRACTICE or (made.activation and after == call.step.compute)):
+        return made
+    declared = {BACKWARD: (precision.grads,), GRADIENTS: (precision.grads,), UPDATE: (precision.trainable, precision.optimizer)}
+    if after in declared.get(call.region, ()):
+        return made
+    mark = Mark("rounded", call.op.name, after, call.module, f"{short_name(call.by.file)}:{call.by.line}", True)
+    return replace(made, marks=(*made.marks, mark))
 
 
 def _loses(call: Call, source: Tensor, target: Tensor, lineage: Lineage, after: str) -> bool:

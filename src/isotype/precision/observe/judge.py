@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from ...dtypes import name
 from . import operators as ops
 from .call import Call, float_word, short_name
-from .callers import ENGINE, OURS, PRACTICE
-from .casts import judge_cast, judge_widened_operands
+from .callers import ENGINE, OURS, PRACTICE, USER
+from .casts import judge_cast, judge_narrow_write, judge_widened_operands
 from .disguises import quantised_operands, shifted
+from .few_bits import few_bits, few_signed_levels
 from .lineage import BUFFER, NOTHING, WEIGHT, Lineage, joined, plain_tensors
 from .narrow import judge_arithmetic
 from .products import judge_product
@@ -31,6 +32,8 @@ from .regions import BACKWARD, FORWARD, UPDATE
 _LOOKUPS = frozenset(("index", "index_select", "gather", "embedding", "take"))
 _CODES = frozenset(("bucketize", "searchsorted", "argmin"))
 _CHOICES = frozenset(("topk", "argmax", "sort", "argsort", "max"))
+# draws of values and counts of them, which may stand for the values
+_STATISTICS = frozenset(("bernoulli", "histc", "histogram"))
 _OWN_KERNEL = "inside {}, an operator with a contract"
 
 
@@ -60,7 +63,7 @@ class Judge(Call):
                 made = judge_cast(self, made)
             else:
                 judge_widened_operands(self, known, dtype)
-                made = judge_arithmetic(self, dtype, made)
+                made = judge_narrow_write(self, dtype, judge_arithmetic(self, dtype, made))
         elif self.op.kind == ops.BITS or (made.bits and self.op.kind == ops.ARITHMETIC):
             self._bits(made)
         if self.op.name in _CODES:
@@ -72,7 +75,33 @@ class Judge(Call):
         if self.op.name == "view" and self.inputs and self.outputs:
             into_integers = float_word(self.inputs[0].dtype) is not None and float_word(self.outputs[0].dtype) is None
             made = replace(made, bits=made.bits or into_integers)
-        self._remember(self._disguised(made))
+        made = self._disguised(made)
+        if self.by.kind == USER and self.region == FORWARD and made.from_ & WEIGHT:
+            self._stands_for_values(made)
+        self._remember(made)
+
+    def _stands_for_values(self, made: Lineage) -> None:
+        """Reports, as unobserved, what a program made of activations or weights that may stand for them with fewer bits."""
+        where, place = self.module or self.region, f"{short_name(self.by.file)}:{self.by.line}"
+        key = f"values of few bits in {where}"
+        if key in self.seen.unobserved:
+            return
+        if self.op.name in _STATISTICS and made.activation:
+            self.unobserved(key, f"{place} draws or counts values ({self.op.name}): whether the result stands for them is not seen")
+        elif self.op.name == "view" and made.activation and self._into_narrower_floats():
+            word = name(self.outputs[0].dtype)
+            self.unobserved(key, f"{place} takes the bits of values for {word}: whether it changes them is not seen")
+        elif self.op.kind == ops.ARITHMETIC or self.op.name == "where":
+            look = few_bits if made.activation else few_signed_levels
+            plain = [t for t in self.outputs if type(t) is Tensor]
+            found = next(filter(None, (look(t, self.step.compute) for t in plain)), None)
+            # coarse operands, as of an embedding that was stored in bf16, were coarse before
+            if found and not any(few_bits(t, self.step.compute) for t in self.inputs if t.is_floating_point()):
+                self.unobserved(key, f"{found} after {self.op.name} at {place}: whether they stand for more exact ones is not seen")
+
+    def _into_narrower_floats(self) -> bool:
+        before, after = self.inputs[0].dtype, self.outputs[0].dtype
+        return before.is_floating_point and after.is_floating_point and after.itemsize < before.itemsize
 
     def _disguised(self, made: Lineage) -> Lineage:
         """Judges integers in arithmetic with floats, and large constants that are added and subtracted again."""

@@ -29,7 +29,7 @@ def judge_arithmetic(call: Call, dtype: str, made: Lineage) -> Lineage:
         norm.sums.add(dtype)
     if region == FORWARD and made.activation:
         made = replace(made, marks=tuple(m for m in made.marks if m.kind == "reduced"))
-    if op.name == "remainder" and by.kind == USER and made.activation:
+    if op.name in ("remainder", "fmod") and by.kind == USER and made.activation:
         call.unobserved(
             f"values modulo a number in {call.module or region}",
             f"{short_name(by.file)}:{by.line} takes the rest of a division: whether it is taken off again, which rounds, is not seen",

@@ -14,7 +14,7 @@ UNSEEN = {
     "norms": "inside one kernel, Isotype's rms_norm (fp32 by its contract) or PyTorch's layer_norm; what leaves a norm is under compute",
     "reduce": "one process: nothing was summed across ranks",
 }
-_FIX = "find the cast (isotype trace shows it), or declare what you meant in the precision section"
+FIX = "find the cast (isotype trace shows it), or declare what you meant in the precision section"
 _CAUSE = "something changed it after the precision was put on the model: a .to(), a hook, a callback or a library"
 
 
@@ -73,7 +73,7 @@ class Observation:
         self.total[role] += 1
 
     def report(
-        self, role: str, message: str, *, symbol: str, observed: str, declared: str, cause: str = _CAUSE, fix: str = _FIX,
+        self, role: str, message: str, *, symbol: str, observed: str, declared: str, cause: str = _CAUSE, fix: str = FIX,
         file: str | None = None, line: int | None = None,
     ) -> None:  # fmt: skip
         """Adds a violation, unless one with the same message exists."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -115,7 +116,7 @@ class Observer:
                 observation.report("compute", f"buffer {full} is {word}, declared {was}", symbol=full, observed=word, declared=was)
             elif (
                 itemsize(word) < 4
-                and buffer.numel() > 1
+                and (buffer.numel() > 1 or _is_a_programs_scale(self.model, full, buffer))
                 and (word not in self._words() or (_is_table(buffer) and not _of_the_models_file(self.model, full)))
             ):
                 observation.report(
@@ -279,6 +280,15 @@ def _assigned_in_forward(model: nn.Module, full: str) -> bool:
     if code is None or not kind.__module__.startswith("transformers.models."):
         return False
     return any(step.opname == "STORE_ATTR" and step.argval == own for step in dis.get_instructions(code))
+
+
+def _is_a_programs_scale(model: nn.Module, full: str, buffer: Tensor) -> bool:
+    """Whether a buffer of one number, not a whole one, is of a module of the program's own. Libraries keep scales as their files do."""
+    kind = type(model.get_submodule(full.rpartition(".")[0])).__module__
+    if kind.startswith(("transformers.", "peft.", "bitsandbytes.", "torch.")):
+        return False
+    value = float(buffer.item())  # no cast, which would be judged
+    return math.isfinite(value) and not value.is_integer()
 
 
 def _is_table(buffer: Tensor) -> bool:

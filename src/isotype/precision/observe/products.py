@@ -16,6 +16,8 @@ from .regions import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE
 # autograd's nodes of products; other nodes, as a triangular solve's, may multiply in their own dtype
 _PRODUCT_NODE = re.compile(r"(Mm|Addmm|Bmm|Baddbmm|Addbmm|Mv|Addmv|Convolution|Linear|ScaledDot|GroupedMm|Trilinear)\w*Backward")
 
+_UNFUSED = "model.lora_branch: fp32, but no op runs this adapter, and PEFT's own code computes in autocast's dtype (see the manifest)"
+
 
 def judge_product(call: Call, dtype: str, made: Lineage) -> Lineage:
     """Judges a product and returns the record of its result, without the losses of the operands."""
@@ -23,13 +25,20 @@ def judge_product(call: Call, dtype: str, made: Lineage) -> Lineage:
     clean = replace(made, marks=())
     if call.region in (UPDATE, GRADIENTS, LOSS) and not (call.region == LOSS and call.by.kind == OURS):
         call.seen.dtypes["other_products"][dtype] += 1
+        # backward mirrors a product of the loss, as that of a contrastive one, in its dtype
+        step.wide_forward = step.wide_forward or (call.region == LOSS and dtype != step.compute)
         return clean
+    if adapter and step.lora_branch == "fp32" and dtype != "fp32" and dtype in FLOATS:
+        # a layer that no op runs: PEFT's own code follows autocast
+        step.product_outside(call.module, dtype, call.by, call.symbol, declared="fp32", cause=_UNFUSED, fix="model.lora_branch: compute")
     wider = dtype != step.compute and dtype in FLOATS
     if not wider:
         call.seen.note(step.role, call.symbol, dtype, step.compute, allowed=(dtype,))
         return clean
     if call.by.kind == OURS:
         call.seen.dtypes["isotype_ops"][dtype] += 1
+        # recorded by autograd, unlike what runs inside an autograd function: backward mirrors it
+        step.wide_forward = step.wide_forward or torch.is_grad_enabled()
     elif call.by.kind == ENGINE and call.region == BACKWARD:
         # mirrors a forward product outside compute, which was judged; one without such a forward is autocast's
         if not step.wide_forward and _PRODUCT_NODE.match(type(torch._C._current_autograd_node()).__name__):

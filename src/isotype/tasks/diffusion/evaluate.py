@@ -31,15 +31,18 @@ def evaluate(
 
     batch_of  makes a batch of (number of the draw, row, noise level)
     losses    float[N] of a batch, in its rows' order
-    world     its processes take the batches in turn, and all return the same
+    world     its processes take the batches in turn, and all return the same. All make as many passes, since the forward of a shared model
+              is one of all processes: where the batches do not come out even, the last passes compute the first rows once more, and count
+              nothing
     """
     drawn = [(i * draws + k, row, level) for i, row in enumerate(rows) for k, level in enumerate(fixed_levels(draws))]
     drawn.sort(key=lambda one: one[1].size)  # sorted, so that the rows of a pass have few sizes
     sums = {part_name(level, draws): 0.0 for level in fixed_levels(draws)}
     with evaluation_mode(model):
-        for start in range(world.rank * batch_size, len(drawn), world.size * batch_size):
+        for turn in range(0, len(drawn), world.size * batch_size):
+            start = turn + world.rank * batch_size
             some = drawn[start : start + batch_size]
-            found = losses(model, batch_of(some).to(device)).double().tolist()
+            found = losses(model, batch_of(some or drawn[:1]).to(device)).double().tolist()
             for (_, _, level), loss in zip(some, found):
                 sums[part_name(level, draws)] += loss
     sums = dict(zip(sums, world.sum(list(sums.values()))))

@@ -14,7 +14,7 @@ from ...config.schema import RunConfig
 from ...dtypes import to_torch
 from ...errors import RunError, UsageError
 from ...model.adapter import load_adapter, save_adapter
-from ...precision.part import Part
+from ...precision.part import Part, loaded_on
 from ...precision.precision import Precision
 from .build import put_under
 from .pipeline_folder import PipelineFolder, widen_buffers
@@ -60,7 +60,7 @@ def load_result(
     """
     model: nn.Module
     if (folder / "adapter_config.json").is_file():
-        denoiser = frozen_denoiser(pipeline, precision, device)
+        denoiser = frozen_denoiser(pipeline, precision, loaded_on(device, part))
         if pipeline.family.loads_lora:
             put_adapter(denoiser, folder, pipeline)
             model = NamedAsPeft(denoiser)
@@ -70,7 +70,7 @@ def load_result(
         denoiser = pipeline.denoiser_class().from_pretrained(folder, dtype=to_torch(precision.trainable), use_safetensors=True)
         widen_buffers(denoiser, pipeline.path / pipeline.denoiser_part)
         model = denoiser
-    model.to(device)
+    model.to(loaded_on(device, part))
     put_under(model, denoiser, pipeline.family, config, precision, device_type=device.type, part=part)
     return model.eval()
 

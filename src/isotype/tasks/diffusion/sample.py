@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...precision.apply import generating, inner_model
 from ...precision.precision import Precision
@@ -60,10 +61,13 @@ def sample(
     device: torch.device,
     *,
     seconds: float = math.inf,
+    world: World = ALONE,
 ) -> list[Sample]:
     """A picture a prompt. Its noise depends on the seed and the prompt's position only.
 
     prompts  each with its text embeddings; `empty`: those of the empty prompt
+    seconds  no further picture is begun after so long; the first is always drawn
+    world    the processes that share the model and call this together: all draw the same pictures
     """
     dtype = to_torch(precision.latents)
     samples = []
@@ -74,7 +78,7 @@ def sample(
         none = {name: tensor[None].to(device, dtype) for name, tensor in empty.items()}
         begun = time.monotonic()
         for i, (prompt, text) in enumerate(prompts):
-            if i and time.monotonic() - begun > seconds:
+            if i and world.any(time.monotonic() - begun > seconds):
                 break
             given = {name: tensor[None].to(device, dtype) for name, tensor in text.items()}
             latents_1CHW = folder.family.sample(

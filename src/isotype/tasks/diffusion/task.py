@@ -22,7 +22,7 @@ from ...model.adapter import check_branch
 from ...model.load import read_config
 from ...optimize import Manifest
 from ...precision.apply import inner_model
-from ...precision.part import Part
+from ...precision.part import Part, loaded_on
 from ...precision.precision import Precision
 from ...training.memory.bound import held_bytes
 from ...training.memory.quantised_outline import quantise_outline
@@ -152,7 +152,6 @@ class DiffusionTask:
         return Encoder(self.folder, self.precision, device, Store.of(self.config.images.cache), self.text_length)
 
     def build_model(self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None) -> tuple[nn.Module, Manifest]:
-        self.encode(device)
         self.take_base(folder)
         return self.denoiser(precision, device, part)
 
@@ -164,9 +163,9 @@ class DiffusionTask:
     def denoiser(self, precision: Precision, device: torch.device, part: Part | None = None) -> tuple[nn.Module, Manifest]:
         """The model that is trained, with the folder's weights."""
         if self.config.adapter.kind == "none":
-            loaded = self.folder.denoiser(to_torch(precision.trainable)).to(device)
+            loaded = self.folder.denoiser(to_torch(precision.trainable)).to(loaded_on(device, part))
         else:
-            loaded = frozen_denoiser(self.folder, precision, device)
+            loaded = frozen_denoiser(self.folder, precision, loaded_on(device, part))
         model, manifest = built(loaded, self.folder.family, self.config, precision, device_type=device.type, part=part)
         self.watch_time(model)
         return model, manifest
@@ -203,7 +202,7 @@ class DiffusionTask:
         )
 
     def _encoded(self) -> list[Row]:
-        assert self.train_rows is not None, "pictures are encoded when the model is built"
+        assert self.train_rows is not None, "pictures are encoded before the model is built"
         return self.train_rows
 
     def largest(self, count: int) -> list[Placed]:
@@ -339,7 +338,7 @@ class DiffusionTask:
         self, model: nn.Module, device: torch.device, *, shortened: bool = False, seconds: float = math.inf, world: World = ALONE
     ) -> list[Sample]:
         prompts = self.config.run.samples[:1] if shortened else self.config.run.samples
-        return self.draw(model, device, prompts, self.drawing(REHEARSED_STEPS if shortened else None), seconds=seconds)
+        return self.draw(model, device, prompts, self.drawing(REHEARSED_STEPS if shortened else None), seconds=seconds, world=world)
 
     def drawing(self, steps: int | None = None) -> Drawing:
         run = self.config.run
@@ -348,12 +347,13 @@ class DiffusionTask:
         )
 
     def draw(
-        self, model: nn.Module, device: torch.device, prompts: Sequence[str], how: Drawing, *, seconds: float = math.inf
-    ) -> list[Sample]:
+        self, model: nn.Module, device: torch.device, prompts: Sequence[str], how: Drawing, *, seconds: float = math.inf,
+        world: World = ALONE,
+    ) -> list[Sample]:  # fmt: skip
         """A picture for each prompt, whose embeddings are in the store. After `seconds` no further one is begun."""
         get = self.encoder.store.get
         asked = [(prompt, get(self.text[prompt])) for prompt in prompts]
-        return sample(model, self.folder, self.precision, asked, get(self.text[EMPTY]), how, device, seconds=seconds)
+        return sample(model, self.folder, self.precision, asked, get(self.text[EMPTY]), how, device, seconds=seconds, world=world)
 
     # the result
 

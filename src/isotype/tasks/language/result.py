@@ -41,12 +41,12 @@ def load_result(
     part  what this process will keep of the model, where several share it
     """
     if (folder / "adapter_config.json").is_file():
-        base = load_base(source, precision, attention=config.attention, device=device, trainable=False, mapped=part is not None)
+        base = load_base(source, precision, attention=config.attention, device=device, trainable=False, mapped=part is not None, part=part)
         model: nn.Module = load_adapter(base, folder)
     else:
         saved = Source(str(folder), trust_remote_code=source.trust_remote_code)
-        model = load_base(saved, precision, attention=config.attention, device=device, trainable=True, mapped=part is not None)
+        model = load_base(saved, precision, attention=config.attention, device=device, trainable=True, mapped=part is not None, part=part)
     if config.optimize:
-        optimize(model, precision, lora_branch=config.lora_branch)
+        optimize(model, precision, device_type=device.type, lora_branch=config.lora_branch)
     apply_precision(model, precision, device_type=device.type, part=part)
     return model

@@ -81,6 +81,9 @@ class LanguageTask:
             self.tokenizer.chat_template = data.chat_template
         self.prompts = prompts_of_run(config.run, data, self.tokenizer)
 
+    def encode(self, device: torch.device) -> None:
+        """No other model reads the data."""
+
     def build_model(self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None) -> tuple[nn.Module, Manifest]:
         config, self.device_type = self.config, device.type
         dtype = precision.trainable if config.adapter.kind == "none" else precision.unquantised

@@ -147,22 +147,22 @@ def head(s: Shapes) -> Iterator[Row]:
         yield memory("forward", "head: loss", logits, source=f"{LOSS}:124")
         yield memory("forward", "head: gradient of logits", 2 * logits, source=f"{LOSS}:124")
         yield product("forward", "head: dX", round(chunk), s.hidden, s.vocabulary, source=f"{LOSS}:329")
-    yield memory("backward", "head: dX scaled", 4 * s.tokens * s.hidden, source=f"{LOSS}:176")
+    yield memory("backward", "head: dX scaled", 4 * s.tokens * s.hidden, source=f"{LOSS}:527")
 
 
 def step(s: Shapes) -> list[Row]:
     """Every launch of one micro-batch and the update of fp32 adapters with one fused AdamW."""
     rows: list[Row] = []
     th = 2 * s.tokens * s.hidden
-    rows.append(memory("forward", "embedding", 2 * th, source=f"{LLAMA}:1055"))
+    rows.append(memory("forward", "embedding", 2 * th, source=f"{LLAMA}:956"))
     for _ in range(s.layers):
-        rows.append(Row(phase="forward", name="layer's input to the host", kind="copy", bytes=th, source=f"{CHECKPOINT}:780"))
+        rows.append(Row(phase="forward", name="layer's input to the host", kind="copy", bytes=th, source=f"{CHECKPOINT}:854"))
         rows += layer_forward(s, "forward")
     rows.append(memory("forward", "norm", 2 * th, source=f"{LLAMA}:1228"))
     rows += head(s)
     rows.append(memory("backward", "norm backward, in place", 3 * th, source=f"{NORM}:209"))
     for _ in range(s.layers):
-        rows.append(Row(phase="backward", name="layer's input from the host", kind="copy", bytes=th, source=f"{CHECKPOINT}:835"))
+        rows.append(Row(phase="backward", name="layer's input from the host", kind="copy", bytes=th, source=f"{CHECKPOINT}:934"))
         rows += layer_forward(s, "recompute")
         rows += layer_backward(s)
     trained = sum(s.rank * (out + features) for out, features in s.widths.values()) * s.layers
@@ -173,7 +173,7 @@ def step(s: Shapes) -> list[Row]:
 def peak_bytes(s: Shapes, held: int) -> int:
     """What is held (weights, adapters, gradients, states) and the larger of two moments: the loss, and the backward of a layer.
 
-    Layers' inputs wait in host memory, with two buffers on the device (gradient_checkpointing.py:780, 835). In the loss the logits of a
+    Layers' inputs wait in host memory, with two buffers on the device (gradient_checkpointing.py:854, 934). In the loss the logits of a
     chunk and their gradient are alive in bf16. In a layer's MLP backward: its input, both normed inputs, the residual between, attention's
     output, dY and dX; q, k and v; X, e, g (fast_lora.py:110) and DW (fast_lora.py:156), whose gradients are written over them; one widened
     weight and the global buffer of another (utils.py:1158).

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...finding import Finding, Place, Severity
+from ..memory.advice import less_memory
 from ..memory.auto_recomputation import WITHIN
 from ..memory.device import memory_there, other_memory, shown
 from ..memory.distributed_plan import plan_part
-from ..memory.recomputation import NONE
 from ..setup import Prepared
 from .subject import Subject
 
@@ -38,7 +38,6 @@ def out_of_memory(subject: Subject[Any]) -> Iterator[Finding]:
     if needs <= has * (1 - WITHIN):
         return
     fits = needs <= has * (1 + WITHIN)
-    checkpointing = "train.gradient_checkpointing: layers, " if prepared.checkpointing.kind == NONE else ""
     yield Finding(
         code="PF011", severity=Severity.WARNING if fits else Severity.ERROR, place=Place(symbol="train.batch_size, data.max_length"),
         message=f"the step on the longest rows {'may' if fits else 'will'} not fit: {shown(needs)} of {shown(has)}",
@@ -48,5 +47,5 @@ def out_of_memory(subject: Subject[Any]) -> Iterator[Finding]:
             ("step", f"{shown(plan.peak - plan.held)} on {plan.rows} rows of length {plan.length}"),
         ),
         cause=f"not simulated, weights and states only: {plan.not_simulated}" if plan.not_simulated else None,
-        fix=f"{checkpointing}a smaller train.batch_size with more train.accumulate, a smaller data.max_length, or --preset qlora",
+        fix=less_memory(config, prepared.checkpointing.kind),
     )  # fmt: skip

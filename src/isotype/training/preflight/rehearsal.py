@@ -102,7 +102,9 @@ def rehearsed_evaluation(subject: Subject[Any]) -> Iterator[Finding]:
         yield Finding(
             code="PF016", severity=Severity.ERROR, place=Place(symbol="data.eval"),
             message=f"the evaluation loss before training is {result.loss}",
-            fix="another precision.preset; fp16 overflows at 65504, where bf16 and fp32 do not",
+            fix="another precision.preset: fp16 overflows at 65504, where bf16 and fp32 do not"
+            if prepared.resolved.precision.compute == "fp16"
+            else "another base, or another data.eval: nothing was trained yet",
         )  # fmt: skip
 
 

@@ -55,9 +55,18 @@ def vanishing_updates(subject: Subject[Any]) -> Iterator[Finding]:
         declared=f"learning rate {rate:g}, {precision.trainable} weights, rounded to nearest",
         cause=f"{precision.trainable} keeps {-int(math.log2(torch.finfo(to_torch(precision.trainable)).eps)) + 1} bits: a change below "
         "half of the last one rounds away",
-        fix="precision.rounding: stochastic, precision.trainable: fp32, or a larger train.learning_rate",
+        fix=_fix(precision.trainable, train.optimizer, rate),
         details=(("still", f"{len(still)} of {len(trained)} tensors cannot move at all, {still[0]} first"),) if still else (),
     )  # fmt: skip
+
+
+def _fix(trainable: str, optimizer: str, rate: float) -> str:
+    """Nothing that the settings have already."""
+    larger = f"a train.learning_rate above {rate:g}"
+    if trainable == "fp32":
+        return larger
+    stochastic = "precision.rounding: stochastic, " if optimizer == "adamw" else ""
+    return f"{stochastic}precision.trainable: fp32, or {larger}"
 
 
 def stuck_share(weight: nn.Parameter | Tensor, update: float) -> float:

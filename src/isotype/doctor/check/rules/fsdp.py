@@ -131,11 +131,13 @@ def policy_keys(r: Record) -> Iterator[Finding]:
             if section.rpartition(".")[2].removeprefix("fsdp_") != "mixed_precision_policy":
                 continue
             if (version == 2 and last == "buffer_dtype") or (version in (1, None) and last == "output_dtype"):
+                other = "output_dtype" if version == 2 else "buffer_dtype"
+                as_yaml = document.file.endswith((".yaml", ".yml"))
                 yield error(
                     f"{last} in the policy of FSDP{version or 1}",
                     setting,
                     by or uses_fsdp(f),
-                    cause=f"the mixed precision policy of FSDP{version or 1} has no {last}",
-                    fix="param_dtype, reduce_dtype, and buffer_dtype (FSDP1) or output_dtype (FSDP2)",
+                    cause=f"the mixed precision policy of FSDP{version or 1} has param_dtype, reduce_dtype and {other}, and no {last}",
+                    fix=f"{other}: {setting}" if as_yaml else f"{other} instead of {last}",
                     wins="accelerate stops: Invalid mixed precision policy",
                 )

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from ..grade import Evidence, Grade
-from .job import Job, Verdict
+from .job import LOSSES, REFUSED, Job, Verdict
 
 if TYPE_CHECKING:
     from ..run import Found
@@ -20,8 +20,6 @@ SECONDS = 300.0  # for all that is executed
 ONE = 150.0  # for one function, on a busy machine; it computes for a few seconds at most
 START = 240.0  # until the process has imported torch, on a busy machine
 READY = "ready"
-REFUSED = frozenset({"LT001", "LT002", "LT007", "LT012", "LT016", "LT018", "LT026"})
-LOSSES = frozenset({"LT004", "LT008"})
 
 
 def proved(found: Sequence[Found], *, seconds: float = SECONDS) -> tuple[list[Found], str]:

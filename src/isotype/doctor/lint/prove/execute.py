@@ -24,9 +24,8 @@ from ..files import read
 from ..source import Function, SourceFile, last_name
 from .cut import Cut
 from .inputs import Arguments, Configuration, Scheme, number, schemes, tensors_in
-from .job import Job, Verdict
+from .job import LOSSES, Job, Verdict
 
-LOSSES = ("LT004", "LT008")
 _OF_DTYPES = re.compile(r"dtype|scalar type|BFloat16|Half|\bFloat\b|same type", re.IGNORECASE)
 _FACTORIES = ("zeros", "zeros_like", "empty", "empty_like", "full", "full_like", "new_zeros", "new_empty", "new_full")
 

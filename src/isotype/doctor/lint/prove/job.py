@@ -7,6 +7,8 @@ from typing import Literal
 
 from ..dataflow.events import Scenario
 
+REFUSED = frozenset({"LT001", "LT002", "LT007", "LT012", "LT016", "LT018", "LT026"})  # rules of what torch refuses
+LOSSES = frozenset({"LT004", "LT008"})  # and of precision that is lost
 Outcome = Literal["failed", "lost", "held", "not run"]
 
 

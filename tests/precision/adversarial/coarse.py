@@ -1,0 +1,102 @@
+"""Programs that round without a cast and without a rounding operator: their values are few, or use few bits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .program import program
+from .tiny import HIDDEN, MLP, tiny
+
+
+class Coarse(MLP):
+    """Replaces its result, as the straight-through estimator of a quantisation does."""
+
+    def coarse(self, y: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + (self.coarse(y.detach()) - y).detach()
+
+
+class Thermometer(Coarse):
+    """Counts the thresholds below each value."""
+
+    def coarse(self, y: Tensor) -> Tensor:
+        return (y[..., None] > torch.arange(-1, 1, 0.01)).sum(-1) * 0.01 - 1
+
+
+class VeltkampSplit(Coarse):
+    """The high part of each value, by products and differences alone."""
+
+    def coarse(self, y: Tensor) -> Tensor:
+        c = y * 65537.0
+        return c - (c - y)
+
+
+class LargeBuffer(Coarse):
+    """Adds and subtracts a large constant that is a tensor of the values' own shape."""
+
+    def coarse(self, y: Tensor) -> Tensor:
+        big = torch.full_like(y, 49152.0)
+        return (y + big) - big
+
+
+class LowHalves(Coarse):
+    """Clears the low half of each value through a view of its memory."""
+
+    def coarse(self, y: Tensor) -> Tensor:
+        z = y.clone()
+        z.view(torch.bfloat16)[..., ::2] = 0
+        return z
+
+
+class TwoLevels(Coarse):
+    def coarse(self, y: Tensor) -> Tensor:
+        m = y.abs().mean()
+        return torch.where(y > 0, m, -m)
+
+
+class Drawn(Coarse):
+    def coarse(self, y: Tensor) -> Tensor:
+        return torch.bernoulli(torch.sigmoid(y))
+
+
+class Counted(Coarse):
+    def coarse(self, y: Tensor) -> Tensor:
+        return (torch.histc(y, 64, -1, 1).cumsum(0) / y.numel())[:HIDDEN].expand_as(y)
+
+
+class Ranks(Coarse):
+    """The rank of each value in its row."""
+
+    def coarse(self, y: Tensor) -> Tensor:
+        return y.argsort(-1).argsort(-1).to(y.dtype) / HIDDEN
+
+
+class SignsOfWeights(MLP):
+    """Weights of one bit: their sign, and the mean of their size."""
+
+    def one_bit(self, w: Tensor) -> Tensor:
+        return w + (w.sign() * w.abs().mean() - w).detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.act(F.linear(x, self.one_bit(self.up.weight))), self.down.weight)
+
+
+class NarrowNumber(MLP):
+    """A scale of one number, stored in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(0.1, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+COARSE = (Thermometer, VeltkampSplit, LargeBuffer, LowHalves, TwoLevels, Drawn, Counted, Ranks, SignsOfWeights)
+for made in (*COARSE, NarrowNumber):
+    program(made.__name__, lambda made=made: tiny(mlp=made), preset="fp32")
