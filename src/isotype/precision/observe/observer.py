@@ -274,7 +274,7 @@ def _is_a_programs_scale(model: nn.Module, full: str, buffer: Tensor) -> bool:
     kind = type(model.get_submodule(full.rpartition(".")[0])).__module__
     if kind.startswith(("transformers.", "peft.", "bitsandbytes.", "torch.")):
         return False
-    value = buffer.item()  # no cast, which would be judged
+    value = float(buffer.item())  # no cast of a tensor, which would be judged
     return math.isfinite(value) and not value.is_integer()
 
 
