@@ -159,3 +159,17 @@ def test_a_zero_byte_makes_its_row_a_bad_one(tmp_path: Path, families: SimpleNam
         loaded = load_data(DataSection(train=str(path), on_bad_row="skip"), families.of("chatml"), seed=0)
         assert (len(loaded.train), len(loaded.bad_rows)) == (2, 1)
         assert "is zero, which is no text" in loaded.bad_rows[0].reason
+
+
+def test_a_relative_name_that_is_not_found_is_told_where_it_was_looked_up(
+    tmp_path: Path, families: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, told in (
+        ("rows.jsonl", f"begin in the working directory, {Path.cwd()}; a run that has any is resumed where"),
+        ("/no/x.csv", ""),
+    ):
+        with pytest.raises(UsageError, match="no such file") as caught:
+            load_data(DataSection(train=name), families.of("chatml"), seed=0)
+        assert told in str(caught.value.fix or "")
+        assert bool(told) == (caught.value.fix is not None)

@@ -48,6 +48,20 @@ def test_the_folder_records_declared_replaced_and_observed(name, head, times, mo
     assert read("env")["packages"]["trl"]
 
 
+@pytest.mark.parametrize(
+    ("name", "precision", "more"),
+    [("DPO", "bf16-mixed", {}), ("DPO", "fp32", {"precompute_ref_log_probs": True}), ("GKD", "fp32", {})],
+)
+def test_a_reference_a_teacher_and_the_batch_are_known(name, precision, more, models, tmp_path):
+    more = {"output_dir": str(tmp_path), "max_steps": 2, **more}
+    trainer = TRAINERS[name](Setting(models, form="full", bf16=precision != "fp32", more=more))
+    attach(trainer, precision, quiet=True, preflight=False)
+    trainer.train()
+    seen = json.loads((tmp_path / "isotype" / "precision.json").read_text())
+    assert seen["violations"] == []
+    assert [what for what in seen["unobserved"] if "outside" in what] == []
+
+
 def test_a_cast_behind_the_precisions_back_is_a_warning_and_a_violation(models, tmp_path):
     trainer = TRAINERS["SFT"](Setting(models, bf16=True, more={"output_dir": str(tmp_path)}))
     attach(trainer, "bf16-lora", quiet=True, preflight=False)

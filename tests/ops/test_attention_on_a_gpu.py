@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,6 +129,18 @@ def test_flex_attention_is_compiled_once_for_all_lengths(monkeypatch):
     # one graph for the first length, one for any other. Past Dynamo's limit of 8 a call would run none
     assert len(graphs) <= 4
     assert len(runs) == len(lengths)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["by torch.compile", "where it compiles"])
+def test_more_kinds_of_calls_are_compiled_than_dynamo_allows_by_default(monkeypatch, told):
+    if not told:
+        # of an older torch, whose compile takes no limit
+        monkeypatch.setattr(flex.inspect, "signature", lambda function: SimpleNamespace(parameters={}))
+    graphs = []
+    doubled = flex.compiled(lambda x: x * 2, lambda graph, inputs: graphs.append(graph) or graph.forward)
+    for dimensions in range(1, 13):
+        assert doubled(torch.ones((1,) * dimensions)).sum() == 2
+    assert len(graphs) == 12
 
 
 def test_block_masks_are_those_of_their_own_batch(monkeypatch):

@@ -84,7 +84,8 @@ def existing_file(name: str, endings: tuple[str, ...] = ENDINGS, *, empty: bool 
         hint = f", did you mean {path.parent / close[0]}?" if close else ""
         if not hint and re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.suffix and not path.parent.exists():
             hint = f"; a dataset of the hub is named hf:{name}"
-        raise UsageError(f"{name}: no such file{hint}")
+        relative = f"relative names begin in the working directory, {Path.cwd()}; a run that has any is resumed where it was started"
+        raise UsageError(f"{name}: no such file{hint}", fix=None if hint or path.is_absolute() else relative)
     if not path.is_file():
         raise UsageError(f"{name}: not a regular file")
     if ending(path) not in endings or (path.suffix.lower() == ".gz" and ending(path) == ".parquet"):

@@ -135,9 +135,9 @@ def keep_own_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> li
 
 def units_of(inner: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, module) of every decoder layer or denoiser block, and of the embedding where the head does not share its weight."""
-    if of_denoiser := denoiser_blocks(inner):
-        names = {id(module): full for full, module in inner.named_modules()}
-        return [(names[id(block)], block) for block in of_denoiser]
+    of_denoiser = {id(block) for block in denoiser_blocks(inner)}
+    if of_denoiser:
+        return [(full, module) for full, module in inner.named_modules() if id(module) in of_denoiser]
     found: list[tuple[str, nn.Module]] = []
     inside = ""
     for full, module in inner.named_modules():

@@ -7,6 +7,7 @@ Neither changes what is computed: their hooks are marked as observing, so that f
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from ..precision.observe import Observation, Observer
 from ..precision.observe.record import as_written, noted
 from ..precision.observe.regions import observing
 from .attachment import Attachment
+from .methods import Methods
 
 _COUNTED = ("norm", "gated mlp", "rotary", "attention", "4-bit")
 
@@ -30,7 +32,8 @@ class FirstSteps:
 
     def __init__(self, attached: Attachment) -> None:
         self.attached, self.model = attached, attached.trainer.model
-        self.observer = Observer(self.model, attached.precision)
+        read_only = [getattr(attached.trainer, name) for name in attached.manifests if name != "model"]
+        self.observer = Observer(self.model, attached.precision, read_only=read_only)
         self.calls: Counter[tuple[str, str]] = Counter()
         self.seen: Observation | None = None
         self.steps = 0
@@ -48,6 +51,14 @@ class FirstSteps:
             # accelerate's optimizer wraps the one whose step is observed
             optimizer = getattr(self.attached.trainer.optimizer, "optimizer", self.attached.trainer.optimizer)
             self.seen = self._stack.enter_context(self.observer.watch(step, optimizer=optimizer, gradient=self.attached.gradient))
+            methods = Methods(self.attached.trainer)
+            methods.wrap("compute_loss", self._compute_loss)
+            self._stack.callback(methods.restore)
+
+    def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own, with its batch made known to the observer."""
+        self.observer.know_batch([dict(value) for value in (*args, *kwargs.values()) if isinstance(value, Mapping)])
+        return original(*args, **kwargs)
 
     def _begin_counting(self) -> None:
         for entry in self.attached.manifest.entries:

@@ -452,6 +452,8 @@ def test_a_configuration_file_asks_for_weights_in_bf16(tmp_path, settings, expec
     recipe = "tokenizer:\n  _component_: torchtune.models.llama3.llama3_tokenizer\nmodel:\n  _component_: package.model.Attention\n"
     recipe += "checkpointer:\n  _component_: torchtune.training.FullModelHFCheckpointer\nepochs: 1\n"
     (tmp_path / "recipe.yaml").write_text(recipe + settings)
+    (tmp_path / "broken.json").write_text('{"bf16": ')
+    (tmp_path / "nowhere.json").symlink_to(tmp_path / "missing.json")
     found = lint_command([tmp_path], select=SPEAKING).findings
     assert {f.code for f in found} == expected
     assert all("recipe.yaml:8" in str(f.details) for f in found)

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
-from isotype.precision.observe import Observation
+from isotype.precision.observe import Observation, Observer
 from isotype.precision.observe.states import states_of
 from tests.models import lora, quantised
 from tests.models import tiny as tiny_model
@@ -112,3 +112,15 @@ def test_factored_states_are_counted():
     weight = torch.nn.Parameter(torch.zeros(8, 4))
     factored = {"step": torch.tensor(1.0), "row": torch.zeros(8), "column": torch.zeros(4, dtype=torch.bfloat16)}
     assert list(states_of(weight, factored)) == [("row", "fp32"), ("column", "bf16")]
+
+
+def test_every_tensor_of_a_saved_file_is_counted(tmp_path):
+    from safetensors.torch import save_file
+
+    tensors = {"a": torch.zeros(2), "b": torch.zeros(3, dtype=torch.bfloat16), "packed": torch.zeros(4, dtype=torch.uint8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    seen = Observation(1)
+    model = tiny_model()
+    Observer(model, PRESETS["fp32"]).look_at_files(seen, tmp_path, "fp32")
+    assert sums(seen, "save") == len(tensors)
+    assert [finding.observed for finding in seen.violations] == ["bf16"]

@@ -9,10 +9,7 @@ from PIL import Image, ImageChops, ImageStat
 from safetensors.torch import load_file
 
 from isotype.distributed.shard import units_of
-from isotype.distributed.world import World
-from isotype.errors import UsageError
 from isotype.tasks.choose import train
-from isotype.training.parallel import as_configured
 from tests.distributed.processes import run
 from tests.long import in_full
 
@@ -106,14 +103,3 @@ def test_units_of_a_denoiser_are_its_blocks(studio):
     unet = UNet2DConditionModel.from_pretrained(studio.sdxl / "unet")
     kinds = {type(module).__name__ for _, module in units_of(unet)}
     assert kinds == {"BasicTransformerBlock", "ResnetBlock2D"}
-
-
-def test_pictures_of_several_shapes_are_not_shared(drawn):
-    class Two(World):
-        size = 2
-
-    for kind in ("shard", "hybrid"):
-        loaded = drawn(images={"max_aspect": 2.0}, parallel={"kind": kind})
-        with pytest.raises(UsageError, match=f"parallel.kind: {kind} with images.max_aspect: 2: pictures of several shapes"):
-            as_configured(loaded.config, Two())
-    assert as_configured(drawn(parallel={"kind": "shard"}).config, Two()).kind == "shard"

@@ -128,7 +128,7 @@ class Failures:
         site, module, node = context.here()
         mixed = len({operand.dtype for operand in operands}) > 1
         value = re.match(r"value cannot be converted to type", str(error)) is not None
-        odd = odd_one(operands, context.census(), name)
+        odd = odd_one(operands, context.census_of_failure(), name)
         on = torch.is_autocast_enabled(context.device)
         state, before = context.autocast_state()
         generate = next((s for s in stack if s.function.rpartition(".")[2] in ("generate", "_sample")), None) is not None
@@ -146,7 +146,7 @@ class Failures:
             )
             fix = "use the limit of the tensor's own dtype: torch.finfo(x.dtype).min"
         elif not mixed and "not implemented for" in str(error):
-            cause = f"{name} has no {odd.word} kernel on {context.device}. {cause_of(odd, name, context.census(), '')}"
+            cause = f"{name} has no {odd.word} kernel on {context.device}. {cause_of(odd, name, context.census_of_failure(), '')}"
             fix = f"run this part in fp32 or bf16 on {context.device}: `.to(torch.float32)`, or torch.autocast"
         else:
             outside = ""
@@ -154,7 +154,7 @@ class Failures:
                 outside = "Autocast was on when this module ran before and is off here" + (
                     ": generate() runs outside the autocast that the trainer puts around its own forward" if generate else ""
                 )
-            cause = cause_of(odd, name, context.census(), outside)
+            cause = cause_of(odd, name, context.census_of_failure(), outside)
             fix = fix_of(
                 odd, others, name, autocast_on=on, autocast_before=before and not on, device=context.device, generate=generate and not on
             )

@@ -261,7 +261,7 @@ def _from_tensors(context: Context, error: BaseException, evidence: Evidence) ->
     operands = [Operand.of(context, label, tensor) for label, tensor in evidence.tensors[:12]]
     if not operands:
         return None
-    census = context.census()
+    census = context.census_of_failure()
     usual = census.most_common(1)[0][0] if census else None
     only_low = re.search(r"(only|must).*(fp16|bf16|half|bfloat16|float16)", str(error), re.IGNORECASE) is not None
     strays = [o for o in operands if (o.dtype not in LOW if only_low else usual is not None and o.dtype != usual)]

@@ -184,7 +184,6 @@ class Tracer(TorchDispatchMode):
         if not self.stack:
             self.resume()
             self.forwards += 1
-            self._census = None
             if next(module.parameters(), None) is not None:
                 self._ran = weakref.ref(module)
             for root_called in self._events.root_called:
@@ -193,6 +192,7 @@ class Tracer(TorchDispatchMode):
                 return
             for forward_begins in self._events.forward_begins:
                 forward_begins()
+            self._census = None
         self.stack.append(module)
         for entered in self._events.entered:
             entered(module, args)
@@ -331,7 +331,6 @@ class Tracer(TorchDispatchMode):
     def before_explaining(self) -> None:
         """Names what has not run yet, so that an explanation can."""
         self.names.find_live()
-        self._census = None
 
     def autocast_state(self) -> tuple[str, bool]:
         return self.autocast.state()
@@ -372,13 +371,17 @@ class Tracer(TorchDispatchMode):
         self.pace.changed()
 
     def census(self) -> Counter[torch.dtype]:
-        """Parameter elements by dtype of the model that is running, or that ran last; of all models before any has run."""
+        """Parameter elements by dtype of the model that is running."""
         if self._census is None:
-            running = self.stack[0] if self.stack else None
-            if running is None or next(running.parameters(), None) is None:  # between two forwards, or in a loss
-                running = self._ran() if self._ran is not None else None
-            self._census = self.names.census(self.names.root_of(running) if running is not None else None)
+            self._census = self.names.census(self.stack[0] if self.stack else None)
         return self._census
+
+    def census_of_failure(self) -> Counter[torch.dtype]:
+        """The same of the whole model that is running, or that ran last (in a loss, or between two forwards); of all before any has run."""
+        running = self.stack[0] if self.stack else None
+        if running is None or next(running.parameters(), None) is None:
+            running = self._ran() if self._ran is not None else None
+        return self.names.census(self.names.root_of(running) if running is not None else None)
 
     def call_failed(self, error: Exception, func: Any, args: tuple, kwargs: dict | None) -> None:
         self.failures.call_failed(error, func, args, kwargs)

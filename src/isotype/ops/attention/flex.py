@@ -24,13 +24,13 @@ _kept: OrderedDict[tuple[object, ...], tuple[Any, Tensor | None]] = OrderedDict(
 def compiled(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
     """`function`, compiled for the first length and, with the second, for any length: lengths of one compile each would pass the limit."""
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        limit: dict[str, Any] = {"recompile_limit": KINDS}  # which torch's overloads for type checkers leave out
-        made: Callable[..., Any] = torch.compile(function, backend=backend, **limit)
+        more: dict[str, Any] = {"recompile_limit": KINDS}
+        made: Callable[..., Any] = torch.compile(function, backend=backend, **more)
         return made
     own = torch.compile(function, backend=backend)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # torch 2.11 and 2.12 read the limit where they compile
+        # an older torch reads the limit where it compiles
         with torch._dynamo.config.patch(recompile_limit=KINDS):
             return own(*args, **kwargs)
 
@@ -43,8 +43,8 @@ def _functions(on_gpu: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     attend: Callable[..., Any] = flex_attention
-    make: Callable[..., Any] = create_block_mask
-    return (compiled(attend), compiled(make)) if on_gpu else (attend, make)
+    blocks: Callable[..., Any] = create_block_mask
+    return (compiled(attend), compiled(blocks)) if on_gpu else (attend, blocks)
 
 
 def attention(

@@ -70,6 +70,11 @@ class Arithmetic(TorchDispatchMode):
                 made = before or NOTHING
                 self.lineages.set(tensor, replace(made, from_=made.from_ | (FLOAT_INPUT if tensor.is_floating_point() else INPUT)))
 
+    def know_batch(self, given: Any) -> None:
+        """Registers the batch of a step: what only its loss reads, as log-probabilities of a reference, did not come from outside."""
+        for tensor in plain_tensors(given, []):
+            self.step.given.set(tensor, NOTHING)
+
     def finish(self) -> None:
         """Reports what could only be judged at the end of the step."""
         self.step.finish()

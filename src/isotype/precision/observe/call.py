@@ -30,6 +30,7 @@ class JudgedStep:
         self.seen, self.precision, self.regions, self.role, self.lora_branch = seen, precision, regions, role, lora_branch
         self.compute: str = getattr(precision, role)
         self.lineages = Lineages()
+        self.given = Lineages()  # tensors of a batch: made before the step, and not all of them for the model
         self.pending: dict[int, tuple[str, str, Caller, str]] = {}  # products outside compute until their use is known
         self.routers: set[int] = set()
         self.wide_forward = False

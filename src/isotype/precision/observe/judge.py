@@ -155,11 +155,8 @@ class Judge(Call):
             if tensor.numel() < 2 or not float_word(tensor.dtype) or type(tensor) not in (Tensor, nn.Parameter):
                 continue
             if lineage is None:
-                self.unobserved(
-                    f"values from outside in {self.module or self.region}",
-                    f"{name(tensor.dtype)}{list(tensor.shape)} at {short_name(self.by.file)}:{self.by.line} was made by no operator that a "
-                    "dispatch mode sees: another library, another thread, or a tensor kept outside modules",
-                )
+                if self.step.given.of(tensor) is None:
+                    self._from_outside(tensor)
                 if self.region != UPDATE and float_word(tensor.dtype) not in self.step.stored | {"int8"}:
                     self._narrow_store(tensor)
                 self.step.lineages.set(tensor, Lineage(BUFFER))
@@ -169,6 +166,13 @@ class Judge(Call):
                     f"{name(tensor.dtype)}{list(tensor.shape)} at {short_name(self.by.file)}:{self.by.line} is read and was written by no "
                     "operator: a kernel that is called by address, or another library",
                 )
+
+    def _from_outside(self, tensor: Tensor) -> None:
+        self.unobserved(
+            f"values from outside in {self.module or self.region}",
+            f"{name(tensor.dtype)}{list(tensor.shape)} at {short_name(self.by.file)}:{self.by.line} was made by no operator that a "
+            "dispatch mode sees: another library, another thread, or a tensor kept outside modules",
+        )
 
     def _is_written(self, index: int) -> bool:
         # an operator that writes its first argument, or `out`, does not read what lies there

@@ -40,11 +40,15 @@ class Observer:
     """Compares a model, its gradients and its optimizer with a `Precision`.
 
     lora_branch  dtype of the adapters' own products: fp32, or None for `compute` or fp32
+    read_only    models beside the trained one that a step reads, such as a reference: their weights are known
     """
 
-    def __init__(self, model: nn.Module, precision: Precision, *, lora_branch: str | None = None) -> None:
-        self.model, self.precision, self.lora_branch = model, precision, lora_branch
+    def __init__(
+        self, model: nn.Module, precision: Precision, *, lora_branch: str | None = None, read_only: Sequence[nn.Module] = ()
+    ) -> None:
+        self.model, self.precision, self.lora_branch, self._read_only = model, precision, lora_branch, read_only
         self._changes = Changes(model)
+        self._know_batch: Callable[[Any], None] | None = None
         self._buffers = {full: b.dtype for full, b in model.named_buffers() if b.is_floating_point()}
 
     def changed(self) -> bool:
@@ -150,6 +154,11 @@ class Observer:
                     else:
                         observation.unseen_thing("save", "integers: packed weights or ids")
 
+    def know_batch(self, given: Any) -> None:
+        """Registers the tensors of a batch, a nest of lists and mappings, in a step that is being watched."""
+        if self._know_batch is not None:
+            self._know_batch(given)
+
     @contextmanager
     def watch(
         self, step: int, *, role: str = "compute", optimizer: torch.optim.Optimizer | None = None, gradient: Gradient | None = None
@@ -163,6 +172,8 @@ class Observer:
         regions = Regions(self.model, lambda call: self._left(observation, call, role))
         arithmetic = arithmetic_mode(observation, self.precision, regions, role=role, lora_branch=self.lora_branch)
         arithmetic.know(self.model, optimizer)
+        for other in self._read_only:
+            arithmetic.know(other, None)
 
         def escaped(way: str, tensor: Tensor, by: Caller) -> None:
             lineage = arithmetic.lineages.of(tensor) or NOTHING
@@ -188,6 +199,8 @@ class Observer:
                 stack.callback(optimizer.register_step_pre_hook(before_update).remove)
             stack.enter_context(Escapes(escaped, arithmetic.attention_calls))
             stack.enter_context(arithmetic)
+            self._know_batch = arithmetic.know_batch
+            stack.callback(setattr, self, "_know_batch", None)
             yield observation
         arithmetic.finish()
         self._look_at_product_setting(observation, role)
@@ -274,7 +287,7 @@ def _is_a_programs_scale(model: nn.Module, full: str, buffer: Tensor) -> bool:
     kind = type(model.get_submodule(full.rpartition(".")[0])).__module__
     if kind.startswith(("transformers.", "peft.", "bitsandbytes.", "torch.")):
         return False
-    value = float(buffer.item())  # no cast of a tensor, which would be judged
+    value = float(buffer.item())  # no cast, which would be judged
     return math.isfinite(value) and not value.is_integer()
 
 

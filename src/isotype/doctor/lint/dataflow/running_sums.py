@@ -1,4 +1,4 @@
-"""Where two parts of one running sum are subtracted from each other."""
+"""Where entries of one running sum are subtracted from each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _VIEWS = frozenset({"unsqueeze", "transpose", "permute", "flip", "roll", "narrow
 
 
 def differences(file: SourceFile, function: Function) -> dict[ast.Call, ast.BinOp]:
-    """Each `name = x.cumsum(...)` of a function with the first difference of two parts of `name`: `name[..., None] - name[..., 1:]`."""
+    """Each `name = x.cumsum(...)` of a function with the first difference of its entries: `name[..., -1:] - name`."""
     if "cumsum" not in file.text:
         return {}
     made: dict[str, ast.Call] = {}
@@ -21,20 +21,19 @@ def differences(file: SourceFile, function: Function) -> dict[ast.Call, ast.BinO
     found: dict[ast.Call, ast.BinOp] = {}
     for node in file.own(function) if made else ():
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
-            name = _part_of(node.left)
-            if name in made and _part_of(node.right) == name:
+            name = _viewed(node.left)
+            if name in made and _viewed(node.right) == name and not (isinstance(node.left, ast.Name) and isinstance(node.right, ast.Name)):
                 found.setdefault(made[name], node)
     return found
 
 
-def _part_of(node: ast.expr) -> str:
-    """`total` for `total[..., None]`, `total.unsqueeze(-1)` and their like; "" for anything else, or for the name itself."""
-    inside = node
-    while not isinstance(inside, ast.Name):
-        if isinstance(inside, ast.Subscript):
-            inside = inside.value
-        elif isinstance(inside, ast.Call) and isinstance(inside.func, ast.Attribute) and inside.func.attr in _VIEWS:
-            inside = inside.func.value
+def _viewed(node: ast.expr) -> str:
+    """`total` for itself, `total[..., None]`, `total.unsqueeze(-1)` and their like; "" for anything else."""
+    while not isinstance(node, ast.Name):
+        if isinstance(node, ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _VIEWS:
+            node = node.func.value
         else:
             return ""
-    return inside.id if inside is not node else ""
+    return node.id

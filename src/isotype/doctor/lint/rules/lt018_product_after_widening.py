@@ -7,7 +7,8 @@ from ..dataflow.events import Event
 from ..dataflow.plain import PURE, plain_events
 from ..dataflow.values import Made, Tensor
 from ..rule import Hit, Rule
-from ..source import SourceFile
+from ..source import SourceFile, last_name
+from .attention_operands import cast_in_part
 from .evidence import details, dtypes, first_of_each_function, of_a_model, operands
 
 
@@ -40,6 +41,7 @@ class ProductAfterWidening(Rule):
     Known problems
     --------------
     A weight that is kept in fp32 on purpose, as a router's often is, is recognised by a cast written in the product itself only.
+    Operands of attention are compared where one statement binds them, whatever their dtype is.
     """
 
     code = "LT018"
@@ -64,6 +66,16 @@ class ProductAfterWidening(Rule):
                 weak=_meant(event, wide[1]),
                 symbol=event.symbol,
             )
+        for function in file.functions():
+            for part in cast_in_part(file, function):
+                yield Hit(
+                    node=part.call,
+                    message=f"{last_name(part.call.func)}: `{part.wide}` is cast to fp32, and `{part.left}` is not",
+                    cause=f"line {part.made} makes both in one dtype, line {part.cast} casts `{part.wide}`, and attention takes one dtype: "
+                    "outside autocast it refuses for a model in bf16 or fp16",
+                    fix=f"cast `{part.left}` as well, or none",
+                    scenario=PURE,
+                )
 
 
 def _wide_and_low(event: Event) -> bool:
