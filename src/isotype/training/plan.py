@@ -182,7 +182,9 @@ def plan(task: Task, sources: Mapping[str, str], *, device: str | None = None, l
 
 
 def _every(what: str, steps: int) -> str:
-    return f"{what} every {steps} steps" if steps else f"no {what}"
+    if not steps:
+        return f"no {what}"
+    return f"{what} every {steps} steps" if steps > 1 else f"{what} every step"
 
 
 def _schedule(config: RunConfig, *, rows: int, eval_rows: int, stream: bool) -> dict[str, Any]:

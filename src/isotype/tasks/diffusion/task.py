@@ -411,7 +411,7 @@ class DiffusionTask:
         of_these = f" ({', '.join(kinds)})" if kinds else ""
         lines = [
             f"{facts['train_pictures']:,} training pictures{of_these}, "
-            f"{facts['eval_pictures']:,} evaluation pictures, "
+            f"{facts['eval_pictures']:,} for evaluation, "
             f"{facts['resolution']} x {facts['resolution']} pixels, {facts['latent_tokens']:,} latent tokens each",
             self.levels_line(),
         ]
