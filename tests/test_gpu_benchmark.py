@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
 import json
 import re
 import sys
@@ -14,16 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.scripts import script
+
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+def gpu():
+    return script(SCRIPT)
 
 
 def started(gpu, monkeypatch, *words):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import script
 
 FOLDER = Path(__file__).parents[2] / "docs/decisions"
 
 
 def written_index():
-    spec = importlib.util.spec_from_file_location("write_index", FOLDER / "write_index.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.index
+    return script(FOLDER / "write_index.py").index
 
 
 def test_index_lists_every_page():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -13,16 +12,14 @@ import pytest
 import isotype
 import isotype.ops
 import isotype.testing
+from tests.scripts import script
 
 ROOT = Path(__file__).parents[2]
 API = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs/api").glob("*.md"))
 
 
 def module_of(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(ROOT / f"docs/{name}.py")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import UsageError
 from .schema import RunConfig
+from .sources import config_file
 
 LANGUAGE, DIFFUSION = "language", "diffusion"
 PIPELINE_FILE = "model_index.json"
@@ -49,8 +50,7 @@ def is_denoiser(given: dict[str, Any] | str | None) -> bool:
     """Whether a `model.config`, or the JSON file that it names, is a diffusers model's: those have `_class_name`."""
     if isinstance(given, str):
         try:
-            path = Path(given)
-            given = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+            given = json.loads(config_file(given).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return False
     return isinstance(given, dict) and "_class_name" in given

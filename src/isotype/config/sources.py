@@ -83,6 +83,12 @@ def is_folder_name(model: str) -> bool:
     return model.startswith((".", "/", "~")) or model.count("/") > 1
 
 
+def config_file(given: str) -> Path:
+    """The JSON file that `model.config` names, itself or by its folder."""
+    path = Path(given)
+    return path / "config.json" if path.is_dir() else path
+
+
 def near_model(name: str) -> str:
     """`, did you mean DIR/base?` where a model's folder of nearly that name lies, else nothing."""
     try:

@@ -10,6 +10,7 @@ import difflib
 import gzip
 import hashlib
 import re
+import shlex
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,8 +129,6 @@ def decoded(raw: bytes, *, file: str, line: int, offset: int) -> str:
 
 def _converted(file: str, encoding: str) -> str:
     """A command for a file that is not compressed; its name may not be one a shell takes as it is."""
-    import shlex
-
     return f"iconv -f {encoding} -t UTF-8 {shlex.quote(file)} > utf8{Path(file).suffix}"
 
 
@@ -144,8 +143,6 @@ def _utf16(raw: bytes) -> str | None:
 
 def _unpacked(file: str, named: str) -> str:
     """What to do with a file that is of another kind than its name says."""
-    import shlex
-
     if Path(file).suffix.lower() == ".gz":
         return f"gunzip {shlex.quote(file)}   # it was packed twice"
     if named:
@@ -154,8 +151,6 @@ def _unpacked(file: str, named: str) -> str:
 
 
 def _without_zeros(file: str) -> str:
-    import shlex
-
     read = "gzip -dc" if Path(file).suffix.lower() == ".gz" else "cat"
     return f"{read} {shlex.quote(file)} | tr -d '\\000' > no_zeros{ending(Path(file))}   # if the rest is text"
 
@@ -222,8 +217,6 @@ _UNREADABLE = (gzip.BadGzipFile, EOFError, zlib.error, OSError)
 def _unreadable(error: Exception, name: str, line: int) -> UsageError:
     if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
         return UsageError(f"{name}:{line}: cannot be read: {error.strerror or error}")
-    import shlex
-
     if isinstance(error, gzip.BadGzipFile) and line == 1 and "Not a gzipped file" in str(error):
         fix = f"if it is not compressed: mv {shlex.quote(name)} {shlex.quote(str(Path(name).with_suffix('')))}, and give that name"
     else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,8 +132,6 @@ def _delimiter(header: str) -> str:
 
 
 def _with_line_ends(name: str) -> str:
-    import shlex
-
     return f"tr '\\r' '\\n' < {shlex.quote(name)} > lines{Path(name).suffix}"
 
 

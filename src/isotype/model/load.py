@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .. import json_objects
 from ..config.schema import ModelSection
-from ..config.sources import is_folder_name, near_model
+from ..config.sources import config_file, is_folder_name, near_model
 from ..dtypes import to_torch
 from ..environment.hub import is_away, not_in_cache, say
 from ..errors import UsageError
@@ -228,7 +228,7 @@ def read_config(given: dict[str, Any] | str | None) -> dict[str, Any] | None:
     if not isinstance(given, str):
         return given
     try:
-        found = json_objects.loads((Path(given) / "config.json" if Path(given).is_dir() else Path(given)).read_text(encoding="utf-8"))
+        found = json_objects.loads(config_file(given).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"model.config: {given}: {error}") from None
     if not isinstance(found, dict):

@@ -134,7 +134,7 @@ class Int8Activations(MLP):
 
 
 class Rounded(MLP):
-    """Activations on a grid of hundredths."""
+    """Replaces its result by values on a grid, as the straight-through estimator of a quantisation does."""
 
     def grid(self, x: Tensor) -> Tensor:
         raise NotImplementedError

@@ -6,73 +6,63 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .arithmetic import Rounded
 from .program import program
 from .tiny import HIDDEN, MLP, tiny
 
 
-class Coarse(MLP):
-    """Replaces its result, as the straight-through estimator of a quantisation does."""
-
-    def coarse(self, y: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y + (self.coarse(y.detach()) - y).detach()
-
-
-class Thermometer(Coarse):
+class Thermometer(Rounded):
     """Counts the thresholds below each value."""
 
-    def coarse(self, y: Tensor) -> Tensor:
+    def grid(self, y: Tensor) -> Tensor:
         return (y[..., None] > torch.arange(-1, 1, 0.01)).sum(-1) * 0.01 - 1
 
 
-class VeltkampSplit(Coarse):
+class VeltkampSplit(Rounded):
     """The high part of each value, by products and differences alone."""
 
-    def coarse(self, y: Tensor) -> Tensor:
+    def grid(self, y: Tensor) -> Tensor:
         c = y * 65537.0
         return c - (c - y)
 
 
-class LargeBuffer(Coarse):
+class LargeBuffer(Rounded):
     """Adds and subtracts a large constant that is a tensor of the values' own shape."""
 
-    def coarse(self, y: Tensor) -> Tensor:
+    def grid(self, y: Tensor) -> Tensor:
         big = torch.full_like(y, 49152.0)
         return (y + big) - big
 
 
-class LowHalves(Coarse):
+class LowHalves(Rounded):
     """Clears the low half of each value through a view of its memory."""
 
-    def coarse(self, y: Tensor) -> Tensor:
+    def grid(self, y: Tensor) -> Tensor:
         z = y.clone()
         z.view(torch.bfloat16)[..., ::2] = 0
         return z
 
 
-class TwoLevels(Coarse):
-    def coarse(self, y: Tensor) -> Tensor:
+class TwoLevels(Rounded):
+    def grid(self, y: Tensor) -> Tensor:
         m = y.abs().mean()
         return torch.where(y > 0, m, -m)
 
 
-class Drawn(Coarse):
-    def coarse(self, y: Tensor) -> Tensor:
+class Drawn(Rounded):
+    def grid(self, y: Tensor) -> Tensor:
         return torch.bernoulli(torch.sigmoid(y))
 
 
-class Counted(Coarse):
-    def coarse(self, y: Tensor) -> Tensor:
+class Counted(Rounded):
+    def grid(self, y: Tensor) -> Tensor:
         return (torch.histc(y, 64, -1, 1).cumsum(0) / y.numel())[:HIDDEN].expand_as(y)
 
 
-class Ranks(Coarse):
+class Ranks(Rounded):
     """The rank of each value in its row."""
 
-    def coarse(self, y: Tensor) -> Tensor:
+    def grid(self, y: Tensor) -> Tensor:
         return y.argsort(-1).argsort(-1).to(y.dtype) / HIDDEN
 
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
+from tests.scripts import script
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "ledger.py"
 LAYERS = 32
 
 
 @pytest.fixture
-def ledger_of(monkeypatch):
-    spec = importlib.util.spec_from_file_location("ledger_benchmark", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module.ledger_of
+def ledger_of():
+    return script(SCRIPT).ledger_of
 
 
 def at_32(two, three):
