@@ -103,6 +103,12 @@ def test_the_odd_one_of_query_key_value(q: str, k: str, v: str, cause: str):
         ("CheckpointError: Recomputed values\nfor the following tensors have different metadata than during the forward pass.\nsaved metadata:  {'shape': ..., 'dtype': torch.bfloat16, 'device': cuda:0}\nrecomputed metadata:  {'shape': ..., 'dtype': torch.float32, 'device': cuda:0}\nwith FSDP2", "EX015", "FSDP casts a block's inputs", "cos.to(x.dtype)"),
         ("CheckpointError: Recomputed values for the following tensors have different metadata than during the forward pass.\nsaved metadata: {'shape': torch.Size([2]), 'dtype': torch.bfloat16}\nrecomputed metadata: {'shape': torch.Size([2]), 'dtype': torch.float32}", "EX015", "autocast differs", "autocast inside"),
         ("'mps.add' op requires the same element type for all operands and results\n%4 = \"mps.add\"(%1, %2) : (tensor<1xf32>, tensor<3x4xbf16>) -> tensor<*xf32>", "EX034", "does not promote", "scale.to(x.dtype)"),
+        ("RuntimeError: attempting to assign a gradient with dtype 'c10::BFloat16' to a tensor with grad_dtype 'Float'.\nFSDP2: the first forward ran with requires_grad=False, then the weights were unfrozen", "EX011", "FSDP chose its dtypes", "no_grad"),
+        (f"{MIXED}\nfully_shard, the input is a dataclass of tensors", "EX001", "an input that FSDP does not cast", "arguments"),
+        (f"{MIXED}\nsharded with FSDP, compiled as well", "EX001", "activation promoted to fp32", "autocast"),
+        (f"{MIXED}\nonly with torch.compile, eager runs", "EX001", "compiled code makes another dtype than eager", "aot_eager"),
+        ("RuntimeError: Expected query, key, and value to have the same dtype\nwith a quantised KV cache", "EX005", "KV cache made or written", "cache.to"),
+        ("RuntimeError: Expected query, key, and value to have the same dtype\nthe node hard-codes torch.bfloat16", "EX005", "a dtype written out in the code", "hidden.dtype"),
     ],
 )  # fmt: skip
 def test_what_a_report_quotes_or_says_decides_its_first_cause(text: str, code: str, cause: str, fix: str):

@@ -106,6 +106,37 @@ class ReturnsHalf(Function):
         return d.to(x.dtype) * x.cos()
 
 
+class AllocatesLikeTheWeight(Function):
+    @staticmethod
+    def forward(ctx, x, w):  # HERE
+        ctx.save_for_backward(x, w)
+        out = torch.empty(x.shape, dtype=w.dtype)
+        return out.copy_(x.float() * w.float())
+
+    @staticmethod
+    def backward(ctx, d):
+        x, w = ctx.saved_tensors
+        return (d.float() * w.float()).to(x.dtype), (d.float() * x.float()).sum(0).to(w.dtype)
+
+
+@torch.library.custom_op("isotype_tests::scaled_rows", mutates_args=())
+def scaled_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:  # HERE
+    return torch.empty(x.shape, dtype=w.dtype).copy_(x.float() * w.float())
+
+
+@scaled_rows.register_fake
+def _(x, w):
+    return torch.empty_like(x)
+
+
+def _scaled_rows_backward(ctx, d):
+    x, w = ctx.saved_tensors
+    return (d.float() * w.float()).to(x.dtype), (d.float() * x.float()).sum(0).to(w.dtype)
+
+
+scaled_rows.register_autograd(_scaled_rows_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
 class LeavesAutocastOff(Function):
     @staticmethod
     def forward(ctx, x):  # HERE
@@ -460,6 +491,8 @@ FAULTY = {
     "mixed product": (MixedProductInBackward, (drawn(4, 8), drawn(6, 8)), "AC002"),
     "narrow gradient": (NarrowsItsGradient, (drawn(4, 8), drawn(4, 8, seed=1)), "AC003"),
     "half output": (ReturnsHalf, (drawn(4, 8),), "AC004"),
+    "weight's dtype": (AllocatesLikeTheWeight, (drawn(4, 8), drawn(8)), "AC026"),
+    "fake kernel": (lambda x, w: scaled_rows(x, w), (drawn(4, 8), drawn(8)), "AC026"),
     "autocast leak": (LeavesAutocastOff, (drawn(4, 8),), "AC005"),
     "cancellation": (RoundsBeforeSubtracting, ((drawn(6, 5) * 0.1 + 9 * F.one_hot(labels, 5)).detach().bfloat16(), labels), "AC006"),
     "chunks": (SumsChunksInLowPrecision, (drawn(16, 8), drawn(6, 8)), "AC007"),

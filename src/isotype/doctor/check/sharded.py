@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .settings import Facts, Setting
+from .versions import release
 
 
 def deepspeed_setting(facts: Facts, key: str) -> Setting | None:
@@ -89,7 +90,18 @@ def fsdp_version(facts: Facts) -> tuple[int | None, Setting | None]:
         "accelerate.fsdp_version",
         "env.FSDP_VERSION",
     )
+    if found is None:
+        return _trainers_default(facts)
     try:
-        return (int(found.value), found) if found else (None, None)
+        return int(found.value), found
     except (TypeError, ValueError):
         return None, found
+
+
+def _trainers_default(facts: Facts) -> tuple[int | None, Setting | None]:
+    """transformers' arguments without a version are FSDP2 since 5.10; accelerate's own file without one stays FSDP1."""
+    asked = next((s for tool in ("hf", "llamafactory") if (s := facts.get(f"{tool}.fsdp")) and s.value not in ("", [], False)), None)
+    pinned = facts.get("versions.transformers")
+    if asked is None or "fsdp" in facts.word("accelerate.distributed_type") or (pinned and release(str(pinned.value)) < (5, 10)):
+        return None, None
+    return 2, asked

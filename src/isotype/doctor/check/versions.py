@@ -11,7 +11,7 @@ _CONDA = re.compile(r"^\s*-\s*(?P<name>[A-Za-z0-9][\w.-]*)\s*={1,2}\s*(?P<versio
 _NAME = re.compile(r"^\s*-?\s*([A-Za-z0-9][\w.-]*)")
 WATCHED = (
     "torch", "transformers", "accelerate", "bitsandbytes", "deepspeed", "peft", "trl", "triton", "torchtune", "lightning", "torchtitan",
-    "simpletuner",
+    "simpletuner", "axolotl", "llamafactory",
 )  # fmt: skip
 
 

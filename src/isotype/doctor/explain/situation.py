@@ -32,7 +32,7 @@ class Situation:
     """Facts of one traceback; each flag's evidence is a frame, kept under the flag's name in `proof`.
 
     said    what the lines around the traceback say: autocast, resumed, sharded, features (of images or audio), adapters, fp32 head, muon,
-            grouped product, cpu, mps
+            grouped product, cpu, mps, compiled only, kv cache, unfrozen, structured input, hard-coded
     quoted  without a traceback, the line of code that the text quotes, as a frame without a file
     """
 
@@ -131,6 +131,14 @@ _SAID = {
         r"|device(?:_map)?[ =(]+['\"]?cpu\b"
     ),
     "mps": r"\bMPS\b|\bM-series Mac|\bApple Silicon\b",
+    "compiled only": (
+        r"\bonly (?:under|with|when|in)\b[^\n]{0,24}\bcompile"
+        r"|\beager(?: mode)? (?:runs|works|is fine)|\b(?:runs|works|fine) (?:in|under) eager"
+    ),
+    "kv cache": r"\bKV[- ]?cache|past_key_values?\b",
+    "unfrozen": r"\bunfr(?:o|ee)z|\bfrozen first\b|requires_grad(?: ?= ?|_\()False",
+    "structured input": r"\bdataclass|\bNamedTuple",
+    "hard-coded": r"\bhard-?cod\w+|\bwritten out\b",
 }
 _QUOTED = re.compile(
     r"(?m)^\s*-+>\s*\d+\s+(?P<arrow>\S.*)$"

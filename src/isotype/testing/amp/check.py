@@ -24,6 +24,7 @@ from .fault import Fault
 from .first_dtype import first_dtype_faults
 from .inexact import COLUMNS, ROWS, inexact, long_sums
 from .numerics import Numerics
+from .operator_dtypes import operator_dtypes
 from .places import failure_of
 from .promoted import promoted_outputs
 from .relations import relation_faults, state_faults, wrapped_faults
@@ -230,6 +231,8 @@ class _Check:
         low = next((s for s in ran if s.autocast is None and s.produced and self.sample.met(s.by_group) <= set(LOW)), None)
         if low is not None and self.contract is None and self.plain is None:
             self._note(promoted_outputs(self.numerics, low, ran[low]), low)
+        if self.contract is None:
+            self._note(operator_dtypes(self.numerics, ran), next(iter(ran)))
         # rounding differences between two orders of addition are smallest in fp32
         base = min(ran, key=lambda s: (torch.finfo(s.lowest(self.sample)).eps, s.autocast is not None))
         self._note(aliasing_faults(self.numerics, base, ran[base]), base)

@@ -14,7 +14,6 @@ from . import (  # noqa: F401
     sheets,
     silent_losses,
     simpletuner,
-    transformers,
     versions,
 )
 from .base import RULES as _REGISTERED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from ....dtypes import torch_word
@@ -10,7 +11,9 @@ from ..model_settings import BNB
 from ..record import Record
 from ..settings import dtype_of
 from ..sharded import fsdp_version, uses_fsdp
-from .base import ERROR, WARNING, error, found, rule
+from .base import ERROR, WARNING, error, found, rule, warning
+
+_POLICY = re.compile(r"^(?:fsdp_config\.)?(?:fsdp_)?mixed_precision_policy(?:\.|$)")
 
 
 @rule("CF015")
@@ -115,29 +118,44 @@ def one_dtype_in_a_unit(r: Record) -> Iterator[Finding]:
 
 @rule("CF060")
 def policy_keys(r: Record) -> Iterator[Finding]:
-    """A mixed precision policy with a key of the other FSDP version
+    """A mixed precision policy with a key of the other FSDP version, or in a file that nobody reads it from
 
-    **Why it matters.** FSDP1's policy has `buffer_dtype`, FSDP2's has `output_dtype`; accelerate refuses the wrong one.
+    **Why it matters.** FSDP1's policy has `buffer_dtype`, FSDP2's has `output_dtype`; accelerate refuses the wrong one. A policy is
+    handed over in Python: neither `accelerate launch` nor the trainers' `fsdp_config` read one from a file, so that the dtypes
+    written there have no effect, and everything follows mixed precision.
 
-    **Example.** `fsdp_version: 2` with `mixed_precision_policy: {buffer_dtype: bf16}`.
+    **Example.** `FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy={"buffer_dtype": "bf16"})`;
+    `fsdp_config: {mixed_precision_policy: {reduce_dtype: fp32}}` in accelerate's YAML.
 
-    **What to do.** The keys of the version that is used.
+    **What to do.** The keys of the version that is used; the policy in Python.
     """
     f = r.facts
     version, by = fsdp_version(f)
     for document in f.documents:
+        if document.tool != "fsdp" or document.attributes.get("reader") != "python":
+            policy = next((s for k, s in document.settings.items() if _POLICY.search(k)), None)
+            if policy is not None:
+                yield warning(
+                    "mixed_precision_policy in a file has no effect",
+                    policy,
+                    by or uses_fsdp(f),
+                    cause="neither accelerate's launcher nor the trainers read a policy from a file: every dtype follows mixed_precision",
+                    fix="FullyShardedDataParallelPlugin(mixed_precision_policy=...) in the program, or remove it",
+                    wins="FSDP casts, reduces and keeps buffers in the mixed precision",
+                    holds="accelerate 1.15, transformers 5.23, axolotl 0.18",
+                )
+            continue
         for key, setting in document.settings.items():
             section, _, last = key.rpartition(".")
             if section.rpartition(".")[2].removeprefix("fsdp_") != "mixed_precision_policy":
                 continue
             if (version == 2 and last == "buffer_dtype") or (version in (1, None) and last == "output_dtype"):
                 other = "output_dtype" if version == 2 else "buffer_dtype"
-                as_yaml = document.file.endswith((".yaml", ".yml"))
                 yield error(
                     f"{last} in the policy of FSDP{version or 1}",
                     setting,
                     by or uses_fsdp(f),
                     cause=f"the mixed precision policy of FSDP{version or 1} has param_dtype, reduce_dtype and {other}, and no {last}",
-                    fix=f"{other}: {setting}" if as_yaml else f"{other} instead of {last}",
+                    fix=f"{other} instead of {last}",
                     wins="accelerate stops: Invalid mixed precision policy",
                 )

@@ -1,4 +1,4 @@
-"""Words that a tool's own validator refuses, and words that a newer version calls by another name."""
+"""Settings and words that a release of a tool does not have: `releases.py` has the table."""
 
 from __future__ import annotations
 
@@ -7,24 +7,10 @@ from difflib import get_close_matches
 
 from ....finding import Finding
 from ..record import Record
-from ..settings import Setting
-from .base import error, rule
+from ..releases import NEWEST, given
+from ..settings import Setting, truth
+from .base import error, rule, warning
 
-_QUANTISED = (
-    "no_change int8-quanto int4-quanto int2-quanto int8-torchao int8dq-torchao int8dq-int4-torchao int8-sdnq uint8-sdnq int16-sdnq "
-    "uint16-sdnq fp16-sdnq fp8-sdnq int6-sdnq int5-sdnq uint5-sdnq uint4-sdnq uint3-sdnq uint2-sdnq nf4-bnb int4-torchao fp8-quanto "
-    "fp8uz-quanto fp8-native fp8-torchao fp8wo-torchao fp8-int4-torchao fp8-transformerengine"
-)
-# setting -> (the words that its validator takes, the versions whose validator was read)
-_WORDS: dict[str, tuple[str, str]] = {
-    "simpletuner.base_model_precision": (_QUANTISED, "SimpleTuner of 2026-08"),
-    "simpletuner.gradient_precision": ("unmodified fp32", "SimpleTuner of 2026-08"),
-    "simpletuner.vae_dtype": ("default fp32 fp16 bf16", "SimpleTuner of 2026-08"),
-    "simpletuner.base_model_default_dtype": ("bf16 fp32", "SimpleTuner of 2026-08"),
-    "llamafactory.flash_attn": ("auto disabled sdpa fa2 fa3", "LLaMA-Factory of 2026"),
-    "llamafactory.quantization_method": ("bnb gptq awq aqlm quanto eetq hqq mxfp4 fp8", "LLaMA-Factory since 0.9.3"),
-    "llamafactory.infer_dtype": ("auto float16 bfloat16 float32", "LLaMA-Factory of 2026"),
-} | {f"simpletuner.text_encoder_{n}_precision": (_QUANTISED, "SimpleTuner of 2026-08") for n in (1, 2, 3, 4)}
 # (setting, word of an older version, as text) -> the word of the newer one
 _RENAMED = {
     ("llamafactory.quantization_method", "bitsandbytes"): "bnb",
@@ -34,7 +20,16 @@ _RENAMED = {
     ("simpletuner.base_model_precision", "int8"): "int8-quanto",
     ("simpletuner.base_model_precision", "nf4"): "nf4-bnb",
     ("simpletuner.base_model_precision", "fp8"): "fp8-torchao",
+    ("axolotl.attn_implementation", "flash"): "flash_attention_2",
 }
+_UNKNOWN_KEYS = {  # what a tool does with a key that it does not know
+    "axolotl": (warning, "axolotl drops keys that it does not know, without a word"),
+    "llamafactory": (error, "LLaMA-Factory stops: arguments that no parser uses"),
+    "accelerate": (warning, "the launcher drops what it does not know in a section, and stops at keys of its own level"),
+    "trl": (error, "TRL stops: unexpected argument"),
+    "transformers": (error, "transformers stops: TypeError, unexpected keyword argument"),
+}
+_STILL_NAMED = ("axolotl.unsloth_", "axolotl.flash_attn_rms_norm")  # newer releases know the name in order to refuse it
 
 
 @rule("CF064")
@@ -42,26 +37,67 @@ def refused_values(r: Record) -> Iterator[Finding]:
     """A word that the tool's validator refuses
 
     **Why it matters.** Each tool takes a list of words for a precision, and the words change between versions:
-    `quantization_method: bitsandbytes` became `bnb`. The run stops when its arguments are read.
+    `quantization_method: bitsandbytes` became `bnb`. The run stops when its arguments are read. Where a requirements or lock file
+    pins the tool, its words of that version count, else those of the newest one that was read.
 
     **Example.** `"base_model_precision": "int8"` for SimpleTuner, which wants to be told the library: `int8-quanto`.
 
     **What to do.** One of the words listed.
     """
-    for key, (words, version) in _WORDS.items():
-        setting = r.facts.get(key)
-        if setting is None or setting.value is None or _shown(setting) in words.split() or "$" in _shown(setting):
+    for asked in given(r.facts):
+        setting, span, word = asked.setting, asked.span, _shown(asked.setting)
+        if span is None or span.takes(word) or "$" in word:
             continue
-        newer = _RENAMED.get((key, _shown(setting)))
-        close = get_close_matches(_shown(setting), words.split(), n=1)
-        best = newer or (close[0] if close else words.split()[0])
+        elsewhere = next((s for s in asked.spans if s is not span and s.words and s.takes(word)), None)
+        renamed = _RENAMED.get((span.setting, word))
+        close = get_close_matches(word.lower(), {w.lower(): w for w in span.words}, n=1)
+        best = renamed or next((w for w in span.words if w.lower() in close), span.words[0])
+        words = " ".join(w for w in span.words if w != "/")
         yield error(
-            f"{setting.key}: {_shown(setting)} is not one of the words that {r.tool} takes",
+            f"{setting.key}: {word} is not one of the words that {r.tool or span.package} takes",
             setting,
-            cause=f"older versions took {_shown(setting)}; the validator takes: {words}" if newer else f"the validator takes: {words}",
+            asked.pinned,
+            cause=f"{elsewhere.releases} took {word}; the validator takes: {words}"
+            if elsewhere
+            else f"older versions took {word}; the validator takes: {words}"
+            if renamed
+            else f"the validator takes: {words}",
             fix=f"{setting.key}: {best}",
             wins="the run stops when its arguments are read",
-            holds=version,
+            holds=span.releases,
+        )
+
+
+@rule("CF040")
+def missing_settings(r: Record) -> Iterator[Finding]:
+    """A setting that the tool's version does not have
+
+    **Why it matters.** Arguments come and go with versions: transformers 5 raises "unexpected keyword argument" for
+    `half_precision_backend`, TRL 0.28 for `use_liger_loss`; axolotl before 0.17 drops `fp32_norms` without a word, and accelerate before
+    1.6 knows no `fsdp_version` and takes FSDP1. Where no version is pinned, only what the newest one has lost is told.
+
+    **Example.** `half_precision_backend: auto`, `no_cuda: true`; `fp32_norms: true` beside `axolotl==0.15.0`.
+
+    **What to do.** The newer name, or a version that has the setting.
+    """
+    for asked in given(r.facts):
+        setting, pinned, first, last = asked.setting, asked.pinned, asked.spans[0], asked.spans[-1]
+        if asked.span is not None or (first.package == "axolotl" and truth(setting.value) is False):
+            continue
+        say, today = _UNKNOWN_KEYS[first.package]
+        if asked.gone and last.setting.startswith(_STILL_NAMED):
+            say, today = error, "axolotl stops at validation"
+        written = pinned.key if pinned is not None else first.package
+        yield say(
+            f"{setting.key} no longer exists" if asked.gone else f"{setting.key} does not exist yet in {written}",
+            setting,
+            pinned,
+            cause=f"{last.releases} has it, and newer releases do not" if asked.gone else f"{first.releases} has it",
+            fix=(last.instead if " " in last.instead else f"{last.instead}: {_shown(setting)}")
+            if asked.gone
+            else f"{first.package}>={'.'.join(map(str, first.since))}, or remove it",
+            wins=today,
+            holds=f"{first.package} {NEWEST[first.package]}" if pinned is None else None,
         )
 
 
