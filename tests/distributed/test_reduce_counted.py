@@ -6,6 +6,7 @@ import json
 from collections import Counter
 
 import pytest
+
 from tests.distributed.processes import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
