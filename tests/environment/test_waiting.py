@@ -11,9 +11,7 @@ from isotype.environment.waiting import wait_passively
 CORES = os.cpu_count() or 1
 
 
-@pytest.mark.parametrize(
-    ("load", "always", "passive"), [(0.1, False, False), (0.1, True, True), (2.0, False, True)]
-)
+@pytest.mark.parametrize(("load", "always", "passive"), [(0.1, False, False), (0.1, True, True), (2.0, False, True)])
 def test_threads_sleep_on_shared_cores(load, always, passive):
     environ = {"PATH": "/bin"}
     assert wait_passively(always=always, load=load * CORES, environ=environ, loaded=False) is passive
