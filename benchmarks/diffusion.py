@@ -79,7 +79,7 @@ def ours(model: Any, preset: str) -> tuple[Callable[[Batch], float], Callable[[B
     loaded = load(None, [*settings, f"train.learning_rate={RATE}"])
     precision = resolve_precision(loaded.config, loaded.sources, detect("cpu"), {"timesteps": "fp32", "latents": "fp32"}).precision
     trained, manifest = built(model, Flux(), loaded.config, precision, device_type="cpu")
-    print(manifest)
+    print(manifest, file=sys.stderr)  # stdout has the JSON alone
     accumulator = GradientAccumulator(trained.parameters(), dtype=precision.grads, reduce=precision.reduce)
     optimizer = build_optimizer(trained, loaded.config.train, precision, accumulator.gradient)
     objective = FlowMatching(NoiseLevels("uniform", 1.0))

@@ -65,7 +65,7 @@ def test_second_call_shows_the_result_without_training(made: Path, capsys: pytes
     assert str(made / "tune" / "report.html") in shown
 
 
-@pytest.mark.parametrize(("seconds", "share"), [(0.0, 1.0), (0.07, 1.0), (0.2, 0.511), (30.0, 0.2)])
+@pytest.mark.parametrize(("seconds", "share"), [(0.0, 1.0), (0.07, 1.0), (0.2, 0.511), (30.0, 0.1)])
 def test_a_slow_machine_gets_fewer_steps(seconds: float, share: float) -> None:
     full, size = Size(), Size().shortened(seconds)
     assert size.pretrain_steps == pytest.approx(share * full.pretrain_steps, abs=1)
@@ -73,9 +73,17 @@ def test_a_slow_machine_gets_fewer_steps(seconds: float, share: float) -> None:
 
 
 def test_tuning_takes_the_time_that_is_left() -> None:
-    assert tuning_steps(250.0, 0.07) == 400
-    assert tuning_steps(150.0, 0.37) == 193
-    assert tuning_steps(-20.0, 0.37) == 80
+    assert tuning_steps(200.0, 0.07) == 400
+    assert tuning_steps(100.0, 0.37) == 193
+    assert tuning_steps(-20.0, 0.37) == 40
+
+
+def test_a_shortened_stage_has_pauses_at_its_start_and_its_end_alone() -> None:
+    whole, short = quickstart_module._tune_yaml(Path("q"), Size()), quickstart_module._tune_yaml(Path("q"), Size(tune_steps=100))
+    assert "eval_every: 80" in whole
+    assert "sample_every: 200" in whole
+    assert "eval_every: 50" in short
+    assert "sample_every: 100" in short
 
 
 def test_the_speed_is_measured_where_no_size_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,9 +93,9 @@ def test_the_speed_is_measured_where_no_size_is_asked_for(tmp_path: Path, monkey
     monkeypatch.setattr(quickstart_module, "step_seconds", lambda config, rows, length: 30.0)
     said: list[str] = []
     quickstart_module._prepare(tmp_path / "q", None, said.append)
-    assert "steps: 240" in (tmp_path / "q/pretrain.yaml").read_text()
-    assert "steps: 80" in (tmp_path / "q/tune.yaml").read_text()
-    assert any("shortened to 20% of their steps" in line for line in said)
+    assert "steps: 120" in (tmp_path / "q/pretrain.yaml").read_text()
+    assert "steps: 40" in (tmp_path / "q/tune.yaml").read_text()
+    assert any("shortened to 10% of their steps" in line for line in said)
 
 
 def test_foreign_folders_are_not_touched(tmp_path: Path) -> None:

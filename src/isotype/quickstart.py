@@ -8,6 +8,7 @@ interrupted one is resumed, so the command can be given again at any time.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -16,17 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from .entry.stage import quoted, run_stage
+from .entry.stage_time import StageTime
 from .errors import UsageError
 from .printable import printable
 
 MOST_SECONDS = 300.0  # of the whole command
-TRAIN_SECONDS = (
-    180.0  # of the steps of both stages; imports, tokenizer, evaluations, samples and checks take up to two minutes on busy cores
-)
-AROUND_TUNING = 50.0  # seconds on busy cores for what the second stage does besides its steps
+TRAIN_SECONDS = 180.0  # of the steps of both stages, as planned before anything else of the command was timed
 TUNE_STEP = 1.4  # seconds of a tuning step for each of a pretraining step: 98 and 69 ms where both were measured (0058)
 _PROBED = 12  # steps that are timed before the training
-LEAST = 0.2  # of the steps: below it an untrained model's answers can hardly be told from a trained one's
+LEAST = 0.1  # of the steps, by plan: below it an untrained model's answers can hardly be told from a trained one's
+_LEAST_STEPS = {"pretrain": 60, "tune": 20}  # done in any case: the losses fall visibly
 TEXT, PARTS, PRETRAIN, TUNE = "text.txt", "small", "pretrain.yaml", "tune.yaml"
 
 
@@ -54,7 +54,7 @@ class Size:
 def quickstart(folder: Path, *, size: Size | None = None, json_output: bool = False) -> int:
     """Runs both stages and shows the result. Returns the exit status: 0, or 130 when interrupted and saved."""
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr if json_output else sys.stdout, flush=True)  # noqa: E731
-    begun = time.monotonic()
+    pace = StageTime(MOST_SECONDS, share=_share_of_pretraining(), least=_LEAST_STEPS)
     _take_fewer_threads_where_faster(say)
     _prepare(folder, size, say)
     results = {}
@@ -64,10 +64,15 @@ def quickstart(folder: Path, *, size: Size | None = None, json_output: bool = Fa
     ):
         say(f"\n{what}  ({folder / file})")
         if stage == "tune" and size is None:
-            _tune_in_what_is_left(folder, time.monotonic() - begun, say)
-        if (status := run_stage(folder / stage, folder / file, json_output=json_output)) != 0:
+            _take_fewer_threads_where_faster(say)
+            _tune_in_what_is_left(folder, pace, say)
+        pace.begin(stage)
+        if (status := run_stage(folder / stage, folder / file, json_output=json_output, callbacks=[pace] if size is None else [])) != 0:
             say(f"go on with: isotype quickstart --folder {folder}")
             return status
+        pace.end()
+        if pace.stopped_at:
+            say(f"speed     ended at step {pace.stopped_at}, since the command is to take five minutes: other programs use the cores")
         results[stage] = json.loads((folder / stage / "result.json").read_text(encoding="utf-8"))
     summary = summarise(folder)
     if json_output:
@@ -132,16 +137,21 @@ def _prepare(folder: Path, asked: Size | None, say: Callable[[str], None]) -> No
         raise UsageError(f"{folder}: cannot be written: {error.strerror}", fix="isotype quickstart --folder OTHER") from None
 
 
-def _tune_in_what_is_left(folder: Path, spent: float, say: Callable[[str], None]) -> None:
+def _share_of_pretraining() -> float:
+    full = Size()
+    return full.pretrain_steps / (full.pretrain_steps + TUNE_STEP * full.tune_steps)
+
+
+def _tune_in_what_is_left(folder: Path, pace: StageTime, say: Callable[[str], None]) -> None:
     """Sets the steps of the second stage by the speed of the first, where neither was run before."""
     from .report.record import read_run
 
     if (folder / "tune").exists():
         return
-    seconds = sorted(v for _, v in read_run(folder / "pretrain").curve("seconds"))
+    seconds = [v for _, v in read_run(folder / "pretrain").curve("seconds")][-_PROBED:]
     if not seconds:
         return
-    steps = tuning_steps(MOST_SECONDS - spent, seconds[len(seconds) // 2])
+    steps = tuning_steps(pace.left, sorted(seconds)[len(seconds) // 2])
     size = replace(Size(), tune_steps=steps)
     (folder / TUNE).write_text(_tune_yaml(folder, size), encoding="utf-8")
     if steps < Size().tune_steps:
@@ -151,20 +161,21 @@ def _tune_in_what_is_left(folder: Path, spent: float, say: Callable[[str], None]
 def tuning_steps(left: float, pretraining_step: float) -> int:
     """Steps of the second stage that fit into `left` seconds, at so many seconds for a step of the first."""
     most = Size().tune_steps
-    return int(min(most, max(LEAST * most, (left - AROUND_TUNING) / (TUNE_STEP * pretraining_step))))
+    return int(min(most, max(LEAST * most, left / (TUNE_STEP * pretraining_step))))
 
 
 def _take_fewer_threads_where_faster(say: Callable[[str], None]) -> None:
-    """Uses fewer threads where other programs use the cores. An ordinary run only advises this, since the number of threads decides the
-    order of sums."""
+    """Uses fewer threads where they are faster now, whatever the load was in the last minute. An ordinary run only advises this, since the
+    number of threads decides the order of sums."""
     import torch
 
     from .training.contention import contention
 
-    found = contention()
+    found = contention(load=lambda: math.inf)
     if found is not None and found.best < found.threads:
+        gain = found.seconds[found.threads] / found.seconds[found.best]
+        say(f"cores     {found.best} of {found.threads} threads: {gain:.1f} times as fast as all, since other programs use the cores")
         torch.set_num_threads(found.best)
-        say(f"cores     {found}; taken")
 
 
 def step_seconds(config: Any, *, rows: int, length: int) -> float:
@@ -212,6 +223,12 @@ def _short(text: str, most: int = 110) -> str:
     return (flat if len(flat) <= most else flat[: most - 3] + "...") or "(nothing)"
 
 
+def _pauses(size: Size) -> int:
+    """Evaluations of a stage. A shortened one has fewer, and samples at its start and its end alone: each takes as long as many steps."""
+    full = Size()
+    return 2 if (size.pretrain_steps, size.tune_steps) < (full.pretrain_steps, full.tune_steps) else 5
+
+
 def _pretrain_yaml(folder: Path, size: Size) -> str:
     return f"""\
 # A small model from random weights, every one of them trained, on plain text.
@@ -230,10 +247,10 @@ train:
   batch_size: 4
   learning_rate: 1.5e-3
   beta2: 0.95
-  eval_every: {max(1, size.pretrain_steps // 5)}
+  eval_every: {max(1, size.pretrain_steps // _pauses(size))}
 run:
   folder: {quoted(folder / "pretrain")}
-  sample_every: {max(1, size.pretrain_steps // 2)}
+  sample_every: {size.pretrain_steps if _pauses(size) == 2 else max(1, size.pretrain_steps // 2)}
   keep: 1
   sample_tokens: 40
 """
@@ -256,10 +273,10 @@ train:
   steps: {size.tune_steps}
   batch_size: 16
   learning_rate: 2.0e-3
-  eval_every: {max(1, size.tune_steps // 5)}
+  eval_every: {max(1, size.tune_steps // _pauses(size))}
 run:
   folder: {quoted(folder / "tune")}
-  sample_every: {max(1, size.tune_steps // 2)}
+  sample_every: {size.tune_steps if _pauses(size) == 2 else max(1, size.tune_steps // 2)}
   keep: 1
   sample_tokens: 48
 """

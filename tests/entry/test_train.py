@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import logging
 import os
 import random
@@ -67,6 +68,9 @@ def test_a_run_configuration_and_a_resume(workshop, tmp_path, configured):
 
     first = isotype.train(loaded.config, callbacks=[StopsAt3()])
     assert first.result["steps"] == 3
+    # the last step is evaluated and sampled, as that of a run that comes to its end; the plan has 2, 4 and 6
+    assert [row["step"] for row in rows_of(first.folder) if row.get("event") == "evaluation"] == [0, 2, 3]
+    assert (first.folder / "samples/step_3.json").is_file()
     resumed = isotype.train(resume=first.folder)
     assert resumed.result["steps"] == 6
     same_result(tmp_path / "whole", resumed.folder)
@@ -200,6 +204,10 @@ def test_a_callback_that_rounds_the_optimizers_states_stops_the_run(workshop, tm
 def summed_loss(model, batch):
     logits = model(**batch.inputs).logits[:, :-1].float()
     return F.cross_entropy(logits.flatten(0, 1), batch.labels[:, 1:].flatten(), reduction="sum")
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 class StopsAt2(isotype.Callback):

@@ -14,6 +14,7 @@ from importlib import import_module
 
 import typer
 
+from ..environment.waiting import wait_passively
 from ..errors import IsotypeError, UsageError
 from ..version import __version__
 
@@ -58,6 +59,9 @@ def build_app() -> typer.Typer:
                 f"isotype {context.invoked_subcommand} runs on Linux only; this is {here}",
                 fix=f"{linux}; check, lint, explain, doctor, import, init, schema and env run here",
             )
+
+        if context.invoked_subcommand in LINUX_ONLY - {"trace"}:  # it runs another's program
+            wait_passively()
 
     package = import_module(__package__)
     for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):

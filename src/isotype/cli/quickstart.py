@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..environment.waiting import wait_passively
 from .app import ENGINE
 
 
@@ -32,6 +33,7 @@ def quickstart(
 
         isotype quickstart --diffusion
     """
+    wait_passively(always=True)
     if diffusion:
         from ..quickstart_pictures import quickstart_pictures
 

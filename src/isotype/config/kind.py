@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,17 @@ def is_denoiser(given: dict[str, Any] | str | None) -> bool:
     """Whether a `model.config`, or the JSON file that it names, is a diffusers model's: those have `_class_name`."""
     if isinstance(given, str):
         try:
-            given = json.loads(config_file(given).read_text(encoding="utf-8"))
+            file = config_file(given)
+            return _names_a_class(file, file.stat().st_mtime_ns)
         except (OSError, ValueError):
             return False
+    return isinstance(given, dict) and "_class_name" in given
+
+
+@lru_cache
+def _names_a_class(file: Path, _changed: int) -> bool:
+    """`is_denoiser` of a file, which is read once for each time of its last change."""
+    given = json.loads(file.read_text(encoding="utf-8"))
     return isinstance(given, dict) and "_class_name" in given
 
 

@@ -100,6 +100,20 @@ def near_model(name: str) -> str:
     return f", did you mean {path.parent / near[0]}?" if near else ""
 
 
+def where_looked(name: str, beside: Path | None = None) -> str:
+    """What helps with a folder's relative name that is not there: where it was looked for, and where it lies instead.
+
+    beside  the configuration's file, whose folder may be the one that was meant
+    """
+    path = Path(name).expanduser()
+    if path.is_absolute():
+        return ""
+    meant = None if beside is None else beside.parent / path
+    if meant is not None and meant.is_dir():
+        return f"; relative names begin in the working directory, {Path.cwd()}, not at the file; it is {meant}"
+    return f"; it was looked for as {Path.cwd() / path}: relative names begin in the working directory"
+
+
 def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:
     """Checks the data section before any data is read. Raises UsageError.
 

@@ -12,7 +12,7 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
     """Raises  UsageError with a line for each thing that is missing."""
     from ..config.kind import DIFFUSION, is_denoiser, kind_of, refuse_inapplicable
     from ..config.picture_sources import picture_sources
-    from ..config.sources import check_data, is_folder_name, near_model, source_specs
+    from ..config.sources import check_data, is_folder_name, near_model, source_specs, where_looked
     from ..data.sources import refuse_absent
     from ..training.trackers.available import missing as missing_trackers
 
@@ -25,7 +25,7 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
         missing.append(f"{where}model.name: missing: --model FOLDER, or model.name in a file (isotype init writes one)")
     for key, name in (("model.name", config.model.name), ("model.tokenizer", config.model.tokenizer)):
         if name is not None and is_folder_name(name) and not Path(name).exists():
-            missing.append(f"{loaded.sources[key]} {key}: {name}: no such folder{near_model(name)}")
+            missing.append(f"{loaded.sources[key]} {key}: {name}: no such folder{near_model(name) or where_looked(name, loaded.path)}")
     refuse_inapplicable(config, loaded.sources)
     diffusion = kind_of(config) == DIFFUSION
     if diffusion and config.images.train is None:

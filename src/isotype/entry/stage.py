@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..training.callbacks import Callback
 
 
-def run_stage(run: Path, file: Path, *, json_output: bool) -> int:
+def run_stage(run: Path, file: Path, *, json_output: bool, callbacks: Sequence[Callback] = ()) -> int:
     """Trains as `file` says, in the folder `run`. Returns the exit status: 0, or 130 when interrupted and saved.
 
+    callbacks    called after steps, evaluations, saves and samples
     json_output  everything goes to stderr, since stdout belongs to the one object that the quickstart prints at its end
     """
     from ..config.load import load
@@ -20,7 +26,7 @@ def run_stage(run: Path, file: Path, *, json_output: bool) -> int:
         if finished(run):
             print(f"done before: {run}")
             return 0
-        return start(load(file, [], {}), resume=run if (run / "resolved.yaml").is_file() else None).status
+        return start(load(file, [], {}), resume=run if (run / "resolved.yaml").is_file() else None, callbacks=callbacks).status
 
 
 def finished(run: Path) -> bool:

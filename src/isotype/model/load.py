@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .. import json_objects
 from ..config.schema import ModelSection
-from ..config.sources import config_file, is_folder_name, near_model
+from ..config.sources import config_file, is_folder_name, near_model, where_looked
 from ..dtypes import to_torch
 from ..environment.hub import is_away, not_in_cache, say
 from ..errors import UsageError
@@ -308,7 +308,7 @@ def loading_error(name: str, what: str, error: BaseException) -> UsageError:
     if "custom code" in text:
         return _damaged(name, what, error)
     if is_folder_name(name):
-        return UsageError(f"{what} {name}: no such folder{near_model(name)}")
+        return UsageError(f"{what} {name}: no such folder{near_model(name) or where_looked(name)}")
     # the error for a repository that is not there speaks of gated ones too
     if "GatedRepoError" in kinds or ("gated" in text.lower() and "RepositoryNotFoundError" not in kinds):
         return UsageError(

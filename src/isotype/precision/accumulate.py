@@ -83,7 +83,7 @@ class GradientAccumulator:
 
     def finish_sums(self) -> None:
         """Waits until every gradient is the sum over all processes, in the declared reduce dtype. One that is in no process is zero."""
-        self.sent = [] if self._sums is None else [self.reduce_dtype] * self._sums.finish()
+        self.sent = [] if self._sums is None else self._sums.finish()
 
     def drop_unreached(self, reached: Sequence[bool]) -> None:
         """Frees the gradient of each parameter that is not reached, so that the optimizer does not touch it."""

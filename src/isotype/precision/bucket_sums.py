@@ -57,6 +57,7 @@ class BucketSums:
         self._early: bool | None = None
         self._parts = False
         self._sent = 0
+        self._sent_dtypes: list[torch.dtype] = []
         self._in_flight: deque[tuple[list[nn.Parameter], Tensor, Callable[[], None]]] = deque()
 
     def begin(self) -> None:
@@ -82,20 +83,21 @@ class BucketSums:
         while self._early and self._sent < len(self._buckets) and self._missing[self._sent] == 0:
             self._send()
 
-    def finish(self) -> int:
-        """Sends the other buckets and waits for all sums. Returns the number of buckets."""
+    def finish(self) -> list[torch.dtype]:
+        """Sends the other buckets and waits for all sums. Returns the dtype in which each bucket was sent."""
         if self._arrived is not None and self._early is None:
             self._early = not self._parts
         while self._sent < len(self._buckets):
             self._send()
         while self._in_flight:
             self._receive()
+        sent = self._sent_dtypes
         self.forget()
-        return len(self._buckets)
+        return sent
 
     def forget(self) -> None:
         """Ends a step, finished or not."""
-        self._arrived, self._sent = None, 0
+        self._arrived, self._sent, self._sent_dtypes = None, 0, []
         self._in_flight.clear()
 
     def _send(self) -> None:
@@ -106,6 +108,7 @@ class BucketSums:
         flats = [self._flat_gradient(p) for p in bucket]
         # a large gradient of this dtype is summed where it is
         flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+        self._sent_dtypes.append(flat.dtype)
         self._in_flight.append((bucket, flat, self._processes.begin_add_up(flat)))
 
     def _flat_gradient(self, parameter: nn.Parameter) -> Tensor:

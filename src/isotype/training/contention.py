@@ -1,8 +1,9 @@
 """Detects other programs on this machine's cores, and measures whether fewer threads would be faster.
 
 At the end of each parallel loop all threads wait for the slowest one, whose core another program may be using, and they spend CPU time
-while they wait: a job that took 10 CPU seconds with one thread took 49 with one thread per core. Isotype does not change the number of
-threads itself, since it determines the order of sums, and a resumed run would no longer be bit-identical.
+while they wait: a job that took 10 CPU seconds with one thread took 49 with one thread per core. The commands let threads sleep instead
+where cores are shared when they start (`environment.waiting`); a program that has loaded torch itself is advised. Isotype does not change
+the number of threads itself, since it determines the order of sums, and a resumed run would no longer be bit-identical.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Contention:
     threads: int
     seconds: dict[int, float]
     cpu_seconds: dict[int, float]
+    passive: bool = False
+    """Threads sleep while they wait for each other (OMP_WAIT_POLICY)."""
 
     @property
     def best(self) -> int:
@@ -48,6 +51,7 @@ class Contention:
         few = "1 thread is" if self.best == 1 else f"{self.best} threads are"
         return (
             f"{said}; {few} {wall:.1f} times as fast as {self.threads}, for 1/{cpu:.1f} of the processor time: OMP_NUM_THREADS={self.best}"
+            + ("" if self.passive else ", or OMP_WAIT_POLICY=PASSIVE, which changes no result")
         )
 
 
@@ -76,6 +80,7 @@ def contention(
         load=busy, cores=cores, threads=threads,
         seconds={n: fmean(wall for wall, _ in found) for n, found in rounds.items()},
         cpu_seconds={n: fmean(cpu for _, cpu in found) for n, found in rounds.items()},
+        passive=os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE",
     )  # fmt: skip
 
 

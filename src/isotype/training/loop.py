@@ -137,11 +137,20 @@ class Loop:
                 self.save()
                 return False
             if stopping or stopped:
-                if self.saved_step != step:
-                    self.save()
+                with self._errors_told():
+                    self._end_at(step, of_callback=not stopping)
                 break
         self.console.settle()
         return True
+
+    def _end_at(self, step: int, *, of_callback: bool) -> None:
+        """Saves the last step of a run that ends early. One that a callback ended is evaluated and sampled there, as at its planned end;
+        with `patience` it is not evaluated, since a resumed run would count an evaluation more."""
+        self._between(
+            evaluating=of_callback and self.config.train.patience is None and not self.plan.due(self.plan.eval_every, step),
+            sampling=of_callback and bool(self.plan.sample_every) and not self.plan.due(self.plan.sample_every, step),
+            saving=self.saved_step != step,
+        )
 
     @contextmanager
     def _errors_told(self) -> Iterator[None]:
