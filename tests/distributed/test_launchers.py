@@ -27,6 +27,17 @@ def launched(module, *options, given):
     return subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def on_two_machines(processes, *, given):
+    """(exit statuses, everything said) of two torchruns on this machine, with so many processes each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = ("--nnodes", "2", "--nproc-per-node", str(processes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    both = [launched(TORCHRUN, *where, given=given) for _ in range(2)]
+    (one, first), (other, second) = (ended(process) for process in both)
+    return [one, other], first + second
+
+
 def test_torchrun_starts_one_run_of_two_processes(given):
     status, said = ended(launched(TORCHRUN, "--nproc-per-node", "2", given=given))
     assert status == 0, said
@@ -45,15 +56,10 @@ def test_torchrun_restarts_and_the_run_continues(configured, tmp_path):
 
 
 def test_two_torchruns_are_two_machines(given):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    where = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
-    both = [launched(TORCHRUN, *where, given=given) for _ in range(2)]
-    (one, first), (other, second) = (ended(process) for process in both)
-    assert (one, other) == (0, 0), first + second
-    assert (first + second).count("2 on 2 machines, started by torchrun") == 1
-    assert (first + second).count("step 6/6  loss") == 1
+    statuses, said = on_two_machines(1, given=given)
+    assert statuses == [0, 0], said
+    assert said.count("2 on 2 machines, started by torchrun") == 1
+    assert said.count("step 6/6  loss") == 1
 
 
 def test_an_existing_process_group_is_used(given):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 from types import SimpleNamespace
 
 import pytest
@@ -13,12 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isotype.config.load import load
-from isotype.distributed.shard import refuse_two_dtypes, rows_of_each, units_of, whole_tensors
+from isotype.distributed.shard import refuse_two_dtypes, refuse_weights_of_another_unit, rows_of_each, units_of, whole_tensors
 from isotype.distributed.world import ALONE, World
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
-from tests.distributed.processes import ended, run
-from tests.distributed.test_launchers import TORCHRUN, launched
+from tests.distributed.processes import run
+from tests.distributed.test_launchers import on_two_machines
 from tests.distributed.test_replicate import rows_of
 from tests.long import in_full
 from tests.models import tiny
@@ -55,6 +54,15 @@ def test_trained_weights_of_two_dtypes_in_one_unit_are_refused():
     layer.input_layernorm.requires_grad_(True)
     with pytest.raises(UsageError, match=r"model.layers.0 has trained weights of two dtypes, .* and input_layernorm.weight in bf16"):
         refuse_two_dtypes("model.layers.0", dict(layer.named_parameters()))
+
+
+def test_a_weight_that_two_layers_share_is_refused():
+    first, second = tiny().model.layers
+    second.mlp.up_proj = first.mlp.up_proj
+    of_first = {id(p) for p in first.parameters()}
+    with pytest.raises(UsageError, match=r"model.layers.1.mlp.up_proj.weight is a weight of another layer too"):
+        refuse_weights_of_another_unit("model.layers.1", second, of_first)
+    refuse_weights_of_another_unit("model.layers.1", tiny().model.layers[1], of_first)
 
 
 def test_rows_of_each_process_are_those_of_torchs_chunks():
@@ -244,14 +252,8 @@ def test_each_of_two_machines_has_the_model_and_two_processes_share_it(configure
     sections = {"precision": {"preset": "bf16-pure"}, "train": STEPS, **FULL}
     assert train(configured("one", **sections)) == 0
     configured("four", **sections, parallel={"kind": "hybrid"})
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    where = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
-    both = [launched(TORCHRUN, *where, given={"config": str(tmp_path / "four.yaml")}) for _ in range(2)]
-    ends = [ended(process) for process in both]
-    said = "".join(text for _, text in ends)
-    assert [status for status, _ in ends] == [0, 0], said
+    statuses, said = on_two_machines(2, given={"config": str(tmp_path / "four.yaml")})
+    assert statuses == [0, 0], said
     assert "4 on 2 machines, started by torchrun, gloo: hybrid (parallel.kind), each computes 1 x 2 rows of each step" in said
     found = drift(tmp_path / "one", tmp_path / "four")
     assert found["loss"] <= 2e-5

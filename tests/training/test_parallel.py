@@ -52,18 +52,6 @@ def test_what_cannot_be_shared_is_refused_in_one_line(kind, train, where, why):
     assert refused.value.fix
 
 
-def test_pictures_are_shared_unless_they_have_several_shapes(tmp_path):
-    (tmp_path / "model_index.json").write_text("{}")
-
-    def pictures(max_aspect):
-        sections = {"model": {"name": str(tmp_path)}, "images": {"max_aspect": max_aspect}, "parallel": {"kind": "shard"}}
-        return RunConfig.model_validate(sections)
-
-    assert as_configured(pictures(1), world(2)).kind == SHARD
-    with pytest.raises(UsageError, match=r"parallel\.kind: shard with images\.max_aspect: 2: pictures of several shapes take a pass each"):
-        as_configured(pictures(2), world(2))
-
-
 def test_hybrid_has_a_model_in_each_machine():
     taken = as_configured(config("hybrid"), world(8, 2))
     assert (taken.nodes, taken.parts(8)) == (2, 4)

@@ -114,6 +114,9 @@ class ToyTask:
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return {}
 
+    def one_shape_each(self, rows: Sequence[Row]) -> list[Sequence[Row]]:
+        return [rows]
+
     def collate(self, rows: Sequence[Row]) -> Points:
         x, y = torch.tensor(rows).unsqueeze(-1).unbind(1)
         return Points(x, y)

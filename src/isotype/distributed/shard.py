@@ -109,7 +109,7 @@ def keep_own_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> li
 
     reduce  the dtype in which gradients are summed
     ->      the units, for `Sharding`
-    Raises  UsageError for trained weights of two dtypes in one unit
+    Raises  UsageError for trained weights of two dtypes in one unit, and for a weight that two units share
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -121,6 +121,8 @@ def keep_own_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> li
     for full, module in [*units_of(inner), ("the model's own weights", inner)]:
         own = {n: p for n, p in module.named_parameters() if id(p) not in inside}
         refuse_two_dtypes(full, own)
+        if module is not inner:
+            refuse_weights_of_another_unit(full, module, inside)
         for parameter in own.values():
             if parameter.device.type == "cpu" and not is_quantised(parameter):
                 # fully_shard moves whole weights to the device
@@ -169,6 +171,15 @@ def refuse_two_dtypes(unit: str, parameters: dict[str, nn.Parameter]) -> None:
         raise UsageError(
             f"parallel.kind: shard: {unit} has trained weights of two dtypes, {a} in {name(one)} and {b} in {name(other)}",
             fix="precision.trainable: fp32, or parallel.kind: replicate",
+        )
+
+
+def refuse_weights_of_another_unit(unit: str, module: nn.Module, others: set[int]) -> None:
+    """Raises UsageError naming a weight of this unit that one of the units before has too (the shared layers of Zamba 2)."""
+    if found := next((f"{unit}.{n}" for n, p in module.named_parameters() if id(p) in others), None):
+        raise UsageError(
+            f"parallel.kind: shard: {found} is a weight of another layer too, and a weight belongs to one unit",
+            fix="parallel.kind: replicate",
         )
 
 

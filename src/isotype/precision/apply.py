@@ -22,6 +22,7 @@ from .denoiser_blocks import denoiser_blocks
 from .keep_in_fp32 import is_kept_in_fp32, modules_kept_in_fp32, names_kept_in_fp32
 from .part import Part
 from .precision import Precision
+from .sums_by_block import remove, sum_by_block
 
 _STATE = "_isotype_precision"
 
@@ -127,6 +128,7 @@ def apply_precision(model: nn.Module, precision: Precision, *, device_type: str,
     for block in denoiser_blocks(inner):
         # a table of shifts and scales that is trained in fp32 widens the stream by itself
         block.register_forward_hook(_NarrowAll(to_torch(precision.compute)))
+        sum_by_block(block)
     module: Any  # attributes of PEFT's and bitsandbytes' layers are set, which nn.Module does not declare
     for module in inner.modules():
         if precision.compute != "fp32" and _has_stacked_weights(module, to_torch(precision.compute)):
@@ -159,6 +161,7 @@ def remove_precision(model: nn.Module) -> None:
     for module in inner.modules():
         for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _Narrow)]:
             del module._forward_hooks[key]
+        remove(module)
 
 
 def _called_alone(inner: nn.Module) -> list[nn.Module]:

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,12 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Locks the folder for this process. Raises UsageError when another run uses it, it is not writable, or links lead out."""
+        """Locks the folder for this process. Where no run begins, and nothing is left behind, the folders made for it are removed again.
+
+        Raises  UsageError when another run uses it, it is not writable, or links lead out
+        """
+        made = [path for path in (self.path, *self.path.parents) if not os.path.lexists(path)]
+        lock_made = not os.path.lexists(self.path / LOCK)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             refuse_foreign_entries(self.path)
@@ -67,9 +72,21 @@ class RunFolder:
             ) from None
         try:
             take_lock(lock, self.path)
-            yield
+            try:
+                yield
+            finally:
+                if lock_made and not self.is_run:
+                    self._leave_nothing(made)
         finally:
             os.close(lock)  # which also lets the lock go, as a kill does
+
+    def _leave_nothing(self, made: list[Path]) -> None:
+        """Removes the lock's file, and of the folders `made`, the inner first, those that are empty then."""
+        with suppress(OSError):
+            if not set(os.listdir(self.path)) - {LOCK}:
+                os.unlink(self.path / LOCK)
+                for path in made:
+                    path.rmdir()
 
 
 def require_run(path: Path) -> Path:

@@ -11,15 +11,19 @@ LOCK = ".lock"
 
 
 def take_lock(handle: int, path: Path) -> None:
-    """Locks the run folder `path`, whose lock file is open as `handle`. Raises UsageError when another process has the lock."""
+    """Locks the run folder `path`, whose lock file is open as `handle`. Raises UsageError when another process has the lock, or had it and
+    has just removed the file with it."""
     try:
         import fcntl
     except ImportError:  # Windows has no flock; there two runs in one folder are not noticed
         return
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held = os.fstat(handle).st_nlink > 0
     except OSError:
-        raise UsageError(f"run.folder: {path} is in use by another run", fix="wait for it, or give another folder: --out FOLDER") from None
+        held = False
+    if not held:
+        raise UsageError(f"run.folder: {path} is in use by another run", fix="wait for it, or give another folder: --out FOLDER")
 
 
 def is_held(path: Path) -> bool:

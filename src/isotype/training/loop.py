@@ -43,6 +43,7 @@ from .interrupt import Interrupt
 from .loss_scale import LossScale
 from .memory.device import peak_memory
 from .milestones import Milestones
+from .own_passes import own_batches
 from .pace import Pace, sample_seconds
 from .schedule import learning_rate
 from .step import Stepper
@@ -166,7 +167,8 @@ class Loop:
         self.world.at(step, "a step")
         self.pace.start()
         self.model.train()
-        batches = [self.task.collate(rows).to(self.device) for rows in self._own_rows()]
+        together = self.stepper.sharding is not None
+        batches = [batch.to(self.device) for batch in own_batches(self.task, self.stream, self.passes, together=together)]
         logging = step % run.log_every == 0 or step in (1, self.plan.total)
         rate = learning_rate(train, step, self.plan.total)
         drawn = is_observed(step, every=run.observe_every, seed=train.seed, total=self.plan.total)
@@ -183,7 +185,7 @@ class Loop:
         self.progress.units += result.units
         if not logging:
             return
-        rate_reached = sum(self.flops(batch) for batch in batches) / seconds
+        rate_reached = sum(self.flops(batch) for batch in batches if batch.rows) / seconds
         # the peak was measured in half a second: where a step beats it, the step is the better measurement
         self.peak_flops = max(self.peak_flops, rate_reached) if self.peak_flops else None
         words = self.task.words
@@ -209,13 +211,6 @@ class Loop:
         eta = self.pace.eta(self.plan, step, sample_seconds_left=left)
         self.console.progress(step, self.plan.total, row | {"grad_norm": result.gradient_norm}, eta, words)
         self._tell("step", row)
-
-    def _own_rows(self) -> Iterator[Sequence[Any]]:
-        """The rows of each pass of this process; rows of other processes are skipped."""
-        for number in range(self.passes.total):
-            rows = self.stream.take(self.passes.rows)
-            if number in self.passes.own:
-                yield rows
 
     def _observed_step(self, batches: Sequence[Batch], step: int, rate: float) -> tuple[Any, int]:
         """A step with every module hooked; raises DtypeError when something is not as declared."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..config.kind import DIFFUSION, kind_of
 from ..config.schema import RunConfig
 from ..distributed.world import World
 from ..errors import UsageError
@@ -67,11 +66,6 @@ def as_configured(config: RunConfig, world: World) -> Parallel | None:
 def why_not_shared(config: RunConfig) -> str | None:
     """The setting with which a model cannot be shared, and why; or None."""
     train = config.train
-    if kind_of(config) == DIFFUSION and config.images.max_aspect > 1:
-        return (
-            f"images.max_aspect: {config.images.max_aspect:g}: pictures of several shapes take a pass each, and processes that share "
-            "a model make their passes together"
-        )
     if train.optimizer == "adamw8bit":
         return "train.optimizer: adamw8bit: its states have a scale every 256 elements of a whole weight"
     if train.ema is not None:

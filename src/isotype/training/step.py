@@ -24,6 +24,7 @@ from ..precision.own_part import own_part
 from ..precision.precision import Precision
 from .finite import non_finite_error
 from .loss_scale import LossScale
+from .own_passes import Idle
 from .task import Batch
 
 SAMPLED_PARAMETERS, SAMPLED_ELEMENTS = 32, 256  # the sample for `share changed`: precise to 1%, a few kilobytes
@@ -69,7 +70,7 @@ class Stepper:
         # those of weights that they give back
         with copies_kept() if len(batches) > 1 and self.sharding is None else nullcontext():
             for number, batch in enumerate(batches, 1):
-                loss_sum = self.loss_sum(self.model, batch)
+                loss_sum = self._loss_sum(batch)
                 self.loss_dtype = loss_sum.dtype
                 # divided first: a deferred loss takes its divisor into the op, whose gradient is then rounded once
                 loss = loss_sum.float() / weight
@@ -79,6 +80,9 @@ class Stepper:
                 total = loss.detach() if total is None else total + loss.detach()
         assert total is not None, "a step has at least one micro-batch"
         return total
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        return self.loss_sum(self.model, batch.batch) * 0.0 if isinstance(batch, Idle) else self.loss_sum(self.model, batch)
 
     def __call__(self, batches: Sequence[Batch], *, step: int, learning_rate: float, watch_changes: bool) -> StepResult:
         """Runs one step. Raises  RunError NF001, before any weight changes, for a non-finite loss or (without loss scaling) gradient."""
@@ -140,7 +144,7 @@ class Stepper:
 
         own  with several processes, this one's loss: the message is that of the first process whose loss is not finite
         """
-        passes = [partial(self.loss_sum, self.model, batch) for batch in batches]
+        passes = [partial(self._loss_sum, batch) for batch in batches]
         error = non_finite_error(
             self.model, passes, step=step, what=what, gradient=self.accumulator.gradient, learning_rate=self.train.learning_rate,
             clip=self.train.clip, compute=self.precision.compute,

@@ -196,6 +196,9 @@ class Task(Protocol):
 
     # training
 
+    def one_shape_each(self, rows: Sequence[Any]) -> Sequence[Sequence[Any]]:
+        """The rows, in parts that `collate` can make one batch of."""
+
     def collate(self, rows: Sequence[Any]) -> Batch: ...
 
     def loss_sum(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:

@@ -39,25 +39,11 @@ class Placed:
     position: int
 
 
-class CountedByPictures:
-    """A batch whose weight, and whose units for the speed, are its pictures."""
-
-    @property
-    def rows(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def weight(self) -> int:
-        return self.rows
-
-    @property
-    def units(self) -> int:
-        return self.rows
-
-
 @dataclass(frozen=True)
-class Batch(CountedByPictures):
-    """latents, noise  F[N C H W]   `precision.latents`
+class Batch:
+    """Pictures of one size. Its weight, and its units for the speed, are its pictures.
+
+    latents, noise  F[N C H W]   `precision.latents`
     sigma           F[N]         the same
     text            tensors of the family, [N ...] each
     mask            F[N 1 H W]   where the loss of a picture counts; None: everywhere
@@ -75,6 +61,14 @@ class Batch(CountedByPictures):
     def rows(self) -> int:
         return len(self.latents)
 
+    @property
+    def weight(self) -> int:
+        return self.rows
+
+    @property
+    def units(self) -> int:
+        return self.rows
+
     def __str__(self) -> str:
         return f"{self.rows} pictures of {' x '.join(map(str, self.latents.shape[1:]))} latents"
 
@@ -85,26 +79,12 @@ class Batch(CountedByPictures):
         return Batch(latents, noise, sigma, move, mask, weights)
 
 
-@dataclass(frozen=True)
-class MixedBatch(CountedByPictures):
-    """Rows of several sizes: a batch of each, in the order of their first rows."""
-
-    parts: tuple[Batch, ...]
-
-    @property
-    def rows(self) -> int:
-        return sum(part.rows for part in self.parts)
-
-    def __str__(self) -> str:
-        return " + ".join(map(str, self.parts))
-
-    def to(self, device: torch.device) -> MixedBatch:
-        return MixedBatch(tuple(part.to(device) for part in self.parts))
-
-
-def parts_of(batch: Batch | MixedBatch) -> tuple[Batch, ...]:
-    """Batches of one size each."""
-    return batch.parts if isinstance(batch, MixedBatch) else (batch,)
+def one_size_each(rows: Sequence[Placed]) -> list[list[Placed]]:
+    """The rows of each size, in the order of their first rows."""
+    by_size: dict[Size, list[Placed]] = {}
+    for placed in rows:
+        by_size.setdefault(placed.row.size, []).append(placed)
+    return list(by_size.values())
 
 
 class PictureStream(RowStream[Row]):
@@ -154,16 +134,8 @@ class DrawnRow(NamedTuple):
     weight: float = 1.0
 
 
-def stacked(rows: Sequence[DrawnRow], *, dtype: torch.dtype) -> Batch | MixedBatch:
-    """Rows as a batch."""
-    by_shape: dict[torch.Size, list[DrawnRow]] = {}
-    for row in rows:
-        by_shape.setdefault(row.latents.shape, []).append(row)
-    parts = tuple(_stacked(some, dtype) for some in by_shape.values())
-    return parts[0] if len(parts) == 1 else MixedBatch(parts)
-
-
-def _stacked(rows: Sequence[DrawnRow], dtype: torch.dtype) -> Batch:
+def stacked(rows: Sequence[DrawnRow], *, dtype: torch.dtype) -> Batch:
+    """Rows of one size as a batch."""
     masked, weighted = any(row.mask is not None for row in rows), any(row.weight != 1.0 for row in rows)
     masks = [torch.ones_like(row.latents[:1]) if row.mask is None else row.mask for row in rows]
     return Batch(

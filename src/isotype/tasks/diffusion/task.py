@@ -28,7 +28,7 @@ from ...training.memory.bound import held_bytes
 from ...training.memory.quantised_outline import quantise_outline
 from ...training.task import Check, Evaluation, Outline, StepOutline, Words, micro_batch
 from ...training.undisturbed import evaluation_mode
-from .batches import Batch, DrawnRow, MixedBatch, PictureStream, Placed, Row, generator_of, parts_of, stacked
+from .batches import Batch, DrawnRow, PictureStream, Placed, Row, generator_of, one_size_each, stacked
 from .build import built
 from .encode import Encoder, Shapes, latent
 from .evaluate import Drawn, evaluate
@@ -257,7 +257,10 @@ class DiffusionTask:
 
     # training
 
-    def collate(self, rows: Sequence[Placed]) -> Batch | MixedBatch:
+    def one_shape_each(self, rows: Sequence[Placed]) -> list[list[Placed]]:
+        return one_size_each(rows)
+
+    def collate(self, rows: Sequence[Placed]) -> Batch:
         config, drawn = self.config, []
         for placed in rows:
             generator = generator_of("train", config.train.seed, placed.position)
@@ -275,20 +278,19 @@ class DiffusionTask:
         x_CHW = latent(entry, self.vae_config, eps=eps)
         return DrawnRow(x_CHW, noise, sigma, self.encoder.store.get(text), entry.get("mask"), row.weight)
 
-    def _stacked(self, drawn: Sequence[DrawnRow]) -> Batch | MixedBatch:
+    def _stacked(self, drawn: Sequence[DrawnRow]) -> Batch:
         batch = stacked(drawn, dtype=to_torch(self.precision.latents))
-        for part in parts_of(batch):
-            for what in ("latents", "noise", "sigma"):
-                self._observed["latents", what] = dtype_name(getattr(part, what).dtype)
+        for what in ("latents", "noise", "sigma"):
+            self._observed["latents", what] = dtype_name(getattr(batch, what).dtype)
         return batch
 
     @property
     def vae_config(self) -> dict[str, Any]:
         return self.folder.config("vae")
 
-    def losses(self, model: nn.Module, batch: Batch | MixedBatch, *, dtype: str) -> Tensor:
-        asked, family = Asked(self.config.diffusion.guidance, self.downscale), self.folder.family
-        return torch.cat([picture_losses(model, family, self.objective, part, asked, dtype=dtype) for part in parts_of(batch)])
+    def losses(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
+        asked = Asked(self.config.diffusion.guidance, self.downscale)
+        return picture_losses(model, self.folder.family, self.objective, batch, asked, dtype=dtype)
 
     def loss_sum(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
         return self.losses(model, batch, dtype=dtype).sum()
@@ -321,7 +323,7 @@ class DiffusionTask:
             batch_of=self._fixed, losses=lambda model, batch: self.losses(model, batch, dtype=dtype), world=world,
         )  # fmt: skip
 
-    def _fixed(self, some: Sequence[Drawn]) -> Batch | MixedBatch:
+    def _fixed(self, some: Sequence[Drawn]) -> Batch:
         """The batch of fixed draws: the posterior's mean of the first window, noise by the draw's number, the row's first caption."""
         drawn = []
         for number, row, level in some:

@@ -126,6 +126,9 @@ class LanguageTask:
 
     # training
 
+    def one_shape_each(self, rows: Sequence[Row]) -> list[Sequence[Row]]:
+        return [rows]  # they are padded
+
     def collate(self, rows: Sequence[Row]) -> Batch:
         return collate(rows, pad_id=self.tokenizer.pad_token_id, device_type=self.device_type)
 

@@ -1,0 +1,65 @@
+"""What a start leaves behind when no run begins."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+import pytest
+
+from isotype.errors import UsageError
+from isotype.runs.folder import RESOLVED, RunFolder
+from isotype.runs.lock import LOCK, take_lock
+
+
+def failed_start(path, *files):
+    """One that writes these files."""
+    with RunFolder(path).held():
+        for name in files:
+            (path / name).write_text("{}")
+
+
+def test_a_failed_start_removes_the_folders_it_made(tmp_path):
+    failed_start(tmp_path / "runs/new/one")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_that_were_there_or_hold_something_stay(tmp_path):
+    (tmp_path / "mine").mkdir()
+    failed_start(tmp_path / "mine")
+    assert list((tmp_path / "mine").iterdir()) == []
+    failed_start(tmp_path / "runs/refused", "preflight.json")
+    assert sorted(p.name for p in (tmp_path / "runs/refused").iterdir()) == [LOCK, "preflight.json"]
+    failed_start(tmp_path / "runs/begun", RESOLVED)
+    assert (tmp_path / "runs/begun" / LOCK).exists()
+
+
+def test_a_lock_whose_file_was_removed_is_not_taken(tmp_path):
+    """Of two starts the second opens the file before the first, which fails, removes it."""
+    folder = RunFolder(tmp_path / "run")
+    with folder.held():
+        second = os.open(folder.path / LOCK, os.O_RDWR)
+    with pytest.raises(UsageError, match="in use by another run"):
+        take_lock(second, folder.path)
+    os.close(second)
+
+
+def _hold(path, held, end):
+    with RunFolder(path).held():
+        held.set()
+        end.wait()
+
+
+def test_the_folder_of_another_run_is_left_alone(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    held, end = context.Event(), context.Event()
+    other = context.Process(target=_hold, args=(tmp_path / "run", held, end))
+    other.start()
+    held.wait()
+    with pytest.raises(UsageError, match="in use by another run"), RunFolder(tmp_path / "run").held():
+        raise AssertionError
+    assert (tmp_path / "run" / LOCK).exists()
+    end.set()
+    other.join()
+    assert other.exitcode == 0
+    assert not (tmp_path / "run").exists()
