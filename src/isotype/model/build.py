@@ -33,10 +33,10 @@ def build_model(
     every_weight = config.adapter.kind == "none"
     # an adapter begins with values that depend on the base's: rounded to its dtype, and copies of it in `modules_to_save`
     mapped = part is not None and every_weight
-    base = load_base(
-        source, precision, attention=config.model.attention, device=device, trainable=every_weight, mapped=mapped, part=part
-    )  # fmt: skip
     notes = base_notes(source, precision)
+    base = load_base(
+        source, precision, attention=config.model.attention, device=device, trainable=every_weight, mapped=mapped, part=part, notes=notes
+    )  # fmt: skip
     if precision.base == "nf4":
         check_share(base.requires_grad_(False), consent=config.model.allow_unquantised, kept_in=precision.unquantised)
     check_vocabulary(base, tokenizer)

@@ -31,6 +31,7 @@ from .added_tokens import add_tokens, grow_embeddings, grown_config, weight_of
 from .in_file import declare, depends_on_dtype, dtype_of_files
 from .rotary_tables import forget_longer_batches
 from .trainable_architecture import refuse_other_objectives
+from .unfilled_buffers import fill_buffers, unfilled_memory_shows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,12 +121,13 @@ def _with_added_tokens(source: Source, section: ModelSection, tokenizer: PreTrai
 
 def load_base(
     source: Source, precision: Precision, *, attention: str, device: torch.device, trainable: bool, mapped: bool = False,
-    part: Part | None = None,
+    part: Part | None = None, notes: list[str] | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """The base model for `device`; every weight in `trainable`'s dtype when all are trained, else in the base's, quantised for nf4.
 
     mapped  weights may keep the dtype of their file: they are then read when they are used, and the caller casts them
     part    what this process will keep of the model, where several share it: the weights stay on the CPU (`loaded_on`)
+    notes   gets a line about buffers that plain transformers would leave uninitialised
     """
     where = loaded_on(device, part)
     options = attention_choice.attention_options(attention, device)
@@ -135,37 +137,37 @@ def load_base(
     options["dtype"] = dtype
     quantises = precision.base == "nf4" and not trainable
     if mapped and not quantises and not quantised_before:
-        in_files = _as_in_files(source, attention, options)
+        in_files = _as_in_files(source, attention, options, notes)
         if in_files is not None:
             return in_files
     if quantises:
         if not quantised_before:
             options["quantization_config"] = _nf4(precision)
         options["device_map"] = {"": where}
-    model = _load(source, attention, options)
+    model = _load(source, attention, options, notes)
     if "device_map" not in options:
         model.to(where)  # type: ignore[arg-type]  # transformers wraps Module.to in a way that hides its first argument from mypy
     # a rotary table in half precision is wrong from position 256 on; it is a buffer, and buffers stay as transformers made them
     return model
 
 
-def _as_in_files(source: Source, attention: str, options: dict[str, Any]) -> PreTrainedModel | None:
+def _as_in_files(source: Source, attention: str, options: dict[str, Any], notes: list[str] | None) -> PreTrainedModel | None:
     """The model with weights in the dtype of their files, and `options["dtype"]` in its configuration; None where that would be another
     model than the one that is loaded in `options["dtype"]`."""
     with _explained(source.name, "model", source.revision, attention):
         dtype = dtype_of_files(source.name, source.revision)
     if dtype is None or dtype == options["dtype"]:
         return None
-    model = _load(source, attention, options | {"dtype": dtype})
+    model = _load(source, attention, options | {"dtype": dtype}, notes)
     if depends_on_dtype(model):
         return None
     declare(model.config, options["dtype"])
     return model
 
 
-def _load(source: Source, attention: str, options: dict[str, Any]) -> PreTrainedModel:
+def _load(source: Source, attention: str, options: dict[str, Any], notes: list[str] | None) -> PreTrainedModel:
     """Raises  UsageError where the files lack a weight of the model"""
-    with _explained(source.name, "model", source.revision, attention):
+    with _explained(source.name, "model", source.revision, attention), unfilled_memory_shows():
         made: Any = AutoModelForCausalLM.from_pretrained(  # a pair with output_loading_info, which its type does not say
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, output_loading_info=True, **options
         )
@@ -176,6 +178,11 @@ def _load(source: Source, attention: str, options: dict[str, Any]) -> PreTrained
         # transformers fills these with random numbers and a warning
         what = f"{len(absent)} weights are missing or have another shape, {absent[0]} first"
         raise UsageError(f"model {source.name}: {what}: not a whole causal language model")
+    if (filled := fill_buffers(model, source.name)) and notes is not None:
+        notes.append(
+            f"{len(filled)} buffers that no file holds, {filled[0]} first, were computed by the model's constructor: plain transformers "
+            "leaves them uninitialised, unless its code fills them in _init_weights"
+        )
     forget_longer_batches(model)
     return model
 

@@ -56,6 +56,9 @@ def non_finite_gradients(model: nn.Module, gradient: Callable[[nn.Parameter], Te
     return bad[::-1]
 
 
+_WIDER = ", or precision.compute: bf16, whose range is fp32's"
+
+
 def calmer_steps(learning_rate: float, clip: float | None) -> str:
     """Advice for smaller updates that the settings do not follow yet."""
     return f"lower train.learning_rate (it is {learning_rate:g})" + ("" if clip else ", or set train.clip")
@@ -75,6 +78,7 @@ def non_finite_error(
     """NF001 with the step, the module, and advice that the settings do not follow yet.
 
     passes  the forward pass of each micro-batch, to be run again
+    step    0 in the preflight: nothing was trained, so that smaller updates cannot help
     """
     weights = non_finite_parameters(model)
     # all of them, whatever the first one shows: the forward of a sharded model is one of all processes
@@ -84,16 +88,22 @@ def non_finite_error(
     if weights:
         where, fix = (
             f"parameter {weights[0]} is not finite",
-            f"it was so before this step: resume from an earlier checkpoint, and {calmer_steps(learning_rate, clip)}",
+            f"it was so before this step: resume from an earlier checkpoint, and {calmer_steps(learning_rate, clip)}"
+            if step
+            else "it was so in the base: fetch its files again, or take another base",
         )
+    elif not step and (buffers := [name for name, b in model.named_buffers() if b.is_floating_point() and bool(b.isnan().any())]):
+        where, fix = f"buffer {buffers[0]} is not a number", "look at the model's code that fills it"
     elif module:
         where, fix = (
             f"first in the output of {module}",
-            f"activations overflow: {calmer_steps(learning_rate, clip)}"
-            + (", or precision.compute: bf16, whose range is fp32's" * (compute == "fp16")),
+            f"activations overflow: {calmer_steps(learning_rate, clip)}{_WIDER * (compute == 'fp16')}"
+            if step
+            else f"look at that module with this base, without Isotype{_WIDER * (compute == 'fp16')}",
         )
     elif gradients:
-        where, fix = f"first in the gradient of {gradients[0]}", f"{calmer_steps(learning_rate, clip)}, or look at this step's rows"
+        advice = f"{calmer_steps(learning_rate, clip)}, or look at this step's rows" if step else "look at the longest rows"
+        where, fix = f"first in the gradient of {gradients[0]}", advice
     else:
         where, fix = "in the loss itself", "look at this step's rows"
     return RunError(f"step {step}: {what} is not finite, {where}", code="NF001", fix=fix)

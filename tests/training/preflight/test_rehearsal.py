@@ -59,6 +59,7 @@ def test_rehearsal_restores_all_state_after_a_failed_step(subject, monkeypatch):
     (finding,) = rehearsed_step(one)
     assert finding.code == "PF012"
     assert finding.message.endswith("failed: no kernel")
+    assert "isotype explain 'no kernel'" in finding.fix
     assert one.prepared.stepper.accumulator.gradients() == []
 
 
@@ -67,6 +68,14 @@ def test_positions_that_the_model_lacks_are_an_error_of_the_step(subject, monkey
     inner = one.prepared.model.get_base_model()
     inner.model.layers[1].register_forward_pre_hook(lambda *a: (_ for _ in ()).throw(IndexError("index out of range in self")))
     assert [f.code for f in everything(one)] == ["PF012", "PF016", "PF017"]
+
+
+def test_an_error_inside_pytorch_is_placed_in_the_code_that_called_it(subject):
+    one = subject()
+    inner = one.prepared.model.get_base_model()
+    inner.model.layers[1].register_forward_pre_hook(lambda *a: torch.nn.functional.linear(torch.ones(2), torch.ones(2, 2).double()))
+    (finding,) = rehearsed_step(one)
+    assert str(finding.place.symbol).startswith("test_rehearsal.py:")
 
 
 def test_a_weight_that_is_nan(subject):

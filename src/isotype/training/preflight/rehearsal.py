@@ -8,9 +8,13 @@ exact.
 from __future__ import annotations
 
 import math
+import os
+import shlex
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +30,7 @@ from .subject import CheckedRun, Subject
 # what a model's code raises for its inputs; RuntimeError is torch's, OutOfMemoryError and NotImplementedError among it
 STEP_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
 _SHOWN = 3  # names of tensors in a finding
+_OURS_AND_PYTORCHS = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 
 
 @contextmanager
@@ -198,13 +203,13 @@ def _not_finite(subject: Subject[Any], what: str) -> Finding:
 
 
 def _failed(code: str, what: str, error: Exception) -> Finding:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, torch.OutOfMemoryError):
         fix = "a smaller train.batch_size with more train.accumulate gives the same result; train.gradient_checkpointing: layers"
     elif isinstance(error, IsotypeError) and error.fix:
         fix = error.fix
     else:
-        fix = 'isotype explain "THE ERROR" says more about dtype errors; ISOTYPE_TRACEBACK=1 shows where it came from'
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        fix = f"isotype explain {shlex.quote(text)} says more if this is a dtype error; ISOTYPE_TRACEBACK=1 shows where it came from"
     return Finding(
         code=code, severity=Severity.ERROR, place=Place(symbol=_where(error)), message=f"{what} failed: {text}",
         cause=type(error).__name__, fix=fix,
@@ -212,11 +217,9 @@ def _failed(code: str, what: str, error: Exception) -> Finding:
 
 
 def _where(error: Exception) -> str | None:
-    """The innermost line of the traceback, `file:line in function`."""
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    if at is None:
+    """The innermost line of the traceback that is neither PyTorch's nor Isotype's own (else the innermost), `file:line in function`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
         return None
-    code = at.tb_frame.f_code
-    return f"{code.co_filename.rpartition('/')[2]}:{at.tb_lineno} in {code.co_name}"
+    at = next((frame for frame in reversed(frames) if not frame.filename.startswith((*_OURS_AND_PYTORCHS, "<"))), frames[-1])
+    return f"{Path(at.filename).name}:{at.lineno} in {at.name}"

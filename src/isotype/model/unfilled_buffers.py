@@ -1,0 +1,75 @@
+"""Buffers that are in no file, which the loader of transformers leaves as uninitialised memory.
+
+transformers 5 builds a model without memory, and then gives each buffer that is not saved (`persistent=False`) memory as it comes. Its own
+families fill it in `_init_weights`. Code written for transformers 4 fills it in `__init__` alone: its rotary table is then whatever the
+memory held, without an error, and the model another one at each start.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@contextmanager
+def unfilled_memory_shows() -> Iterator[None]:
+    """Within it, new memory that nobody fills holds NaN, the largest integer, or True."""
+    settings: Any = torch.utils.deterministic
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        settings.fill_uninitialized_memory,
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = before[2]
+
+
+def fill_buffers(model: PreTrainedModel, name: str) -> list[str]:
+    """Fills what the loader left unfilled, with the values that the model's own constructor gives; returns the names of these buffers.
+
+    model   loaded within `unfilled_memory_shows`
+    name    of the model, for the error
+    Raises  UsageError where the constructor does not give them
+    """
+    unfilled = {full: buffer for full, buffer in model.named_non_persistent_buffers() if _is_unfilled(buffer)}
+    if not unfilled:
+        return []
+    from accelerate import init_empty_weights
+
+    try:
+        with init_empty_weights(include_buffers=False):  # weights take no memory, buffers get their values
+            made: nn.Module = type(model)(copy.deepcopy(model.config))
+        with torch.no_grad():
+            for full, buffer in unfilled.items():
+                buffer.copy_(made.get_buffer(full))
+    except Exception as error:  # the model's own code, which may raise anything
+        raise UsageError(
+            f"model {name}: its buffer {next(iter(unfilled))} is in no file and uninitialised: transformers 5 fills it only if the model's "
+            f"code does so in _init_weights, and calling its constructor failed: {type(error).__name__}: {error}",
+            fix="fill it in _init_weights, or save the model again with register_buffer(..., persistent=True)",
+        ) from None
+    return list(unfilled)
+
+
+def _is_unfilled(buffer: Tensor) -> bool:
+    """Whether all elements are what `unfilled_memory_shows` puts there. A buffer of True alone may be meant so: to fill it again is no harm."""
+    if not buffer.numel() or buffer.is_meta:
+        return False
+    if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
+        return bool(buffer.isnan().all())
+    return bool(buffer.all()) if buffer.dtype == torch.bool else bool((buffer == torch.iinfo(buffer.dtype).max).all())
