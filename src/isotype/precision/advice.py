@@ -84,7 +84,9 @@ def _further(bad: Finding, change: Change, settings: Settings) -> Iterator[Chang
     """What ends a finding that is still there: a role is removed that the user set beside a preset, or that finding's own way out."""
     named = [key for key, _ in bad.details]
     if "precision.preset" in change:
-        yield from ({key: None} for key in named if key in settings and key not in change and key.startswith("precision."))
+        for key in named:
+            if key in settings and key not in change and key.startswith("precision."):
+                yield {key: None}
     for _, way in ways_out(bad.fix or ""):
         if not any(key in change or key == "precision.preset" for key in way):
             yield way
