@@ -8,16 +8,14 @@ interrupted one is resumed, so the command can be given again at any time.
 from __future__ import annotations
 
 import json
-import math
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .entry.stage import quoted, run_stage
-from .entry.stage_time import StageTime
+from .entry.stage_time import StageTime, take_fewer_threads_where_faster, timed
 from .errors import UsageError
 from .printable import printable
 
@@ -55,7 +53,7 @@ def quickstart(folder: Path, *, size: Size | None = None, json_output: bool = Fa
     """Runs both stages and shows the result. Returns the exit status: 0, or 130 when interrupted and saved."""
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr if json_output else sys.stdout, flush=True)  # noqa: E731
     pace = StageTime(MOST_SECONDS, share=_share_of_pretraining(), least=_LEAST_STEPS)
-    _take_fewer_threads_where_faster(say)
+    take_fewer_threads_where_faster(say)
     _prepare(folder, size, say)
     results = {}
     for stage, file, what in (
@@ -64,7 +62,7 @@ def quickstart(folder: Path, *, size: Size | None = None, json_output: bool = Fa
     ):
         say(f"\n{what}  ({folder / file})")
         if stage == "tune" and size is None:
-            _take_fewer_threads_where_faster(say)
+            take_fewer_threads_where_faster(say)
             _tune_in_what_is_left(folder, pace, say)
         pace.begin(stage)
         if (status := run_stage(folder / stage, folder / file, json_output=json_output, callbacks=[pace] if size is None else [])) != 0:
@@ -164,20 +162,6 @@ def tuning_steps(left: float, pretraining_step: float) -> int:
     return int(min(most, max(LEAST * most, left / (TUNE_STEP * pretraining_step))))
 
 
-def _take_fewer_threads_where_faster(say: Callable[[str], None]) -> None:
-    """Uses fewer threads where they are faster now, whatever the load was in the last minute. An ordinary run only advises this, since the
-    number of threads decides the order of sums."""
-    import torch
-
-    from .training.contention import contention
-
-    found = contention(load=lambda: math.inf)
-    if found is not None and found.best < found.threads:
-        gain = found.seconds[found.threads] / found.seconds[found.best]
-        say(f"cores     {found.best} of {found.threads} threads: {gain:.1f} times as fast as all, since other programs use the cores")
-        torch.set_num_threads(found.best)
-
-
 def step_seconds(config: Any, *, rows: int, length: int) -> float:
     """Seconds of one training step of this model: the lower quartile of measured steps; 0 with a GPU, which is always fast enough."""
     import torch
@@ -191,14 +175,13 @@ def step_seconds(config: Any, *, rows: int, length: int) -> float:
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config)
         ids = torch.randint(0, config.vocab_size, (rows, length))
-    seen = []
-    for _ in range(_PROBED):
-        begin = time.perf_counter()
+
+    def step() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=hardware.bf16 == "native"):
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        seen.append(time.perf_counter() - begin)
-    return sorted(seen[1:])[_PROBED // 4]  # the first step starts the threads; other programs slow some of the others
+
+    return timed(step, _PROBED)
 
 
 def _show(folder: Path, summary: dict[str, Any], say: Callable[[str], None]) -> None:

@@ -43,6 +43,26 @@ def test_a_finished_stage_is_not_repeated(tmp_path, capsys):
     assert load(folder / "lora.yaml", [], {}).config.images.regularisation == str(folder / "pictures/before")
 
 
+def test_a_slow_machine_gets_fewer_steps():
+    assert Size().shortened(0.0) == Size().shortened(0.05) == Size()
+    slow = Size().shortened(0.2)
+    assert (slow.full_steps, slow.lora_steps) == (621, 279)
+    assert Size().shortened(30.0).full_steps == 200
+
+
+def test_the_speed_is_measured_on_the_pipelines_own_transformer(tmp_path, monkeypatch):
+    from isotype.quickstart_pictures import quickstart as module
+
+    steps = []
+    monkeypatch.setattr(module, "timed", lambda step, times: steps.append(step()) or 0.2)
+    said = []
+    module._prepare(tmp_path / "q", Size(vae_steps=1, batch=2, each=1), "fp32", said.append, shorten=True)
+    assert len(steps) == 1
+    assert "steps: 621" in (tmp_path / "q/full.yaml").read_text()
+    assert "steps: 279" in (tmp_path / "q/lora.yaml").read_text()
+    assert any("200 ms a step: both stages are shortened to 31% of their steps" in line for line in said)
+
+
 def test_a_folder_with_other_files_is_left_alone(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     done = CliRunner().invoke(build_app(), ["quickstart", "--diffusion", "--folder", str(tmp_path)])

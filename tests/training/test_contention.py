@@ -75,11 +75,11 @@ def test_a_run_advises_fewer_threads_and_goes_on_with_those_that_it_has(configur
 
 
 def test_the_quickstart_takes_fewer_threads(monkeypatch):
-    from isotype import quickstart
+    from isotype.entry import stage_time
 
     taken, said = [], []
     monkeypatch.setattr(module, "contention", lambda *, load: SHARED if load() == math.inf else None)  # an idle last minute says nothing
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
-    quickstart._take_fewer_threads_where_faster(said.append)
+    stage_time.take_fewer_threads_where_faster(said.append)
     assert taken == [1]
     assert "1 of 2 threads: 3.0 times as fast as all" in said[0]

@@ -1,7 +1,8 @@
-"""Ends the stages of a quickstart in time, by what its own parts have taken so far on this machine."""
+"""Keeps a quickstart to its time: the threads that are fastest now, the speed of a step, and stages that end in time."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -54,3 +55,27 @@ class StageTime(Callback):
     def end(self) -> None:
         """A stage has ended."""
         self._end, self._first = (self._clock() - self._last if self._start else 0.0), False
+
+
+def take_fewer_threads_where_faster(say: Callable[[str], None]) -> None:
+    """Uses fewer threads where they are faster now, whatever the load was in the last minute. An ordinary run only advises this, since the
+    number of threads decides the order of sums."""
+    import torch
+
+    from ..training.contention import contention
+
+    found = contention(load=lambda: math.inf)
+    if found is not None and found.best < found.threads:
+        gain = found.seconds[found.threads] / found.seconds[found.best]
+        say(f"cores     {found.best} of {found.threads} threads: {gain:.1f} times as fast as all, since other programs use the cores")
+        torch.set_num_threads(found.best)
+
+
+def timed(step: Callable[[], object], times: int) -> float:
+    """Seconds of a step: the lower quartile of so many, since other programs slow some of them; the first starts the threads."""
+    seen = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        step()
+        seen.append(time.perf_counter() - begin)
+    return sorted(seen[1:])[times // 4]

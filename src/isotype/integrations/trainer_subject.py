@@ -17,6 +17,7 @@ from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
 from ..errors import RunError
+from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
 from ..precision.resolve import Resolved
 from ..training.finite import non_finite_error
@@ -156,6 +157,7 @@ class AttachedRun:
     resolved: Resolved
     device: torch.device
     stepper: TrainerStepper
+    manifest: Manifest
 
 
 def subject_of(attached: Attachment, rows: TrainerRows, folder: Path, *, resuming: bool) -> Subject[TrainerTask]:
@@ -172,7 +174,7 @@ def subject_of(attached: Attachment, rows: TrainerRows, folder: Path, *, resumin
     stepper = TrainerStepper(attached)
     return Subject(
         config=config, task=TrainerTask(attached, rows), folder=folder, resuming=resuming,
-        prepared=AttachedRun(trainer.model, attached.resolved, args.device, stepper),
+        prepared=AttachedRun(trainer.model, attached.resolved, args.device, stepper, attached.manifest),
         plan=Milestones(trainer.state.max_steps, eval_every=1, save_every=0, sample_every=1),
     )  # fmt: skip
 

@@ -15,6 +15,8 @@ class Manifest:
     precision: str = ""
     entries: list[Placement] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unused: tuple[str, ...] = ()
+    """Layers whose result the model itself drops, by the beginning of their names: a weight or an adapter there gets no gradient."""
 
     @property
     def replaced(self) -> list[Placement]:

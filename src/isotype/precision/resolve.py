@@ -8,6 +8,7 @@ from typing import Protocol
 
 from ..errors import UsageError
 from ..finding import Finding, Severity
+from .advice import that_holds
 from .precision import ROLES, TASK_ROLES, Precision
 from .presets import ABOUT, PRESETS
 from .rules import Facts, Setting, check
@@ -82,52 +83,83 @@ def resolve(
     task_roles  roles that the run's task has besides -> a dtype, or the role that it follows (`compute`)
     Raises    UsageError with every contradiction, worst first
     """
-    given = {role: value for role, value in (settings or {}).items() if value is not None and role != "preset"}
-    asked = (settings or {}).get("preset") or "auto"
-    where = dict(sources or {})
-    preset_where = where.get("precision.preset", "default")
-    if asked == "auto":
-        preset, why = choose_preset(device, adapter=adapter)
-    elif asked in PRESETS:
-        preset, why = asked, f"preset {asked}"
-    else:
-        raise UsageError(f"{preset_where} precision.preset: {asked!r} is not one of auto {' '.join(PRESETS)}", code="PR000")
-    precision = PRESETS[preset].but(**given)
-    eight_bits = optimizer == "adamw8bit" and "optimizer" not in given
-    if eight_bits:
-        precision = precision.but(optimizer="int8")
-    if "compute" in given and "generate" not in given:
-        precision = precision.but(generate=precision.compute)
-
-    of_task = {role: getattr(precision, value, value) for role, value in (task_roles or {}).items()}
-    precision = precision.but(**{role: value for role, value in of_task.items() if role not in given})
-
-    reasons = {}
-    table: dict[str, Setting] = {}
-    for field in fields(Precision):
-        role = field.name
-        if role in TASK_ROLES and role not in of_task and role not in given:
-            continue
-        if role in given:
-            reasons[role] = where.get(f"precision.{role}", "given")
-        elif role == "generate" and "compute" in given:
-            reasons[role] = "follows compute"
-        elif role in of_task:
-            follows = (task_roles or {})[role]
-            reasons[role] = "default" if follows == of_task[role] else f"follows {follows}"
-        elif role == "optimizer" and eight_bits:
-            reasons[role] = f"adamw8bit keeps 8 bits, and fp32 below 4,096 elements; {where.get('train.optimizer', 'train.optimizer')}"
-        else:
-            reasons[role] = why
-        by_preset = reasons[role] == why and asked != "auto" and preset_where != "default"
-        table[role] = Setting(getattr(precision, role), f"{why}, {preset_where}" if by_preset else reasons[role], role in given)
-    table["preset"] = Setting(preset, preset_where if asked != "auto" else why, asked != "auto")
-    table["adapter"] = Setting(adapter, where.get("adapter.kind", "default"), where.get("adapter.kind", "default") != "default")
-    table["frozen"] = Setting("yes" if (adapter != "none" if frozen is None else frozen) else "no")
-    table["optimizer_name"] = Setting(optimizer, where.get("train.optimizer", "default"), "train.optimizer" in where)
-
-    findings = check(Facts(settings=table, device=device.name, device_kind=device.kind, bf16=device.bf16))
+    said = {f"precision.{role}": value for role, value in (settings or {}).items() if value is not None}
+    made = _Settled(said, device, adapter, optimizer, frozen, dict(sources or {}), dict(task_roles or {}))
+    findings = made.findings
+    if findings:
+        written = said | {"adapter.kind": adapter, "train.optimizer": optimizer}
+        findings = [that_holds(f, written, made.findings_with) for f in findings]
     refused = [f for f in findings if f.severity == Severity.ERROR]
     if refused:
         raise UsageError("\n".join(f.render() for f in refused))
-    return Resolved(precision=precision, preset=preset, reasons=reasons, warnings=tuple(findings), why_preset=f"{why}: {ABOUT[preset]}")
+    return Resolved(
+        precision=made.precision, preset=made.preset, reasons=made.reasons, warnings=tuple(findings),
+        why_preset=f"{made.why}: {ABOUT[made.preset]}",
+    )  # fmt: skip
+
+
+class _Settled:
+    """Every role's value with its reason, and what the rules say about them.
+
+    said  what the user wrote in the precision section, by its full key
+    """
+
+    def __init__(
+        self, said: Mapping[str, str], device: Device, adapter: str, optimizer: str, frozen: bool | None, where: dict[str, str],
+        task_roles: dict[str, str],
+    ) -> None:  # fmt: skip
+        self._device, self._frozen, self._where, self._task_roles = device, frozen, where, task_roles
+        settings = {key.removeprefix("precision."): value for key, value in said.items()}
+        given = {role: value for role, value in settings.items() if value is not None and role != "preset"}
+        asked = settings.get("preset") or "auto"
+        preset_where = where.get("precision.preset", "default")
+        if asked == "auto":
+            preset, why = choose_preset(device, adapter=adapter)
+        elif asked in PRESETS:
+            preset, why = asked, f"preset {asked}"
+        else:
+            raise UsageError(f"{preset_where} precision.preset: {asked!r} is not one of auto {' '.join(PRESETS)}", code="PR000")
+        precision = PRESETS[preset].but(**given)
+        eight_bits = optimizer == "adamw8bit" and "optimizer" not in given
+        if eight_bits:
+            precision = precision.but(optimizer="int8")
+        if "compute" in given and "generate" not in given:
+            precision = precision.but(generate=precision.compute)
+
+        of_task = {role: getattr(precision, value, value) for role, value in task_roles.items()}
+        precision = precision.but(**{role: value for role, value in of_task.items() if role not in given})
+
+        reasons = {}
+        table: dict[str, Setting] = {}
+        for field in fields(Precision):
+            role = field.name
+            if role in TASK_ROLES and role not in of_task and role not in given:
+                continue
+            if role in given:
+                reasons[role] = where.get(f"precision.{role}", "given")
+            elif role == "generate" and "compute" in given:
+                reasons[role] = "follows compute"
+            elif role in of_task:
+                follows = task_roles[role]
+                reasons[role] = "default" if follows == of_task[role] else f"follows {follows}"
+            elif role == "optimizer" and eight_bits:
+                reasons[role] = f"adamw8bit keeps 8 bits, and fp32 below 4,096 elements; {where.get('train.optimizer', 'train.optimizer')}"
+            else:
+                reasons[role] = why
+            by_preset = reasons[role] == why and asked != "auto" and preset_where != "default"
+            table[role] = Setting(getattr(precision, role), f"{why}, {preset_where}" if by_preset else reasons[role], role in given)
+        table["preset"] = Setting(preset, preset_where if asked != "auto" else why, asked != "auto")
+        table["adapter"] = Setting(adapter, where.get("adapter.kind", "default"), where.get("adapter.kind", "default") != "default")
+        table["frozen"] = Setting("yes" if (adapter != "none" if frozen is None else frozen) else "no")
+        table["optimizer_name"] = Setting(optimizer, where.get("train.optimizer", "default"), "train.optimizer" in where)
+
+        findings = check(Facts(settings=table, device=device.name, device_kind=device.kind, bf16=device.bf16))
+        self.precision, self.preset, self.reasons, self.why, self.findings = precision, preset, reasons, why, findings
+
+    def findings_with(self, written: Mapping[str, str]) -> list[Finding]:
+        """What the rules would say about other settings, which have `adapter.kind` and `train.optimizer` too."""
+        said = {key: value for key, value in written.items() if key.startswith("precision.")}
+        # where the user removes the adapter, or adds one, follows from it which weights are frozen
+        return _Settled(
+            said, self._device, written["adapter.kind"], written["train.optimizer"], self._frozen, self._where, self._task_roles
+        ).findings

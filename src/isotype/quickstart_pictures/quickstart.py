@@ -11,18 +11,26 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..entry.stage import quoted, run_stage
+from ..entry.stage_time import StageTime, take_fewer_threads_where_faster, timed
 from ..errors import UsageError
 from .shapes import COLOURS, SHAPES, SIDE, write_pictures
 
 BEFORE, NEW = SHAPES[:3], SHAPES[3]
 ASKED = ("a red circle", "a green square", "a blue triangle", "a yellow cross")
 FULL, LORA, PIPELINE, BASE, PICTURES, SHEET = "full.yaml", "lora.yaml", "flux", "base", "pictures", "drawn.png"
+MOST_SECONDS = 300.0  # of the whole command
+TRAIN_SECONDS = 180.0  # of the steps of both runs
+LEAST = 0.1  # of the steps, by plan
+_LEAST_STEPS = {"full": 100, "lora": 50}  # done in any case
+_AFTER = 0.7  # seconds of drawing and judging, for each that pictures and pipeline took
+_PROBED = 8  # steps that are timed before the training
 _DRAWN_STEPS = 16
+_TEXT_TOKENS = 6
 _REPEATS = 4  # of the new shape's pictures: four of seven that LoRA sees
 
 
@@ -37,15 +45,24 @@ class Size:
     each: int = 32
     draws: int = 10
 
+    def shortened(self, step_seconds: float) -> Size:
+        """Fewer steps where both runs would take more than TRAIN_SECONDS at so many seconds for a step."""
+        share = min(1.0, TRAIN_SECONDS / (step_seconds * (self.full_steps + self.lora_steps))) if step_seconds else 1.0
+        share = max(LEAST, share)
+        return replace(self, full_steps=round(share * self.full_steps), lora_steps=round(share * self.lora_steps))
+
 
 def quickstart_pictures(folder: Path, *, size: Size | None = None, preset: str = "auto", json_output: bool = False) -> int:
     """Runs both stages, draws what was asked for and judges it. Returns the exit status: 0, or 130 when interrupted and saved."""
     from ..tasks.diffusion.pipeline_folder import require_diffusers
 
     require_diffusers()
-    size = size or Size()
+    asked, size = size, size or Size()
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr if json_output else sys.stdout, flush=True)  # noqa: E731
-    _prepare(folder, size, preset, say)
+    time = StageTime(MOST_SECONDS, share=size.full_steps / (size.full_steps + size.lora_steps), least=_LEAST_STEPS, after=_AFTER)
+    if asked is None:
+        take_fewer_threads_where_faster(say)
+    _prepare(folder, size, preset, say, shorten=asked is None)
     results = {}
     for stage, file, what in (
         ("full", FULL, f"1/2  every weight, on pictures of {', '.join(BEFORE)}"),
@@ -54,9 +71,13 @@ def quickstart_pictures(folder: Path, *, size: Size | None = None, preset: str =
         say(f"\n{what}  ({folder / file})")
         if stage == "lora":
             _make_base(folder)
-        if (status := run_stage(folder / stage, folder / file, json_output=json_output)) != 0:
+        time.begin(stage)
+        if (status := run_stage(folder / stage, folder / file, json_output=json_output, callbacks=[time] if asked is None else [])) != 0:
             say(f"go on with: isotype quickstart --diffusion --folder {folder}")
             return status
+        time.end()
+        if time.stopped_at:
+            say(f"speed     ended at step {time.stopped_at}, since the command is to take five minutes: other programs use the cores")
         results[stage] = json.loads((folder / stage / "result.json").read_text(encoding="utf-8"))
     say("\ndrawing and judging, by the pixels alone")
     summary = judge_runs(folder, draws=size.draws)
@@ -109,8 +130,11 @@ def _sheet(rows: Sequence[Sequence[bytes]]) -> Any:
     return sheet.resize((2 * sheet.width, 2 * sheet.height), Image.Resampling.NEAREST)
 
 
-def _prepare(folder: Path, size: Size, preset: str, say: Callable[[str], None]) -> None:
-    """Writes what both stages read; `lora.yaml` comes last: with it the folder is complete."""
+def _prepare(folder: Path, size: Size, preset: str, say: Callable[[str], None], *, shorten: bool) -> None:
+    """Writes what both stages read; `lora.yaml` comes last: with it the folder is complete.
+
+    shorten  to the speed of this machine
+    """
     if (folder / LORA).is_file():
         return
     if folder.exists() and not folder.is_dir():
@@ -124,8 +148,39 @@ def _prepare(folder: Path, size: Size, preset: str, say: Callable[[str], None]) 
     say(f"pictures  {count} of {len(SHAPES)} shapes in {len(COLOURS)} colours, {SIDE} x {SIDE} pixels, each with a caption")
     error = pipeline(folder / PIPELINE, vae_steps=size.vae_steps)
     say(f"pipeline  a Flux with random weights; its VAE trained on such shapes: pixels off by {error / 2:.1%}")
+    if shorten:
+        seconds = step_seconds(folder / PIPELINE / "transformer", rows=size.batch)
+        whole, size = size, size.shortened(seconds)
+        if size != whole:
+            share = size.full_steps / whole.full_steps
+            say(f"speed     {1000 * seconds:.0f} ms a step: both stages are shortened to {share:.0%} of their steps, to take five minutes")
     (folder / FULL).write_text(_full_yaml(folder, size, preset), encoding="utf-8")
     (folder / LORA).write_text(_lora_yaml(folder, size, preset), encoding="utf-8")
+
+
+def step_seconds(transformer: Path, *, rows: int) -> float:
+    """Seconds of one training step: the lower quartile of measured steps; 0 with a GPU, which is always fast enough."""
+    import torch
+    from diffusers import FluxTransformer2DModel
+
+    from ..environment.hardware import detect
+    from ..tasks.diffusion.families import Asked
+    from ..tasks.diffusion.families.flux import Flux
+
+    hardware = detect()
+    if hardware.kind != "cpu":
+        return 0.0
+    model: Any = FluxTransformer2DModel.from_pretrained(transformer)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=hardware.bf16 == "native"):
+            made = Flux().predict(model, latents_NCHW, times_N, text, Asked())
+        made.float().square().mean().backward()
+
+    with torch.random.fork_rng(devices=[]):
+        latents_NCHW, times_N = torch.randn(rows, model.config.in_channels // 4, SIDE // 4, SIDE // 4), torch.rand(rows)
+        text = {name: torch.randn(rows, *shape) for name, shape in Flux().text_shapes(model.config, _TEXT_TOKENS).items()}
+        return timed(step, _PROBED)
 
 
 def _make_base(folder: Path) -> None:
@@ -187,7 +242,7 @@ images:
   resolution: {SIDE}
   cache: {quoted(folder / "cache")}
 diffusion:
-  max_text_length: 6
+  max_text_length: {_TEXT_TOKENS}
 adapter:
   {adapter}
 precision:

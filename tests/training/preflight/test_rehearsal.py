@@ -99,6 +99,13 @@ def test_a_trained_tensor_that_the_loss_does_not_see(subject):
     assert "not reached by backward" in str(finding.observed)
 
 
+def test_a_tensor_that_the_model_is_known_to_drop_is_no_warning(subject):
+    one = subject(adapter={"kind": "none"})
+    one.prepared.model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out.detach())
+    one.prepared.manifest.unused = ("layers.0.mlp", "layers.0.post_attention_layernorm")
+    assert list(rehearsed_step(one)) == []
+
+
 def test_no_gradient_at_all_is_an_error(subject):
     one = subject(adapter={"targets": ["up_proj"]})
     for layer in one.prepared.model.get_base_model().model.layers:

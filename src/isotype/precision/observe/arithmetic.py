@@ -14,6 +14,7 @@ from ..own_part import gathered_weights
 from ..precision import Precision
 from . import operators as ops
 from .call import JudgedStep
+from .function_caches import cached_tables
 from .judge import Judge
 from .lineage import BUFFER, FLOAT_INPUT, INPUT, NOTHING, STATE, WEIGHT, Lineage, plain_tensors
 from .observation import Observation
@@ -40,7 +41,7 @@ class Arithmetic(TorchDispatchMode):
         return False
 
     def know(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Registers the tensors that exist before a step: weights, buffers, tensors in plain attributes, optimizer states."""
+        """Registers the tensors that exist before a step: weights, buffers, tensors in plain attributes and caches, optimizer states."""
         for parameter in model.parameters():
             self.lineages.set(parameter, Lineage(WEIGHT))
             if parameter.grad is not None:
@@ -58,6 +59,8 @@ class Arithmetic(TorchDispatchMode):
             for value in vars(module).values():
                 if isinstance(value, Tensor):
                     self.lineages.set(value, Lineage(BUFFER))
+        for table in cached_tables(model):
+            self.lineages.set(table, Lineage(BUFFER))
         for tensor in plain_tensors([dict(s) for s in optimizer.state.values()] if optimizer is not None else [], []):
             self.lineages.set(tensor, Lineage(STATE))
 

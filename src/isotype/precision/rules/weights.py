@@ -41,7 +41,7 @@ def lora_preset_without_adapter(f: Facts) -> Iterator[Finding]:
         yield finding(
             f, ("preset", "adapter"), "a LoRA preset, and no adapter",
             cause="without an adapter every weight is trained, and the preset declares a frozen base",
-            fix="precision.preset: bf16-mixed or bf16-pure, or adapter.kind: lora",
+            fix="precision.preset: bf16-mixed, or precision.preset: bf16-pure, or adapter.kind: lora",
         )  # fmt: skip
 
 

@@ -42,6 +42,9 @@ def put_under(
         manifest = Manifest(notes=["model.optimize: false"])
     if family.time_scale is not None and precision.compute != "fp32":
         manifest.notes.append(f"{type(denoiser).__name__} rounds its noise level to {precision.compute}: this instance takes it in fp32")
+    if unused := family.unused(denoiser):
+        manifest.unused = unused
+        manifest.notes.append(f"{type(denoiser).__name__} drops the result of {', '.join(unused)}: nothing is learnt there")
     apply_precision(model, precision, device_type=device_type, part=part)
     return manifest
 

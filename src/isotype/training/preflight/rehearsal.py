@@ -12,7 +12,7 @@ import os
 import shlex
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def without_gradient(subject: Subject[Any]) -> Iterator[Finding]:
     given = {name: g for name, p in trained.items() if (g := gradient(p)) is not None}
     useful = _not_zero(given, subject)
     filled = _not_zero({name: own_part(p).detach() for name, p in trained.items() if ".lora_" in name}, subject)
-    lost = [name for name in trained if name not in useful and not _rightly_zero(name, trained, filled)]
+    lost = [name for name in trained if name not in useful and not _rightly_zero(name, trained, filled, subject.prepared.manifest.unused)]
     if not lost:
         return
     none = [name for name in lost if name not in given]
@@ -156,12 +156,13 @@ def _not_zero(tensors: dict[str, Tensor], subject: Subject[Any]) -> set[str]:
     return {name for name, any_element in zip(tensors, some) if any_element}
 
 
-def _rightly_zero(name: str, trained: dict[str, nn.Parameter], filled: set[str]) -> bool:
+def _rightly_zero(name: str, trained: dict[str, nn.Parameter], filled: set[str], unused: Sequence[str]) -> bool:
     """Whether a zero gradient is correct. LoRA begins with B = 0, so A's gradient is zero at step 1; an expert may get no token.
 
     filled  the adapters' matrices that are not zero
+    unused  layers whose result the model drops
     """
-    if ".experts." in name:
+    if ".experts." in name or any(f".{layer}." in f".{name}" for layer in unused):
         return True
     for one, other in (("lora_A", "lora_B"), ("lora_B", "lora_A"), ("lora_embedding_A", "lora_embedding_B"),
                        ("lora_embedding_B", "lora_embedding_A")):  # fmt: skip

@@ -18,6 +18,7 @@ from ...config.schema import RunConfig
 from ...distributed.shard import Sharding
 from ...distributed.world import ALONE, World
 from ...errors import RunError
+from ...optimize import Manifest
 from ...precision.accumulate import GradientAccumulator
 from ...precision.resolve import Resolved
 from ..milestones import Milestones
@@ -74,6 +75,9 @@ class CheckedRun(Protocol):
 
     @property
     def stepper(self) -> CheckedStepper: ...
+
+    @property
+    def manifest(self) -> Manifest: ...
 
 
 AnyTask = TypeVar("AnyTask", bound=CheckedTask, covariant=True)

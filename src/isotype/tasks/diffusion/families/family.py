@@ -55,6 +55,10 @@ class Family:
         """The classes whose linear layers get an adapter, and are quantised in an nf4 base."""
         return self.adapted or tuple(denoiser._no_split_modules or ())
 
+    def unused(self, denoiser: Any) -> tuple[str, ...]:
+        """Names, or beginnings of names, of layers in the blocks whose result the denoiser drops: nothing there gets a gradient."""
+        return ()
+
     def text_tokens(self, clip_length: int, max_length: int) -> int:
         """S, from the lengths of the CLIP tokenizer and of T5's sequence."""
         return max_length

@@ -20,6 +20,11 @@ class QwenImage(Family):
     max_text_length = 1024
     encoders = ("text_encoder", "tokenizer")
 
+    def unused(self, denoiser: Any) -> tuple[str, ...]:
+        """What the last block makes of the text, which is not used."""
+        last = f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}"
+        return (f"{last}.attn.add_q_proj", f"{last}.attn.to_add_out", f"{last}.txt_mlp")
+
     def text_shapes(self, config: Mapping[str, Any], length: int) -> dict[str, tuple[int, ...]]:
         return {"text": (length, int(config["joint_attention_dim"])), "mask": (length,)}
 

@@ -15,6 +15,10 @@ class SD3(PooledTextFamily):
     max_text_length = 256
     encoders = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
 
+    def unused(self, denoiser: Any) -> tuple[str, ...]:
+        """The text's queries of the last block, whose text is not used."""
+        return tuple(f"transformer_blocks.{i}.attn.add_q_proj" for i, b in enumerate(denoiser.transformer_blocks) if b.context_pre_only)
+
     def text_tokens(self, clip_length: int, max_length: int) -> int:
         return clip_length + max_length
 
