@@ -12,18 +12,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 
 class SumByBlock:
     """Forward hook of a block, before it runs: each tensor that needs a gradient gets a view, where the gradients of its uses meet."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map_only(Tensor, _met, (args, kwargs)) if torch.is_grad_enabled() else None
+        return (_met(args), _met(kwargs)) if torch.is_grad_enabled() else None
 
 
-def _met(given: Tensor) -> Tensor:
-    return given.view_as(given) if given.requires_grad else given
+def _met(given: Any) -> Any:
+    """The same with views in the place of tensors that need a gradient, inside tuples, lists and dictionaries too."""
+    if isinstance(given, Tensor):
+        return given.view_as(given) if given.requires_grad else given
+    if type(given) in (tuple, list):
+        return type(given)(map(_met, given))
+    if type(given) is dict:
+        return {name: _met(value) for name, value in given.items()}
+    return given
 
 
 def sum_by_block(block: nn.Module) -> None:
