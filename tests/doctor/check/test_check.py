@@ -59,17 +59,6 @@ def test_a_checkpoint_that_disagrees_with_its_config(tmp_path: Path):
         assert {f.code for f in check([str(tmp_path)]).findings} == codes
 
 
-def test_the_fix_of_a_policy_is_a_line_of_its_file(tmp_path: Path):
-    """Put in place of the key that is refused, it makes the finding go away."""
-    file = tmp_path / "accelerate.yaml"
-    text = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n"
-    text += "  mixed_precision_policy:\n    param_dtype: bf16\n    buffer_dtype: bf16\n"
-    file.write_text(text)
-    (found,) = [f for f in check([str(tmp_path)]).findings if f.code == "CF060"]
-    file.write_text(text.replace("buffer_dtype: bf16", found.fix))
-    assert not [f for f in check([str(tmp_path)]).findings if f.code == "CF060"], found.fix
-
-
 def test_the_launchers_environment_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "args.json").write_text('{"output_dir": "o", "bf16": false, "fp16": false, "logging_steps": 1}')
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")

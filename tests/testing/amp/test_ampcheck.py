@@ -1,5 +1,6 @@
 """ampcheck as a whole: silent on right functions, and on faults it names code, function and line."""
 
+import re
 from pathlib import Path
 
 import faulty_functions
@@ -357,3 +358,35 @@ def test_a_formula_unstable_in_fp32_gets_no_advice_to_widen():
     findings = [f for f in ampcheck(focal, (logits,), reference=stable, raises=False).findings if f.code == "AC006"]
     assert findings
     assert any("stable form" in f.fix for f in findings), [f.render() for f in findings]
+
+
+class _FailsInsideAutocastOnly(torch.autograd.Function):
+    """dot takes operands of one dtype, and the product before it is bf16 where autocast is on."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        with torch.autocast("cpu", enabled=False):
+            return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, d):
+        x, w = ctx.saved_tensors
+        dx = d @ w
+        return dx * (0 * torch.dot(dx.flatten(), x.flatten()) + 1), d.t() @ x
+
+
+def test_a_backward_that_fails_inside_the_region_only_is_a_warning():
+    """Trainers run backward outside."""
+    report = ampcheck(_FailsInsideAutocastOnly, (drawn(4, 8), drawn(6, 8)), raises=False)
+    failures = [f for f in report.findings if f.code == "AC002"]
+    assert failures, report.render()
+    assert all("backward inside" in (f.observed or "") + f.render() for f in failures)
+    assert {f.severity for f in failures} <= {Severity.NOTE, Severity.WARNING}
+
+
+def test_no_verdict_reads_a_clock():
+    """A verdict is a function of code and seed: what is too long to run is counted in operations."""
+    for file in Path(faulty_functions.__file__).parents[3].glob("src/isotype/testing/amp/*.py"):
+        imported = set(re.findall(r"^\s*(?:import|from) (\w+)", file.read_text(), re.MULTILINE))
+        assert not imported & {"time", "timeit", "datetime", "resource"}, file
