@@ -12,6 +12,7 @@ HEALTHY = {
     "distributions": {}, "variables": {},
     "torch": {"version": "2.13.0+cpu", "cuda": None, "hip": None}, "devices": [{"kind": "cpu", "generation": "cpu-avx2"}],
 }  # fmt: skip
+HOPPER = {"devices": [{"kind": "cuda", "generation": "hopper"}], "torch": {"version": "2.13.0+cu130", "cuda": "13.0", "hip": None}}
 BF16_CPU = [{"kind": "cpu", "generation": "cpu-avx512-bf16"}]
 
 
@@ -24,6 +25,7 @@ def test_versions_without_known_faults_give_no_finding():
     [
         ({"distributions": {"bitsandbytes": "0.50.2"}, "devices": BF16_CPU}, "EV002", "repacked"),
         ({"distributions": {"bitsandbytes": "0.49.0"}, "devices": BF16_CPU}, "EV002", "repacked"),
+        ({"distributions": {"torch": "2.13.0+cu130"}, **HOPPER}, "EV002", "NaN"),
         ({"distributions": {"triton": "3.9.0"}, "variables": {"TRITON_INTERPRET": "1"}}, "EV002", "interpreter"),
         ({"distributions": {"transformers": "5.23.0"}}, "EV002", "checkpoint"),
         ({"distributions": {"trl": "0.7.8"}}, "EV002", "autocast"),
@@ -43,7 +45,8 @@ def test_each_fault_is_found_and_mended(changes, code, word):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"distributions": {"bitsandbytes": "0.50.2"}}, {"distributions": {"bitsandbytes": "0.48.2"}, "devices": BF16_CPU},
+    [{"distributions": {"torch": "2.13.0"}}, {"distributions": {"torch": "2.14.0"}, **HOPPER},
+     {"distributions": {"bitsandbytes": "0.50.2"}}, {"distributions": {"bitsandbytes": "0.48.2"}, "devices": BF16_CPU},
      {"distributions": {"bitsandbytes": "main"}, "devices": BF16_CPU}, {"distributions": {"triton": "3.9.0"}},
      {"distributions": {"triton": "3.9.0"}, "variables": {"TRITON_INTERPRET": "0"}},
      {"distributions": {"transformers": "4.57.0"}}, {"distributions": {"trl": "1.16.0"}}],

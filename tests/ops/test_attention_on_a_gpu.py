@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from isotype.environment.planned import planned_for
 from isotype.errors import UsageError
 from isotype.ops.attention import Documents, attention, attention_reference, backend_of, choice, flex, function
+from isotype.optimize.attention import by_the_op
 from tests.gpu import DEVICE, on_a_gpu
 from tests.host_reads import NoHostReads
 from tests.ops.trials import FACTOR, error
@@ -164,6 +165,28 @@ def test_a_plan_assumes_hopper_and_a_cpu_is_no_gpu():
         assert backend_of(torch.bfloat16, q, q, q, None, causal=True) == "cudnn"
     real = torch.zeros(1, 8, 256, 128)
     assert backend_of(torch.float32, real, real, real, None, causal=True) == "sdpa"
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_cudnn_gets_no_mask_tensor(masked, monkeypatch):
+    """Its backward gives NaN for queries at lengths 64 past a multiple of 128 (pytorch issue 196678)."""
+    allowed = []
+
+    def original(*args, **kwargs):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return (args[1] if len(args) > 3 else args[0]), None
+
+    q = of((1, 8, 192, 64))
+    mask = of((1, 1, 192, 192)).bool() if masked else None
+    # the op, for keys and queries of other lengths or a mask, and the model's own function where the op does not serve
+    monkeypatch.setattr(function.F, "scaled_dot_product_attention", lambda *a, **k: original(*a, **k)[0])
+    with planned_for("cuda"):
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        if masked:
+            attention(q, q, q, mask=mask)
+        by_the_op(original, eager=False)(SimpleNamespace(is_causal=True), q, q, q, mask, dropout=0.1)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert allowed == ([False, False] if masked else [True])
 
 
 DOCUMENTS = Documents.of([100, 0, 156, 200, 56])

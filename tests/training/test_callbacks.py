@@ -6,7 +6,8 @@ import os
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.errors import RunError
 from isotype.training.callbacks import Callback, Moment, tell
@@ -79,3 +80,31 @@ def test_settings_of_the_process_that_a_callback_leaves_changed_are_restored(wha
 def test_a_callback_that_freezes_a_weight_is_refused(tmp_path):
     with pytest.raises(RunError, match=r"Mine.on_step changed weight"):
         told(tmp_path, lambda moment: moment.model.weight.requires_grad_(False))
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a GPU: comparisons, and reads of a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += function in (torch.ops.aten.equal.default, torch.ops.aten._local_scalar_dense.default)
+        return function(*args, **(kwargs or {}))
+
+
+def test_sampled_values_are_read_in_one_transfer(tmp_path, monkeypatch):
+    """With up to 32 parameters and their states a GPU would be waited for a hundred times around each callback."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    transfers, to_host = [], Tensor.cpu
+    monkeypatch.setattr(Tensor, "cpu", lambda self: transfers.append(self.numel()) or to_host(self))
+    with Waits() as waits:
+        tell([Callback()], "step", Moment(1, 2, {}, model, tmp_path), optimizer)
+    # before the callback and after it; 20 parameters of 40 are sampled, AdamW has three states of each
+    assert len(transfers) == 2
+    assert min(transfers) > 4 * 4 * 20
+    assert waits.number == 0

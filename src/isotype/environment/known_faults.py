@@ -43,8 +43,23 @@ def _cpu_has_bf16(environment: Mapping[str, Any]) -> bool:
     return any(d.get("generation", "").startswith(("cpu-avx512-bf16", "cpu-amx")) for d in environment["devices"])
 
 
-# Each was reproduced in a version named, is there in the source of the others, or is stated by the project's own fix.
+def _prefers_cudnn(environment: Mapping[str, Any]) -> bool:
+    return any(d.get("generation") in ("hopper", "blackwell") for d in environment["devices"])
+
+
+# Each was reproduced in a version named, is there in the source of the others, is stated by the project's own fix, or is reported in the
+# project's own tracker with a program that shows it.
 KNOWN_FAULTS = (
+    KnownFault(
+        package="torch",
+        versions=">=2.11,<2.14",
+        severity=Severity.NOTE,
+        message="attention with a mask tensor can give NaN in the gradient of the query",
+        cause="cuDNN's backward, at lengths 64 past a multiple of 128, where scores are far below zero (pytorch issue 196678); and it "
+        "reads an fp32 mask beside bf16 or fp16 queries as if it were theirs (pull request 191612)",
+        fix="isotype train and optimize() keep cuDNN from masks; elsewhere torch.backends.cuda.enable_cudnn_sdp(False)",
+        applies=_prefers_cudnn,
+    ),
     KnownFault(
         package="bitsandbytes",
         versions=">=0.49.0,<=0.50.2",

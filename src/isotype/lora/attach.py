@@ -16,7 +16,7 @@ from ..ops.backend import reference_runs
 from ..ops.recompute import hooks_read_here, is_recomputed
 from ..placement import Placement
 from . import siblings
-from .call import Call, call_of, dropout_mask, wants_fp32_branch
+from .call import Call, call_now, dropout_mask, wants_fp32_branch
 from .dtypes import LoraDtypes
 from .group import Projection, lora_group
 from .linear import lora_linear
@@ -64,16 +64,19 @@ def unfuse_lora(model: nn.Module) -> int:
 
 def is_fused(layer: nn.Module) -> bool:
     """Whether calling this layer calls the forward that `fuse_lora` attached, with no wrapper around it."""
-    return vars(layer).get(_FUSED, layer) is vars(layer).get("forward")
+    own = layer.__dict__
+    return own.get(_FUSED, layer) is own.get("forward")
 
 
 def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """A LoRA layer's forward: fused while the layer is plain, else PEFT's own."""
-    if args or kwargs or not x.is_floating_point() or reference_runs() or why_not_fused(self) is not None:
+    if args or kwargs or not x.dtype.is_floating_point or reference_runs():
         return _peft_forward(self, x, *args, **kwargs)
-    if is_recomputed() and has_hooks(self):
+    call = call_now(self, x)
+    if call is None:
+        return _peft_forward(self, x)
+    if has_hooks(self) and is_recomputed():
         hooks_read_here()
-    call = call_of(self, x)
     ready = siblings.take(self, x, call.tensors)
     if ready is not None:
         return ready
@@ -94,9 +97,10 @@ def _together(layer: Any, x: Tensor, call: Call) -> Tensor | None:
     calls = [call]
     for other in rest:
         siblings.forget(other)
-        if not is_fused(other) or why_not_fused(other) is not None:
+        its_call = call_now(other, x) if is_fused(other) else None
+        if its_call is None:
             return None
-        calls.append(call_of(other, x))
+        calls.append(its_call)
     dtypes = shared_dtypes(x, calls)
     if dtypes is None:
         return None
@@ -108,15 +112,23 @@ def _together(layer: Any, x: Tensor, call: Call) -> Tensor | None:
 
 def shared_dtypes(x: Tensor, calls: list[Call]) -> LoraDtypes | None:
     """The dtypes with which these calls can share the products of x; None where they differ, or one computes its adapter branch in fp32."""
-    if any(c.features != x.shape[-1] for c in calls):
-        return None
-    dtypes = calls[0].decide(x)
-    return None if dtypes.wide or any(c.decide(x) != dtypes for c in calls[1:]) else dtypes
+    features = x.shape[-1]
+    first, *rest = calls
+    kind = first.kind
+    for call in calls:
+        if call.features != features:
+            return None
+    dtypes = first.decide(x)
+    for call in rest:
+        # of one kind the dtypes are the same
+        if call.kind != kind and call.decide(x) != dtypes:
+            return None
+    return None if dtypes.wide else dtypes
 
 
 def projections(x: Tensor, calls: list[Call]) -> list[Projection]:
     """The calls' tensors, each with its dropout drawn in the order in which PEFT's layers would draw them."""
-    return [call.projection(dropout_mask(x.shape, x.device, call.dropout)) for call in calls]
+    return [call.projection(dropout_mask(x.shape, x.device, call.dropout) if call.dropout else None) for call in calls]
 
 
 def _peft_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

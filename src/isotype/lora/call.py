@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..ops.autocast import autocast_dtype
 from .dtypes import LoraDtypes, decide
 from .group import Projection
-from .plain import plain_parts
+from .plain import plain_now, plain_parts, why_not_fused
 
 _BRANCH = "_isotype_branch_fp32"
 
@@ -32,6 +33,15 @@ class Call(NamedTuple):
         return self[:4]
 
     @property
+    def kind(self) -> tuple[Any, ...]:
+        """What its dtypes depend on, apart from x and autocast."""
+        a, b = self.a, self.b
+        return (
+            self.weight.dtype if self.quant_state is None else self.compute_dtype, self.quant_state is None, a is None or a.dtype,
+            b is None or b.dtype, self.branch_fp32,
+        )  # fmt: skip
+
+    @property
     def features(self) -> int:
         """In features, of the layer as autograd sees it."""
         if self.a is not None:
@@ -41,6 +51,14 @@ class Call(NamedTuple):
     def decide(self, x: Tensor, x_dtype: torch.dtype | None = None) -> LoraDtypes:
         """The dtypes for an input like x, or for one of `x_dtype` on its device."""
         x_dtype = x_dtype or x.dtype
+        if torch.compiler.is_compiling():
+            return self._decide(x, x_dtype)
+        key = (x_dtype, autocast_dtype(x), self.kind)
+        if key not in _decided:
+            _decided[key] = self._decide(x, x_dtype)
+        return _decided[key]
+
+    def _decide(self, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
         quantised = self.quant_state is not None
         weight_dtype = (self.compute_dtype or x_dtype) if quantised else self.weight.dtype
         adapter = None if self.a is None or self.b is None else self.a.dtype
@@ -49,7 +67,30 @@ class Call(NamedTuple):
         return decide(x, weight_dtype, adapter, quantised=quantised, branch_fp32=self.branch_fp32, x_dtype=x_dtype)
 
     def projection(self, keep: Tensor | None) -> Projection:
-        return Projection(self.weight, self.bias, self.a, self.b, self.quant_state, dropped_scale(self.scale, self.dropout), keep)
+        scale = self.scale if self.dropout == 0.0 else dropped_scale(self.scale, self.dropout)
+        return Projection(self.weight, self.bias, self.a, self.b, self.quant_state, scale, keep)
+
+
+# Decisions that were taken: a model asks for the same few, several times a layer
+_decided: dict[tuple[Any, ...], LoraDtypes] = {}
+
+
+def call_now(layer: Any, x: Tensor) -> Call | None:
+    """Of a LoRA layer whose input is x; None where PEFT's own code runs now."""
+    if torch.compiler.is_compiling():
+        return call_of(layer, x) if why_not_fused(layer) is None else None
+    known = plain_now(layer)
+    if known is None:
+        return None
+    if type(known.base) is not nn.Linear:
+        return call_of(layer, x)
+    # past nn.Module's own lookups, which take 1 us each
+    tensors, dropout = known.base._parameters, known.dropout
+    drops = type(dropout) is nn.Dropout and dropout.training
+    return Call(
+        tensors["weight"], tensors["bias"], known.a._parameters["weight"], known.b._parameters["weight"], None, None,
+        float(layer.scaling[known.adapter]), dropout.p if drops else 0.0, _BRANCH in layer.__dict__,
+    )  # fmt: skip
 
 
 def call_of(layer: Any, x: Tensor) -> Call:

@@ -51,7 +51,7 @@ def runs(*tensors: Tensor) -> bool:
             return False
     if torch.compiler.is_compiling():
         return _known.get("native", False)
-    return cpp_allowed() and native()
+    return native() and cpp_allowed()
 
 
 def _rows(x: Tensor) -> Tensor:

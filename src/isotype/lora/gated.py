@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops.backend import reference_runs
 from ..ops.gated import Gated
 from .attach import is_fused, projections, shared_dtypes
-from .call import Call, bare_call_of, call_of, dropout_mask
+from .call import Call, bare_call_of, call_now, dropout_mask
 from .mlp import lora_mlp
 from .plain import bare_reason, has_hooks, is_lora, why_not_fused
 
@@ -35,17 +35,35 @@ def why_not_one(layers: list[Any]) -> str | None:
 
 def run_gated(layers: list[Any], x: Tensor, kind: Gated) -> Tensor | None:
     """down(activation(gate(x)) * up(x)) in one function, or None where the layers have to be called: always PEFT's result."""
-    if not x.is_floating_point() or reference_runs() or why_not_one(layers) is not None:
+    if not x.dtype.is_floating_point or reference_runs():
         return None
-    *inner, down = [_call(layer, x) for layer in layers]
+    calls = _calls(layers, x)
+    if calls is None:
+        return None
+    *inner, down = calls
     dtypes = shared_dtypes(x, inner)
     if dtypes is None or dtypes.out != dtypes.compute or down.decide(x, dtypes.out) != dtypes:
         return None
     made = projections(x, inner)
-    return lora_mlp(
-        x, made, down.projection(dropout_mask(torch.Size((*x.shape[:-1], down.features)), x.device, down.dropout)), kind, dtypes
-    )
+    keep = dropout_mask(torch.Size((*x.shape[:-1], down.features)), x.device, down.dropout) if down.dropout else None
+    return lora_mlp(x, made, down.projection(keep), kind, dtypes)
 
 
-def _call(layer: nn.Module, x: Tensor) -> Call:
-    return call_of(layer, x) if is_lora(layer) else bare_call_of(layer)
+def _calls(layers: list[Any], x: Tensor) -> list[Call] | None:
+    """Of layers for which `why_not_one` has no reason, else None."""
+    calls: list[Call] = []
+    adapted = False
+    for layer in layers:
+        if has_hooks(layer):
+            return None
+        # asked at every call: `fuse_lora` puts its forward on LoRA layers only
+        if is_fused(layer):
+            call, adapted = call_now(layer, x), True
+            if call is None:
+                return None
+        elif is_lora(layer) or bare_reason(layer) is not None:
+            return None
+        else:
+            call = bare_call_of(layer)
+        calls.append(call)
+    return calls if adapted else None

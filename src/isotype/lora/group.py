@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.autocast import autocast_off, no_view
+from ..ops.autocast import autocast_off, narrowed, no_view
 from ..ops.recompute import projected, projections_are_kept, unwritten
 from ..ops.remade import kept_for, made_again
 from . import inside
@@ -103,6 +103,8 @@ def branches(x_TK: Tensor, flat: Sequence[Tensor | None], down: Narrow | None = 
 
 def with_adapters(tokens_TK: Tensor, flat: Sequence[Tensor | None], scales: Sequence[float], states: Sequence[Any]) -> list[Tensor] | None:
     """[W | s B] of every projection where `inside` wants the adapters in the product of these tokens, or None."""
+    if not inside.before_or_inside(tokens_TK):
+        return None
     bs, packed = flat[3::TENSORS], [w for w in flat[0::TENSORS] if w is not None]
     ranks = [0 if b is None else b.shape[1] for b in bs]
     if not inside.wanted(tokens_TK, [out_features(w, state) for w, state in zip(packed, states)], ranks, states):
@@ -129,13 +131,13 @@ def multiply(
         both = inside.inputs(x_TK, made.xa_TR)
         biases = [None if bias is None else bias.to(x_TK.dtype) for bias in flat[1::TENSORS]]
         return Multiplied([F.linear(both, weight, bias) for weight, bias in zip(ready, biases)], *made)
-    ys = []
+    ys, before = [], inside.before_or_inside(x_TK)
     for weight, bias, b, state, part, scale in zip(flat[0::TENSORS], flat[1::TENSORS], made.bs, states, parts(made.bs), scales):
         assert weight is not None
         if b is None:
             ys.append(base_product(x_TK, weight, bias, state))
         else:
-            ys.append(adapted_product(x_TK, weight, bias, state, made.xa_TR[:, part], b, scale))
+            ys.append(adapted_product(x_TK, weight, bias, state, made.xa_TR[:, part], b, scale, before=before))
     return Multiplied(ys, *made)
 
 
@@ -249,14 +251,14 @@ class LoraGroup(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         x_TK = x.reshape(-1, x.shape[-1])
         with autocast_off(x):
-            x_TK = x_TK.to(dtypes.compute)
+            x_TK = narrowed(x_TK, dtypes.compute)
             if projections_are_kept():
                 # a recompute: backward needs x's product with every A, and attention has what it needs
                 widths = [out_features(w, state) for w, state in zip(flat[0::TENSORS], states) if w is not None]
                 made = Multiplied([unwritten((x_TK.shape[0], n), x_TK, dtypes.out) for n in widths], *branches(x_TK, flat))
             else:
                 made = multiply(x_TK, flat, scales, states)
-            ys = tuple(no_view(y.to(dtypes.out), (*x.shape[:-1], y.shape[-1])) for y in made.ys)
+            ys = tuple([no_view(narrowed(y, dtypes.out), (*x.shape[:-1], y.shape[-1])) for y in made.ys])
         projected(*ys)
         saved_x = x_TK if wants_input(ctx.needs_input_grad[4:]) else None
         ctx.make_x, kept_x = kept_for(x, saved_x)
@@ -291,7 +293,7 @@ class LoraGroup(torch.autograd.Function):
 def lora_group(x: Tensor, projections: Sequence[Projection], dtypes: LoraDtypes) -> tuple[Tensor, ...]:
     """What `lora_linear` gives for each projection, for one decision of dtypes (no wide branch)."""
     assert not dtypes.wide
-    flat = [t for p in projections for t in p.tensors]
+    flat = [t for p in projections for t in (p.weight, p.bias, p.a, p.b, p.keep)]
     outs: tuple[Tensor, ...] = LoraGroup.apply(
         x, tuple(p.scale for p in projections), tuple(p.quant_state for p in projections), dtypes, *flat
     )

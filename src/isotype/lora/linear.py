@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ShapeError
-from ..ops.autocast import autocast_off, no_view
+from ..ops.autocast import autocast_off, narrowed, no_view
 from ..ops.recompute import output_is_unused, unwritten
 from ..ops.remade import kept_for, made_again
 from . import wide_branch
@@ -37,7 +37,7 @@ def base_product(x_TK: Tensor, weight: Tensor, bias: Tensor | None, quant_state:
     bias = None if bias is None else bias.to(x_TK.dtype)
     if quant_state is not None:
         return product_4bit(x_TK, weight, quant_state, bias)
-    return F.linear(x_TK, weight.to(x_TK.dtype), bias)
+    return F.linear(x_TK, narrowed(weight, x_TK.dtype), bias)
 
 
 def out_features(weight: Tensor, quant_state: Any) -> int:
@@ -60,14 +60,16 @@ def input_gradient(share_TK: Tensor, scale: float, dy_TO: Tensor, w_OK: Tensor, 
 
 
 def adapted_product(
-    x_TK: Tensor, weight: Tensor, bias: Tensor | None, quant_state: Any, xa_TR: Tensor, b_OR: Tensor, scale: float
+    x_TK: Tensor, weight: Tensor, bias: Tensor | None, quant_state: Any, xa_TR: Tensor, b_OR: Tensor, scale: float, *, before: bool
 ) -> Tensor:
     """x Wᵀ + bias + scale xa Bᵀ in x's dtype.
 
     On a GPU the adapter's product is made first and the large one is summed onto it inside itself, which reads it while it multiplies: 2
     bytes an element of the output, where a sum after the product takes 4. Where the adapter goes into the product itself: `inside`.
+
+    before  what `before_or_inside` says of x
     """
-    if not before_or_inside(x_TK):
+    if not before:
         return add_product_(base_product(x_TK, weight, bias, quant_state), xa_TR, b_OR.t(), scale)
     w_OK = base_weight(weight, quant_state, x_TK.dtype)
     if bias is None:
@@ -97,7 +99,7 @@ class LoraLinear(torch.autograd.Function):
         x_TK = x.reshape(-1, x.shape[-1])
         keep_TK = None if keep is None else keep.view(x_TK.shape)
         with autocast_off(x):
-            narrow_TK = x_TK.to(dtypes.compute)
+            narrow_TK = narrowed(x_TK, dtypes.compute)
             unused = output_is_unused(ctx)
             if dtypes.wide:
                 y_TO = base_product(narrow_TK, weight, bias, quant_state).to(dtypes.out)
@@ -110,14 +112,14 @@ class LoraLinear(torch.autograd.Function):
                     # a recompute: backward needs x's product with A and nothing else
                     y_TO = unwritten((x_TK.shape[0], out_features(weight, quant_state)), narrow_TK, dtypes.out)
                 else:
-                    y_TO = adapted_product(narrow_TK, weight, bias, quant_state, xa_TR, b, branch_scale)
+                    y_TO = adapted_product(narrow_TK, weight, bias, quant_state, xa_TR, b, branch_scale, before=before_or_inside(narrow_TK))
         saved_x = branch_TK if needs_a or needs_weight else None
         saved_weight = weight if needs_x else None
         ctx.make_x, kept_x = kept_for(x, saved_x)
         ctx.save_for_backward(saved_weight, a, b, xa_TR if needs_b else None, keep_TK if needs_x or needs_a else None, *kept_x)
         ctx.branch_scale, ctx.quant_state, ctx.dtypes, ctx.x_shape, ctx.x_dtype = branch_scale, quant_state, dtypes, x.shape, x.dtype
         ctx.leaf_dtypes = weight.dtype, None if bias is None else bias.dtype, a_RK.dtype, b_OR.dtype
-        return no_view(y_TO.to(dtypes.out), (*x.shape[:-1], y_TO.shape[-1]))
+        return no_view(narrowed(y_TO, dtypes.out), (*x.shape[:-1], y_TO.shape[-1]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.autocast import autocast_off, no_view
+from ..ops.autocast import autocast_off, narrowed, no_view
 from ..ops.backend import fused_runs
 from ..ops.gated import Gated, gated_gradients, gated_gradients_, gated_product
 from ..ops.recompute import is_recomputed, output_is_unused, unwritten
@@ -273,7 +273,7 @@ class LoraMlp(torch.autograd.Function):
         x_TK = x.reshape(-1, x.shape[-1])
         ctx.owns, unused = is_recomputed(), output_is_unused(ctx)
         with autocast_off(x):
-            x_TK = x_TK.to(dtypes.compute)
+            x_TK = narrowed(x_TK, dtypes.compute)
             # the layer will run again, so that what is saved now is dropped: gate, up and product exist for one tile at a time
             tiled = fused_runs(x_TK) and x_TK.shape[0] > TILE and all(keep is None for keep in flat[4::TENSORS])
             if tiled and unused and _backward_can_start_at_x(flat, needs):
@@ -333,6 +333,6 @@ def lora_mlp(x: Tensor, inner: Sequence[Projection], down: Projection, kind: Gat
     assert not dtypes.wide
     assert dtypes.out == dtypes.compute
     every = [*inner, down]
-    flat = [t for p in every for t in p.tensors]
+    flat = [t for p in every for t in (p.weight, p.bias, p.a, p.b, p.keep)]
     out: Tensor = LoraMlp.apply(x, kind, tuple(p.scale for p in every), tuple(p.quant_state for p in every), dtypes, *flat)
     return out

@@ -15,12 +15,14 @@ from .quantised import forward_4bit, is_4bit, state_reason
 
 _PLAIN = "_isotype_plain"
 # the dictionaries in which PyTorch keeps the hooks of `register_module_forward_hook` and the like
-_OF_ALL_MODULES = (
+_OF_ALL_MODULES = _FORWARD_HOOKS, _FORWARD_PRE_HOOKS, _BACKWARD_HOOKS, _BACKWARD_PRE_HOOKS = (
     every_module._global_forward_hooks,
     every_module._global_forward_pre_hooks,
     every_module._global_backward_hooks,
     every_module._global_backward_pre_hooks,
 )
+# kinds of a plain nn.Linear's weight
+_DENSE = (nn.Parameter, Tensor, FakeTensor)
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -55,7 +57,8 @@ def kind_reason(layer: Any) -> str | None:
 class Plain:
     """A layer that was found plain, with the parts that it consists of; a copy or a pickle of the layer does not take it along.
 
-    A part that was replaced, hooked, switched or merged since ends it: `holds` compares objects, in a third of the time of looking again.
+    A part that was replaced, hooked, switched or merged since ends it: `holds` compares objects and calls nothing, since it is asked nine
+    times a layer.
     """
 
     __slots__ = ("a", "active", "adapter", "b", "base", "base_forward", "dropout")
@@ -70,28 +73,38 @@ class Plain:
         self.active = list(self.active) if isinstance(self.active, list) else self.active
 
     def holds(self, layer: Any) -> bool:
-        modules, adapter = layer._modules, self.adapter
-        if (
-            every_module._has_any_global_hook()
-            or layer._disable_adapters
-            or layer.merged_adapters
-            or layer._active_adapter != self.active
-            or adapter in layer.lora_variant
-            or modules["lora_A"]._modules.get(adapter) is not self.a
-            or modules["lora_B"]._modules.get(adapter) is not self.b
-            or modules["lora_dropout"]._modules.get(adapter) is not self.dropout
-            or modules["base_layer"] is not self.base
-            or self.a._parameters["bias"] is not None
-            or self.b._parameters["bias"] is not None
-        ):
+        modules, adapter, base = layer._modules, self.adapter, self.base
+        try:
+            if (
+                _FORWARD_HOOKS
+                or _FORWARD_PRE_HOOKS
+                or _BACKWARD_HOOKS
+                or _BACKWARD_PRE_HOOKS
+                or layer._disable_adapters
+                or layer.merged_adapters
+                or layer._active_adapter != self.active
+                or adapter in layer.lora_variant
+                or modules["lora_A"]._modules[adapter] is not self.a
+                or modules["lora_B"]._modules[adapter] is not self.b
+                or modules["lora_dropout"]._modules[adapter] is not self.dropout
+                or modules["base_layer"] is not base
+                or self.a._parameters["bias"] is not None
+                or self.b._parameters["bias"] is not None
+            ):
+                return False
+            for part in (base, self.a, self.b, self.dropout):
+                own = part.__dict__
+                if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+                    return False
+                if "forward" in own and (part is not base or own["forward"] is not self.base_forward):
+                    return False
+            if self.base_forward is not None and "forward" not in base.__dict__:
+                return False
+            weight = base._parameters["weight"]
+        except KeyError:
+            # a part was taken out, or became something else than a parameter
             return False
-        for part in (self.base, self.a, self.b, self.dropout):
-            own = part.__dict__
-            if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
-                return False
-            if own.get("forward") is not (self.base_forward if part is self.base else None):
-                return False
-        return weight_reason(self.base) is None
+        return type(weight) in _DENSE if type(base) is nn.Linear else state_reason(base) is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -105,7 +118,7 @@ def plain_parts(layer: Any) -> tuple[str, Any, Any, Any, Any]:
     if torch.compiler.is_compiling():
         adapter = next(adapter for adapter in layer.active_adapters if adapter in layer.lora_A)
         return adapter, layer.lora_A[adapter], layer.lora_B[adapter], layer.lora_dropout[adapter], layer.base_layer
-    found: Plain = vars(layer)[_PLAIN]
+    found: Plain = layer.__dict__[_PLAIN]
     return found.adapter, found.a, found.b, found.dropout, found.base
 
 
@@ -118,13 +131,17 @@ def why_not_fused(layer: Any) -> str | None:
     if torch.compiler.is_compiling():
         # a graph has guards of its own
         return _look(layer)
-    known: Plain | None = vars(layer).get(_PLAIN)
-    if known is not None and known.holds(layer):
-        return None
-    reason = _look(layer)
-    # past nn.Module's own __setattr__
-    vars(layer)[_PLAIN] = Plain(layer) if reason is None else None
-    return reason
+    return None if plain_now(layer) is not None else _look(layer)
+
+
+def plain_now(layer: Any) -> Plain | None:
+    """The parts of a layer that is plain at this moment; None where PEFT's own code runs. Outside compiled graphs."""
+    known: Plain | None = layer.__dict__.get(_PLAIN)
+    if known is None or not known.holds(layer):
+        known = Plain(layer) if _look(layer) is None else None
+        # past nn.Module's own __setattr__
+        layer.__dict__[_PLAIN] = known
+    return known
 
 
 def _look(layer: Any) -> str | None:
@@ -155,11 +172,11 @@ def _look(layer: Any) -> str | None:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a hook waits for the call of this module: its own, or one that is registered for every module of the process."""
-    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    every = (*own, *_OF_ALL_MODULES) if every_module._has_any_global_hook() else own
+    of_all = _FORWARD_HOOKS or _FORWARD_PRE_HOOKS or _BACKWARD_HOOKS or _BACKWARD_PRE_HOOKS
     # asked for every layer: nearly always all are empty
-    if not any(every):
+    if not (of_all or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
         return False
+    every = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks, *_OF_ALL_MODULES)
     # hooks of the observer change no result: an observed step runs the same code as every other step
     return any(not getattr(hook, "observes", False) for hooks in every for hook in hooks.values())
 
@@ -185,5 +202,5 @@ def weight_reason(base: nn.Module) -> str | None:
     """Why this base layer's weight, as it is now, has no fused product; or None."""
     weight = base.weight
     if type(base) is nn.Linear:
-        return None if type(weight) in (nn.Parameter, Tensor, FakeTensor) else f"the weight is a {type(weight).__name__}"
+        return None if type(weight) in _DENSE else f"the weight is a {type(weight).__name__}"
     return state_reason(base)

@@ -39,7 +39,9 @@ def unlink(layer: nn.Module) -> None:
 
 
 def followers(layer: nn.Module) -> tuple[Any, ...]:
-    return getattr(layer, _FOLLOWERS, ())
+    # past nn.Module's own lookup, which raises where there are none
+    found: tuple[Any, ...] = layer.__dict__.get(_FOLLOWERS, ())
+    return found
 
 
 class _Ready:
@@ -55,6 +57,14 @@ class _Ready:
         return type(None), ()
 
 
+def _left(layer: Any) -> _Ready | None:
+    if torch.compiler.is_compiling():
+        # what was left within the graph is known to Dynamo by the attribute
+        return getattr(layer, _READY, None)
+    found: _Ready | None = layer.__dict__.get(_READY)
+    return found
+
+
 def leave(layer: Any, x: Tensor, y: Tensor, tensors: tuple[Tensor | None, ...]) -> None:
     """Stores `y` for the sibling's own call."""
     setattr(layer, _READY, _Ready(x, y, _moment(x, tensors)))
@@ -62,13 +72,13 @@ def leave(layer: Any, x: Tensor, y: Tensor, tensors: tuple[Tensor | None, ...]) 
 
 def forget(layer: Any) -> None:
     """Drops stored outputs that were never used."""
-    if getattr(layer, _READY, None) is not None:
+    if _left(layer) is not None:
         delattr(layer, _READY)
 
 
 def take(layer: Any, x: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor | None:
     """Returns and removes the output that was stored for this call, or None."""
-    ready = getattr(layer, _READY, None)
+    ready = _left(layer)
     if ready is None:
         return None
     delattr(layer, _READY)
@@ -81,6 +91,9 @@ def _moment(x: Tensor, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     if torch.compiler.is_compiling():
         # within one graph nothing changes in between, and versions cannot be asked for
         return mode
-    # an inference tensor counts no versions and cannot be written outside inference mode
-    versions = [None if t is None or t.is_inference() else (id(t), t._version) for t in (x, *tensors)]
-    return (*mode, *versions)
+    try:
+        versions = [0 if t is None else t._version for t in (x, *tensors)]
+    except RuntimeError:
+        # an inference tensor counts no versions and cannot be written outside inference mode
+        versions = [0 if t is None or t.is_inference() else t._version for t in (x, *tensors)]
+    return (*mode, *versions, *map(id, tensors))

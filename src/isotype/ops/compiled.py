@@ -51,8 +51,16 @@ class CppKernels:
 
     def take(self, *tensors: Tensor) -> bool:
         """Whether the kernels take these tensors: on a CPU, of dtypes that the kernels have, and the kernels are built."""
-        usable = self.in_graphs and self.built if torch.compiler.is_compiling() else self.loaded()
-        return usable and all(t.device.type == "cpu" and t.dtype in DTYPES for t in tensors)
+        if torch.compiler.is_compiling():
+            return self.in_graphs and self.built and all(t.device.type == "cpu" and t.dtype in DTYPES for t in tensors)
+        return self.take_now(*tensors)
+
+    def take_now(self, *tensors: Tensor) -> bool:
+        """`take`, outside compiled graphs."""
+        for t in tensors:
+            if not t.is_cpu or t.dtype not in DTYPES:
+                return False
+        return self.library is not None or self.loaded()
 
     def loaded(self) -> bool:
         if self.library is None and self.op not in _fallbacks:

@@ -20,7 +20,7 @@ from ..environment.planned import planned_for
 from ..errors import UsageError
 from ..ops import attention
 from ..ops.attention import backend_of
-from ..ops.attention.choice import on_a_gpu
+from ..ops.attention.choice import no_cudnn_for, on_a_gpu
 from ..ops.autocast import autocast_dtype
 from ..placement import Placement
 from .document_mask import DocumentMask, why_mask_is_read
@@ -143,14 +143,19 @@ def by_the_op(original: Callable[..., tuple[Tensor, None]], *, eager: bool) -> C
                 query, key, value, causal=True, scale=scaling, window=window, softcap=others.get("softcap"), documents=documents
             )
             return made.transpose(1, 2).contiguous(), None
+
+        def by_the_model() -> tuple[Tensor, None]:
+            with nullcontext() if torch.compiler.is_compiling() else no_cudnn_for(attention_mask):
+                return original(module, query, key, value, attention_mask, **options)
+
         if beyond or eager or others.get("softcap") is not None:
-            return original(module, query, key, value, attention_mask, **options)
+            return by_the_model()
         causal = causal and attention_mask is None
         dtype = autocast_dtype(query) or query.dtype
         if attention_mask is not None and attention_mask.dtype != torch.bool:
-            return original(module, query, key, value, attention_mask, **options)
+            return by_the_model()
         if backend_of(dtype, query, key, value, attention_mask, causal=causal) == "sdpa":
-            return original(module, query, key, value, attention_mask, **options)
+            return by_the_model()
         return attention(query, key, value, mask=attention_mask, causal=causal, scale=scaling).transpose(1, 2).contiguous(), None
 
     return forward

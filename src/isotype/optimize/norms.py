@@ -13,6 +13,7 @@ from ..ops import add_rms_norm, rms_norm
 from ..ops.backend import saves
 from ..ops.remade import remember
 from ..placement import Placement
+from . import ahead
 from .instances import placement, put, same, settings_of, stand_in
 
 PART = "norm"
@@ -77,10 +78,21 @@ def recognise(module: nn.Module) -> NormSettings | None:
     return None
 
 
+def is_ours(norm: nn.Module) -> bool:
+    """Whether the norm's call runs `rms_norm`, with no wrapper around it."""
+    return getattr(norm.__dict__.get("forward"), "__func__", None) is norm_forward
+
+
+def normed_sum(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual) of a norm that `is_ours`, without a call of the module."""
+    s: NormSettings = settings_of(norm)
+    weight: Any = norm._parameters["weight"]
+    return add_rms_norm(x, residual, weight, epsilon(norm, s.eps), unit_offset=s.unit_offset, out_dtype=s.out_dtype)
+
+
 def with_residual(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual) by a call of the module, so that whoever observes it sees the call."""
-    ours = getattr(vars(norm).get("forward"), "__func__", None) is norm_forward and saves("the residual in the norm")
-    ours = ours and not torch.compiler.is_compiling()
+    ours = is_ours(norm) and saves("the residual in the norm") and not torch.compiler.is_compiling()
     changing = (norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
     if not ours or any(not getattr(hook, "observes", False) for hooks in changing for hook in hooks.values()):
         # a hook may change what the norm is given, or its gradient
@@ -94,11 +106,12 @@ def with_residual(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[
 
 def norm_forward(self: Any, hidden_states: Tensor, *args: Any, beside: Beside | None = None, **kwargs: Any) -> Tensor:
     s: NormSettings = settings_of(self)
+    ready = None if args or kwargs or s.remade or (beside is not None and beside.residual is not None) else ahead.take(self, hidden_states)
     if beside is not None:
-        normed, beside.total = add_rms_norm(
-            hidden_states, beside.residual, self.weight, epsilon(self, s.eps), unit_offset=s.unit_offset, out_dtype=s.out_dtype,
-        )  # fmt: skip
+        normed, beside.total = (ready, hidden_states) if ready is not None else normed_sum(self, hidden_states, beside.residual)
         return normed
+    if ready is not None:
+        return ready
     if args or kwargs:
         own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return own

@@ -15,7 +15,7 @@ from ..ops.compiled import missing
 from ..ops.probe import why_no_kernels
 from ..placement import Placement
 from ..precision import Precision
-from . import attention, denoiser, gated, generation, head, layers, norms, rotary
+from . import attention, boundary, denoiser, gated, generation, head, layers, norms, rotary
 from .base import base_notes
 from .compile_layers import uncompile_layers
 from .instances import KERNEL_LIBRARIES, foreign, library_of, placement, put, take_back, taken
@@ -93,6 +93,7 @@ def _placed(model: nn.Module, precision: Any, word: str | None, *, device_type: 
             manifest.entries.append(layers.place(path, module))
         if path and hasattr(module, "num_experts") and any(p.dim() == 3 for p in module.parameters(recurse=False)):
             manifest.entries.append(placement("experts", path, module, None, "its experts are one stacked parameter: no op for those"))
+    boundary.link(model, layers.first_norm)
     for lm in causal_lms(model):
         path = next(path for path, module in model.named_modules() if module is lm)
         manifest.entries += [head.place(path, lm, manifest), generation.place(path, lm)]
@@ -155,6 +156,7 @@ def restore(model: nn.Module) -> int:
     uncompile_layers(model.modules())
     for module in model.modules():
         undone += take_back(module)
+        boundary.unlink(module)
         head.remove_hooks(module)
         undone += generation.take_back(module)
     return undone

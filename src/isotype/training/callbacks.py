@@ -91,7 +91,7 @@ def tell(callbacks: Sequence[Callback], name: str, moment: Moment, optimizer: to
         changed = next((key for key in before.keys() | now.keys() if before.get(key) != now.get(key)), None)
         if changed is None:
             after = _values(moment.model, optimizer)
-            changed = next((key for key in values if not torch.equal(values[key], after[key])), None)
+            changed = next((key for key in values if values[key] != after[key]), None)
         if changed is not None:
             raise RunError(
                 f"step {moment.step}: {type(callback).__name__}.on_{name} changed {changed}", code="CB001",
@@ -112,8 +112,8 @@ def _versions(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, t
     return found
 
 
-def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The bytes of some elements of some trained parameters, and of the optimizer's states of these."""
+def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
+    """The bytes of some elements of some trained parameters, and of the optimizer's states of these: a NaN equals itself by them alone."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     found: dict[str, Tensor] = {}
     for name, p in trained[:: max(1, math.ceil(len(trained) / _SAMPLED_PARAMETERS))]:
@@ -121,10 +121,23 @@ def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
         for key, state in optimizer.state.get(p, {}).items():
             if isinstance(state, Tensor):
                 found[f"the optimizer's {key} of {name}"] = _elements(state)
-    return found
+    return _on_the_host(found)
+
+
+def _on_the_host(elements: dict[str, Tensor]) -> dict[str, bytes]:
+    """Read in one transfer from each device: the host waits for a GPU once, not once a tensor."""
+    read: dict[str, bytes] = {}
+    for device in {t.device for t in elements.values()}:
+        here = {name: t for name, t in elements.items() if t.device == device}
+        together = torch.cat(list(here.values())).cpu().numpy().tobytes()
+        start = 0
+        for name, t in here.items():
+            read[name] = together[start : start + t.numel()]
+            start += t.numel()
+    return read
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    """uint8[...]: bytes, since a NaN equals itself by them alone."""
+    """uint8[...]: their bytes."""
     flat = own_part(tensor).detach().flatten()
     return flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)].clone().view(torch.uint8)

@@ -15,6 +15,8 @@ aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Literal
 
@@ -61,6 +63,20 @@ def cudnn_version() -> int:
 def has_flash() -> bool:
     """Whether this PyTorch was built with FlashAttention. A plan without a GPU assumes so."""
     return not torch.cuda.is_available() or torch.backends.cuda.is_flash_attention_available()
+
+
+@contextmanager
+def no_cudnn_for(mask: Tensor | None) -> Iterator[None]:
+    """Around a call of PyTorch's attention outside compiled graphs: cuDNN gets no mask tensor. Its backward gives NaN for some lengths (64
+    past a multiple of 128, pytorch issue 196678), and it takes an fp32 mask beside bf16 queries for bf16 (pytorch pull request 191612)."""
+    if mask is None or stands_for(mask.device) != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
+        yield
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def _cudnn_serves(found: tuple[int, int], depth: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..debug import checked_in_debug
 from ..recompute import attention_inputs, attention_results, projections_are_kept, reading
 from ..remade import kept_for, made_again
 from . import cpp, cuda, flex
-from .choice import Backend, on_a_gpu
+from .choice import Backend, no_cudnn_for, on_a_gpu
 from .contract import ATTENTION
 from .documents import Documents
 from .reference import attention_reference, in_window
@@ -182,9 +183,11 @@ def attention(
         allowed = allowed.tril() if causal else allowed
         allowed = allowed if window is None else in_window(allowed, window)
         mask, causal = allowed if mask is None else mask & allowed, False
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=given, enable_gqa=query.shape[1] != key.shape[1]
-    )
+    compiling = torch.compiler.is_compiling()
+    with nullcontext() if compiling else no_cudnn_for(mask):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=given, enable_gqa=query.shape[1] != key.shape[1]
+        )
 
 
 def _with_documents(mask: Tensor | None, documents: Documents | None, query: Tensor) -> Tensor | None:

@@ -18,7 +18,7 @@ def _rows(x_TH: Tensor) -> Tensor:
 
 
 def _fp32(weight_H: Tensor, unit_offset: bool) -> Tensor:
-    w = weight_H.to(torch.float32).contiguous()
+    w = weight_H if weight_H.dtype is torch.float32 and weight_H.is_contiguous() else weight_H.to(torch.float32).contiguous()
     return w + 1.0 if unit_offset else w
 
 

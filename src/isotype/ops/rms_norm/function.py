@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError
-from ..autocast import autocast_off
+from ..autocast import autocast_off, no_view
 from ..backend import cpp_runs, differentiated_again, reference_gradients, reference_runs, triton_runs
 from ..debug import checked_in_debug
 from . import cpp, eager
@@ -45,30 +45,41 @@ def _paths(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Paths:
     return cpp if out_dtype != torch.float64 and cpp_runs(cpp.KERNELS, x, weight) else eager
 
 
+def _rows(x: Tensor) -> Tensor:
+    """[T H]: inside the functions, where autograd does not record it."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _shaped(y_TH: Tensor, like: Tensor) -> Tensor:
+    return y_TH if like.dim() == 2 else no_view(y_TH, like.shape)
+
+
 class RmsNorm(torch.autograd.Function):
     """Saves its inputs and one fp32 a row; never writes to the incoming gradient, which a residual connection shares."""
 
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype) -> Tensor:
-        with autocast_off(x_TH):
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, unit_offset: bool, out_dtype: torch.dtype) -> Tensor:
+        x_TH = _rows(x)
+        with autocast_off(x):
             y_TH, scale_T1, _ = _paths(x_TH, weight_H, out_dtype).rms_norm_forward(
                 x_TH, weight_H, eps=eps, unit_offset=unit_offset, out_dtype=out_dtype
             )
-        ctx.save_for_backward(x_TH, weight_H, scale_T1)
+        ctx.save_for_backward(x, weight_H, scale_T1)
         ctx.eps, ctx.unit_offset, ctx.out_dtype = eps, unit_offset, out_dtype
-        return y_TH
+        return _shaped(y_TH, x)
 
     @staticmethod
-    def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
-        x_TH, weight_H, scale_T1 = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_H, scale_T1 = ctx.saved_tensors
         if differentiated_again():
             reference = partial(rms_norm_reference, eps=ctx.eps, unit_offset=ctx.unit_offset, out_dtype=ctx.out_dtype)
-            return *reference_gradients(reference, (x_TH, weight_H), dy_TH), None, None, None
-        with autocast_off(x_TH):
+            return *reference_gradients(reference, (x, weight_H), dy), None, None, None
+        with autocast_off(x):
+            x_TH, dy_TH = _rows(x), _rows(dy)
             dx_TH, dweight_H = _paths(x_TH, weight_H, dy_TH.dtype).rms_norm_backward(
                 x_TH, weight_H, scale_T1, dy_TH, unit_offset=ctx.unit_offset, want_dweight=ctx.needs_input_grad[1]
             )
-        return dx_TH, dweight_H, None, None, None
+        return dx_TH.reshape(x.shape), dweight_H, None, None, None
 
 
 @checked_in_debug(RMS_NORM)
@@ -86,8 +97,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, unit_offset: bool 
         raise ShapeError(f"weight is {list(weight.shape)} where x {list(x.shape)} needs {list(x.shape[-1:])}", code="SH001")
     if reference_runs():
         return rms_norm_reference(x, weight, eps, unit_offset=unit_offset, out_dtype=out_dtype)
-    y: Tensor = RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps, unit_offset, out_dtype or x.dtype)
-    return y.reshape(x.shape)
+    y: Tensor = RmsNorm.apply(x, weight, eps, unit_offset, out_dtype or x.dtype)
+    return y
 
 
 class AddRmsNorm(torch.autograd.Function):
@@ -96,8 +107,8 @@ class AddRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x_TH: Tensor,
-        residual_TH: Tensor | None,
+        x: Tensor,
+        residual: Tensor | None,
         weight_H: Tensor,
         eps: float,
         unit_offset: bool,
@@ -105,32 +116,36 @@ class AddRmsNorm(torch.autograd.Function):
         apart: bool,
     ) -> tuple[Tensor, Tensor]:
         """apart: x and residual get a gradient tensor each; else they share one"""
-        with autocast_off(x_TH):
+        x_TH, residual_TH = _rows(x), None if residual is None else _rows(residual)
+        with autocast_off(x):
             y_TH, scale_T1, total_TH = _paths(x_TH, weight_H, out_dtype).rms_norm_forward(
                 x_TH, weight_H, residual_TH, eps=eps, unit_offset=unit_offset, out_dtype=out_dtype
             )
-        ctx.save_for_backward(total_TH, weight_H, scale_T1)
+        total = x if residual is None else _shaped(total_TH, x)
+        ctx.save_for_backward(total, weight_H, scale_T1)
         ctx.eps, ctx.unit_offset, ctx.out_dtype, ctx.apart = eps, unit_offset, out_dtype, apart
         ctx.set_materialize_grads(False)
-        return y_TH, total_TH
+        return _shaped(y_TH, x), total
 
     @staticmethod
-    def backward(ctx: Any, dy_TH: Tensor | None, dtotal_TH: Tensor | None) -> tuple[Tensor | None, ...]:
-        total_TH, weight_H, scale_T1 = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight_H, scale_T1 = ctx.saved_tensors
         needs_x, needs_residual, needs_weight = ctx.needs_input_grad[:3]
-        if dy_TH is None:
-            dx_TH, dweight_H = dtotal_TH, None
+        if dy is None:
+            dx, dweight_H = dtotal, None
         elif differentiated_again():
             reference = partial(rms_norm_reference, eps=ctx.eps, unit_offset=ctx.unit_offset, out_dtype=ctx.out_dtype)
-            dx_TH, dweight_H = reference_gradients(reference, (total_TH, weight_H), dy_TH)
-            dx_TH = dtotal_TH if dx_TH is None else dx_TH if dtotal_TH is None else dx_TH + dtotal_TH
+            dx, dweight_H = reference_gradients(reference, (total, weight_H), dy)
+            dx = dtotal if dx is None else dx if dtotal is None else dx + dtotal
         else:
-            with autocast_off(total_TH):
+            with autocast_off(total):
+                total_TH, dy_TH, dtotal_TH = _rows(total), _rows(dy), None if dtotal is None else _rows(dtotal)
                 dx_TH, dweight_H = _paths(total_TH, weight_H, dy_TH.dtype).rms_norm_backward(
                     total_TH, weight_H, scale_T1, dy_TH, dtotal_TH, unit_offset=ctx.unit_offset, want_dweight=needs_weight
                 )
-        dresidual_TH = dx_TH.clone() if ctx.apart and dx_TH is not None else dx_TH
-        return dx_TH if needs_x else None, dresidual_TH if needs_residual else None, dweight_H, None, None, None, None
+                dx = dx_TH.reshape(total.shape)
+        dresidual = dx.clone() if ctx.apart and dx is not None else dx
+        return dx if needs_x else None, dresidual if needs_residual else None, dweight_H, None, None, None, None
 
 
 @checked_in_debug(ADD_RMS_NORM)
@@ -159,8 +174,7 @@ def add_rms_norm(
         raise ShapeError(f"weight is {list(weight.shape)} where x {list(x.shape)} needs {list(x.shape[-1:])}", code="SH001")
     if reference_runs():
         return rms_norm_reference(x, weight, eps, unit_offset=unit_offset, out_dtype=out_dtype), x
-    rows = None if residual is None else residual.reshape(-1, x.shape[-1])
     # PyTorch lets leaves keep what they are given through a view: of one tensor, each would accumulate into the other's .grad
     apart = residual is not None and x.is_leaf and residual.is_leaf and x.requires_grad and residual.requires_grad
-    y, total = AddRmsNorm.apply(x.reshape(-1, x.shape[-1]), rows, weight, eps, unit_offset, out_dtype or x.dtype, apart)
-    return y.reshape(x.shape), total.reshape(x.shape)
+    y, total = AddRmsNorm.apply(x, residual, weight, eps, unit_offset, out_dtype or x.dtype, apart)
+    return y, total
