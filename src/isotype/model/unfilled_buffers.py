@@ -67,7 +67,7 @@ def fill_buffers(model: PreTrainedModel, name: str) -> list[str]:
 
 
 def _is_unfilled(buffer: Tensor) -> bool:
-    """Whether all elements are what `unfilled_memory_shows` puts there. A buffer of True alone may be meant so: to fill it again is no harm."""
+    """Whether all elements are what `unfilled_memory_shows` puts there. A buffer meant to be all True is filled again, the same."""
     if not buffer.numel() or buffer.is_meta:
         return False
     if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
