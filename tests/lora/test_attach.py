@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from isotype.errors import UsageError
 from isotype.lora import attach, fuse_lora, unfuse_lora
 
 from .layers import FEATURES, Checkpointed, adapted, assert_same, inputs, layer_of, nf4_linear, results
@@ -264,3 +265,14 @@ def test_functional_transforms_take_pefts_code(calls):
     fused = fused_copy(adapted())
     torch.func.vmap(fused)(inputs())
     assert not calls
+
+
+def test_a_second_derivative_is_refused_where_autograd_would_leave_out_a_part():
+    """`torch.autograd.grad` never reaches what PyTorch's `once_differentiable` puts into the graph: it takes that part for zero."""
+    model = fused_copy(adapted())
+    x = inputs().requires_grad_(True)
+    with pytest.raises(UsageError, match="no second derivative"):
+        torch.autograd.functional.vhp(lambda x: model(x).pow(3).sum(), x, torch.ones_like(x))
+    unfuse_lora(model)
+    _, found = torch.autograd.functional.vhp(lambda x: model(x).pow(3).sum(), x, torch.ones_like(x))
+    assert found.abs().sum() > 0

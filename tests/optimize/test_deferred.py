@@ -280,6 +280,38 @@ def test_backward_hooks_of_the_head_see_what_they_see_in_the_plain_model(hook):
     assert isinstance(mine(**batch()).logits, DeferredLogits), "without hooks they are deferred again"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("asks", ["retain_grad", "register_hook"])
+def test_the_gradient_of_logits_that_a_models_own_loss_passed_by_is_refused(asks, dtype):
+    """The loss is computed of the logits in fp32, which a model in bf16 has nowhere else."""
+    model = tiny("llama", dtype=dtype)
+    optimize(model)
+    logits = model(**batch()).logits
+    with pytest.raises(IsotypeError, match=asks):
+        getattr(logits, asks)(*([print] if asks == "register_hook" else []))
+    with torch.no_grad():
+        evaluated = model(**batch())
+    plain = model(input_ids=batch()["input_ids"]).logits
+    with torch.no_grad():
+        F.cross_entropy(plain.flatten(0, 1), batch()["input_ids"].flatten())
+    plain.register_hook(print)  # a loss without a gradient passed by: the hook will see all there is
+    assert evaluated.loss.requires_grad is False
+
+
+def test_forward_mode_differentiates_a_models_own_loss():
+    found = []
+    for optimized in (False, True):
+        model = tiny("llama", attn_implementation="eager")
+        if optimized:
+            optimize(model)
+        embedded = model.get_input_embeddings()(batch()["input_ids"]).detach()
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(embedded, torch.ones_like(embedded))
+            loss = model(inputs_embeds=dual, labels=batch()["labels"], use_cache=False).loss
+            found.append(torch.autograd.forward_ad.unpack_dual(loss).tangent)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
 def test_the_gradient_of_logits_kept_before_a_loss_and_refused_after_one():
     hidden, weight, _ = make()
     x = defer(hidden, weight, None)

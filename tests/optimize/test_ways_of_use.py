@@ -325,3 +325,16 @@ def test_trained_weights_of_an_optimised_model_can_be_swapped():
         for weight in list(each.parameters()):
             torch.utils.swap_tensors(weight, nn.Parameter(weight.detach() * 1.1))
     same_training(model, mine)
+
+
+def test_a_model_whose_class_has_no_input_embeddings_is_optimised():
+    """transformers raises NotImplementedError for models of time series."""
+    from transformers import PatchTSTConfig, PatchTSTForPrediction
+
+    sizes = {"num_hidden_layers": 1, "d_model": 16, "num_attention_heads": 2, "ffn_dim": 32, "head_dropout": 0.0, "do_mask_input": False}
+    torch.manual_seed(0)
+    lengths = {"context_length": 16, "patch_length": 4, "patch_stride": 4, "prediction_length": 4}
+    model = PatchTSTForPrediction(PatchTSTConfig(num_input_channels=2, **lengths, **sizes))
+    mine, values = copy.deepcopy(model), {"past_values": torch.randn(2, 16, 2), "future_values": torch.randn(2, 4, 2)}
+    optimize(mine)
+    torch.testing.assert_close(mine.eval()(**values).loss, model.eval()(**values).loss)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.autocast import autocast_off, narrowed, no_view
+from ..ops.backend import refuse_second_derivative
 from ..ops.recompute import projected, projections_are_kept, unwritten
 from ..ops.remade import kept_for, made_again
 from . import inside
@@ -270,8 +271,10 @@ class LoraGroup(torch.autograd.Function):
         return ys
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(
+            "lora_group", why="its backward is fused", fix="isotype.restore(model), or isotype.lora.unfuse_lora(model)"
+        )
         n, needs = len(dys), ctx.needs_input_grad[4:]
         xa_TR, a_RK, *rest = ctx.saved_tensors
         bs, weights, keeps, kept_x = rest[:n], rest[n : 2 * n], rest[2 * n : 3 * n], rest[3 * n :]

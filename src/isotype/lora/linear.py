@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import ShapeError
 from ..ops.autocast import autocast_off, narrowed, no_view
+from ..ops.backend import refuse_second_derivative
 from ..ops.recompute import output_is_unused, unwritten
 from ..ops.remade import kept_for, made_again
 from . import wide_branch
@@ -122,8 +123,10 @@ class LoraLinear(torch.autograd.Function):
         return no_view(narrowed(y_TO, dtypes.out), (*x.shape[:-1], y_TO.shape[-1]))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(
+            "lora_linear", why="its backward is fused", fix="isotype.restore(model), or isotype.lora.unfuse_lora(model)"
+        )
         weight, a, b, xa_TR, keep_TK, *kept_x = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:5]
         weight_dtype, bias_dtype, a_dtype, b_dtype = ctx.leaf_dtypes

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..ops.autocast import autocast_off, narrowed, no_view
-from ..ops.backend import fused_runs
+from ..ops.backend import fused_runs, refuse_second_derivative
 from ..ops.gated import Gated, gated_gradients, gated_gradients_, gated_product
 from ..ops.recompute import is_recomputed, output_is_unused, unwritten
 from .dtypes import LoraDtypes
@@ -292,8 +292,8 @@ class LoraMlp(torch.autograd.Function):
         return no_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("lora_mlp", why="its backward is fused", fix="isotype.restore(model), or isotype.lora.unfuse_lora(model)")
         needs, leaves, scales, states = ctx.needs_input_grad[5:], ctx.leaf_dtypes, ctx.scales, ctx.states
         x_TK, xa_TR, a_RK, ha_TR, a_RI, *rest = ctx.saved_tensors
         n = len(scales) - 1

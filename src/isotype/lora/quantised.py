@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.autocast import autocast_off
-from ..ops.backend import fused_runs
+from ..ops.backend import fused_runs, refuse_second_derivative
 from ..ops.nf4 import widen_4bit
 
 _WIDE_COPY = "_isotype_wide"
@@ -120,8 +120,10 @@ class Linear4bit(torch.autograd.Function):
             return product_4bit(x, packed, state, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(
+            "linear_4bit", why="its backward is fused", fix="isotype.restore(model), or isotype.lora.unfuse_lora(model)"
+        )
         (packed,) = ctx.saved_tensors
         dx = dbias = None
         with autocast_off(dy):

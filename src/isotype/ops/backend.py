@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..environment.planned import is_planned, stands_for
+from ..errors import UsageError
 from .compiled import DTYPES, CppKernels
 from .probe import why_no_kernels
 
@@ -124,6 +125,14 @@ def reference_runs() -> bool:
 def differentiated_again() -> bool:
     """In a backward: whether its result may itself be differentiated."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def refuse_second_derivative(op: str, *, why: str, fix: str) -> None:
+    """In a backward whose result has no graph of its own: refuses `create_graph=True`. PyTorch's `once_differentiable` refuses it only
+    where a later `backward` meets its node; `torch.autograd.grad` takes the missing part for zero.
+    """
+    if differentiated_again():
+        raise UsageError(f"{op} has no second derivative (create_graph=True): {why}", fix=fix)
 
 
 def reference_gradients(reference: Callable[..., Tensor], inputs: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:

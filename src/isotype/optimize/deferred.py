@@ -30,11 +30,18 @@ from .deferred_log_probs import log_softmax
 from .deferred_loss import DeferredLoss, Divisor
 from .deferred_tensor import DeferredTensor, in_graph
 from .deferred_values import answered, argmax, gather, logsumexp, mean
-from .deferred_views import VIEWS, Views, again, needs_the_memory
+from .deferred_views import HOOKS, VIEWS, Views, again, needs_the_memory
 from .weight_changes import change_count
 
 # Where a training step turned deferred logits into real ones: place -> times
 materialised: Counter[str] = Counter()
+
+
+@dataclass
+class PassedBy:
+    """Whether a loss with a gradient was computed past the logits."""
+
+    a_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,8 @@ class Recipe:
     post: float | None = None  # None before a tanh
     # FSDP's hooks, called when backward reaches the logits or their loss; the same for all that is made of these logits
     reached: OrderedDict[int, Callable[[Any], Any]] = field(default_factory=OrderedDict)
+    # no gradient of such a loss will reach the logits; the same for all that is made of these logits
+    passed_by: PassedBy = field(default_factory=PassedBy)
 
     def scaled(self, factor: float) -> Recipe:
         return replace(self, pre=self.pre * factor) if self.post is None else replace(self, post=self.post * factor)
@@ -195,10 +204,10 @@ def _give_memory(name: str, arguments: tuple[Any, ...]) -> None:
     """Before a write in place or a hook: every tensor that would share memory with one of these becomes real."""
     for x in arguments:
         if isinstance(x, DeferredLogits):
-            if name == "retain_grad" and x.views.in_a_loss:
+            if name in HOOKS and x.recipe.passed_by.a_loss:
                 raise IsotypeError(
-                    "retain_grad() on logits that a loss was already computed from, without them: their gradient does not exist",
-                    fix="forward without labels, and the loss from outputs.logits after retain_grad(); or isotype.restore(model)",
+                    f"{name}() on logits that a loss was already computed from, without them: their gradient does not exist",
+                    fix=f"forward without labels, and the loss from outputs.logits after {name}(); or isotype.restore(model)",
                 )
             x.views.make_real()
 
@@ -323,7 +332,7 @@ def _cross_entropy(
     # PyTorch's own: autocast computes this loss in fp32
     narrow = input.dtype in (torch.bfloat16, torch.float16)
     dtype = torch.float32 if narrow and autocast_dtype(recipe.hidden) is not None else input.dtype
-    input.views.in_a_loss = True
+    recipe.passed_by.a_loss |= torch.is_grad_enabled() and _requires_grad(input)
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "class_weights": weight}
     if reduction == "sum" and torch.is_grad_enabled() and _requires_grad(input):
         # not yet: what divides it next goes into the op
@@ -342,7 +351,7 @@ def _own_cross_entropy(
     r = logits.recipe
     if logits.computed is not None or (r.post is not None and (logit_scale is not None or softcap is not None)):
         return None
-    logits.views.in_a_loss = True
+    r.passed_by.a_loss |= torch.is_grad_enabled() and _requires_grad(logits)
     r = r if logit_scale is None else r.scaled(logit_scale)
     return (r if softcap is None else replace(r, pre=r.pre / softcap, post=softcap)).loss(targets, **options)
 

@@ -63,7 +63,7 @@ def log_softmax(x: Any, dim: Any = None, *args: Any, dtype: torch.dtype | None =
         return None
     # PyTorch's own: autocast computes it in fp32
     narrow = x.dtype in (torch.bfloat16, torch.float16) and autocast_dtype(x.recipe.hidden) is not None
-    x.views.in_a_loss |= x.requires_grad and torch.is_grad_enabled()
+    x.recipe.passed_by.a_loss |= x.requires_grad and torch.is_grad_enabled()
     # logits of its own: a later write to x does not change what was computed before
     return DeferredLogProbs(type(x)(x.recipe), 1.0, dtype, dtype or (torch.float32 if narrow else x.dtype))
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..errors import IsotypeError
+from ..ops.backend import refuse_second_derivative
 
 T = TypeVar("T", bound="DeferredTensor")
 
@@ -38,8 +39,8 @@ class Graph(torch.autograd.Function):
         return make()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative("what is made of deferred logits", why="they are computed again in backward", fix="isotype.restore(model)")
         if not ctx.sources:
             raise IsotypeError(
                 "this sum of losses was divided already, and an autograd function or a transform read it besides",

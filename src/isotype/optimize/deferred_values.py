@@ -17,6 +17,7 @@ from torch import Tensor
 from ..environment import planned
 from ..ops import linear_log_probs
 from ..ops.autocast import autocast_off, product_dtype, wide
+from ..ops.backend import refuse_second_derivative
 from ..ops.linear_cross_entropy.weighted import HeadOfClasses
 
 # how often each op computed a value of deferred logits
@@ -36,8 +37,8 @@ class SelectedLogits(torch.autograd.Function):
         return (hidden_TH.to(dtype).to(fp32) * weight_VH[classes_T].to(dtype).to(fp32)).sum(-1)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dlogits_T: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("one logit a row", why="it is computed without the others", fix="isotype.restore(model)")
         hidden_TH, weight_VH, classes_T = ctx.saved_tensors
         g_T1 = dlogits_T.unsqueeze(-1)
         dhidden = dweight = None
@@ -59,7 +60,7 @@ def as_then(x: Any, *, used: bool) -> Iterator[Any]:
     r.check()
     with planned.autocast(r.hidden.device.type, r.cast), torch.set_grad_enabled(r.grad and torch.is_grad_enabled()):
         if used and torch.is_grad_enabled():
-            x.views.in_a_loss = True
+            x.recipe.passed_by.a_loss = True
         yield r
 
 

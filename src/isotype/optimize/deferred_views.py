@@ -15,7 +15,7 @@ from torch import Tensor
 
 # besides names that end in one underscore: what needs the memory or the graph of the tensor itself
 _IN_PLACE = {"__setitem__", *(f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"))}
-_HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 
 VIEWS = {
     *(Tensor.detach, torch.detach, Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous, Tensor.__getitem__),
@@ -26,7 +26,7 @@ VIEWS = {
 def needs_the_memory(func: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a function writes to a tensor that it is given, or hooks it."""
     name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or name in _HOOKS or kwargs.get("out") is not None
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or name in HOOKS or kwargs.get("out") is not None
 
 
 class Member(Protocol):
@@ -46,14 +46,11 @@ class Member(Protocol):
 
 
 class Views:
-    """The members of one memory, in the order in which they were made; they hold this, and their parents, and it holds none of them.
-
-    in_a_loss  whether a loss was computed without the logits: no gradient will ever reach them
-    """
+    """The members of one memory, in the order in which they were made; they hold this, and their parents, and it holds none of them."""
 
     def __init__(self) -> None:
         self.members: list[weakref.ref[Member]] = []
-        self.real = self.in_a_loss = False
+        self.real = False
 
     def __iter__(self) -> Iterator[Member]:
         return (member for ref in self.members if (member := ref()) is not None)

@@ -157,7 +157,9 @@ def place(path: str, lm: Any) -> Placement:
     stream, method = Stream(), InstanceMethod(generate, inner, "generate")
     inner.__dict__[_STREAM] = stream, method
     method.put()
-    lm.get_input_embeddings().register_forward_hook(SeesTraining(stream))
+    embeddings = input_embeddings(lm)
+    assert embeddings is not None
+    embeddings.register_forward_hook(SeesTraining(stream))
     return placement(PART, path, lm, "generate", "leaves no trace in a trainer's loop")
 
 
@@ -170,7 +172,16 @@ def why_not(lm: Any) -> str | None:
         return "already optimized"
     if "generate" in inner.__dict__:
         return "its generate was already replaced by another library"
-    return "the model has no input embeddings" if lm.get_input_embeddings() is None else None
+    return "the model has no input embeddings" if input_embeddings(lm) is None else None
+
+
+def input_embeddings(lm: Any) -> nn.Module | None:
+    """Its input embeddings; None where its class has none, as of a model of time series, which transformers says by an exception."""
+    try:
+        found: nn.Module | None = lm.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    return found
 
 
 def take_back(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops.backend import reference_runs
 from ..placement import Placement
 from ..precision.apply import inner_model
 from . import fused_head
@@ -34,9 +35,10 @@ class HeadSettings:
 
 
 def head_forward(self: nn.Linear, hidden: Tensor) -> Tensor:
-    # a graph holds real tensors, and torch.func's differ from step to step; a backward hook is given the gradient of real logits
+    # a graph holds real tensors, torch.func's differ from step to step, forward mode has no rule for deferred ones, and a backward hook is
+    # given the gradient of real logits
     asked = getattr(_forwards, "depth", 0) or (getattr(_forwards, "with_gradients", 0) and torch.is_grad_enabled())
-    if not asked or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or has_backward_hooks(self):
+    if not asked or torch.compiler.is_compiling() or reference_runs() or has_backward_hooks(self):
         own: Tensor = type(self).forward(self, hidden)
         return own
     return defer(hidden, self.weight, self.bias)

@@ -40,6 +40,20 @@ class Fp16Backward(WideProduct):
         return (dy.half() @ w.half()).to(x.dtype), (dy.flatten(0, 1).t() @ x.flatten(0, 1)).float()
 
 
+class SignOfTheGradient(torch.autograd.Function):
+    """Hands on a gradient of two values."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return x @ w.to(x.dtype).t()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        (w,) = ctx.saved_tensors
+        return (dy.sign() * dy.abs().mean()) @ w.to(dy.dtype), None
+
+
 def with_function(function: type[torch.autograd.Function]) -> type[MLP]:
     class Made(MLP):
         def __init__(self) -> None:
@@ -164,6 +178,7 @@ def hidden_state(run) -> None:
 program("custom_backward_sums_in_bf16", lambda: tiny(mlp=with_function(NarrowSum)))
 program("custom_backward_multiplies_in_fp32", lambda: tiny(mlp=with_function(WideProduct)))
 program("custom_backward_multiplies_in_fp16", lambda: tiny(mlp=with_function(Fp16Backward)))
+program("custom_backward_of_two_values", lambda: tiny(mlp=with_function(SignOfTheGradient)), preset="fp32")
 program("hook_rounds_a_gradient", tiny, prepare=hooked(lambda g: g.bfloat16().float()))
 program("hook_cuts_bits", tiny, prepare=hooked(lambda g: (g.view(torch.int32) & -65536).view(torch.float32)))
 program("hook_puts_a_gradient_on_a_grid", tiny, prepare=hooked(lambda g: (g * 1024).round() / 1024))

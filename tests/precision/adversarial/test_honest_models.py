@@ -1,5 +1,6 @@
 """Plain practice is not accused: families of transformers, LoRA, 4-bit bases, recomputation, eager attention, dropout, tied weights."""
 
+import peft
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -183,3 +184,37 @@ def test_a_whole_number_in_a_narrow_buffer_gives_no_violation():
     model = tiny()
     model.layers[1].mlp.register_buffer("scale", torch.tensor(2.0, dtype=torch.bfloat16))
     assert [finding.message for finding in watched_step(set_up(model, PRESETS["fp32"]), 1).violations] == []
+
+
+def test_a_table_of_rotations_in_compute_under_fused_lora_gives_no_violation():
+    """The gradient of what a table rotated is summed into an adapter's fp32 gradient by Isotype's own product."""
+    settings = peft.LoraConfig(r=4, target_modules=["qkv", "out"])
+    narrow = tiny().to(torch.bfloat16)
+    narrow.rotary = type(narrow.rotary)()
+    model = peft.get_peft_model(narrow, settings)
+    optimize(model, PRESETS["bf16-lora"])
+    assert [finding.message for finding in watched_step(set_up(model, PRESETS["bf16-lora"]), 1).violations] == []
+
+
+class BlockExponent(MLP):
+    """Divides each row by its own power of two, and multiplies with it again."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        exponent = torch.frexp(y.detach().float().abs().amax(-1, keepdim=True)).exponent
+        scale = torch.ldexp(torch.ones_like(y[..., :1]), exponent)
+        return torch.tanh(y / scale) * scale
+
+
+def test_a_power_of_two_for_each_row_gives_no_violation():
+    seen = watched_step(set_up(tiny(mlp=BlockExponent), PRESETS["fp32"]), 1)
+    assert [finding.message for finding in seen.violations] == []
+    assert not seen.unobserved
+
+
+def test_complex_weights_are_not_counted_as_integers():
+    """transformers' `from_pretrained` leaves them without a gradient."""
+    model = tiny()
+    model.layers[1].mlp.phase = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=False)
+    seen = watched_step(set_up(model, PRESETS["fp32"]), 1)
+    assert seen.unseen["base"] == {"complex numbers, which no precision declares": 1}

@@ -11,7 +11,7 @@ assert all((arithmetic, coarse, gradients, set_aside, storage, time_and_regions)
 ONLY_SAID = {
     "ThroughNumpy", "WrittenByNumpy", "hook_through_numpy", "compiled_module", "CompiledMLP", "OutOfSight", "CustomOp", "FilledElsewhere",
     "BetweenThreads", "gradients_through_a_list", "ByTable", "ByBins", "ByNearest", "ByRemainder", "ByFmod",
-    "SiluFromATable", "SiluFromBuckets", "SiluFromTheNearest", *(made.__name__ for made in coarse.COARSE),
+    "SiluFromATable", "SiluFromBuckets", "SiluFromTheNearest", "custom_backward_of_two_values", *(made.__name__ for made in coarse.COARSE),
 }  # fmt: skip
 
 

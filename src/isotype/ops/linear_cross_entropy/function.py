@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ..autocast import autocast_off, product_dtype, wide
-from ..backend import differentiated_again, reference_runs
+from ..backend import reference_runs, refuse_second_derivative
 from ..cross_entropy.arguments import check_reduction, check_targets
 from ..cross_entropy.reference import loss_by_rule
 from ..cross_entropy.rule import RULE, LossRule, Reduction, RuleArguments
@@ -152,11 +152,11 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        if differentiated_again():
-            raise UsageError(
-                "linear_cross_entropy has no second derivative (create_graph=True): what it keeps are gradients, not logits",
-                fix="cross_entropy(F.linear(hidden, weight), targets), or torch.func.hessian of this op, which use all logits at once",
-            )
+        refuse_second_derivative(
+            "linear_cross_entropy",
+            why="what it keeps are gradients, not logits",
+            fix="cross_entropy(F.linear(hidden, weight), targets), or torch.func.hessian of this op, which use all logits at once",
+        )
         with autocast_off(dloss):
             if ctx.later:
                 hidden_TH, weight_VH, bias_V, targets_T, lse_T = ctx.saved_tensors

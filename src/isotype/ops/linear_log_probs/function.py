@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ..autocast import autocast_off, product_dtype
-from ..backend import differentiated_again, reference_runs
+from ..backend import reference_runs, refuse_second_derivative
 from ..cross_entropy.arguments import check_targets
 from ..cross_entropy.rule import RULE, LossRule, RuleArguments
 from ..debug import checked_in_debug
@@ -147,11 +147,11 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dlog_probs_T: Tensor | None, dlse_T: Tensor | None, dentropy_T: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        if differentiated_again():
-            raise UsageError(
-                "linear_log_probs has no second derivative (create_graph=True): what it keeps are gradients, not logits",
-                fix="the log-probabilities of F.linear(hidden, weight), or torch.func.hessian of this op, which use all logits at once",
-            )
+        refuse_second_derivative(
+            "linear_log_probs",
+            why="what it keeps are gradients, not logits",
+            fix="the log-probabilities of F.linear(hidden, weight), or torch.func.hessian of this op, which use all logits at once",
+        )
         hidden_TH, weight_VH, bias_V, targets_T, lse_T, entropy_T, made_TH = ctx.saved_tensors
         grads: list[Tensor | None] = [None, None, None]
         if dlog_probs_T is None and dlse_T is None and dentropy_T is None:

@@ -87,8 +87,8 @@ def _report_hidden_loss(call: Call, lineage: Lineage, before: str, after: str) -
     for mark in lineage.marks:
         if mark.kind == "reduced" and not mark.anywhere and mark.module != call.module:
             continue
-        if call.region == BACKWARD and call.by.kind == ENGINE and mark.module and mark.dtype == call.step.compute:
-            continue  # autograd multiplies gradients by a weight that the forward narrowed to `compute`, as it was declared
+        if call.region == BACKWARD and call.by.kind in (ENGINE, OURS) and mark.module and mark.dtype == call.step.compute:
+            continue  # backward multiplies gradients by a weight or table that the forward narrowed to `compute`, as it was declared
         what = {
             "rounded": "values were rounded to",
             "reduced": f"{mark.operator} was computed in",

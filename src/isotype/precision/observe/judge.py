@@ -76,7 +76,7 @@ class Judge(Call):
             into_integers = float_word(self.inputs[0].dtype) is not None and float_word(self.outputs[0].dtype) is None
             made = replace(made, bits=made.bits or into_integers)
         made = self._disguised(made)
-        if self.by.kind == USER and self.region == FORWARD and made.from_ & WEIGHT:
+        if self.by.kind == USER and self.region in (FORWARD, BACKWARD) and made.from_ & WEIGHT:
             self._stands_for_values(made)
         self._remember(made)
 

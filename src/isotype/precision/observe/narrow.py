@@ -36,6 +36,8 @@ def judge_arithmetic(call: Call, dtype: str, made: Lineage) -> Lineage:
         )
     # libraries divide positions and counts; a program that does it to activations rounds them
     rounds = made.activation and by.kind == USER if op.name == "floor_divide" else made.data or region in (BACKWARD, GRADIENTS, UPDATE)
+    if op.name in ops.OF_TWO and call.outputs and call.outputs[0].shape[-1:] in ((), (1,)):
+        rounds = False  # one power of two for a row is a scale, and multiplies exactly
     if op.kind == ops.ROUND and by.kind != OURS and rounds:
         role = call.role()
         call.report(

@@ -95,6 +95,8 @@ class Observer:
         elif parameter.is_floating_point():
             role, declared = "trainable" if parameter.requires_grad else "base", declared_dtype(self.model, full, parameter, p)
             observation.note(role, full, name(parameter.dtype), declared)
+        elif parameter.is_complex():
+            observation.unseen_thing("trainable" if parameter.requires_grad else "base", "complex numbers, which no precision declares")
         else:
             observation.unseen_thing("base", "integers: packed weights whose dtype is their library's")
 

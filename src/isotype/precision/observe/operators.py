@@ -389,6 +389,8 @@ _ROUNDS = [
     "ldexp",
     "floor_divide",
 ]
+# of these, what takes values apart into powers of two, and makes them of such
+OF_TWO = frozenset(("frexp", "ldexp"))
 _BITS = [
     "bitwise_and",
     "bitwise_or",
