@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from isotype.config.compare import compare
 from isotype.config.schema import DataSection, RunConfig
@@ -173,3 +175,84 @@ def test_a_relative_name_that_is_not_found_is_told_where_it_was_looked_up(
             load_data(DataSection(train=name), families.of("chatml"), seed=0)
         assert told in str(caught.value.fix or "")
         assert bool(told) == (caught.value.fix is not None)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("x.csv", "| prompt | completion |\n|---|:--:|\n| q | a |\n"),
+        ("x.csv", " prompt | completion \n--------+------------\n q      | a\n(1 row)\n"),
+        ("x.csv", "+--------+------------+\n| prompt | completion |\n+--------+------------+\n| q      | a          |\n"),
+        ("x.csv", "PROMPT,COMPLETION\n------,----------\nq,a\n"),
+    ],
+)
+def test_a_table_that_is_drawn_with_lines_is_refused(tmp_path: Path, families: SimpleNamespace, file: str, content: str) -> None:
+    said = error_of(tmp_path, families, file, content, on_bad_row="skip")
+    assert "a table drawn with lines" in said
+    assert "write it as CSV" in said
+
+
+def test_quotes_with_backslashes_are_named(tmp_path: Path, families: SimpleNamespace) -> None:
+    said = error_of(tmp_path, families, "x.csv", 'prompt,completion\n"say \\"hi\\"","a"\n')
+    assert 'CSV doubles the quotes inside a cell, and this file may have \\" in their place' in said
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"query": "q", "response": "a", "history": [["b", "c"]], "system": "s"}, {"instruction": "query", "output": "response"}),
+        ({"question": "q", "answer": "a", "context": "c"}, {"instruction": "question", "output": "answer", "input": "context"}),
+        ({"instruction": "q", "response": "a", "context": ""}, {"output": "response", "input": "context"}),
+        (
+            {"question": "q", "response": "a", "system_prompt": "s"},
+            {"instruction": "question", "output": "response", "system": "system_prompt"},
+        ),
+        ({"PROMPT": "q", " Completion": "a"}, {"prompt": "PROMPT", "completion": " Completion"}),
+    ],
+)
+def test_the_columns_advised_read_all_that_a_row_has(
+    tmp_path: Path, families: SimpleNamespace, row: dict[str, Any], columns: dict[str, str]
+) -> None:
+    said = error_of(tmp_path, families, "x.jsonl", lines(row))
+    assert yaml.safe_load(said[said.index("{") : said.index("}") + 1]) == columns
+    found = load_data(DataSection(train=str(tmp_path / "x.jsonl"), columns=columns, eval_split=0), families.of("chatml"), seed=0)
+    assert not [note for note in found.facts["notes"] if "is not read" in note]
+
+
+def test_turns_are_no_rows(tmp_path: Path, families: SimpleNamespace) -> None:
+    said = error_of(tmp_path, families, "x.jsonl", lines({"contents": [{"role": "user", "parts": [{"text": "q"}]}]}))
+    assert "contents is a list of turns: write it as messages" in said
+    turns = lines({"text": "q", "role": "prompter", "parent_id": None}, {"text": "a", "role": "assistant", "parent_id": "1"})
+    assert "join the turns of each conversation" in error_of(tmp_path, families, "y.jsonl", turns)
+    found = load_data(DataSection(train=str(tmp_path / "y.jsonl"), format="text", eval_split=0), families.of("chatml"), seed=0)
+    assert len(found.train) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("https://example.org/x.jsonl", "download it first"),
+        ("s3://bucket/x.jsonl", "download it first"),
+        ("file:///data/x%20y.jsonl", "give the path alone: /data/x y.jsonl"),
+        ("$HOME/x.jsonl", "variables are replaced by the shell only"),
+        ("a.jsonl,b.jsonl", "data.train=[a.jsonl, b.jsonl]"),
+        ("-", "write it to a file first"),
+        ("A.JSONL", "did you mean a.jsonl?"),
+        ("a.json", "did you mean a.jsonl?"),
+        ("c.jsonl.zst", "zstd -d c.jsonl.zst, and give the file that comes out"),
+        ("c.tar.gz", "tar -xf c.tar.gz"),
+        ("c.xlsx", "save the sheet as CSV"),
+        ("c.pkl", "a pickle can run code and is not opened"),
+        ("pipe.jsonl", "a run reads its data more than once"),
+    ],
+)
+def test_a_name_that_is_no_file_of_a_known_format_is_told_what_to_do(
+    tmp_path: Path, families: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for there in ("a.jsonl", "b.jsonl", "a.jsonl.zst", "c.jsonl.zst", "c.tar.gz", "c.xlsx", "c.pkl"):
+        (tmp_path / there).write_text(ROW)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(UsageError) as caught:
+        load_data(DataSection(train=name), families.of("chatml"), seed=0)
+    assert told in f"{caught.value.message}\n{caught.value.fix}"

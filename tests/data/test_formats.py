@@ -32,6 +32,12 @@ def test_sharegpt_is_a_conversation() -> None:
     assert read({"conversations": [ASK, ANSWER]}).messages == (ASK, ANSWER)
 
 
+def test_a_system_prompt_beside_the_messages_is_their_first_turn() -> None:
+    found = read({"system": "be kind", "messages": [ASK, ANSWER]})
+    assert found.messages == ({"role": "system", "content": "be kind"}, ASK, ANSWER)
+    assert read({"system": None, "messages": [ASK, ANSWER]}).messages == (ASK, ANSWER)
+
+
 def test_sharegpt_tool_turns_become_calls_and_results() -> None:
     turns = [
         {"from": "human", "value": "2+3?"}, {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},

@@ -47,6 +47,11 @@ def test_empty_columns_without_a_name_at_the_end_are_no_columns(tmp_path: Path) 
     assert [row.value for row in rows] == [{"question": "a", "answer": "b"}, {"question": "c", "answer": "d", "": "kept to be told"}]
 
 
+def test_the_mark_of_databases_for_no_value_is_no_text(tmp_path: Path) -> None:
+    rows = read_csv(written(tmp_path, "a.csv", 'prompt,completion\n"q",\\N\n"a \\N b",---\n'), "a.csv")
+    assert [row.value for row in rows] == [{"prompt": "q", "completion": None}, {"prompt": "a \\N b", "completion": "---"}]
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -19,6 +19,7 @@ from isotype.integrations.evaluation import Evaluation
 from isotype.integrations.refusals import TESTED
 from isotype.optimize import fused_head
 from isotype.precision import Precision
+from isotype.precision.apply import precision_of
 from tests.integrations.trainers import TRAINERS, Encoded, Setting, curve, plain
 
 pytest.importorskip("trl")
@@ -218,6 +219,18 @@ def test_twice_training_and_a_prepared_model_are_refused(models):
     trainer.evaluate()
     with pytest.raises(UsageError, match="accelerate has prepared"):
         attach(trainer, "fp32")
+
+
+def test_a_model_that_another_trainer_is_attached_to_is_refused_and_that_trainer_goes_on(models):
+    first, second = trainer_of("Trainer", models), trainer_of("Trainer", models)
+    second.model = second.model_wrapped = first.model
+    attached = attach(first, "fp32", quiet=True)
+    with pytest.raises(UsageError, match=r"Trainer\.model has a precision already, from another attached trainer") as caught:
+        attach(second, "fp32")
+    assert "detach(the other trainer) first" in str(caught.value.fix)
+    assert precision_of(first.model) is attached.precision
+    first.train()
+    assert first.state.global_step == first.args.max_steps
 
 
 def test_a_training_step_of_a_users_own_runs_and_is_named_with_its_line(models):

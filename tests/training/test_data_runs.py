@@ -73,6 +73,17 @@ def test_a_resumed_run_is_told_that_its_data_or_its_template_has_changed(
         assert words in said
 
 
+def test_a_resumed_stream_is_told_of_a_change_behind_its_first_rows(configured: Any, workshop: Any, tmp_path: Path, capsys: Any) -> None:
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text(Path(workshop.chats).read_text())
+    data = {"train": str(mine), "stream": True, "shuffle_buffer": 4}
+    assert train(configured(data=data, train={"steps": 1})) == 0
+    with mine.open("a") as file:
+        file.write(mine.read_text().splitlines()[0] + "\n")
+    assert train(configured(data=data, train={"steps": 2}), resume=tmp_path / "run") == 0
+    assert "the rows are not those that the run was begun with" in capsys.readouterr().out
+
+
 def test_the_plan_covers_packed_rows(configured: Any, tmp_path: Path) -> None:
     made = plan(configured(data={"packing": True, "max_length": 128}, train={"steps": None}))
     assert made.data["packed_from"] > made.data["train_rows"]

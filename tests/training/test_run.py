@@ -16,6 +16,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from isotype.config.load import load
+from isotype.config.write import resolved_yaml
 from isotype.errors import RunError, UsageError
 from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.tasks.choose import train
@@ -197,6 +199,35 @@ def test_resuming_with_another_precision_is_refused_and_a_longer_run_is_reported
     assert train(configured(train={"schedule": "constant", "steps": 8}), resume=tmp_path / "run") == 0
     assert "train.steps" in capsys.readouterr().out
     assert result_of(tmp_path / "run")["steps"] == 8
+
+
+def test_an_edited_file_of_settings_is_neither_taken_nor_ignored_in_silence(configured, tmp_path, capsys):
+    run, own = tmp_path / "run", tmp_path / "own.yaml"
+    own.write_text(resolved_yaml(configured(train={"schedule": "constant"}), {}))
+    assert train(load(own)) == 0
+
+    resolved = (run / "resolved.yaml").read_text()
+    assert train(load(run / "resolved.yaml", ["train.steps=8"], resolved=True), resume=run) == 0
+    assert "note " not in capsys.readouterr().out.split("resume ")[-1]
+    for before, after, key in (
+        ("preset: fp32", "preset: bf16-lora", r"precision\.preset"),
+        ("dropout: 0.0", "dropout: 0.5", r"adapter\.dropout"),
+    ):
+        assert before in resolved
+        (run / "resolved.yaml").write_text((run / "resolved.yaml").read_text().replace(before, after, 1))
+        with pytest.raises(UsageError, match=key):
+            train(load(run / "resolved.yaml", ["train.steps=9"], resolved=True), resume=run)
+        assert f"resolved.yaml was edited by hand: {key.replace(chr(92), '')}" in capsys.readouterr().out
+        (run / "resolved.yaml").write_text((run / "resolved.yaml").read_text().replace(after, before, 1))
+
+    own.write_text(own.read_text().replace("learning_rate", "trian", 1))
+    assert train(load(run / "resolved.yaml", ["train.steps=9"], resolved=True), resume=run) == 0
+    said = capsys.readouterr().out
+    assert f"{own} has changed since the run was begun" in said
+    assert "config.yaml has changed" not in said
+    (run / "config.yaml").write_text("train: {}\n")
+    assert train(load(run / "resolved.yaml", ["train.steps=10"], resolved=True), resume=run) == 0
+    assert f"{run / 'config.yaml'} has changed since the run was begun" in capsys.readouterr().out
 
 
 def test_one_folder_holds_one_run(configured, tmp_path):

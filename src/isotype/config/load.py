@@ -111,6 +111,13 @@ def load(
     return LoadedConfig(config, sources, _with_command_line(text, said), path, consent, said_now)
 
 
+def config_of(text: str, name: str) -> RunConfig:
+    """The configuration that a YAML text says. Raises UsageError, a line for each mistake."""
+    settings = _Settings()
+    _from_file(settings, text, name)
+    return _checked(settings)
+
+
 def _source_in_comment(source: str, text: str, name: str) -> str:
     """The comment after the key at `source` (`NAME:LINE`), as `config.write.resolved_yaml` wrote it."""
     line = source.removeprefix(f"{name}:")

@@ -43,11 +43,16 @@ def sharegpt_messages(value: Any, place: str, *, system: Any = None) -> tuple[Me
         found = chat_messages(turns, "conversations", place)
     else:
         found = tuple(_sharegpt_turn(turn, f"conversations[{i}]", place) for i, turn in enumerate(turns))
+    return with_system(found, system, place)
+
+
+def with_system(messages: tuple[Message, ...], system: Any, place: str) -> tuple[Message, ...]:
+    """The turns after a system prompt that the row has beside them."""
     if system is None or system == "":
-        return found
+        return messages
     if not isinstance(system, str):
         raise RowError(f"{place}: system must be text, got {kind(system)}")
-    return ({"role": "system", "content": system}, *found)
+    return ({"role": "system", "content": system}, *messages)
 
 
 def tool_list(row: Mapping[str, Any], place: str) -> list[Any] | None:

@@ -7,13 +7,14 @@ row of any format becomes an `Example`: a conversation, a pair, or a text.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import UsageError
 from .bad_rows import EmptyAnswer, RowError
-from .conversations import Message, chat_messages, kind, parsed_json, sharegpt_messages, tool_list
+from .conversations import Message, chat_messages, kind, parsed_json, sharegpt_messages, tool_list, with_system
 from .read import Record
 
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
@@ -29,7 +30,7 @@ class Format:
 
 
 FORMATS: dict[FormatName, Format] = {
-    "messages": Format(("messages",), ("tools", "functions")),
+    "messages": Format(("messages",), ("tools", "functions", "system")),
     "sharegpt": Format(("conversations",), ("tools", "system")),
     "alpaca": Format(("instruction", "output"), ("input", "system", "history")),
     "prompt_completion": Format(("prompt", "completion"), ("tools",)),
@@ -41,6 +42,10 @@ _PAIRS = (
     ("question", "answer"), ("question", "response"), ("query", "response"), ("query", "answer"), ("instruction", "response"),
     ("input", "output"), ("prompt", "response"), ("prompt", "answer"), ("source", "target"),
 )  # fmt: skip
+# what belongs to a question and answer under other names: the keys of Alpaca's format, and what they are called elsewhere
+_BESIDE_A_PAIR = {"input": ("input", "context"), "system": ("system", "system_prompt"), "history": ("history",)}
+_TURN = {"role", "author", "from", "parts"}
+_ROLES = {"user", "assistant", "system", "human", "gpt", "prompter", "bot", "model", "tool"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,11 @@ def detect(record: Record, asked: FormatName | Literal["auto"], columns: Columns
         raise UsageError(f"{record.place}: the row has {names}: set data.format to {' or '.join(found)}")
     if not found:
         raise RowError(f"{record.place}: {_unknown(row)}")
+    if asked == "auto" and found == ["text"] and row.get("role") in _ROLES:
+        raise UsageError(
+            f"{record.place}: the row has text and role ({row['role']}): a turn of a conversation, and a row is a whole one",
+            fix="join the turns of each conversation into messages; data.format: text learns every turn as a text of its own",
+        )
     keys = FORMATS[found[0]].keys
     return found[0], f"the first row ({record.place}) has the {'keys' if len(keys) > 1 else 'key'} {' and '.join(keys)}"
 
@@ -116,7 +126,7 @@ def example(record: Record, name: FormatName, *, needs_answer: bool, columns: Co
     if name == "sharegpt":
         messages = sharegpt_messages(row["conversations"], place, system=row.get("system"))
     else:
-        messages = chat_messages(row["messages"], "messages", place)
+        messages = with_system(chat_messages(row["messages"], "messages", place), row.get("system"), place)
     if needs_answer and not any(m["role"] == "assistant" for m in messages):
         key = "messages" if name == "messages" else "conversations"
         raise RowError(f"{place}: {key} has no assistant turn: the row has no target")
@@ -178,8 +188,17 @@ def _require(row: Mapping[str, Any], name: FormatName, place: str) -> None:
 def _unknown(row: Mapping[str, Any]) -> str:
     for ours, theirs in _PAIRS:
         if ours in row and theirs in row:
-            names = ", ".join(f"{a}: {b}" for a, b in (("prompt", ours), ("completion", theirs)) if a != b)
-            return f"the row has {ours} and {theirs}; if these are question and answer: data.columns: {{{names}}}"
+            beside = {key: name for key, names in _BESIDE_A_PAIR.items() for name in names if name in row and name not in (ours, theirs)}
+            pair = ("instruction", "output") if beside else ("prompt", "completion")
+            columns = {pair[0]: ours, pair[1]: theirs, **beside}
+            shown = ", ".join(f"{key}: {name}" for key, name in columns.items() if key != name)
+            also = f" beside {', '.join(beside.values())}" if beside else ""
+            return f"the row has {ours} and {theirs}{also}; if these are question and answer: data.columns: {{{shown}}}"
+    for form in FORMATS.values():
+        folded = {key.strip().casefold(): key for key in row if isinstance(key, str)}
+        if all(key in folded for key in form.keys):
+            shown = ", ".join(f"{key}: {json.dumps(folded[key])}" for key in form.keys if folded[key] != key)
+            return f"the keys are written otherwise: data.columns: {{{shown}}}"
     known = {key for form in FORMATS.values() for key in form.keys}
     for form in FORMATS.values():
         for key in form.keys:
@@ -192,6 +211,8 @@ def _unknown(row: Mapping[str, Any]) -> str:
     inside = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if len(inside) == 1:
         key = inside[0]
+        if _TURN & row[key][0].keys():
+            return f"{key} is a list of turns: write it as messages, each with role and content"
         return f"no known format in the keys; {key} is a list of objects: if these are the rows, give a file that is that list alone"
     shown = ", ".join(list(row)[:6]) or "none"
     return f"no known format in the keys ({shown}): use messages, or prompt and completion, or text, or name them in data.columns"

@@ -71,7 +71,7 @@ def _load(source: HubSource) -> Any:
     spec = source.spec
     name = spec.name.removeprefix(HUB)
     saved = Path(name).expanduser()
-    if not sys.stderr.isatty():  # where its bars are a line for each change
+    if sys.stderr is None or not sys.stderr.isatty():  # where its bars are a line for each change
         datasets.disable_progress_bars()
     away = not saved.exists() and is_away()
     try:

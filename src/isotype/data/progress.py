@@ -40,7 +40,7 @@ class Meter:
 def watched(items: Iterable[T], what: str, meter: Meter | None = None) -> Iterator[T]:
     """The items, counted on a line that appears after a second and vanishes at the end; with `meter` also the time left."""
     live: Any = None
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():
         from rich.console import Console
 
         live = Console(stderr=True).status("")

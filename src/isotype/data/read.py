@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import UsageError
+from .advice import another_name, converted_by
 from .progress import Meter
 
 JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
@@ -80,17 +81,21 @@ def existing_file(name: str, endings: tuple[str, ...] = ENDINGS, *, empty: bool 
     except OSError as error:  # a name longer than a file name may be
         raise UsageError(f"{name[:80]}: {error.strerror}") from None
     if not there:
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = difflib.get_close_matches(path.name, beside, n=1)
-        hint = f", did you mean {path.parent / close[0]}?" if close else ""
+        if said := another_name(name):
+            raise UsageError(f"{name}: no such file", fix=said)
+        beside = {p.name.casefold(): p.name for p in path.parent.iterdir() if ending(p) in endings} if path.parent.is_dir() else {}
+        close = difflib.get_close_matches(path.name.casefold(), beside, n=1)
+        hint = f", did you mean {path.parent / beside[close[0]]}?" if close else ""
         if not hint and re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.suffix and not path.parent.exists():
             hint = f"; a dataset of the hub is named hf:{name}"
         relative = f"relative names begin in the working directory, {Path.cwd()}; a run that has any is resumed where it was started"
         raise UsageError(f"{name}: no such file{hint}", fix=None if hint or path.is_absolute() else relative)
     if not path.is_file():
-        raise UsageError(f"{name}: not a regular file")
+        fix = "a run reads its data more than once: write it to a file first, COMMAND > data.jsonl" if path.is_fifo() else None
+        raise UsageError(f"{name}: not a regular file", fix=fix)
     if ending(path) not in endings or (path.suffix.lower() == ".gz" and ending(path) == ".parquet"):
-        raise UsageError(f"{name}: the ending {path.suffix or '(none)'} says no known format; use one of {', '.join(endings)}")
+        said = f"{name}: the ending {path.suffix or '(none)'} says no known format; use one of {', '.join(endings)}"
+        raise UsageError(said, fix=converted_by(path))
     try:
         with path.open("rb") as file:
             if not file.read(1) and not empty:

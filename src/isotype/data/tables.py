@@ -20,7 +20,13 @@ from .read import NoRows, Record, decoded_line, ending, raw_lines
 _BATCH = 512  # rows of Parquet widened to Python at once
 _SEP_LINE = re.compile(r'"?sep=(.)"?\r?\n?')  # Excel's own line above the header, which names the delimiter
 _LINE_ENDS = re.compile(r"\s*[\r\n]\s*")
+_RULE = re.compile(r"[\s:+|-]*")  # what Markdown and database clients draw under the names of the columns
+_NULL = r"\N"  # what MySQL, Hive and PostgreSQL write for no value
 _FIELD = 1 << 27  # characters of one CSV cell; csv's own limit, 131072, is less than a long document
+
+
+_QUOTES = '; CSV doubles the quotes inside a cell, and this file may have \\" in their place'
+_AS_CSV = "write it as CSV: psql --csv, mysql ... INTO OUTFILE with FIELDS TERMINATED BY, sqlite3 -csv -header"
 
 
 def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None) -> Iterator[Record]:
@@ -48,6 +54,7 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
     delimiter = told[1] if told else "\t" if ending(path) == ".tsv" else _delimiter(first)
     rows = csv.reader(_again(first, source), delimiter=delimiter, strict=True)
     header: list[str] | None = None
+    header_at = 0
     while True:
         cells: list[str] = []
         try:
@@ -59,8 +66,12 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
                 raise UsageError(f"{name}:{begins}: the line ends are a lone carriage return", fix=_with_line_ends(name)) from None
             if header is None:
                 raise UsageError(f"{name}:{begins}: broken CSV: {error}") from None
-            wrong = wrong or f"broken CSV: {error}"
+            wrong = wrong or f"broken CSV: {error}{_QUOTES if ' expected after ' in str(error) else ''}"
+        ruled = any("---" in cell for cell in cells) and all(_RULE.fullmatch(cell) for cell in cells)
+        if ruled and (header is None or begins == header_at + 1):
+            raise UsageError(f"{name}:{begins}: a table drawn with lines, as Markdown and database clients print it", fix=_AS_CSV)
         if header is None and cells:
+            header_at = begins
             header = _header([_LINE_ENDS.sub(" ", cell.strip()) for cell in cells], name)
         elif header is not None and (cells or wrong):  # else a blank line
             if len(cells) != len(header) and not wrong:
@@ -72,7 +83,8 @@ def read_csv(path: Path, name: str, *, skip: int = 0, meter: Meter | None = None
             if skip:
                 skip -= 1
             else:
-                row = {column: cell for column, cell in zip(header, cells) if column or cell}  # spreadsheets end rows in empty columns
+                # spreadsheets end rows in empty columns
+                row = {column: None if cell == _NULL else cell for column, cell in zip(header, cells) if column or cell}
                 yield Record(name, begins, None if wrong else row, wrong=wrong)
         begins, wrong = at + 1, None
     if header is None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import UsageError
 from ..optimize import optimize, restore
-from ..precision.apply import apply_precision, remove_precision
+from ..precision.apply import apply_precision, precision_of, remove_precision
 from .accelerate_autocast import Autocast
 from .adapter_copies import AdapterCopies
 from .attachment import Attachment
@@ -55,6 +55,7 @@ def attach(
     Raises      UsageError in one sentence, and the trainer is as it was
     """
     check_trainer(trainer)
+    _check_precision(trainer)
     skips = check_preflight(skip or {}, preflight=preflight, record=record)
     resolved = resolve_for(trainer, precision)
     attached = Attachment(trainer, resolved, claims(trainer, resolved.precision))
@@ -91,6 +92,16 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
     """The trained model, and those that the trainer only reads."""
     named = {"model": trainer.model, **{name: getattr(trainer, name, None) for name in READ_ONLY}}
     return {name: model for name, model in named.items() if isinstance(model, nn.Module)}
+
+
+def _check_precision(trainer: Any) -> None:
+    """Raises UsageError where a model of the trainer has a precision from elsewhere, which a failed attach() would take off."""
+    for name, model in models_of(trainer).items():
+        if precision_of(model) is not None:
+            raise UsageError(
+                f"{type(trainer).__name__}.{name} has a precision already, from another attached trainer or isotype.optimize()",
+                fix="detach(the other trainer) first, or isotype.restore(model); or give this trainer a model of its own",
+            )
 
 
 def _put_on(attached: Attachment, *, reversible: bool) -> Guards:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from ..config.compare import compare
-from ..config.load import LoadedConfig, load
+from ..config.load import LoadedConfig
 from ..environment.hardware import detect
 from ..errors import UsageError
 from ..model.run_precision import resolve_precision
@@ -14,6 +14,7 @@ from ..runs.checkpoint.snapshot import rows_here
 from ..runs.folder import RESOLVED, RunFolder
 from .console import RunConsole
 from .loop import Loop
+from .same_settings import say_edited, settings_before
 from .task import Task
 
 RESUMES = "resumes.json"
@@ -22,7 +23,10 @@ RESUMES = "resumes.json"
 def compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole) -> None:
     """Prints the differences from the configuration that the run was started with, and refuses those that would make it a different run."""
     preset = resolve_precision(loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles).preset
-    changes = compare(load(folder.path / RESOLVED, [], {}).config, loaded.config, auto=preset)
+    changes = compare(settings_before(folder), loaded.config, auto=preset)
+    edited = [c.key for c in changes if c.key not in loaded.given]
+    if edited and loaded.path == folder.path / RESOLVED:
+        console.say(f"note      {folder.path / RESOLVED} was edited by hand: {', '.join(edited)}")
     forbidden = [c for c in changes if not c.allowed and not loaded.consent]
     if forbidden:
         raise UsageError(
@@ -31,6 +35,7 @@ def compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, con
         )
     for change in changes:
         console.say(f"changed   {change}")
+    say_edited(folder, console)
 
 
 def restore(loop: Loop, console: RunConsole) -> None:

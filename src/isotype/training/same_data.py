@@ -18,14 +18,18 @@ def compare_data(task: Task, folder: RunFolder, console: RunConsole) -> None:
         before = folder.read_json("plan.json")[DATA]
     except (OSError, ValueError, LookupError, TypeError):
         return
-    if before == task.fingerprint():
+    facts = task.records().get("data.json", {})
+    streamed = bool(facts.get("stream"))  # of a stream the rows that were compared are the first ones only
+    if before == task.fingerprint() and not streamed:
         return
     try:
         old = dict(_checksums(folder.read_json("data.json")))
     except (OSError, ValueError):
         old = {}
-    new = dict(_checksums(task.records().get("data.json", {})))
+    new = dict(_checksums(facts))
     changed = sorted(path for path in old.keys() | new.keys() if old.get(path) != new.get(path))
+    if not changed and before == task.fingerprint():
+        return
     what = ", ".join(changed[:5]) or "the files are the same: the tokenizer, its chat template or a library"
     console.say(f"changed   the rows are not those that the run was begun with ({what}): it goes on at the same place in them")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ..config.load import LoadedConfig
+from ..config.load import LoadedConfig, config_of
 from ..config.write import resolved_yaml
 from ..distributed.world import World
 from ..environment.versions import environment
@@ -15,6 +15,7 @@ from ..runs.folder import RESOLVED, RunFolder
 from .milestones import Milestones
 from .own_code import OBJECTIVE, Own
 from .same_data import DATA
+from .same_settings import GIVEN, SETTINGS, given_files, recorded
 from .setup import Prepared
 from .task import Task
 
@@ -35,7 +36,6 @@ def write_start(
     trainable, total = trainable_share(prepared.model)
     shared: dict[str, Any] = {"processes": world.size, "machines": world.nodes}
     own_parts = {OBJECTIVE: own.objective_name, DATA: task.fingerprint()}
-    folder.write_json("plan.json", {**asdict(plan), "task": task.kind, "parameters": total, "trained": trainable, **own_parts, **shared})
     reasons = {f"precision.{role}": reason for role, reason in prepared.resolved.reasons.items()}
     reasons["precision.preset"] = prepared.resolved.why_preset
     values = {f"precision.{role}": value for role, value in prepared.resolved.precision.items()}
@@ -47,4 +47,9 @@ def write_start(
         settings = prepared.checkpointing.as_settings()
         values |= settings
         reasons |= dict.fromkeys(settings, prepared.checkpointing.reason)
-    folder.write_text(RESOLVED, resolved_yaml(loaded, reasons, values))
+    resolved = resolved_yaml(loaded, reasons, values)
+    given = recorded(folder).get(GIVEN, {}) if resuming else given_files(loaded)
+    settings = {GIVEN: given, SETTINGS: config_of(resolved, RESOLVED).model_dump(mode="json")}
+    counts = {"task": task.kind, "parameters": total, "trained": trainable}
+    folder.write_json("plan.json", {**asdict(plan), **counts, **own_parts, **shared, **settings})
+    folder.write_text(RESOLVED, resolved)
