@@ -157,7 +157,7 @@ def test_ctrl_c_before_step_1_stops_at_once_and_removes_the_folder(configured, t
         ctrl_c_before(patched, run_module, stage)
         assert train(configured()) == 130
     assert "interrupted before step 1: nothing was begun" in capsys.readouterr().out
-    assert not (tmp_path / "run/resolved.yaml").exists()
+    assert not (tmp_path / "run").exists()
     assert train(configured()) == 0
 
 
