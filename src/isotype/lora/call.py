@@ -85,7 +85,8 @@ def call_now(layer: Any, x: Tensor) -> Call | None:
     if type(known.base) is not nn.Linear:
         return call_of(layer, x)
     # past nn.Module's own lookups, which take 1 us each
-    tensors, dropout = known.base._parameters, known.dropout
+    tensors: dict[str, Any] = known.base._parameters
+    dropout = known.dropout
     drops = type(dropout) is nn.Dropout and dropout.training
     return Call(
         tensors["weight"], tensors["bias"], known.a._parameters["weight"], known.b._parameters["weight"], None, None,
