@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import random
+import threading
 import warnings
 
 import numpy as np
@@ -68,12 +69,32 @@ def test_a_run_configuration_and_a_resume(workshop, tmp_path, configured):
 
     first = isotype.train(loaded.config, callbacks=[StopsAt3()])
     assert first.result["steps"] == 3
-    # the last step is evaluated and sampled, as that of a run that comes to its end; the plan has 2, 4 and 6
-    assert [row["step"] for row in rows_of(first.folder) if row.get("event") == "evaluation"] == [0, 2, 3]
+    # the last step is sampled, as that of a run that comes to its end; the plan has 2, 4 and 6
+    assert [row["step"] for row in rows_of(first.folder) if row.get("event") == "evaluation"] == [0, 2]
     assert (first.folder / "samples/step_3.json").is_file()
     resumed = isotype.train(resume=first.folder)
     assert resumed.result["steps"] == 6
     same_result(tmp_path / "whole", resumed.folder)
+
+
+def test_a_second_thread_does_not_train_beside_the_first(workshop, tmp_path):
+    refused = []
+
+    def other():
+        with pytest.raises(UsageError, match="another thread of this process trains") as error:
+            isotype.train(**settings(workshop, tmp_path / "other"))
+        refused.append(error)
+
+    class StartsAnother(isotype.Callback):
+        def on_step(self, moment):
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            moment.stop()
+
+    assert isotype.train(**settings(workshop, tmp_path / "run"), callbacks=[StartsAnother()]).result["steps"] == 1
+    assert len(refused) == 1
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_mistyped_key_names_the_call_and_the_key(workshop, tmp_path):

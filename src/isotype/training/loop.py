@@ -145,10 +145,10 @@ class Loop:
         return True
 
     def _end_at(self, step: int, *, of_callback: bool) -> None:
-        """Saves the last step of a run that ends early. One that a callback ended is evaluated and sampled there, as at its planned end;
-        with `patience` it is not evaluated, since a resumed run would count an evaluation more."""
+        """Saves the last step of a run that ends early. One that a callback ended is sampled there, as at its planned end; it is not
+        evaluated, so that the metrics of a resumed run are those of the run left alone."""
         self._between(
-            evaluating=of_callback and self.config.train.patience is None and not self.plan.due(self.plan.eval_every, step),
+            evaluating=False,
             sampling=of_callback and bool(self.plan.sample_every) and not self.plan.due(self.plan.sample_every, step),
             saving=self.saved_step != step,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,9 @@ from .trackers.trackers import start
 INTERRUPTED = 130
 
 
+_TRAINS = threading.RLock()  # a callback may start a run of its own in the same thread
+
+
 def train(
     loaded: LoadedConfig, task: Task, *, resume: Path | None = None, console: RunConsole | None = None,
     skips: Mapping[str, str] | None = None, callbacks: Sequence[Callback] = (), objective: Objective | None = None,
@@ -65,7 +69,24 @@ def train(
     objective  computes the summed losses of a micro-batch instead of the task's function; evaluation still uses the task's
 
     Every process of a run calls it. All return the same status or raise the same error; one of them shows it (`shown_elsewhere`).
+    One thread of a process trains at a time; another gets a UsageError.
     """
+    if not _TRAINS.acquire(blocking=False):
+        raise UsageError(
+            "another thread of this process trains: random state and PyTorch's settings are the process's, and both runs would differ from "
+            "the same runs alone",
+            fix="start each run in a process of its own (multiprocessing with spawn, or isotype train), or one after the other",
+        )
+    try:
+        return _joined(loaded, task, resume=resume, console=console, skips=skips, callbacks=callbacks, objective=objective)
+    finally:
+        _TRAINS.release()
+
+
+def _joined(
+    loaded: LoadedConfig, task: Task, *, resume: Path | None, console: RunConsole | None, skips: Mapping[str, str] | None,
+    callbacks: Sequence[Callback], objective: Objective | None,
+) -> int:  # fmt: skip
     world = join(loaded.config.model.device, timeout=loaded.config.parallel.timeout)
     try:
         shown = console or RunConsole()
