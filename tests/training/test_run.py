@@ -201,6 +201,15 @@ def test_resuming_with_another_precision_is_refused_and_a_longer_run_is_reported
     assert result_of(tmp_path / "run")["steps"] == 8
 
 
+def test_fewer_steps_than_were_made_are_refused_and_change_nothing(configured, tmp_path):
+    run = tmp_path / "run"
+    assert train(configured(train={"schedule": "constant", "steps": 4})) == 0
+    before = (run / "resolved.yaml").read_text()
+    with pytest.raises(UsageError, match=r"train\.steps: 2, and the run has made 4 steps"):
+        train(configured(train={"schedule": "constant", "steps": 2}), resume=run)
+    assert (run / "resolved.yaml").read_text() == before
+
+
 def test_an_edited_file_of_settings_is_neither_taken_nor_ignored_in_silence(configured, tmp_path, capsys):
     run, own = tmp_path / "run", tmp_path / "own.yaml"
     own.write_text(resolved_yaml(configured(train={"schedule": "constant"}), {}))

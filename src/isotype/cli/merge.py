@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 def merge(
     run: Annotated[Path, typer.Argument(help="The run's folder, or a PEFT adapter's.")],
     out: Annotated[Path | None, typer.Option("--out", help="Where the model goes; RUN/merged by default.")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="fp32, bf16 or fp16; the base's own dtype by default.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="fp32, bf16 or fp16; by default the base's dtype in the run.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Merge an adapter into its base, as an ordinary Hugging Face folder that other engines load; of a diffusion run, as a pipeline's.

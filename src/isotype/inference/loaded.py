@@ -148,7 +148,7 @@ def _precision_beside(folder: Path) -> Precision | None:
     try:
         return Precision.parse(json.loads(file.read_text(encoding="utf-8"))["precision"])
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{file}: not as isotype writes it: {error}", fix="remove it: the base's own dtype is taken then") from None
+        raise UsageError(f"{file}: not as isotype writes it: {error}", fix="remove it: the base's dtype in the run is taken then") from None
 
 
 def _precision_of(source: Source) -> Precision:

@@ -98,7 +98,7 @@ def merged_dtype(precision: Precision) -> tuple[str, str]:
         return precision.save_model, f"precision.save: {precision.save}"
     if precision.base == "nf4":
         return precision.unquantised, "the dtype of what the 4-bit base leaves unquantised"
-    return precision.base, "the base's own dtype"
+    return precision.base, "the base's dtype in the run (precision.base)"
 
 
 @torch.no_grad()

@@ -38,6 +38,16 @@ def compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, con
     say_edited(folder, console)
 
 
+def refuse_fewer_steps(loop: Loop) -> None:
+    """Raises UsageError where the run has made more steps than it is to have: its settings would be untrue."""
+    made = max(loop.store.steps(), default=0)
+    if made > loop.plan.total:
+        raise UsageError(
+            f"train.steps: {loop.plan.total}, and the run has made {made} steps",
+            fix=f"more than {made} to go on; for a shorter run, give another folder",
+        )
+
+
 def restore(loop: Loop, console: RunConsole) -> None:
     """Restores the newest whole checkpoint, or begins at step 1 where there is none. Says which."""
     world = loop.world

@@ -41,7 +41,7 @@ from .own_code import Objective, Own, compare_objectives
 from .preflight.check import RECORD, preflight
 from .preflight.subject import Subject
 from .quiet import quiet_libraries
-from .resume import compare_with_before, restore
+from .resume import compare_with_before, refuse_fewer_steps, restore
 from .same_data import compare_data
 from .setup import Prepared, prepare
 from .start_files import write_start
@@ -216,6 +216,8 @@ def _run(
     with world.exchanging():
         compile_ahead(subject)
         checked = preflight(subject, skips, world=world)
+    if resuming:
+        world.first_does(lambda: refuse_fewer_steps(loop))
     if resuming and world.first:
         compare_data(task, folder, console)
     world.first_does(lambda: write_start(loaded, task, prepared, loop.plan, folder, world, own, resuming=resuming))
