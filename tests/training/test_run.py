@@ -24,6 +24,7 @@ from isotype.tasks.choose import train
 from isotype.tasks.language.task import LanguageTask
 from isotype.training import run as run_module
 from isotype.training.console import RunConsole
+from isotype.training.step import Stepper
 
 _DIES_AT_STEP_4 = """
 import os, signal, sys
@@ -199,6 +200,21 @@ def test_resuming_with_another_precision_is_refused_and_a_longer_run_is_reported
     assert train(configured(train={"schedule": "constant", "steps": 8}), resume=tmp_path / "run") == 0
     assert "train.steps" in capsys.readouterr().out
     assert result_of(tmp_path / "run")["steps"] == 8
+
+
+def test_a_cpu_without_memory_ends_in_one_line_and_a_record(configured, tmp_path, monkeypatch):
+    """PyTorch raises a plain RuntimeError there."""
+    made = Stepper.accumulate
+
+    def starved(self, batches, *arguments, **options):
+        if self.optimizer.state:  # not in the rehearsal, nor in step 1
+            torch.empty(2**50)
+        return made(self, batches, *arguments, **options)
+
+    monkeypatch.setattr(Stepper, "accumulate", starved)
+    with pytest.raises(RunError, match=r"out of memory: tried to allocate 4,503,599,627,370,496 bytes"):
+        train(configured(train={"steps": 3}))
+    assert result_of(tmp_path / "run")["status"] == "failed"
 
 
 def test_fewer_steps_than_were_made_are_refused_and_change_nothing(configured, tmp_path):

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..config.schema import AdapterSection, RunConfig
 from ..dtypes import to_torch
+from ..environment.out_of_memory import out_of_memory
 from ..errors import UsageError
 from ..precision.precision import Precision
 from .added_tokens import token_modules
@@ -167,9 +168,9 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter")
     try:
         # low_cpu_mem_usage would leave what the file lacks on the meta device
         loaded = PeftModel.from_pretrained(model, str(folder), config=settings, is_trainable=True)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if out_of_memory(error) is not None:
+            raise
         raise UsageError(f"{where} does not fit this model: {_first_line(error)}", fix=fix) from error
     own = set(get_peft_model_state_dict(loaded))
     if saved != own:

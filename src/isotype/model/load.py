@@ -21,6 +21,7 @@ from ..config.schema import ModelSection
 from ..config.sources import config_file, is_folder_name, near_model, where_looked
 from ..dtypes import to_torch
 from ..environment.hub import is_away, not_in_cache, say
+from ..environment.out_of_memory import out_of_memory
 from ..errors import UsageError
 from ..precision.part import Part, loaded_on
 from ..precision.precision import Precision
@@ -291,9 +292,11 @@ def _explained(name: str, what: str, revision: str | None, attention: str = atte
     try:
         _reach(name, revision)
         yield
-    except (UsageError, torch.OutOfMemoryError):
+    except UsageError:
         raise
     except Exception as error:  # files of strangers: a list where an object belongs surfaces as TypeError, AttributeError, anything
+        if out_of_memory(error) is not None:
+            raise
         raise attention_choice.explain(f"{what} {name}", attention, error) or loading_error(name, what, error) from error
 
 

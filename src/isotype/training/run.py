@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..config.load import LoadedConfig
 from ..config.schema import RunConfig
 from ..distributed.agree import (
@@ -22,6 +20,7 @@ from ..distributed.agree import (
 from ..distributed.seat import asked_but_not_started
 from ..distributed.world import World, join
 from ..environment.hardware import measured_matmul_peak
+from ..environment.out_of_memory import out_of_memory
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
 from ..precision.observe import Observer
 from ..runs.checkpoint.store import CheckpointStore
@@ -126,11 +125,6 @@ def _train(
             compare_objectives(loaded, own, folder, console)
         try:
             status, result = _run(loaded, task, folder, console, interrupt, world, resuming=resume is not None, skips=skips, own=own)
-        except torch.OutOfMemoryError as error:
-            raise RunError(
-                f"out of memory: {str(error).splitlines()[0]}",
-                fix=less_memory(loaded.config, loaded.config.train.gradient_checkpointing),
-            ) from error
         except KeyboardInterrupt:
             console.settle()
             world.failed(KeyboardInterrupt())
@@ -143,6 +137,8 @@ def _train(
         except Exception as error:
             console.settle()
             told = refused_by_disk(error, folder)
+            if (missing := out_of_memory(error)) is not None:
+                told = RunError(f"out of memory: {missing}", fix=less_memory(loaded.config, loaded.config.train.gradient_checkpointing))
             if folder.is_run and world.first:
                 with contextlib.suppress(RunError):  # on a full disk the error itself matters more than its record
                     folder.write_json("result.json", {"status": "failed", "error": str(told), "folder": str(folder.path)})

@@ -63,6 +63,20 @@ def test_rehearsal_restores_all_state_after_a_failed_step(subject, monkeypatch):
     assert one.prepared.stepper.accumulator.gradients() == []
 
 
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 11096064 bytes."),
+    MemoryError(),
+])  # fmt: skip
+def test_missing_memory_is_told_with_what_takes_less(subject, monkeypatch, error):
+    one = subject()
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a: (_ for _ in ()).throw(error))
+    (finding,) = rehearsed_step(one)
+    assert finding.code == "PF012"
+    assert "out of memory: " in finding.message
+    assert "train.batch_size" in finding.fix
+
+
 def test_positions_that_the_model_lacks_are_an_error_of_the_step(subject, monkeypatch):
     one = subject()
     inner = one.prepared.model.get_base_model()

@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from ...config.kind import PIPELINE_FILE
 from ...config.sources import unknown_key
+from ...environment.out_of_memory import out_of_memory
 from ...errors import UsageError
 from ...runs.checkpoint.atomic_folder import fault, write_folder
 from . import hub
@@ -182,9 +183,11 @@ class PipelineFolder:
         try:
             with without_warnings():
                 yield
-        except (UsageError, torch.OutOfMemoryError):
+        except UsageError:
             raise
         except Exception as error:  # a damaged or malicious file can raise any exception
+            if out_of_memory(error) is not None:
+                raise
             said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise UsageError(f"model.name: {self.path}: {part}: {said[:300]}", fix=_AGAIN) from error
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...distributed.world import ALONE
+from ...environment.out_of_memory import out_of_memory
 from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
 from ...precision.own_part import own_part
@@ -28,7 +29,7 @@ from ..undisturbed import random_state_restored
 from .subject import CheckedRun, Subject
 
 # what a model's code raises for its inputs; RuntimeError is torch's, OutOfMemoryError and NotImplementedError among it
-STEP_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
+STEP_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError, MemoryError)
 _SHOWN = 3  # names of tensors in a finding
 _OURS_AND_PYTORCHS = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 
@@ -205,7 +206,8 @@ def _not_finite(subject: Subject[Any], what: str) -> Finding:
 
 def _failed(code: str, what: str, error: Exception) -> Finding:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    if isinstance(error, torch.OutOfMemoryError):
+    if (missing := out_of_memory(error)) is not None:
+        text = f"out of memory: {missing}"
         fix = "a smaller train.batch_size with more train.accumulate gives the same result; train.gradient_checkpointing: layers"
     elif isinstance(error, IsotypeError) and error.fix:
         fix = error.fix
