@@ -46,6 +46,11 @@ def test_half_a_surrogate_pair_is_refused():
         read_value('"\\ud800"')
 
 
+def test_a_file_name_that_is_no_utf_8_is_read_back():
+    name = b"caf\xe9.jsonl".decode("utf-8", "surrogateescape")
+    assert read_value(write_value(name)) == name
+
+
 def test_resolved_yaml_loads_as_the_same_run_and_keeps_its_sources(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("model:\n  name: m\nprecision:\n  grads: fp32\nrun:\n  samples: ['a: b  # c', 'x']\n")

@@ -91,6 +91,20 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(tmp_path, damage):
         store.load(2)
 
 
+@pytest.mark.parametrize(("number", "fix"), [
+    (errno.ENOSPC, "free space, then resume"), (errno.EDQUOT, "free space, then resume"), (errno.EROFS, "make it writable, then resume"),
+    (errno.EACCES, "make it writable, then resume"), (errno.ENOENT, "another program removed or renamed a folder of the run"),
+])  # fmt: skip
+def test_the_remedy_fits_what_the_system_said(tmp_path, monkeypatch, number, fix):
+    def refuse(path):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(folder_module, "_sync", refuse)
+    with pytest.raises(RunError) as raised:
+        CheckpointStore(tmp_path).save(checkpoint(1))
+    assert raised.value.fix.startswith(fix)
+
+
 def test_a_full_disk_preserves_earlier_checkpoints(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     store.save(checkpoint(1))

@@ -34,6 +34,20 @@ def test_folders_that_were_there_or_hold_something_stay(tmp_path):
     assert (tmp_path / "runs/begun" / LOCK).exists()
 
 
+def test_a_run_that_cannot_be_written_is_not_told_to_begin_elsewhere(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(30, "Read-only file system")
+
+    for has_a_run, fix in ((False, "--out FOLDER"), (True, "resume a copy")):
+        if has_a_run:
+            failed_start(tmp_path / "run", RESOLVED)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", refuse)
+            with pytest.raises(UsageError, match="Read-only file system") as raised, RunFolder(tmp_path / "run").held():
+                pass
+        assert fix in raised.value.fix
+
+
 def test_a_lock_whose_file_was_removed_is_not_taken(tmp_path):
     """Of two starts the second opens the file before the first, which fails, removes it."""
     folder = RunFolder(tmp_path / "run")

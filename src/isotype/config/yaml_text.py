@@ -102,7 +102,8 @@ def _value(node: Node, depth: int = 0, made: list[int] | None = None) -> Any:
     except (YAMLError, ValueError, OverflowError, TypeError, AttributeError, KeyError) as error:
         problem = getattr(error, "problem", None) or next(iter(str(error).splitlines()), type(error).__name__)
         raise YamlError(f"{node.value!r}: {problem}", line) from None
-    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+    # U+DC80 to U+DCFF are bytes of a file's name that are no UTF-8, as Python reads them
+    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" and not "\udc80" <= c <= "\udcff" for c in value):
         raise YamlError("half of a surrogate pair is not text", line)
     return value
 

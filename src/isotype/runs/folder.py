@@ -40,7 +40,7 @@ class RunFolder:
 
     @property
     def is_run(self) -> bool:
-        return (self.path / RESOLVED).is_file()
+        return os.path.isfile(self.path / RESOLVED)  # False for a name that is too long
 
     def write_json(self, name: str, content: Any) -> None:
         write_text(self.path / name, json.dumps(content, indent=1, default=str) + "\n")
@@ -67,9 +67,8 @@ class RunFolder:
             raise
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             said = getattr(error, "strerror", None) or error
-            raise UsageError(
-                f"run.folder: {str(self.path)[:200]!r}: {said}", fix="give a folder that can be written: --out FOLDER"
-            ) from None
+            fix = "make it writable, or resume a copy of it" if self.is_run else "give a folder that can be written: --out FOLDER"
+            raise UsageError(f"run.folder: {str(self.path)[:200]!r}: {said}", fix=fix) from None
         try:
             take_lock(lock, self.path)
             try:

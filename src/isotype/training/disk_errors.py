@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import IsotypeError, RunError, UsageError
-from ..runs.checkpoint.atomic_folder import refused
+from ..runs.checkpoint.atomic_folder import refused, writable_again
 from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import RunFolder
 
@@ -13,7 +13,11 @@ from ..runs.folder import RunFolder
 def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:
     """Turns a disk error in the run's folder into CK001 with the last good checkpoint, and one elsewhere into a usage error. Returns other
     errors unchanged."""
-    gone = RunError(f"{folder.path}: the run's folder is gone", code="CK001", fix="start the run again")
+    gone = RunError(
+        f"{folder.path}: the run's folder is gone",
+        code="CK001",
+        fix="start it again; a folder that was renamed: isotype train --resume ITS_NEW_NAME",
+    )
     if isinstance(error, IsotypeError):
         # a file of the run could not be written, because its folder was removed
         return gone if error.code == "CK001" and not folder.path.is_dir() else error
@@ -28,4 +32,4 @@ def refused_by_disk(error: Exception, folder: RunFolder) -> Exception:
     if not folder.path.is_dir():
         return gone
     message = f"{name}: {reason}" if name else reason
-    return RunError(f"{message}\n  saved     {good}", code="CK001", fix="free space or make it writable, then resume")
+    return RunError(f"{message}\n  saved     {good}", code="CK001", fix=f"{writable_again(reason)}, then resume")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -69,7 +70,7 @@ def _aside_of(target: Path, *, removing: bool = True) -> Iterator[Path]:
         reason = refused(error)
         if reason is None:
             raise
-        raise RunError(f"could not write {target}: {reason}", code="CK001", fix="free space or make it writable, then resume") from error
+        raise RunError(f"could not write {target}: {reason}", code="CK001", fix=f"{writable_again(reason)}, then resume") from error
 
 
 def _new(folder: Path) -> None:
@@ -93,6 +94,14 @@ def refused(error: BaseException) -> str | None:
         return f"{error.strerror or error}"
     # safetensors and tokenizers are Rust: their I/O errors are no OSErrors and end in `(os error 28)`
     return str(error) if isinstance(error, Exception) and _OS_ERROR.search(str(error)) else None
+
+
+def writable_again(reason: str) -> str:
+    """What helps against a failed write, by the message of the operating system."""
+    if "(os error 2)" in reason or os.strerror(errno.ENOENT) in reason:
+        return "another program removed or renamed a folder of the run: put it back"
+    full = any(os.strerror(number) in reason for number in (errno.ENOSPC, errno.EDQUOT))
+    return "free space" if full else "make it writable"
 
 
 def seal(folder: Path, known: Mapping[str, dict[str, Any]] | None = None) -> None:
@@ -170,6 +179,5 @@ def write_text(target: Path, text: str) -> None:
         aside.replace(target)
     except OSError as error:
         aside.unlink(missing_ok=True)
-        raise RunError(
-            f"could not write {target}: {error.strerror or error}", code="CK001", fix="free space or make it writable"
-        ) from error
+        reason = f"{error.strerror or error}"
+        raise RunError(f"could not write {target}: {reason}", code="CK001", fix=writable_again(reason)) from error
