@@ -37,6 +37,7 @@ import torch.distributed
 from isotype.config.load import load
 from isotype.distributed import world
 from isotype.errors import IsotypeError
+from isotype.training import loop as loop_module
 from isotype.training.loop import Loop
 from isotype.training.run import train
 
@@ -66,22 +67,28 @@ def with_fault(rank: int, step: int, what: str) -> None:
         if int(os.environ["RANK"]) == rank:
             shutil.disk_usage = lambda _: SimpleNamespace(free=0)
         return
-    takes, samples = Loop._own_rows, Loop._sample
+    steps, samples, takes = Loop._step, Loop._sample, loop_module.own_batches
+    at = (-1, -1)
 
-    def own_rows(loop):
-        here = (loop.world.rank, loop.progress.step + 1) == (rank, step)
-        if here and what == "nan":
-            return [[(x, math.nan) for x, _ in rows] for rows in takes(loop)]
-        if here:
+    def one_step(loop, number):
+        nonlocal at
+        at = (loop.world.rank, number)
+        steps(loop, number)
+
+    def batches(task, stream, passes, **options):
+        if at == (rank, step) and what == "nan":
+            take = stream.take
+            stream.take = lambda count: [(x, math.nan) for x, _ in take(count)]
+        elif at == (rank, step):
             act(what)
-        return takes(loop)
+        return takes(task, stream, passes, **options)
 
     def sample(loop):
         if (loop.world.rank, loop.progress.step) == (rank, step) == (rank, 0):
             act(what)
         return samples(loop)
 
-    Loop._own_rows, Loop._sample = own_rows, sample
+    Loop._step, Loop._sample, loop_module.own_batches = one_step, sample, batches
 
 
 def with_offload(file: str) -> None:
