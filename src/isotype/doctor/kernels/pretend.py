@@ -218,7 +218,12 @@ def pretend_gpu(target: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, answer in _cuda_answers(target).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        said = {"is_cuda": property(lambda self: True), "device": property(lambda self: _CUDA), "get_device": lambda self: 0}
+        said = {
+            "is_cuda": property(lambda self: True),
+            "is_cpu": property(lambda self: False),
+            "device": property(lambda self: _CUDA),
+            "get_device": lambda self: 0,
+        }
         for name, value in said.items():
             stack.enter_context(_attribute(torch.Tensor, name, value))
         # importing torch.compile reads it when CUDA reports that it is available
