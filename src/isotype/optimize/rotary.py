@@ -75,8 +75,8 @@ _PAIRS = "_isotype_pairs"
 
 
 def pairs_of(cos: Tensor, sin: Tensor, repeated: bool) -> tuple[Tensor, Tensor]:
-    """One value a pair of both tables, made for the first layer of a forward and noted on the tensor, which every layer is given; on a
-    CPU in fp32, as its kernel reads them."""
+    """One value a pair of both tables, made for the first layer of a forward and noted on the tensor, which every layer is given. They
+    keep their dtype: widened here, outside the op, honest tables would count as values that lost bits."""
     if torch.compiler.is_compiling() or type(cos) is not Tensor or cos.is_inference() or sin.is_inference():
         return narrow(cos, repeated), narrow(sin, repeated)
     moment = (id(sin), cos._version, sin._version, repeated)
@@ -84,8 +84,6 @@ def pairs_of(cos: Tensor, sin: Tensor, repeated: bool) -> tuple[Tensor, Tensor]:
     # the second table is held, so that no other gets its id
     if noted is None or noted[0] != moment:
         made = narrow(cos, repeated), narrow(sin, repeated)
-        if cos.is_cpu and cos.dtype != torch.float64:
-            made = made[0].to(torch.float32).contiguous(), made[1].to(torch.float32).contiguous()
         noted = moment, sin, made
         setattr(cos, _PAIRS, noted)
     return noted[2]
