@@ -71,24 +71,6 @@ def narrow(table: Tensor, repeated: bool) -> Tensor:
     return table[..., ::2] if repeated else table[..., : table.shape[-1] // 2]
 
 
-_PAIRS = "_isotype_pairs"
-
-
-def pairs_of(cos: Tensor, sin: Tensor, repeated: bool) -> tuple[Tensor, Tensor]:
-    """One value a pair of both tables, made for the first layer of a forward and noted on the tensor, which every layer is given. They
-    keep their dtype: widened here, outside the op, honest tables would count as values that lost bits."""
-    if torch.compiler.is_compiling() or type(cos) is not Tensor or cos.is_inference() or sin.is_inference():
-        return narrow(cos, repeated), narrow(sin, repeated)
-    moment = (id(sin), cos._version, sin._version, repeated)
-    noted: tuple[Any, Any, tuple[Tensor, Tensor]] | None = getattr(cos, _PAIRS, None)
-    # the second table is held, so that no other gets its id
-    if noted is None or noted[0] != moment:
-        made = narrow(cos, repeated), narrow(sin, repeated)
-        noted = moment, sin, made
-        setattr(cos, _PAIRS, noted)
-    return noted[2]
-
-
 def recognise(original: Callable[..., Any], tables_repeat: bool) -> bool | None:
     """The `interleaved` with which `rope` gives this function's output on tables of the model's own form; None where neither does."""
     size, generator = 8, torch.Generator().manual_seed(0)
@@ -149,7 +131,7 @@ def replacement(original: Callable[..., Any], interleaved: bool, repeated: bool)
         # other arguments (unsqueeze_dim, position ids of older models) change the computation: the original is called
         if args or kwargs or cos.dim() != 3 or q.dim() != 4:
             return original(q, k, cos, sin, *args, **kwargs)
-        return rope(q, k, *pairs_of(cos, sin, repeated), interleaved=interleaved)
+        return rope(q, k, narrow(cos, repeated), narrow(sin, repeated), interleaved=interleaved)
 
     return apply_rotary_pos_emb
 

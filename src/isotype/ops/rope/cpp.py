@@ -17,10 +17,6 @@ def like(x_BNSD: Tensor) -> Tensor:
     return y_BNSD if y_BNSD.stride(-1) == 1 else torch.empty_like(x_BNSD, memory_format=torch.contiguous_format)
 
 
-def _table(t: Tensor) -> Tensor:
-    return t if t.dtype is torch.float32 and t.is_contiguous() else t.to(torch.float32).contiguous()
-
-
 @library_op(
     "rope_cpp(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor",
     fake=lambda x, cos, sin, interleaved, back: like(x),
@@ -28,7 +24,7 @@ def _table(t: Tensor) -> Tensor:
 def _rotate(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, back: bool) -> Tensor:
     y_BNSD = like(x_BNSD)
     x_BNSD = x_BNSD if x_BNSD.stride(-1) == 1 else x_BNSD.contiguous()
-    cos_BSR, sin_BSR = _table(cos_BSR), _table(sin_BSR)
+    cos_BSR, sin_BSR = (t.to(torch.float32).contiguous() for t in (cos_BSR, sin_BSR))
     KERNELS(
         "rotate", x_BNSD.dtype, x_BNSD, y_BNSD, cos_BSR, sin_BSR, *x_BNSD.shape, cos_BSR.shape[-1], *x_BNSD.stride()[:3],
         *y_BNSD.stride()[:3], cos_BSR.shape[0], interleaved, back,
