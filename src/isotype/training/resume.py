@@ -40,7 +40,9 @@ def compare_with_before(loaded: LoadedConfig, task: Task, folder: RunFolder, con
 
 def refuse_fewer_steps(loop: Loop) -> None:
     """Raises UsageError where the run has made more steps than it is to have: its settings would be untrue."""
-    made = max(loop.store.steps(), default=0)
+    if max(loop.store.steps(), default=0) <= loop.plan.total:
+        return
+    made = loop.store.newest_whole()[0] or 0  # a damaged checkpoint is none: the run goes on from the one before it
     if made > loop.plan.total:
         raise UsageError(
             f"train.steps: {loop.plan.total}, and the run has made {made} steps",
