@@ -1,7 +1,7 @@
 """Unsloth's model as a contender: a random Llama of any shape, with adapters on every projection and its own gradient checkpointing.
 
 Importing Unsloth patches torch, transformers and TRL, so that it has a process to itself. It loads models from folders only: the model is
-written to one and read back. Its calls are those of unsloth 2026.8.19.
+written to one and read back. Its calls are those of unsloth 2026.10.9.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def test_the_ledger_as_json_and_as_text(planned):
     text = planned(*kept).output
     for words in (
         "times are unmeasured",
-        "Unsloth 2026.8.19",
+        "Unsloth 2026.10.9",
         "the step",
         "memory at the peak",
         "saved, each counted",

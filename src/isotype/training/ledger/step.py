@@ -85,7 +85,7 @@ class Ledger:
             f"recompute   {self.what}",
             f"  {'phase':<11}{'launch':<58}{'count':>6}{'MB each':>10}{'GFLOP each':>12}{'ms in all':>11}",
         ]
-        for title, rows in (("ours", self.rows), ("Unsloth 2026.8.19", self.theirs or [])):
+        for title, rows in (("ours", self.rows), (f"Unsloth {unsloth.VERSION}", self.theirs or [])):
             if not rows:
                 continue
             lines.append(f"{title}")

@@ -1,8 +1,9 @@
 """One step of Unsloth's released code for a Llama of these shapes, launch by launch, each row with the file and line that does it.
 
-Read from unsloth 2026.8.19 (commit 015bdef0d94a) and unsloth_zoo 2026.8.13 (ce232d6cef9c): its defaults, gradient checkpointing "unsloth",
-no dropout, rows without padding. Where a choice depends on what is installed, the faster one is counted: cuDNN's attention, and a compiled
-loss that reads and writes its logits as rarely as ours. Adapters are fp32 there too; casts of them are left out.
+Read from unsloth 2026.10.9 and unsloth_zoo 2026.10.9 as their wheels have them: their defaults on a card of more than 24 GiB, gradient
+checkpointing "unsloth", no dropout, rows without padding. Where a choice depends on what is installed, the faster one is counted: its own
+NF4 kernel, cuDNN's attention. Its compiled layers are counted as the uncompiled ones, whose kernels they call: norms, rotary embedding,
+4-bit weights and products stay calls of their own there. Adapters are fp32 there too; casts of them are left out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from .rows import Row, attention, memory, product
 
 LORA, UTILS, LLAMA = "unsloth/kernels/fast_lora.py", "unsloth/kernels/utils.py", "unsloth/models/llama.py"
 NORM, ROPE, SWIGLU = "unsloth/kernels/rms_layernorm.py", "unsloth/kernels/rope_embedding.py", "unsloth/kernels/swiglu.py"
-LOSS, CHECKPOINT = "unsloth_zoo/fused_losses/cross_entropy_loss.py", "unsloth_zoo/gradient_checkpointing.py"
+NF4 = "unsloth/kernels/nf4.py"
+LOSS, CHECKPOINT = "unsloth_zoo/fused_losses/fused_linear.py", "unsloth_zoo/gradient_checkpointing.py"
+
+VERSION = "2026.10.9"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,21 +52,18 @@ class Shapes:
 
 
 def _widened(s: Shapes, phase: str, out: int, features: int) -> Iterator[Row]:
-    if not s.nf4:
-        return
-    n = out * features
-    scales = n / 64
-    yield memory(phase, "dequantise: scales", scales + 4 * scales, source=f"{UTILS}:731")
-    yield memory(phase, "dequantise: offset", 8 * scales, source=f"{UTILS}:739")
-    yield memory(phase, "dequantise: weight", n / 2 + 4 * scales + 2 * n, source=f"{UTILS}:747")
+    """One launch: 4 bits and two levels of scales in, bf16 out."""
+    if s.nf4:
+        n = out * features
+        yield memory(phase, "dequantise", n / 2 + n / 64 + 4 * n / 64 / 256 + 2 * n, source=f"{NF4}:91, {UTILS}:984")
 
 
 def _matmul_lora(s: Shapes, phase: str, out: int, features: int, at: str) -> Iterator[Row]:
-    """X W^T + s (X A^T) B^T: utils.py:1128 to 1170."""
+    """X W^T + s (X A^T) B^T: utils.py:1859 to 1900."""
     yield from _widened(s, phase, out, features)
-    yield product(phase, "base product", s.tokens, out, features, source=f"{UTILS}:1159 from {at}")
-    yield product(phase, "adapter: X A", s.tokens, s.rank, features, source=f"{UTILS}:1166")
-    yield product(phase, "adapter: += XA B", s.tokens, out, s.rank, adds=True, source=f"{UTILS}:1167")
+    yield product(phase, "base product", s.tokens, out, features, source=f"{UTILS}:1891 from {at}")
+    yield product(phase, "adapter: X A", s.tokens, s.rank, features, source=f"{UTILS}:1897")
+    yield product(phase, "adapter: += XA B", s.tokens, out, s.rank, adds=True, source=f"{UTILS}:1898")
 
 
 def layer_forward(s: Shapes, phase: str) -> Iterator[Row]:
@@ -70,36 +71,34 @@ def layer_forward(s: Shapes, phase: str) -> Iterator[Row]:
     w = s.widths
     q = 2 * s.tokens * w["q"][0]
     k = 2 * s.tokens * w["k"][0]
-    yield memory(phase, "norm", 2 * th, source=f"{NORM}:164, {LLAMA}:825")
-    for name, line in (("q", 397), ("k", 398), ("v", 399)):
+    yield memory(phase, "norm", 2 * th, source=f"{NORM}:699, {LLAMA}:1213")
+    for name, line in (("q", 813), ("k", 814), ("v", 815)):
         yield from _matmul_lora(s, phase, *w[name], f"{LORA}:{line}")
-    yield memory(phase, "rope: q, in place", 2 * q, source=f"{ROPE}:276")
-    yield memory(phase, "rope: k, in place", 2 * k, source=f"{ROPE}:277")
-    yield attention(phase, "attention", s.rows, s.heads, s.key_heads, s.length, s.depth, source=f"{LLAMA}:766")
-    yield from _matmul_lora(s, phase, *w["o"], f"{LORA}:606")
-    yield memory(phase, "residual add", 3 * th, source=f"{LLAMA}:838")
-    yield memory(phase, "norm", 2 * th, source=f"{NORM}:164, {LLAMA}:842")
-    yield from _matmul_lora(s, phase, *w["gate"], f"{LORA}:93")
-    yield from _matmul_lora(s, phase, *w["up"], f"{LORA}:94")
-    yield memory(phase, "swiglu", 3 * ti, source=f"{SWIGLU}:47, {LORA}:95")
-    yield from _matmul_lora(s, phase, *w["down"], f"{LORA}:96")
-    yield memory(phase, "residual add", 3 * th, source=f"{LLAMA}:844")
+    yield memory(phase, "rope: q and k, in place", 2 * q + 2 * k, source=f"{ROPE}:363, {LLAMA}:1119")
+    yield attention(phase, "attention", s.rows, s.heads, s.key_heads, s.length, s.depth, source=f"{LLAMA}:1155")
+    yield from _matmul_lora(s, phase, *w["o"], f"{LORA}:1062")
+    yield memory(phase, "residual add", 3 * th, source=f"{LLAMA}:1228")
+    yield memory(phase, "norm", 2 * th, source=f"{NORM}:699, {LLAMA}:1231")
+    yield from _matmul_lora(s, phase, *w["gate"], f"{LORA}:417")
+    yield from _matmul_lora(s, phase, *w["up"], f"{LORA}:418")
+    yield memory(phase, "swiglu", 3 * ti, source=f"{SWIGLU}:52, {LORA}:419")
+    yield from _matmul_lora(s, phase, *w["down"], f"{LORA}:420")
+    yield memory(phase, "residual add", 3 * th, source=f"{LLAMA}:1235")
 
 
-def _adapter_gradients(s: Shapes, out: int, features: int, at: str) -> Iterator[Row]:
-    """dA = X^T (dY B^T) and dB = (A^T X^T) dY: four products."""
-    yield product("backward", "adapter: dY B", s.tokens, s.rank, out, source=at)
-    yield product("backward", "adapter: dA", features, s.rank, s.tokens, source=at)
-    yield product("backward", "adapter: X A again", s.rank, s.tokens, features, source=at)
-    yield product("backward", "adapter: dB", s.rank, out, s.tokens, source=at)
+def _adapter_gradients(s: Shapes, out: int, features: int, at: int, *, narrow_at: int) -> Iterator[Row]:
+    """dY B^T, which the gradient of the input uses again; dA = X^T (dY B^T); dB = (A^T X^T) dY of two products."""
+    yield product("backward", "adapter: dY B", s.tokens, s.rank, out, source=f"{LORA}:{narrow_at}")
+    yield product("backward", "adapter: dA", features, s.rank, s.tokens, source=f"{LORA}:{at}")
+    yield product("backward", "adapter: X A again", s.rank, s.tokens, features, source=f"{LORA}:{at + 1}")
+    yield product("backward", "adapter: dB", s.rank, out, s.tokens, source=f"{LORA}:{at + 1}")
 
 
-def _input_gradient(s: Shapes, out: int, features: int, at: str, *, adds: bool) -> Iterator[Row]:
+def _input_gradient(s: Shapes, out: int, features: int, at: int, *, adds: bool) -> Iterator[Row]:
     """dX (+)= dY W, and dX += (dY B^T) A^T."""
     yield from _widened(s, "backward", out, features)
-    yield product("backward", "base product", s.tokens, features, out, adds=adds, source=at)
-    yield product("backward", "adapter: dY B again", s.tokens, s.rank, out, source=at)
-    yield product("backward", "adapter: dX += dXA A", s.tokens, features, s.rank, adds=True, source=at)
+    yield product("backward", "base product", s.tokens, features, out, adds=adds, source=f"{LORA}:{at}")
+    yield product("backward", "adapter: dX += dXA A", s.tokens, features, s.rank, adds=True, source=f"{LORA}:{at + 2}")
 
 
 def layer_backward(s: Shapes) -> Iterator[Row]:
@@ -108,61 +107,86 @@ def layer_backward(s: Shapes) -> Iterator[Row]:
     q, k = 2 * s.tokens * w["q"][0], 2 * s.tokens * w["k"][0]
     # the gradient of down's input is a matmul_lora with A and B exchanged
     yield from _widened(s, "backward", *w["down"])
-    yield product("backward", "base product", s.tokens, s.inner, s.hidden, source=f"{LORA}:156")
-    yield product("backward", "adapter: dY B", s.tokens, s.rank, s.hidden, source=f"{LORA}:156, {UTILS}:1166")
-    yield product("backward", "adapter: += dXA A", s.tokens, s.inner, s.rank, adds=True, source=f"{LORA}:156, {UTILS}:1167")
-    yield memory("backward", "swiglu backward, in place", 6 * ti, source=f"{SWIGLU}:112, {LORA}:157")
-    yield from _adapter_gradients(s, *w["down"], f"{LORA}:172")
-    yield from _adapter_gradients(s, *w["up"], f"{LORA}:180")
-    yield from _adapter_gradients(s, *w["gate"], f"{LORA}:188")
-    yield from _input_gradient(s, *w["up"], f"{LORA}:194", adds=False)
-    yield from _input_gradient(s, *w["gate"], f"{LORA}:201", adds=True)
-    yield memory("backward", "norm backward, in place", 3 * th, source=f"{NORM}:209")
-    yield memory("backward", "residual gradient", 3 * th, source=f"{LLAMA}:844")
-    yield from _adapter_gradients(s, *w["o"], f"{LORA}:639")
-    yield from _input_gradient(s, *w["o"], f"{LORA}:643", adds=False)
-    yield attention("backward", "attention backward", s.rows, s.heads, s.key_heads, s.length, s.depth, source=f"{LLAMA}:766")
-    yield memory("backward", "rope backward: q, in place", 2 * q, source=f"{ROPE}:222")
-    yield memory("backward", "rope backward: k, in place", 2 * k, source=f"{ROPE}:222")
-    for name, line in (("q", 476), ("k", 484), ("v", 492)):
-        yield from _adapter_gradients(s, *w[name], f"{LORA}:{line}")
-    for name, line in (("q", 498), ("k", 506), ("v", 514)):
-        yield from _input_gradient(s, *w[name], f"{LORA}:{line}", adds=name != "q")
-    yield memory("backward", "norm backward, in place", 3 * th, source=f"{NORM}:209")
-    yield memory("backward", "residual gradient", 3 * th, source=f"{LLAMA}:838")
+    yield product("backward", "base product", s.tokens, s.inner, s.hidden, source=f"{LORA}:507, {UTILS}:1891")
+    yield product("backward", "adapter: dY B", s.tokens, s.rank, s.hidden, source=f"{LORA}:507, {UTILS}:1897")
+    yield product("backward", "adapter: += dXA A", s.tokens, s.inner, s.rank, adds=True, source=f"{LORA}:507, {UTILS}:1898")
+    yield memory("backward", "swiglu backward, in place", 6 * ti, source=f"{SWIGLU}:126, {LORA}:522")
+    yield from _adapter_gradients(s, *w["down"], 535, narrow_at=535)
+    yield from _adapter_gradients(s, *w["up"], 548, narrow_at=538)
+    yield from _adapter_gradients(s, *w["gate"], 553, narrow_at=539)
+    yield from _input_gradient(s, *w["up"], 565, adds=False)
+    yield from _input_gradient(s, *w["gate"], 570, adds=True)
+    yield memory("backward", "norm backward, in place", 3 * th, source=f"{NORM}:812")
+    yield memory("backward", "residual gradient", 3 * th, source=f"{LLAMA}:1235")
+    yield from _adapter_gradients(s, *w["o"], 1102, narrow_at=1098)
+    yield from _input_gradient(s, *w["o"], 1108, adds=False)
+    yield attention("backward", "attention backward", s.rows, s.heads, s.key_heads, s.length, s.depth, source=f"{LLAMA}:1155")
+    yield memory("backward", "rope backward: q and k", 2 * q + 2 * k, source=f"{ROPE}:372")
+    for name, narrow, line in (("q", 905, 916), ("k", 906, 920), ("v", 907, 924)):
+        yield from _adapter_gradients(s, *w[name], line, narrow_at=narrow)
+    for name, line in (("q", 935), ("k", 940), ("v", 945)):
+        yield from _input_gradient(s, *w[name], line, adds=name != "q")
+    yield memory("backward", "norm backward, in place", 3 * th, source=f"{NORM}:812")
+    yield memory("backward", "residual gradient", 3 * th, source=f"{LLAMA}:1228")
 
 
-def loss_chunks(s: Shapes) -> int:
-    """One chunk for up to 4 GiB of fp32 logits, else a multiple of four: cross_entropy_loss.py:140 to 174."""
-    exact = s.tokens * s.vocabulary * 4 / 2**30 / 4
-    return 1 if exact <= 1 else -int(-exact // 4) * 4
+@dataclass(frozen=True, kw_only=True)
+class LossTiles:
+    """How the loss is cut: `rows` of hidden states against `columns` of the vocabulary, with fp32 logits of one tile."""
+
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, s: Shapes) -> LossTiles:
+        """From 4,096 tokens on, and with more than 32,768 words, tiles of 256 MiB (fused_linear.py:1088, 1323); below, rows of the whole
+        vocabulary, as many as hold tokens x hidden / vocabulary, 512 or 512 x 151,936 logits, and 4,096 at most (fused_linear.py:140)."""
+        if s.tokens >= 4096 and s.vocabulary > 2 * 16384:
+            rows = min(4096, s.tokens)
+            return cls(rows=rows, columns=2**28 // (4 * rows) // 16384 * 16384)
+        at_least = min(max(_power_of_two(512 * 151936 / s.vocabulary), 512), 4096)
+        rows = min(max(_power_of_two(s.tokens * s.hidden / s.vocabulary), at_least), 4096, 2**31 // (4 * s.vocabulary))
+        return cls(rows=min(rows, s.tokens), columns=s.vocabulary)
+
+
+def _power_of_two(value: float) -> int:
+    """The largest at or below `value`, 1 at least."""
+    return 1 << max(int(value).bit_length() - 1, 0)
 
 
 def head(s: Shapes) -> Iterator[Row]:
-    n = loss_chunks(s)
-    chunk = s.tokens / n
-    logits = 2 * chunk * s.vocabulary
-    for _ in range(n):
-        yield product("forward", "head: logits", round(chunk), s.vocabulary, s.hidden, source=f"{LOSS}:102")
-        yield memory("forward", "head: loss", logits, source=f"{LOSS}:124")
-        yield memory("forward", "head: gradient of logits", 2 * logits, source=f"{LOSS}:124")
-        yield product("forward", "head: dX", round(chunk), s.hidden, s.vocabulary, source=f"{LOSS}:329")
-    yield memory("backward", "head: dX scaled", 4 * s.tokens * s.hidden, source=f"{LOSS}:527")
+    tiles = LossTiles.of(s)
+    tiled = tiles.columns < s.vocabulary
+    for start in range(0, s.tokens, tiles.rows):
+        n = min(tiles.rows, s.tokens - start)
+        for first in range(0, s.vocabulary, tiles.columns):
+            c = min(tiles.columns, s.vocabulary - first)
+            line, reads, writes, dx = (1133, 1137, 1148, 1158) if tiled else (1348, 1032, 1354, 1360)
+            yield product("forward", "head: logits in fp32", n, c, s.hidden, out=4, source=f"{LOSS}:{line}")
+            yield memory("forward", "head: loss", 4 * n * c, source=f"{LOSS}:{reads}")
+            yield memory("forward", "head: gradient of logits", 6 * n * c, source=f"{LOSS}:{writes}")
+            yield product("forward", "head: dX in fp32", n, s.hidden, c, out=4, adds=tiled, source=f"{LOSS}:{dx}")
+        if tiled:
+            yield memory("forward", "head: zeros for dX", 4 * n * s.hidden, source=f"{LOSS}:1129")
+            yield memory("forward", "head: dX with the target's term", 8 * n * s.hidden, source=f"{LOSS}:1176")
+        else:
+            yield memory("forward", "head: dX scaled and copied", 14 * n * s.hidden, source=f"{LOSS}:1362, {LOSS}:1364")
+    yield memory("backward", "head: dX scaled", 4 * s.tokens * s.hidden, source=f"{LOSS}:1711")
 
 
 def step(s: Shapes) -> list[Row]:
     """Every launch of one micro-batch and the update of fp32 adapters with one fused AdamW."""
     rows: list[Row] = []
     th = 2 * s.tokens * s.hidden
-    rows.append(memory("forward", "embedding", 2 * th, source=f"{LLAMA}:956"))
+    rows.append(memory("forward", "embedding", 2 * th, source=f"{LLAMA}:1399"))
     for _ in range(s.layers):
-        rows.append(Row(phase="forward", name="layer's input to the host", kind="copy", bytes=th, source=f"{CHECKPOINT}:854"))
+        rows.append(Row(phase="forward", name="layer's input to the host", kind="copy", bytes=th, source=f"{CHECKPOINT}:1506"))
         rows += layer_forward(s, "forward")
-    rows.append(memory("forward", "norm", 2 * th, source=f"{LLAMA}:1228"))
+    rows.append(memory("forward", "norm", 2 * th, source=f"{LLAMA}:1681"))
     rows += head(s)
-    rows.append(memory("backward", "norm backward, in place", 3 * th, source=f"{NORM}:209"))
+    rows.append(memory("backward", "norm backward, in place", 3 * th, source=f"{NORM}:812"))
     for _ in range(s.layers):
-        rows.append(Row(phase="backward", name="layer's input from the host", kind="copy", bytes=th, source=f"{CHECKPOINT}:934"))
+        rows.append(Row(phase="backward", name="layer's input from the host", kind="copy", bytes=th, source=f"{CHECKPOINT}:1601"))
         rows += layer_forward(s, "recompute")
         rows += layer_backward(s)
     trained = sum(s.rank * (out + features) for out, features in s.widths.values()) * s.layers
@@ -173,14 +197,15 @@ def step(s: Shapes) -> list[Row]:
 def peak_bytes(s: Shapes, held: int) -> int:
     """What is held (weights, adapters, gradients, states) and the larger of two moments: the loss, and the backward of a layer.
 
-    Layers' inputs wait in host memory, with two buffers on the device (gradient_checkpointing.py:854, 934). In the loss the logits of a
-    chunk and their gradient are alive in bf16. In a layer's MLP backward: its input, both normed inputs, the residual between, attention's
-    output, dY and dX; q, k and v; X, e, g (fast_lora.py:110) and DW (fast_lora.py:156), whose gradients are written over them; one widened
-    weight and the global buffer of another (utils.py:1158).
+    Layers' inputs wait in host memory, with two buffers on the device (gradient_checkpointing.py:1305, 1313). In the loss: the fp32 logits
+    of a tile, whose bytes take their gradient, dX of its rows in fp32, the hidden states, and dX twice when it is scaled. In a layer's MLP
+    backward: both normed inputs, attention's output, the residual between, the layer's output and its gradient; q, k and v; e, g and DW
+    (fast_lora.py:507), whose gradients are written over them; one widened weight and the scratch of another (utils.py:956, 975).
     """
     th, ti = 2 * s.tokens * s.hidden, 2 * s.tokens * s.inner
     q, k = 2 * s.tokens * s.widths["q"][0], 2 * s.tokens * s.widths["k"][0]
-    loss = 2 * 2 * s.tokens // loss_chunks(s) * s.vocabulary + 3 * th
+    tiles = LossTiles.of(s)
+    loss = 4 * tiles.rows * (tiles.columns + s.hidden) + 3 * th
     widened = 2 * 2 * s.inner * s.hidden if s.nf4 else 0
     layer = 6 * th + 2 * q + 2 * k + 3 * ti + widened
     return held + 2 * th + max(loss, layer)
