@@ -1,6 +1,6 @@
 """The ledger of one step of Llama-3.1-8B QLoRA on an H200, counted without a GPU, beside Unsloth's published code at the same shapes.
 
-    python benchmarks/ledger.py --tokens 4096 --out benchmarks/results/2026-11-22-ledger-4096.md
+    python benchmarks/ledger.py --tokens 4096 --out benchmarks/results/2026-11-23-ledger-4096.md
 
 It is what `isotype plan --device h200 --ledger` prints for a run with one row of so many tokens, every linear layer adapted at rank 16,
 and the kind of recomputation given. No weights are made; a minute or two on a CPU.
