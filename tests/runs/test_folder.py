@@ -1,4 +1,4 @@
-"""What a start leaves behind when no run begins."""
+"""What a start leaves behind when no run begins, and what is said of a folder that holds none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import pytest
 
 from isotype.errors import UsageError
-from isotype.runs.folder import RESOLVED, RunFolder
+from isotype.runs.folder import RESOLVED, RunFolder, require_run
 from isotype.runs.lock import LOCK, take_lock
 
 
@@ -77,3 +77,12 @@ def test_the_folder_of_another_run_is_left_alone(tmp_path):
     other.join()
     assert other.exitcode == 0
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_an_adapter_alone_is_named_as_one(tmp_path):
+    (tmp_path / "run/adapter").mkdir(parents=True)
+    (tmp_path / "run/adapter/adapter_config.json").write_text("{}")
+    for path in (tmp_path / "run", tmp_path / "run/adapter"):
+        with pytest.raises(UsageError, match=r"no resolved\.yaml there.*adapter is a PEFT adapter") as refused:
+            require_run(path)
+        assert repr(str(tmp_path / "run/adapter")) in refused.value.fix

@@ -101,6 +101,11 @@ def require_run(path: Path) -> Path:
         what = f"holds runs, but is none: {', '.join(str(run) for run in inside[:4])}"
     else:
         what = f"no {RESOLVED} there: not a run folder, or a run that stopped before its first step"
+    adapter = next((p for p in (path, path / "adapter") if (p / "adapter_config.json").is_file()), None)
+    if adapter is not None and not inside:
+        raise UsageError(
+            f"{path}: {what}; {adapter} is a PEFT adapter", fix=f"PeftModel.from_pretrained(base, {str(adapter)!r}) loads it, without a run"
+        )
     fix = f"did you mean {path.parent / near[0]}?" if near else f"isotype ls {path.parent if path.parent.is_dir() else '.'} lists the runs"
     raise UsageError(f"{path}: {what}", fix=None if inside else fix)
 
